@@ -1,0 +1,5 @@
+"""``python -m dnictl``."""
+
+from dnictl.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Package data: Apptainer definition templates and example chains, read with importlib.resources."""

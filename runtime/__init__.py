@@ -1,0 +1,36 @@
+"""Decoupled Neural Interfaces as a chain of containers (Jaderberg et al. 2016, arXiv:1608.05343).
+
+``dni_runtime.load(path)`` gives back a trained chain that ``dnictl export`` wrote, as a plain
+``torch.nn.Module``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import nn
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "load"]
+
+
+def load(path: str | os.PathLike[str]) -> nn.Module:
+    """Load an exported model.
+
+    Args:
+        path: A ``.safetensors`` or ``.pt2`` file written by ``dnictl export``.
+
+    Returns:
+        The whole network as one module in eval mode: ``nn.Sequential`` for ``.safetensors``, the
+        exported program's module for ``.pt2``.
+
+    Raises:
+        DataError: The file is missing or was not written by ``dnictl export``.
+    """
+    from dni_runtime.core.export import load_model  # torch is slow to import: only on use
+
+    return load_model(path)

@@ -1,0 +1,156 @@
+"""The error tree: every failure that a user can cause or can do something about.
+
+::
+
+    DniError                     70  EX_SOFTWARE
+    ├── UsageError               64  EX_USAGE        a command line that cannot be carried out
+    ├── ImageError               65  EX_DATAERR      wrong, foreign or tampered image
+    ├── DataError                66  EX_NOINPUT      data that is missing or malformed
+    ├── UnavailableError         69  EX_UNAVAILABLE  a program, device, port or interface is missing
+    ├── BuildError               70  EX_SOFTWARE     an image build failed
+    ├── WorkerError              70  EX_SOFTWARE     a worker failed during a run
+    ├── CheckpointError          74  EX_IOERR        a checkpoint cannot be written or read
+    ├── StoppedError             75  EX_TEMPFAIL     stopped before the end; the run can be resumed
+    ├── WireError                76  EX_PROTOCOL     a message that cannot be accepted
+    ├── HandshakeError           76  EX_PROTOCOL     two modules that do not fit together
+    └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
+
+Exit codes are those of sysexits(3). Errors compose their text in ``__str__`` and say what to do next
+in ``hint``; only ``dnictl`` and the worker's entry point print them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class DniError(Exception):
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        message: What is wrong, naming file, field and value.
+        hint: What to do next, or None.
+    """
+
+    exit_code: ClassVar[int] = 70
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  → {self.hint}"
+
+
+class UsageError(DniError):
+    """The command line asks for something that cannot be carried out."""
+
+    exit_code = 64
+
+
+class ImageError(DniError):
+    """An image is of another spec, unsigned where a signature is required, or altered."""
+
+    exit_code = 65
+
+
+class DataError(DniError):
+    """A data set is missing, incomplete or malformed."""
+
+    exit_code = 66
+
+
+class UnavailableError(DniError):
+    """A program, device, network interface or port that is needed is not there."""
+
+    exit_code = 69
+
+
+class BuildError(DniError):
+    """Building an image failed.
+
+    Attributes:
+        tail: The last lines that the builder printed.
+    """
+
+    def __init__(self, message: str, *, tail: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.tail = tuple(tail)
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  | {line}" for line in self.tail)]
+        if self.hint is not None:
+            lines.append(f"  → {self.hint}")
+        return "\n".join(lines)
+
+
+class WorkerError(DniError):
+    """A worker ended although its run had not."""
+
+
+class CheckpointError(DniError):
+    """A checkpoint cannot be written, is incomplete, or belongs to another module."""
+
+    exit_code = 74
+
+
+class StoppedError(DniError):
+    """The run was stopped before its end; its checkpoint lets it go on."""
+
+    exit_code = 75
+
+
+class WireError(DniError):
+    """A message is malformed or breaks the contract of its link.
+
+    Attributes:
+        reason: A short word for counters, such as ``truncated``, ``version`` or ``shape``.
+    """
+
+    exit_code = 76
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class HandshakeError(DniError):
+    """The two ends of a link do not belong together (protocol, spec or shapes differ)."""
+
+    exit_code = 76
+
+
+class SpecError(DniError):
+    """A chain specification cannot be used.
+
+    Attributes:
+        file: The file's name, or None for a spec that was not read from a file.
+        line: One-based line in the file, or None.
+        path: Where in the document, such as ``modules[1].layers[0].Linear``.
+    """
+
+    exit_code = 78
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        line: int | None = None,
+        path: str = "",
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.file = file
+        self.line = line
+        self.path = path
+
+    def __str__(self) -> str:
+        place = self.file or ""
+        if self.line is not None:
+            place += f":{self.line}"
+        where = ": ".join(part for part in (place, self.path) if part)
+        text = f"{where}: {self.message}" if where else self.message
+        return text if self.hint is None else f"{text}\n  → {self.hint}"

@@ -1,0 +1,40 @@
+"""The chain specification: what a user writes in ``chain.yaml`` and what one worker gets of it.
+
+Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
+"""
+
+from dni_runtime.spec.load import load_chain, parse_chain, source_files
+from dni_runtime.spec.model import (
+    BaseSpec,
+    ChainSpec,
+    CheckpointSpec,
+    Choice,
+    DataSpec,
+    ImageSpec,
+    LayerSpec,
+    LinksSpec,
+    ModuleSpec,
+    MountSpec,
+)
+from dni_runtime.spec.worker import DataInfo, HeadRole, TailRole, TensorSpec, WorkerSpec
+
+__all__ = [
+    "BaseSpec",
+    "ChainSpec",
+    "CheckpointSpec",
+    "Choice",
+    "DataInfo",
+    "DataSpec",
+    "HeadRole",
+    "ImageSpec",
+    "LayerSpec",
+    "LinksSpec",
+    "ModuleSpec",
+    "MountSpec",
+    "TailRole",
+    "TensorSpec",
+    "WorkerSpec",
+    "load_chain",
+    "parse_chain",
+    "source_files",
+]

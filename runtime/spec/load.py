@@ -1,0 +1,271 @@
+"""Reading ``chain.yaml``: YAML with line numbers, then the models, with errors that say where."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from dni_runtime.errors import SpecError
+from dni_runtime.spec.model import ChainSpec, Choice, LayerSpec
+
+Location = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the scalars of YAML 1.2 (``1e-3`` is a number, ``off`` is a word)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        pair
+        for pair in pairs
+        if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+        and pair[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int")
+    ]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(  # YAML 1.2.2, section 10.3.2, core schema
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"),
+    list("-+0123456789."),
+)
+
+
+def load_chain(path: str | Path) -> ChainSpec:
+    """Read and check a chain specification.
+
+    Args:
+        path: The ``chain.yaml``.
+
+    Returns:
+        The checked spec. Names and keywords of layers are checked later, where torch is.
+
+    Raises:
+        SpecError: The file is missing, is not YAML, or breaks the schema; names file, line, path,
+            value and what is allowed.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(
+            f"there is no file {str(path)!r}",
+            hint="name your chain file, or write one with 'dnictl init'",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{str(path)!r} cannot be read: {error}") from None
+    return parse_chain(text, file=str(path))
+
+
+def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
+    """Check a chain specification given as YAML text; see :func:`load_chain`."""
+    document, lines = _parse_yaml(text, file)
+    if not isinstance(document, dict):
+        raise SpecError(
+            "a chain is a mapping with 'name' and 'modules'", file=file, line=lines.get(())
+        )
+    try:
+        return ChainSpec.model_validate(document)
+    except ValidationError as error:
+        raise _explain(error, document, lines, file) from None
+
+
+def line_of(text: str, location: Location) -> int | None:
+    """The one-based line where ``location`` (keys and indices) stands in a YAML text."""
+    return _nearest(_parse_yaml(text, "chain.yaml")[1], location)
+
+
+def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
+    """The user's Python files that the chain needs, by their path relative to an import root.
+
+    Args:
+        chain: The chain.
+        base: Folder of ``chain.yaml``, where import paths start.
+
+    Returns:
+        Relative POSIX path -> file. Import paths that are not found below ``base`` are taken for
+        installed packages and left out.
+
+    Raises:
+        SpecError: A file listed under ``sources`` is missing or lies outside of ``base``.
+    """
+    root = base.resolve()
+    found: dict[str, Path] = {}
+    for index, name in enumerate(chain.sources):
+        path = (root / name).resolve()
+        if not path.is_relative_to(root) or not path.exists():
+            raise SpecError(
+                f"{name!r} is not a file or folder below {str(base)!r}", path=f"sources[{index}]"
+            )
+        _collect(path, root, found)
+    for target in sorted(set(_import_paths(chain))):
+        top = target.split(":")[0].split(".")[0]
+        if (root / f"{top}.py").is_file():
+            _collect(root / f"{top}.py", root, found)
+        elif (root / top / "__init__.py").is_file():
+            _collect(root / top, root, found)
+    return found
+
+
+def _collect(path: Path, root: Path, found: dict[str, Path]) -> None:
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    for file in files:
+        if file.is_file() and "__pycache__" not in file.parts:
+            found[file.relative_to(root).as_posix()] = file
+
+
+def _import_paths(node: object) -> Iterator[str]:
+    if isinstance(node, LayerSpec | Choice):
+        name = node.type if isinstance(node, LayerSpec) else node.name
+        if ":" in name:
+            yield name
+    if isinstance(node, ChainSpec) and ":" in node.data.dataset:
+        yield node.data.dataset
+    if isinstance(node, BaseModel):
+        for field in type(node).model_fields:
+            yield from _import_paths(getattr(node, field))
+    elif isinstance(node, tuple | list):
+        for item in node:
+            yield from _import_paths(item)
+    elif isinstance(node, dict):
+        if isinstance(node.get("import"), str):
+            yield node["import"]
+        for item in node.values():
+            yield from _import_paths(item)
+
+
+def _parse_yaml(text: str, file: str) -> tuple[Any, dict[Location, int]]:
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            raise SpecError("the file is empty", file=file, hint="see 'dnictl init'")
+        lines: dict[Location, int] = {}
+        _index(root, (), lines, file)
+        return loader.construct_document(root), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise SpecError(
+            f"not valid YAML: {error.problem or error.context}",
+            file=file,
+            line=mark.line + 1 if mark else None,
+        ) from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"not valid YAML: {error}", file=file) from None
+    finally:
+        loader.dispose()
+
+
+def _index(node: yaml.Node, at: Location, lines: dict[Location, int], file: str) -> None:
+    lines.setdefault(at, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(getattr(key, "value", key))
+            if name in seen:
+                raise SpecError(
+                    f"{name!r} stands here twice",
+                    file=file,
+                    line=key.start_mark.line + 1,
+                    path=_dotted((*at, name)),
+                )
+            seen.add(name)
+            lines[(*at, name)] = key.start_mark.line + 1
+            _index(value, (*at, name), lines, file)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            _index(value, (*at, number), lines, file)
+
+
+def _nearest(lines: dict[Location, int], location: Location) -> int | None:
+    while location and location not in lines:
+        location = location[:-1]
+    return lines.get(location)
+
+
+def _dotted(location: Location) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _explain(
+    error: ValidationError, document: Any, lines: dict[Location, int], file: str
+) -> SpecError:
+    details = error.errors()
+    first = details[0]
+    location = tuple(first["loc"])
+    message, hint = _message(first)
+    if len(details) > 1:
+        message += f" (and {len(details) - 1} more)"
+    return SpecError(
+        message, file=file, line=_nearest(lines, location), path=_dotted(location), hint=hint
+    )
+
+
+def _message(detail: ErrorDetails) -> tuple[str, str | None]:
+    """A sentence that names the value, and what is allowed."""
+    kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+    location = tuple(detail["loc"])
+    if kind == "extra_forbidden":
+        allowed = _fields_at(location[:-1])
+        return f"unknown key {str(location[-1])!r}", suggestion(str(location[-1]), allowed)
+    if kind == "missing":
+        return f"{str(location[-1])!r} is missing", None
+    if kind == "literal_error":
+        return f"{value!r} is not allowed here", f"allowed: {context['expected']}"
+    if kind == "value_error":
+        return str(context["error"]), None
+    if kind == "string_pattern_mismatch" and location and location[-1] == "name":
+        return (
+            f"{value!r} is not a name",
+            "names hold lower-case letters, digits and inner dashes, 40 at most: they become paths",
+        )
+    return f"{value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}", None
+
+
+def suggestion(word: str, allowed: list[str]) -> str | None:
+    """``did you mean …?`` with what is allowed, or None when nothing is known."""
+    if not allowed:
+        return None
+    close = difflib.get_close_matches(word, allowed, n=1)
+    start = f"did you mean {close[0]!r}? " if close else ""
+    shown = sorted(allowed) if len(allowed) <= 30 else [*close, "…"]
+    return f"{start}allowed: {', '.join(shown)}"
+
+
+def _fields_at(location: Location) -> list[str]:
+    """Names of the fields of the model at a location of the document."""
+    model: Any = ChainSpec
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is None:
+            return []
+        model = _model_in(field.annotation)
+    return list(model.model_fields) if hasattr(model, "model_fields") else []
+
+
+def _model_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _model_in(argument)
+        if found is not None:
+            return found
+    return None

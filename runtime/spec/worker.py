@@ -1,0 +1,182 @@
+"""What one worker needs to know: the part of a resolved chain that lies in its module's image.
+
+A module image carries its own module's spec and nothing of the others', so that changing one layer
+changes one image. What the worker needs of its neighbours is the contract of its two links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from dni_runtime.spec.model import (
+    CheckpointSpec,
+    Choice,
+    DataSpec,
+    Frozen,
+    LayerSpec,
+    LinksSpec,
+)
+
+
+class TensorSpec(Frozen):
+    """Shape and type of one sample's tensor; the batch dimension comes on top.
+
+    Attributes:
+        shape: Sizes without the batch dimension.
+        dtype: torch's name of the type, such as ``float32``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{' × '.join(['B', *map(str, self.shape)])}]"
+
+
+class DataInfo(Frozen):
+    """What the head's data looks like.
+
+    Attributes:
+        sample: One input.
+        label: One label.
+        classes: Number of classes, or None where labels are not class indices.
+        train_samples: Number of training samples, or None when it is not known yet.
+        eval_samples: Number of evaluation samples, or None when it is not known yet.
+    """
+
+    sample: TensorSpec
+    label: TensorSpec
+    classes: int | None = None
+    train_samples: int | None = None
+    eval_samples: int | None = None
+
+
+class HeadRole(Frozen):
+    """What only the first module needs."""
+
+    data: DataSpec
+    epochs: int
+    steps: int | None
+    eval_every: int
+    checkpoint: CheckpointSpec
+
+
+class TailRole(Frozen):
+    """What only the last module needs."""
+
+    metrics: tuple[str, ...]
+
+
+class WorkerSpec(Frozen):
+    """Everything that one worker needs to serve its module.
+
+    Attributes:
+        chain: Name of the chain.
+        module: Name of the module.
+        index: Position in the chain, from 0.
+        layers: The module's layers.
+        interface: The gradient interface at its output; None for the tail.
+        optimizer: Class of ``torch.optim`` with keywords.
+        schedule: Class of ``torch.optim.lr_scheduler`` with keywords, or None.
+        schedule_every: When the schedule steps.
+        loss: The chain's loss; local gradient interfaces use it too.
+        seed: The chain's seed.
+        device: Where the module computes.
+        precision: Type of its matrix products.
+        cpus: Threads of its computations.
+        input: One sample at the module's input.
+        output: One sample at its output.
+        label: One sample's label.
+        prediction: One sample at the chain's output (what a local head must produce).
+        classes: Number of classes, or None.
+        batch_limit: Samples in the largest batch.
+        upstream: Name of the module before, or None.
+        downstream: Name of the module after, or None.
+        gradients_in: Whether true gradients come from downstream.
+        gradients_out: Whether the module upstream wants true gradients.
+        links: How to talk to the neighbours.
+        keep: How many complete checkpoints to keep.
+        stop_grace_s: Seconds for a checkpoint when told to stop.
+        head: What only the head needs.
+        tail: What only the tail needs.
+    """
+
+    format: Literal[1] = 1
+    chain: str
+    module: str
+    index: int
+    layers: tuple[LayerSpec, ...]
+    interface: Choice | None
+    optimizer: Choice
+    schedule: Choice | None
+    schedule_every: Literal["epoch", "batch"]
+    loss: Choice
+    seed: int
+    device: str
+    precision: Literal["float32", "bfloat16"]
+    cpus: int
+    input: TensorSpec
+    output: TensorSpec
+    label: TensorSpec
+    prediction: TensorSpec
+    classes: int | None
+    batch_limit: int = Field(ge=1)
+    upstream: str | None
+    downstream: str | None
+    gradients_in: bool
+    gradients_out: bool
+    links: LinksSpec
+    keep: int
+    stop_grace_s: float
+    head: HeadRole | None
+    tail: TailRole | None
+
+    def to_json(self) -> str:
+        """The spec as canonical JSON (sorted keys), as stored in the module's image."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Parse what :meth:`to_json` wrote.
+
+        Raises:
+            pydantic.ValidationError: The text is not a worker's spec.
+        """
+        return cls.model_validate_json(text)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of what the image must hold: host paths and link timing are left out."""
+        document = self.model_dump(mode="json")
+        document.pop("stop_grace_s")
+        document["links"] = {"dtype": document["links"]["dtype"]}
+        if document["head"] is not None:
+            document["head"]["data"].pop("path")
+        return _digest(document)
+
+    def link_hash(self, *, end: Literal["input", "output"]) -> str:
+        """SHA-256 of what both ends of a link must agree on; HELLO compares it."""
+        if end == "input":
+            ends, tensor, gradients = (self.upstream, self.module), self.input, self.gradients_out
+        else:
+            ends, tensor, gradients = (self.module, self.downstream), self.output, self.gradients_in
+        return _digest(
+            {
+                "chain": self.chain,
+                "ends": ends,
+                "activation": tensor.model_dump(),
+                "label": self.label.model_dump(),
+                "gradients": gradients,
+                "dtype": self.links.dtype,
+                "gradient_dtype": self.links.gradient_dtype,
+            }
+        )
+
+
+def _digest(document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
