@@ -1,0 +1,193 @@
+"""The run directory: the one module that knows where everything of a run lies.
+
+::
+
+    RUN/
+      run.json                      what was started, from what, when
+      chain.yaml  chain.json        the chain as written, and resolved
+      plan.json                     the launch plan
+      specs/MODULE.json             what each worker serves
+      src/                          the user's source files
+      endpoints/MODULE.json         where a worker listens (published atomically)
+      workers/MODULE.json           a worker's own state
+      state.json  events.jsonl      the supervisor's state and history
+      logs/MODULE.ATTEMPT.log       what a worker printed
+      metrics/MODULE.jsonl          what a worker measured
+      checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
+
+A run directory may lie on a shared file system: files appear whole (temporary name, then rename)
+and nothing relies on locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import DataError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run, and atomic reading and writing of its small files."""
+
+    root: Path
+
+    @property
+    def record(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def chain_file(self) -> Path:
+        return self.root / "chain.yaml"
+
+    @property
+    def chain(self) -> Path:
+        return self.root / "chain.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def sources(self) -> Path:
+        return self.root / "src"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def spec(self, module: str) -> Path:
+        return self.root / "specs" / f"{module}.json"
+
+    def endpoint(self, module: str) -> Path:
+        return self.root / "endpoints" / f"{module}.json"
+
+    def worker(self, module: str) -> Path:
+        return self.root / "workers" / f"{module}.json"
+
+    def log(self, module: str, attempt: int) -> Path:
+        return self.root / "logs" / f"{module}.{attempt}.log"
+
+    def metrics(self, module: str) -> Path:
+        return self.root / "metrics" / f"{module}.jsonl"
+
+    def checkpoint(self, cut: int, module: str) -> Path:
+        """Path, without ending, of one module's part of the checkpoint at stream position ``cut``."""
+        return self.checkpoints / f"{cut:012d}" / module
+
+    def create(self) -> None:
+        """Make the folders, readable by their owner alone."""
+        for folder in ("specs", "src", "endpoints", "workers", "logs", "metrics", "checkpoints"):
+            (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.chmod(0o700)
+
+
+def socket_folder(run: Path) -> Path:
+    """A folder for the run's ipc sockets: short (unix(7) allows 107 bytes), local and private.
+
+    Raises:
+        DataError: The folder's name is taken by somebody else.
+    """
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    if not os.access(base, os.W_OK | os.X_OK):
+        base = Path("/tmp")
+    name = hash_name(f"{os.getuid()}:{run.resolve()}")
+    folder = base / f"dni-{name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise DataError(
+            f"the socket folder {str(folder)!r} belongs to somebody else or is open to others",
+            hint="remove it, or set XDG_RUNTIME_DIR to a private folder",
+        )
+    return folder
+
+
+def hash_name(text: str) -> str:
+    """Twelve hexadecimal digits that stand for ``text``."""
+    import hashlib
+
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
+    """Write a file so that readers see the old content or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON document atomically."""
+    write_atomic(path, json.dumps(document, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """A JSON document, or None when the file is not there (yet).
+
+    Raises:
+        DataError: The file holds something else.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is not JSON: {error}") from None
+
+
+def append_line(path: Path, document: dict[str, Any]) -> None:
+    """Append one JSON line; one write(2) to an O_APPEND file, so lines do not mix."""
+    line = json.dumps(document, separators=(",", ":")) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON lines of a file; a last line that is still being written is left out."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+    except FileNotFoundError:
+        return
+
+
+def complete_cuts(run: RunDir, modules: list[str]) -> list[int]:
+    """Stream positions at which every module has a whole checkpoint, oldest first."""
+    cuts = []
+    if run.checkpoints.is_dir():
+        for folder in run.checkpoints.iterdir():
+            if folder.name.isdigit() and all((folder / f"{m}.json").is_file() for m in modules):
+                cuts.append(int(folder.name))
+    return sorted(cuts)
