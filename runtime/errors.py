@@ -128,7 +128,7 @@ class SpecError(DniError):
     Attributes:
         file: The file's name, or None for a spec that was not read from a file.
         line: One-based line in the file, or None.
-        path: Where in the document, such as ``modules[1].layers[0].Linear``.
+        location: Where in the document, as keys and indices; ``path`` is the same as text.
     """
 
     exit_code = 78
@@ -139,13 +139,21 @@ class SpecError(DniError):
         *,
         file: str | None = None,
         line: int | None = None,
-        path: str = "",
+        location: Sequence[str | int] = (),
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.file = file
         self.line = line
-        self.path = path
+        self.location = tuple(location)
+
+    @property
+    def path(self) -> str:
+        """The location as text, such as ``modules[1].layers[0].Linear``."""
+        text = ""
+        for part in self.location:
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        return text
 
     def __str__(self) -> str:
         place = self.file or ""

@@ -80,7 +80,7 @@ def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
     try:
         return ChainSpec.model_validate(document)
     except ValidationError as error:
-        raise _explain(error, document, lines, file) from None
+        raise _explain(error, lines, file) from None
 
 
 def line_of(text: str, location: Location) -> int | None:
@@ -108,7 +108,7 @@ def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
         path = (root / name).resolve()
         if not path.is_relative_to(root) or not path.exists():
             raise SpecError(
-                f"{name!r} is not a file or folder below {str(base)!r}", path=f"sources[{index}]"
+                f"{name!r} is not a file or folder below {str(base)!r}", location=("sources", index)
             )
         _collect(path, root, found)
     for target in sorted(set(_import_paths(chain))):
@@ -180,7 +180,7 @@ def _index(node: yaml.Node, at: Location, lines: dict[Location, int], file: str)
                     f"{name!r} stands here twice",
                     file=file,
                     line=key.start_mark.line + 1,
-                    path=_dotted((*at, name)),
+                    location=(*at, name),
                 )
             seen.add(name)
             lines[(*at, name)] = key.start_mark.line + 1
@@ -196,33 +196,30 @@ def _nearest(lines: dict[Location, int], location: Location) -> int | None:
     return lines.get(location)
 
 
-def _dotted(location: Location) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
-
-
-def _explain(
-    error: ValidationError, document: Any, lines: dict[Location, int], file: str
-) -> SpecError:
-    details = error.errors()
-    first = details[0]
-    location = tuple(first["loc"])
-    message, hint = _message(first)
-    if len(details) > 1:
-        message += f" (and {len(details) - 1} more)"
+def _explain(error: ValidationError, lines: dict[Location, int], file: str) -> SpecError:
+    location, message, hint = explain_details(error, ChainSpec)
     return SpecError(
-        message, file=file, line=_nearest(lines, location), path=_dotted(location), hint=hint
+        message, file=file, line=_nearest(lines, location), location=location, hint=hint
     )
 
 
-def _message(detail: ErrorDetails) -> tuple[str, str | None]:
-    """A sentence that names the value, and what is allowed."""
+def explain_details(
+    error: ValidationError, model: type[BaseModel]
+) -> tuple[Location, str, str | None]:
+    """Where the first error of a pydantic model is, a sentence that names the value, and a hint."""
+    details = error.errors()
+    location = tuple(details[0]["loc"])
+    message, hint = _message(details[0], model)
+    if len(details) > 1:
+        message += f" (and {len(details) - 1} more)"
+    return location, message, hint
+
+
+def _message(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | None]:
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     location = tuple(detail["loc"])
     if kind == "extra_forbidden":
-        allowed = _fields_at(location[:-1])
+        allowed = _fields_at(model, location[:-1])
         return f"unknown key {str(location[-1])!r}", suggestion(str(location[-1]), allowed)
     if kind == "missing":
         return f"{str(location[-1])!r} is missing", None
@@ -244,13 +241,13 @@ def suggestion(word: str, allowed: list[str]) -> str | None:
         return None
     close = difflib.get_close_matches(word, allowed, n=1)
     start = f"did you mean {close[0]!r}? " if close else ""
-    shown = sorted(allowed) if len(allowed) <= 30 else [*close, "…"]
-    return f"{start}allowed: {', '.join(shown)}"
+    if len(allowed) > 30:
+        return start or None
+    return f"{start}allowed: {', '.join(sorted(allowed))}"
 
 
-def _fields_at(location: Location) -> list[str]:
+def _fields_at(model: Any, location: Location) -> list[str]:
     """Names of the fields of the model at a location of the document."""
-    model: Any = ChainSpec
     for part in location:
         if isinstance(part, int):
             continue

@@ -1,0 +1,145 @@
+"""A whole chain in one process, without sockets: the reference for the distributed one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.step import ModuleStep, seeded
+from dni_runtime.core.training import (
+    METRICS,
+    build_loss,
+    build_optimizer,
+    build_schedule,
+    module_seed,
+)
+from dni_runtime.core.layers import build_layers
+from dni_runtime.spec import WorkerSpec
+
+
+class LocalChain:
+    """Modules that hand their tensors to each other directly.
+
+    Args:
+        workers: The modules' specs, head first.
+        delay: Training batches by which each true gradient is late at the module it teaches; 0
+            hands it over as soon as the module downstream has it.
+    """
+
+    def __init__(self, workers: Sequence[WorkerSpec], *, delay: int = 0) -> None:
+        self.steps = [ModuleStep(worker) for worker in workers]
+        self._late: list[deque[tuple[int, Tensor]]] = [deque() for _ in workers]
+        self._delay = delay
+        self._id = 0
+
+    def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> float:
+        """Train every module on one batch.
+
+        Returns:
+            The tail's loss.
+        """
+        self._id += 1
+        for index, step in enumerate(self.steps):
+            self._teach(index)
+            x_BX = step.forward(self._id, x_BX)
+            self._pass_up(index, self._id, step.update(y_BY))
+        for index in range(len(self.steps) - 1, -1, -1):
+            self._teach(index)
+        loss = self.steps[-1].counters.loss
+        assert loss is not None
+        return float(loss)
+
+    def end_epoch(self) -> None:
+        """Step the schedules that count epochs."""
+        for step in self.steps:
+            step.end_epoch()
+
+    def predict(self, x_BX: Tensor) -> Tensor:
+        """The chain's output in eval mode."""
+        for step in self.steps:
+            x_BX = step.evaluate(x_BX)
+        return x_BX
+
+    def _pass_up(self, index: int, id: int, g_BX: Tensor | None) -> None:
+        if g_BX is not None and index > 0:
+            self._late[index - 1].append((id, g_BX))
+
+    def _teach(self, index: int) -> None:
+        late = self._late[index]
+        while late and late[0][0] <= self._id - self._delay:
+            id, g_BH = late.popleft()
+            self._pass_up(index, id, self.steps[index].late_gradient(id, g_BH))
+
+
+class Backprop:
+    """Plain backpropagation of the concatenated network, from the chain's own initial weights.
+
+    Args:
+        workers: The modules' specs, head first; each keeps its own optimizer and schedule.
+    """
+
+    def __init__(self, workers: Sequence[WorkerSpec]) -> None:
+        self.workers = workers
+        modules = []
+        for worker in workers:
+            with seeded(module_seed(worker.seed, worker.index)):
+                modules.append(build_layers(worker.layers, ("layers",)))
+        self.model = nn.Sequential(*modules)
+        self.loss = build_loss(workers[-1].loss)
+        self.optimizers = [
+            build_optimizer(worker.optimizer, module.parameters())
+            for worker, module in zip(workers, modules, strict=True)
+            if any(p.requires_grad for p in module.parameters())
+        ]
+        self._schedules = [
+            build_schedule(worker.schedule, optimizer)
+            for worker, optimizer in zip(workers, self.optimizers, strict=False)
+            if worker.schedule is not None
+        ]
+
+    def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> Tensor:
+        """One step; gives the loss."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = self.loss(self.model(x_BX), y_BY)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.workers[-1].schedule_every == "batch":
+            self.end_epoch()
+        return loss.detach()
+
+    def end_epoch(self) -> None:
+        """Step the schedules."""
+        for schedule in self._schedules:
+            schedule.step()
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], worker: WorkerSpec
+) -> dict[str, float]:
+    """Loss and metrics of a whole network, weighted by batch size.
+
+    Args:
+        model: The network, from samples to predictions; put in eval mode and back.
+        batches: Pairs of samples and labels.
+        worker: The tail's spec, for loss and metrics.
+    """
+    assert worker.tail is not None
+    loss = build_loss(worker.loss)
+    sums = dict.fromkeys(("loss", *worker.tail.metrics), 0.0)
+    samples = 0
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        for x_BX, y_BY in batches:
+            p_BP = model(x_BX)
+            samples += len(x_BX)
+            sums["loss"] += float(loss(p_BP, y_BY)) * len(x_BX)
+            for name in worker.tail.metrics:
+                sums[name] += float(METRICS[name](p_BP, y_BY)) * len(x_BX)
+    model.train(training)
+    return {name: total / max(samples, 1) for name, total in sums.items()}

@@ -1,0 +1,131 @@
+"""Looking up classes by the names in a spec, and checking their keywords before they are called."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import Choice
+from dni_runtime.spec.load import explain_details, suggestion
+
+Location = tuple[str | int, ...]
+Options = TypeVar("Options", bound=BaseModel)
+
+
+def find_class(
+    name: str, kind: str, known: Mapping[str, type[Any]], base: type[Any], location: Location
+) -> type[Any]:
+    """The class that a spec names.
+
+    Args:
+        name: A key of ``known``, or an import path ``package.module:Class``.
+        kind: What is looked for, for messages: ``"layer"``, ``"optimizer"`` …
+        known: The classes that have names.
+        base: What the class must derive from.
+        location: Where the name stands in the spec.
+
+    Raises:
+        SpecError: There is no such class, or it is of another kind.
+    """
+    if ":" not in name:
+        if name in known:
+            return known[name]
+        raise SpecError(
+            f"unknown {kind} {name!r}",
+            location=location,
+            hint=suggestion(name, list(known)) or "user classes: 'import: package.module:Class'",
+        )
+    module_name, attribute = name.split(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"{kind} {name!r}: there is no module {error.name!r}",
+            location=location,
+            hint="import paths start at the folder of chain.yaml, or name an installed package",
+        ) from None
+    except AttributeError:
+        raise SpecError(
+            f"{kind} {name!r}: module {module_name!r} has no {attribute!r}", location=location
+        ) from None
+    except Exception as error:
+        raise SpecError(
+            f"{kind} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
+            location=location,
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise SpecError(f"{kind} {name!r} is not a {base.__qualname__}", location=location)
+    return found
+
+
+def call(
+    cls: type[Any],
+    args: Mapping[str, Any],
+    *,
+    name: str,
+    location: Location,
+    given: Sequence[Any] = (),
+) -> Any:
+    """Make an instance, with the keywords checked against the class's signature first.
+
+    Args:
+        cls: The class.
+        args: Keyword arguments from the spec.
+        name: The class's name in the spec.
+        location: Where the keywords stand in the spec.
+        given: Positional arguments that the caller supplies.
+
+    Raises:
+        SpecError: A keyword is unknown or missing, or the class refuses a value.
+    """
+    check_keywords(cls, args, name=name, location=location, given=len(given))
+    try:
+        return cls(*given, **args)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise SpecError(f"{name} refuses {dict(args)}: {error}", location=location) from None
+
+
+def check_keywords(
+    cls: type[Any], args: Mapping[str, Any], *, name: str, location: Location, given: int = 0
+) -> None:
+    """Check keywords against a class's signature; see :func:`call`."""
+    parameters = list(inspect.signature(cls).parameters.values())[given:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    allowed = {
+        p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    for keyword in args:
+        if keyword not in allowed:
+            raise SpecError(
+                f"{name} has no keyword {keyword!r}",
+                location=(*location, keyword),
+                hint=suggestion(keyword, list(allowed)) or "it takes no keywords",
+            )
+    missing = [k for k, p in allowed.items() if p.default is p.empty and k not in args]
+    if missing:
+        raise SpecError(
+            f"{name} needs {', '.join(repr(k) for k in missing)}",
+            location=location,
+            hint=f"write {name}: {{{', '.join(f'{k}: …' for k in missing)}}}",
+        )
+
+
+def parse_options(
+    model: type[Options], choice: Choice, location: Location
+) -> Options:
+    """Check a choice's keywords against the pydantic model of its options.
+
+    Raises:
+        SpecError: A keyword is unknown or its value not allowed.
+    """
+    try:
+        return model.model_validate(choice.args)
+    except ValidationError as error:
+        inner, message, hint = explain_details(error, model)
+        raise SpecError(message, location=(*location, choice.name, *inner), hint=hint) from None

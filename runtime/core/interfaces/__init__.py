@@ -1,0 +1,66 @@
+"""Gradient interfaces by name. A new one is one file and one line here, or a user's import path."""
+
+from __future__ import annotations
+
+from dni_runtime.core.choices import Location, find_class, parse_options
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
+from dni_runtime.core.interfaces.delayed import Delayed, Exact
+from dni_runtime.core.interfaces.local import Local
+from dni_runtime.core.interfaces.mixed import Mixed
+from dni_runtime.core.interfaces.synthetic import Synthetic
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import Choice
+
+INTERFACES: dict[str, type[GradientInterface]] = {
+    "mixed": Mixed,
+    "synthetic": Synthetic,
+    "local": Local,
+    "delayed": Delayed,
+    "exact": Exact,
+}
+DEFAULT = "mixed"
+
+__all__ = [
+    "DEFAULT",
+    "INTERFACES",
+    "Boundary",
+    "GradientInterface",
+    "LateSignal",
+    "Signal",
+    "build_interface",
+    "resolve_interface",
+]
+
+
+def resolve_interface(choice: Choice, location: Location = ()) -> tuple[type[GradientInterface], Choice]:
+    """Find an interface's class and fill in its options.
+
+    Raises:
+        SpecError: Unknown interface or option, or a value that is not allowed.
+    """
+    cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
+    options = parse_options(cls.Options, choice, location)
+    return cls, Choice(name=choice.name, args=options.model_dump(mode="json"))
+
+
+def build_interface(
+    choice: Choice, boundary: Boundary, location: Location = ()
+) -> GradientInterface:
+    """Make a gradient interface for a module's output.
+
+    Args:
+        choice: Its name and options.
+        boundary: What stands at the module's output.
+        location: Where the choice stands in the spec.
+
+    Raises:
+        SpecError: Unknown interface or option, or options that do not fit the boundary.
+    """
+    cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
+    options = parse_options(cls.Options, choice, location)
+    try:
+        return cls(boundary, options)
+    except SpecError as error:
+        raise SpecError(
+            error.message, location=(*location, choice.name, *error.location), hint=error.hint
+        ) from None

@@ -1,0 +1,129 @@
+"""The protocol of gradient interfaces: what gives a module its error signal.
+
+A gradient interface sits at the output of a module that is not the tail. It answers with an error
+signal for a batch at once (:meth:`GradientInterface.signal`), or defers the update until the true
+gradient arrives (``pending``). True gradients that arrive late only teach it
+(:meth:`GradientInterface.learn`). All gradients are per sample, dL_b/dh_b, not divided by the batch
+size: with the mean the targets shrink with the batch and synthesizers stop learning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec.model import Frozen
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What stands at a module's output, where the interface is.
+
+    Attributes:
+        activation: One sample of the activation h.
+        label: One sample's label y.
+        prediction: One sample at the chain's output.
+        classes: Number of classes, when labels are class indices.
+        loss: The chain's loss.
+        optimizer: The module's optimizer, for parts that train like the module.
+        window: Batches in flight on the link: late gradients are about that late.
+    """
+
+    activation: TensorSpec
+    label: TensorSpec
+    prediction: TensorSpec
+    classes: int | None
+    loss: Choice
+    optimizer: Choice
+    window: int = 8
+
+
+class Signal(NamedTuple):
+    """An error signal at a module's output.
+
+    Attributes:
+        g_BH: Per-sample gradient dL_b/dh_b, in the activation's shape.
+        loss: A local loss (mean over the batch), where the interface has one.
+    """
+
+    g_BH: Tensor
+    loss: Tensor | None = None
+
+
+class LateSignal(NamedTuple):
+    """What a late gradient taught, when it was measured.
+
+    Attributes:
+        error: Squared error of the prediction over the gradient's squared norm; 1 is a prediction
+            of zero.
+        cosine: Cosine between prediction and gradient.
+    """
+
+    error: Tensor
+    cosine: Tensor
+
+
+@dataclass
+class Pending:
+    """A batch that still waits for its true gradient.
+
+    Attributes:
+        h_BH: The activation; with its graph where the update is deferred, else detached.
+        y_BY: The labels.
+        x_BX: The input, where the update is deferred.
+    """
+
+    h_BH: Tensor
+    y_BY: Tensor
+    x_BX: Tensor | None = field(default=None)
+
+
+class GradientInterface(nn.Module):
+    """Base class of gradient interfaces; see the module's docstring.
+
+    Attributes:
+        wants_gradients: Whether true gradients must come from downstream.
+        pending: How many batches may wait for the true gradient that updates the module: 0 when the
+            signal comes at once.
+        blocks: Whether the module takes no new batch while ``pending`` are waiting; otherwise the
+            oldest is given up.
+        store: How many batches are kept for late gradients.
+    """
+
+    class Options(Frozen):
+        """No options."""
+
+    wants_gradients: bool = True
+    pending: int = 0
+    blocks: bool = False
+    store: int = 0
+
+    def __init__(self, boundary: Boundary, options: Any) -> None:
+        super().__init__()
+
+    def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
+        """The error signal for an activation, at once.
+
+        Args:
+            h_BH: The activation, detached.
+            y_BY: The labels.
+        """
+        raise NotImplementedError
+
+    def learn(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool) -> LateSignal | None:
+        """Learn from a true gradient.
+
+        Args:
+            h_BH: The activation that it belongs to, detached.
+            y_BY: The labels of that batch.
+            g_BH: The per-sample gradient at h.
+            measure: Whether to report the prediction's error, which costs two passes over it.
+        """
+        return None
+
+    def optimizers(self) -> dict[str, Any]:
+        """The interface's own optimizers by name, for checkpoints."""
+        return {}

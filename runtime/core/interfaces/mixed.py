@@ -1,0 +1,65 @@
+"""``mixed``: a synthesizer beside a local head, the default.
+
+The head gives a signal from the first step, while the synthesizer is still zero, and keeps
+late gradients from hurting; the synthesizer brings the chain's own loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor
+
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
+from dni_runtime.core.interfaces.local import Local, LocalOptions
+from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
+from dni_runtime.errors import SpecError
+from dni_runtime.spec.model import Frozen
+
+
+class MixedOptions(Frozen):
+    """Options of the mixed interface.
+
+    Attributes:
+        synthetic: Options of the synthesizer's part.
+        local: Options of the local head's part.
+        local_weight: Weight of the local loss beside the chain's.
+    """
+
+    synthetic: SyntheticOptions = SyntheticOptions()
+    local: LocalOptions = LocalOptions()
+    local_weight: float = Field(default=0.5, gt=0)
+
+
+class Mixed(GradientInterface):
+    """The sum of a synthetic gradient and a weighted local one."""
+
+    Options = MixedOptions
+
+    def __init__(self, boundary: Boundary, options: MixedOptions) -> None:
+        super().__init__(boundary, options)
+        self.synthetic = _part(Synthetic, boundary, options.synthetic, "synthetic")
+        self.local = _part(Local, boundary, options.local, "local")
+        self.local_weight = options.local_weight
+        self.store = self.synthetic.store
+
+    def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
+        predicted = self.synthetic.signal(h_BH, y_BY)
+        local = self.local.signal(h_BH, y_BY)
+        return Signal(predicted.g_BH.add(local.g_BH, alpha=self.local_weight), local.loss)
+
+    def learn(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool) -> LateSignal | None:
+        return self.synthetic.learn(h_BH, y_BY, g_BH, measure=measure)
+
+    def optimizers(self) -> dict[str, Any]:
+        return {**self.synthetic.optimizers(), **self.local.optimizers()}
+
+
+def _part(cls: Any, boundary: Boundary, options: Frozen, name: str) -> Any:
+    try:
+        return cls(boundary, options)
+    except SpecError as error:
+        raise SpecError(
+            error.message, location=(name, *error.location), hint=error.hint
+        ) from None

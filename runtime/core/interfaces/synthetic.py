@@ -1,0 +1,86 @@
+"""``synthetic``: the gradient predicted from the activation (Jaderberg et al. 2016, section 2.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
+from dni_runtime.core.synthesizers import build_synthesizer
+from dni_runtime.core.training import build_optimizer
+from dni_runtime.spec import Choice
+from dni_runtime.spec.model import Frozen
+
+MARGIN = 8
+"""Batches kept beyond the link's window: acknowledgements travel, gradients wait in buffers."""
+
+
+class SyntheticOptions(Frozen):
+    """Options of the synthetic gradient interface.
+
+    Attributes:
+        synthesizer: ``auto``, ``linear``, ``low-rank``, ``mlp``, ``conv`` or a user class.
+        conditioned: Whether the synthesizer sees the label (cDNI).
+        optimizer: The synthesizer's optimizer.
+        scale: Factor on the predicted gradient.
+        learn_every: Learn from every so-many-th late gradient.
+        store: Batches kept for late gradients (default: the link's window and a margin).
+    """
+
+    synthesizer: Choice = Choice(name="auto")
+    conditioned: bool = True
+    optimizer: Choice = Choice(name="Adam", args={"lr": 0.001})
+    scale: float = Field(default=1.0, gt=0)
+    learn_every: int = Field(default=1, ge=1)
+    store: int | None = Field(default=None, ge=1, le=1 << 16)
+
+
+class Synthetic(GradientInterface):
+    """Predicts the gradient; late true gradients are the targets of a regression."""
+
+    Options = SyntheticOptions
+
+    def __init__(self, boundary: Boundary, options: SyntheticOptions) -> None:
+        super().__init__(boundary, options)
+        self.synthesizer = build_synthesizer(
+            options.synthesizer,
+            boundary.activation,
+            boundary.label if options.conditioned else None,
+            boundary.classes,
+            ("synthesizer",),
+        )
+        self.options = options
+        self.store = options.store or boundary.window + MARGIN
+        self._optimizer = build_optimizer(
+            options.optimizer, self.synthesizer.parameters(), ("optimizer",)
+        )
+        self._arrived = 0
+
+    def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
+        with torch.no_grad():
+            g_BH = self.synthesizer(h_BH, y_BY)
+            return Signal(g_BH if self.options.scale == 1 else g_BH * self.options.scale)
+
+    def learn(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool) -> LateSignal | None:
+        """One step on the squared error, summed over features and averaged over the batch."""
+        self._arrived += 1
+        if (self._arrived - 1) % self.options.learn_every:
+            return None
+        predicted_BH = self.synthesizer(h_BH, y_BY)
+        error = F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH)
+        self._optimizer.zero_grad(set_to_none=True)
+        error.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
+        self._optimizer.step()
+        if not measure:
+            return None
+        with torch.no_grad():
+            norm = g_BH.square().sum() / len(g_BH)
+            cosine = F.cosine_similarity(predicted_BH.flatten(), g_BH.flatten(), dim=0)
+            return LateSignal(error.detach() / norm.clamp_min(1e-30), cosine)
+
+    def optimizers(self) -> dict[str, Any]:
+        return {"synthesizer": self._optimizer}

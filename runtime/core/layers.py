@@ -1,0 +1,66 @@
+"""Building a module's layers from its spec: torch.nn by name, user classes, nested blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor, nn
+
+from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.spec import LayerSpec
+
+LAYERS: dict[str, type[nn.Module]] = {
+    name: cls
+    for name, cls in vars(nn).items()
+    if isinstance(cls, type)
+    and issubclass(cls, nn.Module)
+    and not name.startswith("_")
+    and not issubclass(cls, nn.modules.loss._Loss)
+    and cls not in (nn.Module, nn.Container, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    and cls not in (nn.ParameterList, nn.ParameterDict, nn.DataParallel)
+}
+"""The layers that a spec may name; ``Sequential`` and ``Residual`` are blocks, handled here."""
+
+
+class Residual(nn.Module):
+    """``y = body(x) + shortcut(x)``, as in residual networks (He et al. 2016, eq. 1 and 2)."""
+
+    def __init__(self, body: nn.Sequential, shortcut: nn.Sequential) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.body(x) + self.shortcut(x))
+
+
+def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Sequential:
+    """Build layers, drawing initial weights from torch's global generator.
+
+    Args:
+        layers: The layers, in order.
+        location: Where the list stands in the spec.
+
+    Raises:
+        SpecError: Unknown layer or keyword, or a value that the layer refuses.
+    """
+    return nn.Sequential(
+        *(build_layer(layer, (*location, number)) for number, layer in enumerate(layers))
+    )
+
+
+def build_layer(layer: LayerSpec, location: Location = ()) -> nn.Module:
+    """Build one layer or block; see :func:`build_layers`."""
+    if layer.type == "Sequential":
+        return build_layers(layer.layers, (*location, "Sequential"))
+    if layer.type == "Residual":
+        at = (*location, "Residual")
+        return Residual(
+            build_layers(layer.layers, (*at, "layers")),
+            build_layers(layer.shortcut, (*at, "shortcut")),
+        )
+    known = LAYERS | {"Sequential": nn.Sequential, "Residual": Residual}
+    cls = find_class(layer.type, "layer", known, nn.Module, location)
+    at = (*location, "args" if ":" in layer.type else layer.type)
+    return cast("nn.Module", call(cls, layer.args, name=layer.type, location=at))

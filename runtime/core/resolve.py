@@ -1,0 +1,379 @@
+"""From a chain's spec to what each worker needs: defaults, shapes and contracts.
+
+Every module is built on torch's meta device and run on a batch without memory, so that a wrong name,
+keyword or shape is an error before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.choices import Location
+from dni_runtime.core.interfaces import DEFAULT, INTERFACES, Boundary, build_interface
+from dni_runtime.core.interfaces import resolve_interface as find_interface
+from dni_runtime.core.layers import LAYERS, build_layer
+from dni_runtime.core.training import (
+    LOSSES,
+    METRICS,
+    OPTIMIZERS,
+    SCHEDULES,
+    build_loss,
+    build_optimizer,
+    build_schedule,
+    empty_batch,
+)
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import (
+    ChainSpec,
+    Choice,
+    DataInfo,
+    HeadRole,
+    LayerSpec,
+    ModuleSpec,
+    TailRole,
+    TensorSpec,
+    WorkerSpec,
+)
+from dni_runtime.spec.load import suggestion
+
+BATCH = 2
+"""Samples in the batch that shapes are inferred with: BatchNorm needs more than one."""
+
+DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
+
+
+def resolved_chain(chain: ChainSpec) -> ChainSpec:
+    """The chain with every module's settings filled in; what ``dnictl config`` prints.
+
+    Raises:
+        SpecError: A gradient interface or one of its options is unknown.
+    """
+    modules = []
+    for index, module in enumerate(chain.modules):
+        interface = None
+        if index < len(chain.modules) - 1:
+            own = module.interface is not None
+            at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
+            choice = chain.setting(index, "interface") or Choice(name=DEFAULT)
+            interface = find_interface(choice, at)[1]
+        modules.append(
+            ModuleSpec(
+                name=module.name,
+                layers=module.layers,
+                interface=interface,
+                optimizer=chain.setting(index, "optimizer") or DEFAULT_OPTIMIZER,
+                schedule=chain.setting(index, "schedule"),
+                schedule_every=chain.setting(index, "schedule_every") or "epoch",
+                device=chain.setting(index, "device") or "cpu",
+                precision=chain.setting(index, "precision") or "float32",
+                cpus=chain.setting(index, "cpus") or 1,
+            )
+        )
+    return chain.model_copy(
+        update={"modules": tuple(modules), "defaults": type(chain.defaults)()}
+    )
+
+
+def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
+    """Check the whole chain and give each worker its spec.
+
+    Args:
+        chain: The chain.
+        info: What its data looks like.
+
+    Raises:
+        SpecError: Something is unknown, misspelt or does not fit; ``location`` says where.
+    """
+    full = resolved_chain(chain)
+    if chain.data.batch_size < 2:
+        _refuse_batchnorm(chain)
+    activations = _infer(full, info)
+    prediction = activations[-1]
+    _check_loss(full, prediction, info)
+    for number, metric in enumerate(full.metrics):
+        if metric not in METRICS:
+            raise SpecError(
+                f"unknown metric {metric!r}",
+                location=("metrics", number),
+                hint=suggestion(metric, list(METRICS)),
+            )
+    interfaces = [
+        None if module.interface is None else find_interface(module.interface)[0]
+        for module in full.modules
+    ]
+    workers = []
+    last = len(full.modules) - 1
+    for index, module in enumerate(full.modules):
+        assert module.optimizer is not None
+        assert module.schedule_every is not None
+        assert module.device is not None
+        assert module.precision is not None
+        assert module.cpus is not None
+        interface, before = interfaces[index], interfaces[index - 1] if index else None
+        workers.append(
+            WorkerSpec(
+                chain=full.name,
+                module=module.name,
+                index=index,
+                layers=module.layers,
+                interface=module.interface,
+                optimizer=module.optimizer,
+                schedule=module.schedule,
+                schedule_every=module.schedule_every,
+                loss=full.loss,
+                seed=full.seed,
+                device=module.device,
+                precision=module.precision,
+                cpus=module.cpus,
+                input=info.sample if index == 0 else activations[index - 1],
+                output=activations[index],
+                label=info.label,
+                prediction=prediction,
+                classes=info.classes,
+                batch_limit=full.data.largest_batch,
+                upstream=full.modules[index - 1].name if index else None,
+                downstream=full.modules[index + 1].name if index < last else None,
+                gradients_in=interface is not None and interface.wants_gradients,
+                gradients_out=before is not None and before.wants_gradients,
+                links=full.links,
+                keep=full.checkpoint.keep,
+                stop_grace_s=full.stop_grace_s,
+                head=None
+                if index
+                else HeadRole(
+                    data=full.data,
+                    epochs=full.epochs,
+                    steps=full.steps,
+                    eval_every=full.eval_every,
+                    checkpoint=full.checkpoint,
+                ),
+                tail=TailRole(metrics=full.metrics) if index == last else None,
+            )
+        )
+    _check_training(chain, workers)
+    return tuple(workers)
+
+
+def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:
+    """Trainable parameters of each module's layers."""
+    counts = {}
+    with torch.device("meta"):
+        for worker in workers:
+            layers = nn.Sequential(*(build_layer(layer) for layer in worker.layers))
+            counts[worker.module] = sum(p.numel() for p in layers.parameters() if p.requires_grad)
+    return counts
+
+
+def _infer(chain: ChainSpec, info: DataInfo) -> list[TensorSpec]:
+    """Run every layer on the meta device; gives each module's output."""
+    current = info.sample
+    outputs = []
+    for index, module in enumerate(chain.modules):
+        for number, layer in enumerate(module.layers):
+            at: Location = ("modules", index, "layers", number)
+            current = _infer_layer(layer, current, at, first=number == 0 and index > 0)
+        outputs.append(current)
+    return outputs
+
+
+def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bool) -> TensorSpec:
+    with torch.device("meta"):
+        built = build_layer(layer, at)
+    name = layer.type
+    try:
+        with torch.no_grad():
+            output = built(empty_batch(given, BATCH, "meta"))
+    except NotImplementedError:
+        output = _infer_on_cpu(layer, given, at)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = "the module before sends" if first else "it gets"
+        raise SpecError(
+            f"{name} does not fit: {what} {given}: {reason}",
+            location=(*at, "args" if ":" in name else name),
+            hint="B is the batch; compare the layer's sizes with what arrives",
+        ) from None
+    if not isinstance(output, Tensor):
+        raise SpecError(
+            f"{name} gives {type(output).__name__} instead of one tensor",
+            location=at,
+            hint="wrap it in a module of your own that returns one tensor",
+        )
+    if output.dim() < 1 or output.shape[0] != BATCH:
+        raise SpecError(
+            f"{name} does not keep the batch as first dimension: {BATCH} samples of {given} "
+            f"became a tensor of shape {tuple(output.shape)}",
+            location=at,
+        )
+    return TensorSpec(shape=tuple(output.shape[1:]), dtype=str(output.dtype).split(".")[-1])
+
+
+def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> Tensor:
+    """For user layers that do something the meta device cannot: a tiny real batch."""
+    try:
+        with torch.no_grad():
+            output: Tensor = build_layer(layer, at)(empty_batch(given, BATCH, "cpu"))
+            return output
+    except Exception as error:
+        raise SpecError(
+            f"{layer.type} fails on {given}: {type(error).__name__}: {error}", location=at
+        ) from None
+
+
+def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> None:
+    loss = build_loss(chain.loss, ("loss",))
+    p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
+    y_BY = empty_batch(info.label, BATCH, "cpu")
+    hint = f"the tail gives {prediction}, labels are {info.label}"
+    try:
+        value = loss(p_BP, y_BY)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SpecError(
+            f"{chain.loss.name} does not fit the chain's output: {reason}",
+            location=("loss",),
+            hint=hint,
+        ) from None
+    if value.dim() != 0:
+        raise SpecError(f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar", hint=hint)
+    if chain.loss.name == "CrossEntropyLoss" and info.classes is not None:
+        outputs = prediction.shape[0] if prediction.shape else 0
+        if outputs < info.classes:
+            raise SpecError(
+                f"the tail gives {prediction}, but the data has {info.classes} classes",
+                location=("modules", len(chain.modules) - 1, "layers"),
+                hint=f"end with a layer of {info.classes} outputs",
+            )
+
+
+def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
+    """Make optimizers, schedules and interfaces once, so that their errors come now."""
+    for worker in workers:
+        at = ("modules", worker.index)
+        parameters = [nn.Parameter(torch.zeros(1))]
+        optimizer = build_optimizer(
+            worker.optimizer, parameters, _place(chain, worker.index, "optimizer")
+        )
+        if worker.schedule is not None:
+            build_schedule(worker.schedule, optimizer, _place(chain, worker.index, "schedule"))
+        if worker.interface is not None:
+            boundary = Boundary(
+                activation=worker.output,
+                label=worker.label,
+                prediction=worker.prediction,
+                classes=worker.classes,
+                loss=worker.loss,
+                optimizer=worker.optimizer,
+                window=worker.links.window,
+            )
+            if not worker.output.dtype.startswith(("float", "bfloat")):
+                raise SpecError(
+                    f"the module gives {worker.output}, which has no gradient",
+                    location=(*at, "layers"),
+                    hint="cut the chain where activations are floating-point numbers",
+                )
+            with torch.device("meta"):
+                build_interface(
+                    worker.interface, boundary, _place(chain, worker.index, "interface")
+                )
+
+
+def _place(chain: ChainSpec, index: int, field: str) -> Location:
+    """Where a module's setting stands: with the module, or with the defaults."""
+    own = getattr(chain.modules[index], field) is not None
+    return ("modules", index, field) if own else ("defaults", field)
+
+
+def _refuse_batchnorm(chain: ChainSpec) -> None:
+    for index, module in enumerate(chain.modules):
+        for number, layer in enumerate(module.layers):
+            if layer.type.startswith("BatchNorm"):
+                raise SpecError(
+                    f"{layer.type} needs batches of more than one sample, batch_size is 1",
+                    location=("modules", index, "layers", number),
+                )
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of ``chain.yaml`` for editors, with the names that can be looked up."""
+    schema = ChainSpec.model_json_schema()
+    definitions = schema["$defs"]
+    layer = {
+        "anyOf": [
+            {"type": "string", "enum": sorted(LAYERS)},
+            {
+                "type": "object",
+                "minProperties": 1,
+                "maxProperties": 2,
+                "properties": {
+                    **{name: {"type": ["object", "null"]} for name in sorted(LAYERS)},
+                    "Sequential": {"$ref": "#/$defs/Layers"},
+                    "Residual": {
+                        "anyOf": [
+                            {"$ref": "#/$defs/Layers"},
+                            {
+                                "type": "object",
+                                "required": ["layers"],
+                                "properties": {
+                                    "layers": {"$ref": "#/$defs/Layers"},
+                                    "shortcut": {"$ref": "#/$defs/Layers"},
+                                },
+                                "additionalProperties": False,
+                            },
+                        ]
+                    },
+                    "import": {"type": "string"},
+                    "args": {"type": "object"},
+                },
+                "additionalProperties": False,
+            },
+        ]
+    }
+    definitions["Layers"] = {"type": "array", "items": {"$ref": "#/$defs/LayerSpec"}}
+    definitions["LayerSpec"] = layer
+    definitions["Choice"] = _choice_schema([])
+    options = {name: cls.Options.model_json_schema() for name, cls in INTERFACES.items()}
+    for name, inner in options.items():
+        for key, value in inner.pop("$defs", {}).items():
+            definitions.setdefault(key, value)
+        definitions[f"{name}-options"] = inner
+    definitions["Choice"] = _choice_schema([])
+    kinds = {
+        "interface": _choice_schema(
+            list(INTERFACES), {name: {"$ref": f"#/$defs/{name}-options"} for name in INTERFACES}
+        ),
+        "optimizer": _choice_schema(sorted(OPTIMIZERS)),
+        "schedule": _choice_schema(sorted(SCHEDULES)),
+    }
+    for model in ("ModuleSpec", "ModuleDefaults"):
+        for field, kind in kinds.items():
+            definitions[model]["properties"][field] = kind
+    schema["properties"]["loss"] = _choice_schema(sorted(LOSSES))
+    schema["properties"]["metrics"]["items"] = {"enum": sorted(METRICS)}
+    return schema
+
+
+def _choice_schema(names: list[str], properties: dict[str, Any] | None = None) -> dict[str, Any]:
+    """``Name``, ``{Name: {…}}`` or ``{import: …, args: {…}}``."""
+    word: dict[str, Any] = {"type": "string", "enum": names} if names else {"type": "string"}
+    known = properties or {name: {"type": ["object", "null"]} for name in names}
+    return {
+        "anyOf": [
+            word,
+            {
+                "type": "object",
+                "minProperties": 1,
+                "maxProperties": 2,
+                "properties": {
+                    **known,
+                    "import": {"type": "string"},
+                    "args": {"type": "object"},
+                },
+                "additionalProperties": not names,
+            },
+        ]
+    }

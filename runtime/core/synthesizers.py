@@ -1,0 +1,290 @@
+"""Synthesizers: small networks that predict a module's gradient from its activation (and label).
+
+Jaderberg et al. 2016, section 2.1 (synthetic gradients) and appendix A (conditioning on the label:
+cDNI). Every synthesizer starts at zero, so that training starts without a wrong signal; only its
+last map and the label's part are zero, which still lets its first gradient through.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar, cast
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from dni_runtime.core.choices import Location, find_class, parse_options
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec.model import Frozen
+
+Zeroable = TypeVar("Zeroable", nn.Linear, nn.Conv2d)
+
+LINEAR_UP_TO = 256
+"""Features up to which ``auto`` takes a full linear map; above, its cost rivals the module's."""
+
+
+class LabelTerm(nn.Module):
+    """What the label adds to a layer of a synthesizer: a vector per class, or a linear map.
+
+    A one-hot label through a linear map is a row of its matrix, so class labels are looked up.
+    """
+
+    def __init__(self, features: int, label: TensorSpec, classes: int | None) -> None:
+        super().__init__()
+        self.table: nn.Embedding | None = None
+        self.map: nn.Linear | None = None
+        if classes is not None:
+            self.table = nn.Embedding(classes, features)
+            nn.init.zeros_(self.table.weight)
+        else:
+            self.map = nn.Linear(math.prod(label.shape), features, bias=False)
+            nn.init.zeros_(self.map.weight)
+
+    def forward(self, y_BY: Tensor) -> Tensor:
+        """Give the label's part, shaped (B, features), or (B, T, features) for a label per token."""
+        if self.table is not None:
+            # Labels that a loss ignores are negative (CrossEntropyLoss: -100).
+            return cast("Tensor", self.table(y_BY.clamp_min(0)))
+        assert self.map is not None
+        return cast("Tensor", self.map(y_BY.flatten(1).to(self.map.weight.dtype)))
+
+
+class Synthesizer(nn.Module):
+    """Base: predicts per-sample gradients in the shape of the activation.
+
+    Args:
+        activation: One sample of the activation.
+        label: One sample's label, or None when not conditioned.
+        classes: Number of classes, when labels are class indices.
+        options: The synthesizer's own options.
+    """
+
+    class Options(Frozen):
+        """No options."""
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: Frozen,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        # Tokens (T x C) share one map over channels; everything else is one vector.
+        self.tokens = len(activation.shape) == 2
+        self.features = activation.shape[-1] if self.tokens else math.prod(activation.shape)
+        self.label: LabelTerm | None = None
+        self._label = label
+        self._classes = classes
+
+    def _label_term(self, features: int) -> LabelTerm | None:
+        return None if self._label is None else LabelTerm(features, self._label, self._classes)
+
+    def _vectors(self, h_BH: Tensor) -> Tensor:
+        return h_BH if self.tokens else h_BH.flatten(1)
+
+    def _add_label(self, out: Tensor, y_BY: Tensor | None) -> Tensor:
+        if self.label is None or y_BY is None:
+            return out
+        term = self.label(y_BY)
+        while term.dim() < out.dim():  # one label for all tokens of a sample
+            term = term.unsqueeze(1)
+        return out + term
+
+
+class Linear(Synthesizer):
+    """``g = W h + E[y] + b`` (the paper's "linear" model): exact for a linear tail with MSE."""
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: Frozen,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        self.out = _zeroed(nn.Linear(self.features, self.features))
+        self.label = self._label_term(self.features)
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        out = self._add_label(self.out(self._vectors(h_BH)), y_BY)
+        return out.view_as(h_BH)
+
+
+class LowRank(Synthesizer):
+    """``g = U (V h) + E[y] + b`` with rank R: 2 R / H of the full map's cost."""
+
+    class Options(Frozen):
+        """Options of the low-rank map.
+
+        Attributes:
+            rank: Size of the inner vector.
+        """
+
+        rank: int = Field(default=64, ge=1, le=65536)
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: Options,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        self.inner = nn.Linear(self.features, min(options.rank, self.features), bias=False)
+        self.out = _zeroed(nn.Linear(self.inner.out_features, self.features))
+        self.label = self._label_term(self.features)
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        out = self._add_label(self.out(self.inner(self._vectors(h_BH))), y_BY)
+        return out.view_as(h_BH)
+
+
+class MLP(Synthesizer):
+    """Hidden layers with BatchNorm and ReLU, as in the paper's appendix (features or tokens)."""
+
+    class Options(Frozen):
+        """Options of the multi-layer synthesizer.
+
+        Attributes:
+            hidden: Width of the hidden layers (default: the activation's, 1024 at most).
+            depth: Number of hidden layers.
+        """
+
+        hidden: int | None = Field(default=None, ge=1, le=65536)
+        depth: int = Field(default=1, ge=1, le=8)
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: Options,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        width = options.hidden or min(self.features, 1024)
+        self.first = nn.Linear(self.features, width)
+        self.label = self._label_term(width)
+        norm = nn.LayerNorm if self.tokens else nn.BatchNorm1d
+        body: list[nn.Module] = [norm(width), nn.ReLU()]
+        for _ in range(options.depth - 1):
+            body += [nn.Linear(width, width), norm(width), nn.ReLU()]
+        self.body = nn.Sequential(*body)
+        self.out = _zeroed(nn.Linear(width, self.features))
+        if self.label is not None and self.label.table is not None:
+            nn.init.normal_(self.label.table.weight, std=1.0)  # a hidden layer must tell labels apart
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        hidden = self._add_label(self.first(self._vectors(h_BH)), y_BY)
+        return cast("Tensor", self.out(self.body(hidden))).view_as(h_BH)
+
+
+class Conv(Synthesizer):
+    """Convolutions over feature maps (C x H x W), with the label added to every place.
+
+    The label reaches the hidden channels (a one-hot plane per class, the paper's appendix, is the
+    same as a vector per class added everywhere) and, separately, each output position.
+    """
+
+    class Options(Frozen):
+        """Options of the convolutional synthesizer.
+
+        Attributes:
+            hidden: Channels of the hidden layers (default: the activation's).
+            depth: Number of hidden layers.
+            kernel: Odd size of the kernels.
+        """
+
+        hidden: int | None = Field(default=None, ge=1, le=65536)
+        depth: int = Field(default=1, ge=1, le=8)
+        kernel: int = Field(default=3, ge=1, le=15)
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: Options,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        if len(activation.shape) != 3:
+            raise ValueError(f"needs feature maps (C, H, W), not {activation}")
+        if options.kernel % 2 == 0:
+            raise ValueError(f"kernel {options.kernel} is even; it must be odd to keep the size")
+        channels = activation.shape[0]
+        width, size = options.hidden or channels, options.kernel
+        self.first = nn.Conv2d(channels, width, size, padding=size // 2)
+        self.label = self._label_term(width)
+        body: list[nn.Module] = [nn.BatchNorm2d(width), nn.ReLU()]
+        for _ in range(options.depth - 1):
+            body += [nn.Conv2d(width, width, size, padding=size // 2, bias=False)]
+            body += [nn.BatchNorm2d(width), nn.ReLU()]
+        self.body = nn.Sequential(*body)
+        self.out = _zeroed(nn.Conv2d(width, channels, size, padding=size // 2))
+        self.place = self._label_term(self.features)
+        if self.label is not None and self.label.table is not None:
+            nn.init.normal_(self.label.table.weight, std=1.0)
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        hidden = self.first(h_BH)
+        if self.label is not None and y_BY is not None:
+            hidden = hidden + self.label(y_BY)[:, :, None, None]
+        out = cast("Tensor", self.out(self.body(hidden)))
+        if self.place is not None and y_BY is not None:
+            out = out + self.place(y_BY).view_as(out)
+        return out
+
+
+SYNTHESIZERS: dict[str, type[Synthesizer]] = {
+    "linear": Linear,
+    "low-rank": LowRank,
+    "mlp": MLP,
+    "conv": Conv,
+}
+
+
+def auto_synthesizer(activation: TensorSpec) -> Choice:
+    """The default for an activation: convolutions for maps, else a linear or low-rank map."""
+    if len(activation.shape) == 3:
+        return Choice(name="conv")
+    return Choice(name="linear" if activation.shape[-1] <= LINEAR_UP_TO else "low-rank")
+
+
+def build_synthesizer(
+    choice: Choice,
+    activation: TensorSpec,
+    label: TensorSpec | None,
+    classes: int | None,
+    location: Location = (),
+) -> Synthesizer:
+    """Make a synthesizer by name or import path.
+
+    Args:
+        choice: Its name and options; ``auto`` chooses by the activation's shape.
+        activation: One sample of the activation.
+        label: One sample's label, or None when not conditioned.
+        classes: Number of classes, when labels are class indices.
+        location: Where the choice stands in the spec.
+
+    Raises:
+        SpecError: Unknown synthesizer, or options that do not fit the activation.
+    """
+    if choice.name == "auto":
+        choice = auto_synthesizer(activation)
+    cls = find_class(choice.name, "synthesizer", SYNTHESIZERS, Synthesizer, location)
+    options = parse_options(cls.Options, choice, location)
+    try:
+        return cls(activation, label, classes, options)
+    except (ValueError, RuntimeError) as error:
+        raise SpecError(
+            f"synthesizer {choice.name!r} {error}", location=(*location, choice.name)
+        ) from None
+
+
+def _zeroed(layer: Zeroable) -> Zeroable:
+    nn.init.zeros_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
