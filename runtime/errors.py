@@ -15,8 +15,8 @@
     ├── HandshakeError           76  EX_PROTOCOL     two modules that do not fit together
     └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
 
-Exit codes are those of sysexits(3). Errors compose their text in ``__str__`` and say what to do next
-in ``hint``; only ``dnictl`` and the worker's entry point print them.
+Exit codes are those of sysexits(3). Errors compose their text in ``__str__`` and say what to do
+next in ``hint``; only ``dnictl`` and the worker's entry point print them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.layers import build_layers
 from dni_runtime.core.step import ModuleStep, seeded
 from dni_runtime.core.training import (
     METRICS,
@@ -16,7 +17,6 @@ from dni_runtime.core.training import (
     build_schedule,
     module_seed,
 )
-from dni_runtime.core.layers import build_layers
 from dni_runtime.spec import WorkerSpec
 
 

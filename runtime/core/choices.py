@@ -97,9 +97,7 @@ def check_keywords(
     parameters = list(inspect.signature(cls).parameters.values())[given:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    allowed = {
-        p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    allowed = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for keyword in args:
         if keyword not in allowed:
             raise SpecError(
@@ -116,9 +114,7 @@ def check_keywords(
         )
 
 
-def parse_options(
-    model: type[Options], choice: Choice, location: Location
-) -> Options:
+def parse_options(model: type[Options], choice: Choice, location: Location) -> Options:
     """Check a choice's keywords against the pydantic model of its options.
 
     Raises:

@@ -1,7 +1,7 @@
 """From a chain's spec to what each worker needs: defaults, shapes and contracts.
 
-Every module is built on torch's meta device and run on a batch without memory, so that a wrong name,
-keyword or shape is an error before anything starts.
+Every module is built on torch's meta device and run on a batch without memory, so that a wrong
+name, keyword or shape is an error before anything starts.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
                 cpus=chain.setting(index, "cpus") or 1,
             )
         )
-    return chain.model_copy(
-        update={"modules": tuple(modules), "defaults": type(chain.defaults)()}
-    )
+    return chain.model_copy(update={"modules": tuple(modules), "defaults": type(chain.defaults)()})
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:

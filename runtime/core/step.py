@@ -244,7 +244,8 @@ class ModuleStep:
         """
         if self.waiting == 0:
             return contextlib.nullcontext()
-        return torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters))
+        keep = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # private
+        return cast("contextlib.AbstractContextManager[Any]", keep(tuple(self._parameters)))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.spec.precision == "float32":

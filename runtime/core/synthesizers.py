@@ -8,8 +8,9 @@ last map and the label's part are zero, which still lets its first gradient thro
 from __future__ import annotations
 
 import math
-from typing import TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -42,7 +43,7 @@ class LabelTerm(nn.Module):
             nn.init.zeros_(self.map.weight)
 
     def forward(self, y_BY: Tensor) -> Tensor:
-        """Give the label's part, shaped (B, features), or (B, T, features) for a label per token."""
+        """Give the label's part: (B, features), or (B, T, features) for a label per token."""
         if self.table is not None:
             # Labels that a loss ignores are negative (CrossEntropyLoss: -100).
             return cast("Tensor", self.table(y_BY.clamp_min(0)))
@@ -60,8 +61,7 @@ class Synthesizer(nn.Module):
         options: The synthesizer's own options.
     """
 
-    class Options(Frozen):
-        """No options."""
+    Options: ClassVar[type[Frozen]] = Frozen
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Synthesizer(nn.Module):
     def _add_label(self, out: Tensor, y_BY: Tensor | None) -> Tensor:
         if self.label is None or y_BY is None:
             return out
-        term = self.label(y_BY)
+        term: Tensor = self.label(y_BY)
         while term.dim() < out.dim():  # one label for all tokens of a sample
             term = term.unsqueeze(1)
         return out + term
@@ -113,24 +113,27 @@ class Linear(Synthesizer):
         return out.view_as(h_BH)
 
 
+class LowRankOptions(Frozen):
+    """Options of the low-rank map.
+
+    Attributes:
+        rank: Size of the inner vector.
+    """
+
+    rank: int = Field(default=64, ge=1, le=65536)
+
+
 class LowRank(Synthesizer):
     """``g = U (V h) + E[y] + b`` with rank R: 2 R / H of the full map's cost."""
 
-    class Options(Frozen):
-        """Options of the low-rank map.
-
-        Attributes:
-            rank: Size of the inner vector.
-        """
-
-        rank: int = Field(default=64, ge=1, le=65536)
+    Options = LowRankOptions
 
     def __init__(
         self,
         activation: TensorSpec,
         label: TensorSpec | None,
         classes: int | None,
-        options: Options,
+        options: LowRankOptions,
     ) -> None:
         super().__init__(activation, label, classes, options)
         self.inner = nn.Linear(self.features, min(options.rank, self.features), bias=False)
@@ -142,26 +145,74 @@ class LowRank(Synthesizer):
         return out.view_as(h_BH)
 
 
-class MLP(Synthesizer):
-    """Hidden layers with BatchNorm and ReLU, as in the paper's appendix (features or tokens)."""
+class ClassifierOptions(Frozen):
+    """Options of the classifier-shaped synthesizer.
 
-    class Options(Frozen):
-        """Options of the multi-layer synthesizer.
+    Attributes:
+        heads: Number of guesses, each with its own maps.
+    """
 
-        Attributes:
-            hidden: Width of the hidden layers (default: the activation's, 1024 at most).
-            depth: Number of hidden layers.
-        """
+    heads: int = Field(default=1, ge=1, le=256)
 
-        hidden: int | None = Field(default=None, ge=1, le=65536)
-        depth: int = Field(default=1, ge=1, le=8)
+
+class Classifier(Synthesizer):
+    """``g = U (softmax(V h) - onehot(y)) + b``: the gradient of a classifier seen from below.
+
+    The true gradient of a cross-entropy loss starts as softmax minus one-hot at the tail; V guesses
+    what the tail will predict from h, U takes the difference back. Two maps to and from the classes
+    cost far less than a full one, and follow the true gradient more closely (docs/results.md).
+    """
+
+    Options = ClassifierOptions
 
     def __init__(
         self,
         activation: TensorSpec,
         label: TensorSpec | None,
         classes: int | None,
-        options: Options,
+        options: ClassifierOptions,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        if classes is None or label is None:
+            raise ValueError("needs class labels and 'conditioned: true'")
+        self.heads, self.classes = options.heads, classes
+        self.guess = nn.Linear(self.features, classes * options.heads)
+        self.out = _zeroed(nn.Linear(classes * options.heads, self.features))
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        assert y_BY is not None
+        h = self._vectors(h_BH)
+        if self.tokens and y_BY.dim() == 1:
+            y_BY = y_BY.unsqueeze(1).expand(h.shape[:2])
+        logits = self.guess(h).unflatten(-1, (self.heads, self.classes))
+        known = F.one_hot(y_BY.clamp_min(0), self.classes).to(logits.dtype).unsqueeze(-2)
+        difference = (logits.softmax(-1) - known).flatten(-2)
+        return cast("Tensor", self.out(difference)).view_as(h_BH)
+
+
+class MLPOptions(Frozen):
+    """Options of the multi-layer synthesizer.
+
+    Attributes:
+        hidden: Width of the hidden layers (default: the activation's, 1024 at most).
+        depth: Number of hidden layers.
+    """
+
+    hidden: int | None = Field(default=None, ge=1, le=65536)
+    depth: int = Field(default=1, ge=1, le=8)
+
+
+class MLP(Synthesizer):
+    """Hidden layers with BatchNorm and ReLU, as in the paper's appendix (features or tokens)."""
+
+    Options = MLPOptions
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: MLPOptions,
     ) -> None:
         super().__init__(activation, label, classes, options)
         width = options.hidden or min(self.features, 1024)
@@ -174,11 +225,27 @@ class MLP(Synthesizer):
         self.body = nn.Sequential(*body)
         self.out = _zeroed(nn.Linear(width, self.features))
         if self.label is not None and self.label.table is not None:
-            nn.init.normal_(self.label.table.weight, std=1.0)  # a hidden layer must tell labels apart
+            nn.init.normal_(
+                self.label.table.weight, std=1.0
+            )  # a hidden layer must tell labels apart
 
     def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
         hidden = self._add_label(self.first(self._vectors(h_BH)), y_BY)
         return cast("Tensor", self.out(self.body(hidden))).view_as(h_BH)
+
+
+class ConvOptions(Frozen):
+    """Options of the convolutional synthesizer.
+
+    Attributes:
+        hidden: Channels of the hidden layers (default: the activation's).
+        depth: Number of hidden layers.
+        kernel: Odd size of the kernels.
+    """
+
+    hidden: int | None = Field(default=None, ge=1, le=65536)
+    depth: int = Field(default=1, ge=1, le=8)
+    kernel: int = Field(default=3, ge=1, le=15)
 
 
 class Conv(Synthesizer):
@@ -188,25 +255,14 @@ class Conv(Synthesizer):
     same as a vector per class added everywhere) and, separately, each output position.
     """
 
-    class Options(Frozen):
-        """Options of the convolutional synthesizer.
-
-        Attributes:
-            hidden: Channels of the hidden layers (default: the activation's).
-            depth: Number of hidden layers.
-            kernel: Odd size of the kernels.
-        """
-
-        hidden: int | None = Field(default=None, ge=1, le=65536)
-        depth: int = Field(default=1, ge=1, le=8)
-        kernel: int = Field(default=3, ge=1, le=15)
+    Options = ConvOptions
 
     def __init__(
         self,
         activation: TensorSpec,
         label: TensorSpec | None,
         classes: int | None,
-        options: Options,
+        options: ConvOptions,
     ) -> None:
         super().__init__(activation, label, classes, options)
         if len(activation.shape) != 3:
@@ -225,7 +281,7 @@ class Conv(Synthesizer):
         self.out = _zeroed(nn.Conv2d(width, channels, size, padding=size // 2))
         self.place = self._label_term(self.features)
         if self.label is not None and self.label.table is not None:
-            nn.init.normal_(self.label.table.weight, std=1.0)
+            nn.init.normal_(self.label.table.weight)
 
     def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
         hidden = self.first(h_BH)
@@ -240,15 +296,23 @@ class Conv(Synthesizer):
 SYNTHESIZERS: dict[str, type[Synthesizer]] = {
     "linear": Linear,
     "low-rank": LowRank,
+    "classifier": Classifier,
     "mlp": MLP,
     "conv": Conv,
 }
 
 
-def auto_synthesizer(activation: TensorSpec) -> Choice:
-    """The default for an activation: convolutions for maps, else a linear or low-rank map."""
+def auto_synthesizer(
+    activation: TensorSpec, label: TensorSpec | None, classes: int | None
+) -> Choice:
+    """The default: shaped like a classifier where there are classes, else by the activation.
+
+    Feature maps get convolutions, vectors and tokens a linear map, of low rank where it is wide.
+    """
     if len(activation.shape) == 3:
         return Choice(name="conv")
+    if classes is not None and label is not None:
+        return Choice(name="classifier")
     return Choice(name="linear" if activation.shape[-1] <= LINEAR_UP_TO else "low-rank")
 
 
@@ -272,11 +336,12 @@ def build_synthesizer(
         SpecError: Unknown synthesizer, or options that do not fit the activation.
     """
     if choice.name == "auto":
-        choice = auto_synthesizer(activation)
+        choice = auto_synthesizer(activation, label, classes)
     cls = find_class(choice.name, "synthesizer", SYNTHESIZERS, Synthesizer, location)
     options = parse_options(cls.Options, choice, location)
     try:
-        return cls(activation, label, classes, options)
+        synthesizer: Synthesizer = cls(activation, label, classes, options)
+        return synthesizer
     except (ValueError, RuntimeError) as error:
         raise SpecError(
             f"synthesizer {choice.name!r} {error}", location=(*location, choice.name)

@@ -84,9 +84,7 @@ def build_optimizer(
     ):
         args["fused"] = True
     at = (*location, choice.name)
-    return cast(
-        "optim.Optimizer", call(cls, args, name=choice.name, location=at, given=(params,))
-    )
+    return cast("optim.Optimizer", call(cls, args, name=choice.name, location=at, given=(params,)))
 
 
 def build_schedule(

@@ -207,7 +207,8 @@ def explain_details(
     error: ValidationError, model: type[BaseModel]
 ) -> tuple[Location, str, str | None]:
     """Where the first error of a pydantic model is, a sentence that names the value, and a hint."""
-    details = error.errors()
+    # A misspelt key is the cause where a key is missing beside it.
+    details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     location = tuple(details[0]["loc"])
     message, hint = _message(details[0], model)
     if len(details) > 1:

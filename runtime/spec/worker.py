@@ -34,7 +34,7 @@ class TensorSpec(Frozen):
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{' × '.join(['B', *map(str, self.shape)])}]"
+        return f"{self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
 
 
 class DataInfo(Frozen):
@@ -160,6 +160,7 @@ class WorkerSpec(Frozen):
 
     def link_hash(self, *, end: Literal["input", "output"]) -> str:
         """SHA-256 of what both ends of a link must agree on; HELLO compares it."""
+        ends: tuple[str | None, str | None]
         if end == "input":
             ends, tensor, gradients = (self.upstream, self.module), self.input, self.gradients_out
         else:

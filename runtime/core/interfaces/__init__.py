@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 
-def resolve_interface(choice: Choice, location: Location = ()) -> tuple[type[GradientInterface], Choice]:
+def resolve_interface(
+    choice: Choice, location: Location = ()
+) -> tuple[type[GradientInterface], Choice]:
     """Find an interface's class and fill in its options.
 
     Raises:
@@ -59,7 +61,8 @@ def build_interface(
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     try:
-        return cls(boundary, options)
+        interface: GradientInterface = cls(boundary, options)
+        return interface
     except SpecError as error:
         raise SpecError(
             error.message, location=(*location, choice.name, *error.location), hint=error.hint

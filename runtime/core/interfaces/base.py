@@ -10,7 +10,7 @@ size: with the mean the targets shrink with the batch and synthesizers stop lear
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -85,6 +85,7 @@ class GradientInterface(nn.Module):
     """Base class of gradient interfaces; see the module's docstring.
 
     Attributes:
+        Options: The model of its options in the spec.
         wants_gradients: Whether true gradients must come from downstream.
         pending: How many batches may wait for the true gradient that updates the module: 0 when the
             signal comes at once.
@@ -93,8 +94,7 @@ class GradientInterface(nn.Module):
         store: How many batches are kept for late gradients.
     """
 
-    class Options(Frozen):
-        """No options."""
+    Options: ClassVar[type[Frozen]] = Frozen
 
     wants_gradients: bool = True
     pending: int = 0
@@ -113,7 +113,9 @@ class GradientInterface(nn.Module):
         """
         raise NotImplementedError
 
-    def learn(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool) -> LateSignal | None:
+    def learn(
+        self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
+    ) -> LateSignal | None:
         """Learn from a true gradient.
 
         Args:

@@ -1,4 +1,4 @@
-"""``exact`` and ``delayed``: updates by the true gradient, waited for or applied when it arrives."""
+"""``exact`` and ``delayed``: updates by the true gradient, waited for or taken when it arrives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""``local``: an auxiliary head with its own loss (decoupled greedy learning, Belilovsky et al. 2020,
-arXiv:1901.08164). The head is also an early exit for inference."""
+"""``local``: an auxiliary head with its own loss.
+
+Decoupled greedy learning (Belilovsky et al. 2020, arXiv:1901.08164).
+The head is also an early exit for inference.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,9 @@ class Local(GradientInterface):
         return {"head": self._optimizer}
 
 
-def build_head(activation: TensorSpec, prediction: TensorSpec, options: LocalOptions) -> nn.Sequential:
+def build_head(
+    activation: TensorSpec, prediction: TensorSpec, options: LocalOptions
+) -> nn.Sequential:
     """An auxiliary head from an activation to the chain's prediction.
 
     Vectors: linear. Maps (C x H x W): averaged to a small grid, then linear. Tokens (T x C): linear

@@ -49,8 +49,11 @@ class Mixed(GradientInterface):
         local = self.local.signal(h_BH, y_BY)
         return Signal(predicted.g_BH.add(local.g_BH, alpha=self.local_weight), local.loss)
 
-    def learn(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool) -> LateSignal | None:
-        return self.synthetic.learn(h_BH, y_BY, g_BH, measure=measure)
+    def learn(
+        self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
+    ) -> LateSignal | None:
+        late: LateSignal | None = self.synthetic.learn(h_BH, y_BY, g_BH, measure=measure)
+        return late
 
     def optimizers(self) -> dict[str, Any]:
         return {**self.synthetic.optimizers(), **self.local.optimizers()}
@@ -60,6 +63,4 @@ def _part(cls: Any, boundary: Boundary, options: Frozen, name: str) -> Any:
     try:
         return cls(boundary, options)
     except SpecError as error:
-        raise SpecError(
-            error.message, location=(name, *error.location), hint=error.hint
-        ) from None
+        raise SpecError(error.message, location=(name, *error.location), hint=error.hint) from None

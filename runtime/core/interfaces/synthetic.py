@@ -1,12 +1,12 @@
-"""``synthetic``: the gradient predicted from the activation (Jaderberg et al. 2016, section 2.1)."""
+"""``synthetic``: the gradient predicted from the activation (Jaderberg et al. 2016, sec. 2.1)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
@@ -23,7 +23,8 @@ class SyntheticOptions(Frozen):
     """Options of the synthetic gradient interface.
 
     Attributes:
-        synthesizer: ``auto``, ``linear``, ``low-rank``, ``mlp``, ``conv`` or a user class.
+        synthesizer: ``auto``, ``classifier``, ``linear``, ``low-rank``, ``mlp``, ``conv`` or a
+            user class.
         conditioned: Whether the synthesizer sees the label (cDNI).
         optimizer: The synthesizer's optimizer.
         scale: Factor on the predicted gradient.
@@ -65,7 +66,9 @@ class Synthetic(GradientInterface):
             g_BH = self.synthesizer(h_BH, y_BY)
             return Signal(g_BH if self.options.scale == 1 else g_BH * self.options.scale)
 
-    def learn(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool) -> LateSignal | None:
+    def learn(
+        self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
+    ) -> LateSignal | None:
         """One step on the squared error, summed over features and averaged over the batch."""
         self._arrived += 1
         if (self._arrived - 1) % self.options.learn_every:

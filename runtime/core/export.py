@@ -1,0 +1,150 @@
+"""Taking a trained chain home: one plain ``nn.Sequential``, as .safetensors or as .pt2."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from dni_runtime.core.layers import build_layers
+from dni_runtime.core.training import empty_batch
+from dni_runtime.errors import DataError, DniError, UsageError
+from dni_runtime.rundir import write_atomic
+from dni_runtime.spec import LayerSpec, WorkerSpec
+
+LAYERS_PREFIX = "layers."
+"""Where a module's own tensors lie in its checkpoint."""
+
+METADATA = "dni-runtime"
+
+
+def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Sequential:
+    """Build the whole network from the modules' checkpoints.
+
+    Args:
+        workers: The modules' specs, head first.
+        states: Each module's checkpoint file (``.safetensors``).
+
+    Returns:
+        A sequence of the modules, by name, in eval mode on the CPU.
+
+    Raises:
+        DataError: A checkpoint is missing or of another module.
+    """
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    for worker in workers:
+        layers = build_layers(worker.layers)
+        tensors = _read(states[worker.module], LAYERS_PREFIX)
+        try:
+            layers.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise DataError(
+                f"the checkpoint {str(states[worker.module])!r} does not fit module "
+                f"{worker.module!r}: {error}"
+            ) from None
+        modules[worker.module] = layers
+    return nn.Sequential(modules).eval()
+
+
+def export_model(
+    workers: Sequence[WorkerSpec], states: Mapping[str, Path], output: Path
+) -> nn.Sequential:
+    """Write the whole network to one file.
+
+    Args:
+        workers: The modules' specs, head first.
+        states: Each module's checkpoint file.
+        output: ``.safetensors`` (weights, with the layers' description in the metadata; read by
+            ``dni_runtime.load``) or ``.pt2`` (a program of ``torch.export``, which needs neither
+            this package nor the user's classes).
+
+    Raises:
+        DataError: A checkpoint is missing or of another module.
+        UsageError: The file's ending is neither, or the network cannot be exported as a program.
+    """
+    if output.suffix not in (".safetensors", ".pt2"):
+        raise UsageError(
+            f"cannot export to {str(output)!r}", hint="end the name in .safetensors or .pt2"
+        )
+    model = assemble(workers, states)
+    first = workers[0]
+    if output.suffix == ".pt2":
+        example = empty_batch(first.input, 2, "cpu")
+        try:
+            program = torch.export.export(
+                model, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},)
+            )
+        except Exception as error:
+            raise UsageError(
+                f"torch.export cannot express this network: {str(error).splitlines()[0]}",
+                hint="export to .safetensors instead",
+            ) from error
+        temporary = output.with_name(f".{output.name}.{os.getpid()}.pt2")
+        torch.export.save(program, temporary)
+        os.replace(temporary, output)
+        return model
+    description = {
+        "format": 1,
+        "chain": first.chain,
+        "input": first.input.model_dump(mode="json"),
+        "modules": [
+            {
+                "name": worker.module,
+                "layers": [layer.model_dump(mode="json") for layer in worker.layers],
+            }
+            for worker in workers
+        ],
+    }
+    tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    data = save(tensors, metadata={METADATA: json.dumps(description), "format": "pt"})
+    write_atomic(output, data, mode=0o644)
+    return model
+
+
+def load_model(path: str | os.PathLike[str]) -> nn.Module:
+    """Load what :func:`export_model` wrote; see :func:`dni_runtime.load`."""
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"there is no file {str(file)!r}")
+    if file.suffix == ".pt2":
+        return cast("nn.Module", torch.export.load(file).module())
+    try:
+        with safe_open(file, framework="pt") as reader:
+            description = json.loads((reader.metadata() or {})[METADATA])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise DataError(
+            f"{str(file)!r} was not written by 'dnictl export': {error}",
+        ) from None
+    try:
+        modules = OrderedDict(
+            (
+                entry["name"],
+                build_layers([LayerSpec.model_validate(one) for one in entry["layers"]]),
+            )
+            for entry in description["modules"]
+        )
+    except DniError as error:
+        raise DataError(
+            f"{str(file)!r}: {error.message}",
+            hint="the model uses classes of its own: put their source file on PYTHONPATH",
+        ) from None
+    model = nn.Sequential(modules)
+    model.load_state_dict(_read(file, ""))
+    return model.eval()
+
+
+def _read(file: Path, prefix: str) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            keys: list[Any] = [key for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118
+            return {key.removeprefix(prefix): reader.get_tensor(key) for key in keys}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{str(file)!r} cannot be read: {error}") from None

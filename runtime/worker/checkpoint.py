@@ -1,0 +1,196 @@
+"""Checkpoints of one module: safetensors for tensors, JSON for the rest, each file whole or absent.
+
+A checkpoint belongs to a *cut*: the position of the marker that made it travel down the chain. The
+cut of a chain is complete when every module has its part, and all parts are of the same stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import CheckpointError
+from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+def snapshot(step: ModuleStep) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copy a module's whole state: weights, interface, optimizers, schedule, random numbers.
+
+    Returns:
+        Tensors by name (on the CPU, independent of the module), and a JSON document.
+    """
+    tensors = {f"layers.{k}": v for k, v in step.layers.state_dict().items()}
+    if step.interface is not None:
+        tensors |= {f"interface.{k}": v for k, v in step.interface.state_dict().items()}
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "module": step.spec.module,
+        "hash": step.spec.hash,
+        "batches": step.batches,
+        "optimizers": {},
+        "schedule": step.schedule.state_dict() if step.schedule is not None else None,
+    }
+    for name, optimizer in _optimizers(step).items():
+        state = optimizer.state_dict()
+        plain: dict[str, dict[str, Any]] = {}
+        for index, values in state["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{name}.{index}.{key}"] = value
+                else:
+                    plain.setdefault(str(index), {})[key] = value
+        document["optimizers"][name] = {"state": plain, "groups": state["param_groups"]}
+    tensors["random.cpu"] = torch.get_rng_state()
+    if step.device.type == "cuda":
+        tensors["random.device"] = torch.cuda.get_rng_state(step.device)
+    return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}, document
+
+
+def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
+    """Put a module into the state that :func:`snapshot` copied.
+
+    Raises:
+        CheckpointError: The state is of another module or format.
+    """
+    if document.get("format") != FORMAT or document.get("module") != step.spec.module:
+        raise CheckpointError(
+            f"the checkpoint is of module {document.get('module')!r}, format "
+            f"{document.get('format')!r}; this is {step.spec.module!r}, format {FORMAT}"
+        )
+    try:
+        step.layers.load_state_dict(_under(tensors, "layers."))
+        if step.interface is not None:
+            step.interface.load_state_dict(_under(tensors, "interface."))
+        for name, optimizer in _optimizers(step).items():
+            saved = document["optimizers"][name]
+            state = {int(i): dict(values) for i, values in saved["state"].items()}
+            for key, value in _under(tensors, f"optimizer.{name}.").items():
+                index, field = key.split(".", 1)
+                state.setdefault(int(index), {})[field] = value
+            optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})
+        if step.schedule is not None:
+            step.schedule.load_state_dict(document["schedule"])
+        step.batches = document["batches"]
+        torch.set_rng_state(tensors["random.cpu"])
+        if step.device.type == "cuda" and "random.device" in tensors:
+            torch.cuda.set_rng_state(tensors["random.device"], step.device)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint does not fit module {step.spec.module!r}: {error}",
+            hint="the chain has changed since; start a new run with 'dnictl up'",
+        ) from None
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a checkpoint.
+
+    Args:
+        path: Its path without ending.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    try:
+        document = json.loads(path.with_suffix(".json").read_bytes())
+        return load(path.with_suffix(".safetensors").read_bytes()), document
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own, so that training does not wait for the disk.
+
+    Args:
+        run: The run directory.
+        module: The module's name.
+        chain: Names of all modules, where they are known: old cuts go once newer ones are complete.
+        keep: How many complete cuts to keep.
+        on_error: Called in the thread when a checkpoint could not be written; the last good one
+            stays.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        module: str,
+        chain: list[str] | None,
+        keep: int,
+        on_error: Callable[[CheckpointError], None],
+    ) -> None:
+        self._run = run
+        self._module = module
+        self._chain = chain or [module]
+        self._keep = keep
+        self._on_error = on_error
+        self._queue: queue.Queue[tuple[int, dict[str, Tensor], dict[str, Any]] | None]
+        self._queue = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def write(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
+        """Have a checkpoint written; waits only while the one before the last is being written."""
+        self._queue.put((cut, tensors, document | {"cut": cut}))
+
+    def close(self) -> None:
+        """Wait until everything is on disk."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            cut, tensors, document = job
+            try:
+                path = self._run.checkpoint(cut, self._module)
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_atomic(path.with_suffix(".safetensors"), save(tensors))
+                # The JSON comes last: where it is, the checkpoint is whole.
+                write_atomic(path.with_suffix(".json"), json.dumps(document) + "\n")
+                log.info("checkpoint at %d written", cut)
+                self._drop_old()
+            except OSError as error:
+                self._on_error(
+                    CheckpointError(
+                        f"the checkpoint at {cut} could not be written: {error}",
+                        hint="the last good checkpoint stays; make room and resume",
+                    )
+                )
+
+    def _drop_old(self) -> None:
+        complete = complete_cuts(self._run, self._chain)
+        if len(complete) > self._keep:
+            forget(self._run, self._module, lambda cut: cut < complete[-self._keep])
+
+
+def forget(run: RunDir, module: str, unwanted: Callable[[int], bool]) -> None:
+    """Remove a module's part of some cuts (its JSON first, so that no half is taken for whole)."""
+    for folder in run.checkpoints.glob("[0-9]*"):
+        if unwanted(int(folder.name)):
+            for ending in (".json", ".safetensors"):
+                (folder / module).with_suffix(ending).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # fails while other modules' parts are there
+
+
+def _optimizers(step: ModuleStep) -> dict[str, torch.optim.Optimizer]:
+    own = {} if step.optimizer is None else {"module": step.optimizer}
+    return own if step.interface is None else own | step.interface.optimizers()
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -1,0 +1,58 @@
+"""Being told to stop: the first signal asks for a checkpoint and a clean exit, the next kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from types import FrameType
+
+
+class StopRequest:
+    """Remembers the first SIGTERM or SIGINT; the second ends the process at once.
+
+    Attributes:
+        wakeup: A file descriptor that becomes readable when a signal comes (signal(7) interrupts a
+            poll only where the library does not restart it).
+    """
+
+    def __init__(self) -> None:
+        self._at_s: float | None = None
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self.wakeup = self._read.fileno()
+
+    def install(self) -> None:
+        """Take over the signals; only in the main thread."""
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def __call__(self) -> bool:
+        """Whether the worker has been told to stop."""
+        return self._at_s is not None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first signal; 0 before it."""
+        return 0.0 if self._at_s is None else time.monotonic() - self._at_s
+
+    def drain(self) -> None:
+        """Empty the wake-up descriptor."""
+        try:
+            while self._read.recv(64):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self._read.close()
+        self._write.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._at_s is not None:
+            os._exit(128 + number)
+        self._at_s = time.monotonic()

@@ -1,0 +1,108 @@
+"""The head's stream: what travels down the chain, and where it goes on after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+from torch import Tensor
+
+from dni_runtime.data import DataSource
+from dni_runtime.spec import HeadRole
+from dni_runtime.wire import Mark, Mode
+
+NOTHING = Mark(0)
+Phase = Literal["train", "eval", "end"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the stream goes on.
+
+    Attributes:
+        epoch: The epoch, from 1.
+        phase: Whether training batches, evaluation batches or the end come next.
+        batch: Training batches of this epoch that have been sent.
+        step: Training batches of the whole run that have been sent.
+    """
+
+    epoch: int = 1
+    phase: Phase = "train"
+    batch: int = 0
+    step: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that travels: a batch, or a marker when ``x`` is None.
+
+    Attributes:
+        position: Where the stream goes on after this item.
+    """
+
+    epoch: int
+    position: Position
+    mode: Mode = Mode.TRAIN
+    mark: Mark = NOTHING
+    x_BX: Tensor | None = None
+    y_BY: Tensor | None = None
+
+
+def items(source: DataSource, role: HeadRole, start: Position = Position()) -> Iterator[Item]:
+    """Give the stream from a position on.
+
+    Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; at the very
+    end an END marker. CHECKPOINT is added to the markers where the spec asks for one.
+
+    Args:
+        source: The data.
+        role: Epochs, steps and checkpoints.
+        start: Where to begin.
+    """
+    at = start
+    while at.phase != "end":
+        epoch = at.epoch
+        if at.phase == "train":
+            sends = _left(source, role, at)
+            yield from _train(source, role, at, sends)
+            at = replace(at, batch=at.batch + sends, step=at.step + sends)
+        last = epoch >= role.epochs or at.step == role.steps
+        if at.phase == "train":
+            evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
+            every = role.checkpoint.every_epochs
+            saves = every > 0 and epoch % every == 0 and not last  # END saves the last one
+            at = replace(at, phase="eval") if evaluates else _next(at, last)
+            yield Item(epoch, at, mark=Mark.EPOCH | Mark.CHECKPOINT if saves else Mark.EPOCH)
+        if at.phase == "eval":
+            for x_BX, y_BY in source.eval_batches():
+                yield Item(epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
+            at = _next(at, last)
+            yield Item(epoch, at, mark=Mark.EVAL)
+    yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
+
+
+def _train(source: DataSource, role: HeadRole, at: Position, sends: int) -> Iterator[Item]:
+    if not sends:
+        return
+    every = role.checkpoint.every_steps
+    batches = islice(source.train_batches(at.epoch, at.batch), sends)
+    for sent, (x_BX, y_BY) in enumerate(batches, start=1):
+        now = replace(at, batch=at.batch + sent, step=at.step + sent)
+        yield Item(at.epoch, now, x_BX=x_BX, y_BY=y_BY)
+        if every and now.step % every == 0 and sent < sends:
+            yield Item(at.epoch, now, mark=Mark.CHECKPOINT)
+
+
+def _left(source: DataSource, role: HeadRole, at: Position) -> int:
+    """Training batches that are still to be sent in this epoch."""
+    left = max(source.train_batch_count - at.batch, 0)
+    return left if role.steps is None else min(left, max(role.steps - at.step, 0))
+
+
+def _next(at: Position, last: bool) -> Position:
+    return replace(at, phase="end") if last else Position(epoch=at.epoch + 1, step=at.step)

@@ -1,0 +1,232 @@
+"""Gradient interfaces against plain backpropagation and against autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.interfaces import Boundary
+from dni_runtime.core.interfaces.local import Local
+from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.synthesizers import SYNTHESIZERS, build_synthesizer
+from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
+
+LABEL = TensorSpec(shape=(), dtype="int64")
+
+
+def batches(count: int, size: int = 16, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, size, 12, generator=generator)
+    return [(one, one[:, :3].argmax(1)) for one in x]
+
+
+def parameters(chain: LocalChain) -> list[Tensor]:
+    return [p.detach() for step in chain.steps for p in step.layers.state_dict().values()]
+
+
+@pytest.mark.parametrize("optimizer", ["{Adam: {lr: 0.01}}", "{SGD: {lr: 0.1, momentum: 0.9}}"])
+def test_exact_is_backprop_bit_for_bit(small: Any, optimizer: str) -> None:
+    workers = small("exact", optimizer)
+    chain, reference = LocalChain(workers), Backprop(workers)
+    for x, y in batches(30):
+        loss = chain.train_batch(x, y)
+        assert loss == float(reference.train_batch(x, y))
+    for ours, theirs in zip(parameters(chain), reference.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_delayed_without_delay_is_backprop(small: Any) -> None:
+    chain, reference = LocalChain(small("delayed")), Backprop(small("delayed"))
+    for x, y in batches(10):
+        chain.train_batch(x, y)
+        reference.train_batch(x, y)
+    for ours, theirs in zip(parameters(chain), reference.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_delayed_updates_only_when_the_gradient_comes(small: Any) -> None:
+    chain = LocalChain(small("delayed"), delay=3)
+    before = [p.clone() for p in chain.steps[0].layers.parameters()]
+    data = batches(12)
+    for x, y in data[:3]:
+        chain.train_batch(x, y)
+    assert all(map(torch.equal, before, chain.steps[0].layers.parameters()))
+    assert chain.steps[0].waiting == 3
+    for x, y in data[3:]:
+        chain.train_batch(x, y)
+    assert not any(map(torch.equal, before, chain.steps[0].layers.parameters()))
+    assert chain.steps[0].counters.given_up == 0
+
+
+@pytest.mark.parametrize("interface", ["mixed", "synthetic", "local", "delayed"])
+def test_every_interface_learns(small: Any, interface: str) -> None:
+    chain = LocalChain(small(interface), delay=2)
+    data = batches(300)
+    for x, y in data:
+        chain.train_batch(x, y)
+    correct = sum(int((chain.predict(x).argmax(1) == y).sum()) for x, y in batches(20, seed=1))
+    assert correct / 320 > 0.9
+
+
+def test_training_is_seeded(small: Any) -> None:
+    results = []
+    for _ in range(2):
+        torch.manual_seed(torch.seed() % 1000)
+        chain = LocalChain(small("mixed"))
+        for x, y in batches(5):
+            chain.train_batch(x, y)
+        results.append(parameters(chain))
+    assert all(map(torch.equal, *results))
+
+
+def test_gradients_upstream_are_per_sample(small: Any) -> None:
+    """The gradient sent up is B times that of the mean loss, whatever the batch size."""
+    tail = ModuleStep(small("exact", "{SGD: {lr: 0.0}}")[2])
+    x, y = torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1])
+    tail.forward(1, x)
+    sent = tail.update(y)
+    each = []
+    for sample, label in zip(x, y, strict=True):
+        leaf = sample.clone().requires_grad_()
+        nn.functional.cross_entropy(tail.layers(leaf[None]), label[None]).backward()
+        each.append(leaf.grad)
+    torch.testing.assert_close(sent, torch.stack(each))  # type: ignore[arg-type]
+
+
+def test_bootstrapped_gradient_comes_from_the_modules_own_signal(small: Any) -> None:
+    """What goes up is the module's Jacobian applied to its own prediction."""
+    step = ModuleStep(small("synthetic")[1])
+    interface = step.interface
+    assert isinstance(interface, Synthetic)
+    nn.init.normal_(interface.synthesizer.out.weight)
+    weights = {k: v.clone() for k, v in step.layers.state_dict().items()}
+    x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+    h = step.forward(1, x)
+    predicted = interface.signal(h, y).g_BH
+    sent = step.update(y)
+    step.layers.load_state_dict(weights)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(step.layers(leaf), leaf, predicted)
+    torch.testing.assert_close(sent, expected)
+
+
+ACTIVATIONS = {
+    "vector": (
+        TensorSpec(shape=(6,), dtype="float32"),
+        ["linear", "low-rank", "classifier", "mlp"],
+    ),
+    "tokens": (
+        TensorSpec(shape=(5, 6), dtype="float32"),
+        ["linear", "low-rank", "classifier", "mlp"],
+    ),
+    "maps": (
+        TensorSpec(shape=(4, 5, 5), dtype="float32"),
+        ["linear", "low-rank", "classifier", "conv"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SYNTHESIZERS))
+@pytest.mark.parametrize("kind", list(ACTIVATIONS))
+@pytest.mark.parametrize("classes", [3, None])
+def test_synthesizers_start_at_zero_and_fit(name: str, kind: str, classes: int | None) -> None:
+    activation, names = ACTIVATIONS[kind]
+    if name not in names or (name == "classifier" and classes is None):
+        pytest.skip(f"{name} does not take {kind} with {classes} classes")
+    torch.manual_seed(0)
+    label = LABEL if classes else TensorSpec(shape=(2,), dtype="float32")
+    synthesizer = build_synthesizer(Choice(name=name), activation, label, classes)
+    h = torch.randn(32, *activation.shape)
+    y = torch.randint(0, 3, (32,)) if classes else torch.randn(32, 2)
+    assert torch.equal(synthesizer(h, y), torch.zeros_like(h))
+    target = torch.tanh(h) - 0.5
+    optimizer = torch.optim.Adam(synthesizer.parameters(), 0.02)
+    for _ in range(150):
+        error = (synthesizer(h, y) - target).square().mean()
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+    assert float(error.detach()) < 0.8 * float(target.square().mean())
+
+
+def test_the_label_changes_the_prediction_only_when_conditioned() -> None:
+    activation = TensorSpec(shape=(6,), dtype="float32")
+    for name in ("linear", "low-rank", "mlp"):
+        with_label = build_synthesizer(Choice(name=name), activation, LABEL, 3)
+        without = build_synthesizer(Choice(name=name), activation, None, 3)
+        for one in (with_label, without):
+            for p in one.parameters():
+                nn.init.normal_(p)
+            one.eval()
+        h, a, b = torch.randn(4, 6), torch.tensor([0, 1, 2, 0]), torch.tensor([1, 2, 0, 1])
+        assert not torch.equal(with_label(h, a), with_label(h, b))
+        assert torch.equal(without(h, a), without(h, b))
+
+
+def boundary(worker: WorkerSpec) -> Boundary:
+    return Boundary(
+        activation=worker.output,
+        label=worker.label,
+        prediction=worker.prediction,
+        classes=worker.classes,
+        loss=worker.loss,
+        optimizer=worker.optimizer,
+    )
+
+
+def test_regression_gradient_is_autograds(small: Any) -> None:
+    """One SGD step of ``learn`` moves the weights by the gradient of the per-sample error."""
+    torch.manual_seed(0)
+    options = SyntheticOptions.model_validate(
+        {"synthesizer": "linear", "optimizer": {"SGD": {"lr": 0.1}}}
+    )
+    interface = Synthetic(boundary(small()[0]), options)
+    for p in interface.synthesizer.parameters():
+        nn.init.normal_(p, std=0.1)
+    before = {k: v.clone() for k, v in interface.synthesizer.state_dict().items()}
+    h, y, g = torch.randn(16, 8), torch.randint(0, 3, (16,)), torch.randn(16, 8)
+    # By hand: error = 1/B sum_b |W h_b + E[y_b] + c - g_b|^2.
+    residual = h @ before["out.weight"].T + before["out.bias"] + before["label.table.weight"][y] - g
+    expected = {
+        "out.weight": 2 / 16 * residual.T @ h,
+        "out.bias": 2 / 16 * residual.sum(0),
+        "label.table.weight": torch.zeros(3, 8).index_add_(0, y, 2 / 16 * residual),
+    }
+    late = interface.learn(h, y, g, measure=True)
+    assert late is not None
+    torch.testing.assert_close(late.error, residual.square().sum() / g.square().sum())
+    for key, value in interface.synthesizer.state_dict().items():
+        torch.testing.assert_close(before[key] - 0.1 * expected[key], value)
+
+
+def test_late_gradients_pair_by_id_in_a_bounded_store(small: Any) -> None:
+    step = ModuleStep(small("{synthetic: {store: 3}}")[0])
+    for id, (x, y) in enumerate(batches(5), start=1):
+        step.forward(id, x)
+        step.update(y)
+    assert step.counters.given_up == 2
+    step.late_gradient(1, torch.randn(16, 8))
+    assert step.counters.unpaired == 1
+    step.late_gradient(4, torch.randn(16, 8))
+    assert (step.counters.gradients, step.counters.unpaired, step.counters.lag) == (2, 1, 1)
+    step.late_gradient(4, torch.randn(16, 8))
+    assert step.counters.unpaired == 2
+
+
+def test_local_signal_is_the_heads_gradient(small: Any) -> None:
+    local = Local(boundary(small()[0]), Local.Options())
+    h, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+    leaf = h.clone().requires_grad_()
+    nn.functional.cross_entropy(local.head(leaf), y, reduction="sum").backward()
+    torch.testing.assert_close(local.signal(h, y).g_BH, leaf.grad)
+
+
+def test_evaluation_changes_nothing(small: Any) -> None:
+    step = ModuleStep(small("mixed")[0])
+    before = {k: v.clone() for k, v in step.layers.state_dict().items()}
+    step.evaluate(torch.randn(16, 12))
+    assert all(torch.equal(v, before[k]) for k, v in step.layers.state_dict().items())
+    assert step.layers.training

@@ -1,0 +1,90 @@
+"""Reading chain.yaml: what is accepted, and errors that say where."""
+
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import ChainSpec, load_chain, parse_chain, source_files
+
+CHAIN = """\
+name: mlp
+defaults:
+  optimizer: {Adam: {lr: 1e-3}}
+modules:
+  - name: a
+    layers:
+      - Flatten
+      - Linear: {in_features: 64, out_features: 8}
+      - Residual: [ReLU, {Sequential: [Identity]}]
+  - name: b
+    layers: [{import: "mine:Head", args: {width: 8}}]
+"""
+
+
+def test_forms_survive_a_round_trip() -> None:
+    chain = parse_chain(CHAIN)
+    again = ChainSpec.model_validate(chain.model_dump(mode="json"))
+    assert again == chain
+    assert chain.modules[0].layers[1].args == {"in_features": 64, "out_features": 8}
+    assert [layer.type for layer in chain.modules[0].layers[2].layers] == ["ReLU", "Sequential"]
+    assert chain.modules[1].layers[0].type == "mine:Head"
+
+
+def test_exponents_are_numbers_and_words_stay_words() -> None:
+    chain = parse_chain(CHAIN + "infiniband: off\n")
+    assert chain.defaults.optimizer is not None
+    assert chain.defaults.optimizer.args == {"lr": 0.001}
+    assert chain.infiniband == "off"
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "path", "words"),
+    [
+        (("    layers:\n", "    layer:\n"), 6, "modules[0].layer", ["'layer'", "did you mean"]),
+        (("name: a", "name: A/b"), 5, "modules[0].name", ["'A/b'", "lower-case"]),
+        (("name: b", "name: a"), 4, "modules", ["both named 'a'"]),
+        (("{Sequential: [Identity]}", "{Sequential: 3}"), 9, None, ["Sequential takes a list"]),
+        (("[{import: ", "[{Linear: 3}, {import: "), 11, None, ["Linear takes keywords"]),
+        (('"mine:Head"', '"mine.Head"'), 11, None, ["'mine.Head'", "package.module:Class"]),
+        (("name: mlp", "name: mlp\nname: x"), 2, "name", ["stands here twice"]),
+        (("name: mlp", "name: mlp\nlinks: {window: 0}"), 2, "links.window", ["0", "greater"]),
+        (("name: mlp", "name: mlp\nlinks: {transport: udp}"), 2, None, ["'udp'", "'ipc'"]),
+        (("name: mlp", "name: mlp\nlinks: {port: 5000}"), 2, "links", ["transport: tcp"]),
+    ],
+)
+def test_errors_name_line_path_value_and_what_is_allowed(
+    change: tuple[str, str], line: int, path: str | None, words: list[str]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_chain(CHAIN.replace(*change, 1), file="c.yaml")
+    assert caught.value.line == line
+    assert path is None or caught.value.path == path
+    for word in ("c.yaml", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [\n", "a: 'x\n", "name: x\n"])
+def test_other_documents_are_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"c\.yaml"):
+        parse_chain(text, file="c.yaml")
+
+
+def test_the_tail_takes_no_interface() -> None:
+    with pytest.raises(SpecError, match="has the loss"):
+        parse_chain(CHAIN + "    interface: exact\n")
+
+
+def test_a_missing_file_names_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="dnictl init"):
+        load_chain(tmp_path / "none.yaml")
+
+
+def test_sources_of_user_classes_are_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "table.txt").write_text("")
+    chain = parse_chain(CHAIN + "sources: [extra]\n")
+    assert sorted(source_files(chain, tmp_path)) == ["extra/table.txt", "mine.py"]
+    with pytest.raises(SpecError, match="not a file or folder"):
+        source_files(parse_chain(CHAIN + "sources: [../x]\n"), tmp_path)
