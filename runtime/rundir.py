@@ -11,7 +11,9 @@
       endpoints/MODULE.json         where a worker listens (published atomically)
       workers/MODULE.json           a worker's own state
       state.json  events.jsonl      the supervisor's state and history
+      stop.json                     somebody's wish that the run ends early
       logs/MODULE.ATTEMPT.log       what a worker printed
+      logs/supervisor.log           what a detached supervisor printed
       metrics/MODULE.jsonl          what a worker measured
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
 
@@ -66,6 +68,14 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def stop_request(self) -> Path:
+        return self.root / "stop.json"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.root / "logs" / "supervisor.log"
+
+    @property
     def sources(self) -> Path:
         return self.root / "src"
 
@@ -89,7 +99,7 @@ class RunDir:
         return self.root / "metrics" / f"{module}.jsonl"
 
     def checkpoint(self, cut: int, module: str) -> Path:
-        """Path, without ending, of one module's part of the checkpoint at stream position ``cut``."""
+        """Path, without ending, of one module's part of the checkpoint at position ``cut``."""
         return self.checkpoints / f"{cut:012d}" / module
 
     def create(self) -> None:
@@ -99,17 +109,21 @@ class RunDir:
         self.root.chmod(0o700)
 
 
+def socket_path(run: Path) -> Path:
+    """Where the run's ipc sockets lie: short (unix(7) allows 107 bytes), local and private."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    if not os.access(base, os.W_OK | os.X_OK):
+        base = Path("/tmp")
+    return base / f"dni-{hash_name(f'{os.getuid()}:{run.resolve()}')}"
+
+
 def socket_folder(run: Path) -> Path:
-    """A folder for the run's ipc sockets: short (unix(7) allows 107 bytes), local and private.
+    """Make the folder at :func:`socket_path`.
 
     Raises:
         DataError: The folder's name is taken by somebody else.
     """
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
-    if not os.access(base, os.W_OK | os.X_OK):
-        base = Path("/tmp")
-    name = hash_name(f"{os.getuid()}:{run.resolve()}")
-    folder = base / f"dni-{name}"
+    folder = socket_path(run)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:

@@ -44,7 +44,11 @@ class LocalChain:
         self._id += 1
         for index, step in enumerate(self.steps):
             self._teach(index)
+            before = torch.get_rng_state()
+            torch.set_rng_state(step.random_state)  # dropout draws as it would in its own process
             x_BX = step.forward(self._id, x_BX)
+            step.random_state = torch.get_rng_state()
+            torch.set_rng_state(before)
             self._pass_up(index, self._id, step.update(y_BY))
         for index in range(len(self.steps) - 1, -1, -1):
             self._teach(index)

@@ -173,7 +173,7 @@ class CheckpointWriter:
 
     def _drop_old(self) -> None:
         complete = complete_cuts(self._run, self._chain)
-        if len(complete) > self._keep:
+        if len(complete) >= self._keep:
             forget(self._run, self._module, lambda cut: cut < complete[-self._keep])
 
 

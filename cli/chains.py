@@ -1,0 +1,145 @@
+"""Commands on chain files: ``init``, ``validate``, ``config``, ``schema``."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import chain_argument, data_option, json_option, print_json
+
+
+def _templates() -> list[str]:
+    folder = files("dni_runtime.definitions") / "chains"
+    names = (entry.name for entry in folder.iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+@click.command()
+@click.option(
+    "--template", "-t", type=click.Choice(_templates()), default="mlp", show_default=True,
+    help="What to start from.",
+)  # fmt: skip
+@click.argument(
+    "path", type=click.Path(path_type=Path), default=Path("chain.yaml"), metavar="[PATH]"
+)
+def init(template: str, path: Path) -> None:
+    """Write a first chain file to PATH (chain.yaml).
+
+    \b
+    Example:
+      dnictl init --template cnn
+    """
+    text = (files("dni_runtime.definitions") / "chains" / f"{template}.yaml").read_text("utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(
+            f"{str(path)!r} exists already", hint="remove it, or name another file"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    click.echo(f"wrote {path}")
+    click.echo(f"next: dnictl validate {path} && dnictl up {path}", err=True)
+
+
+@click.command()
+@chain_argument
+@data_option
+@json_option
+def validate(chain: Path, data: Path | None, as_json: bool) -> None:
+    """Check a chain file: names, keywords, shapes through the whole chain, and its data.
+
+    \b
+    Example:
+      dnictl validate chain.yaml
+    """
+    from dni_runtime.launch.prepare import prepare
+
+    prepared = prepare(chain, data=data)
+    from dni_runtime.core.resolve import parameter_counts
+
+    counts = parameter_counts(prepared.workers)
+    rows: list[dict[str, Any]] = [
+        {
+            "module": worker.module,
+            "input": str(worker.input),
+            "output": str(worker.output),
+            "parameters": counts[worker.module],
+            "interface": worker.interface.name if worker.interface else None,
+            "device": worker.device,
+            "hash": worker.hash,
+        }
+        for worker in prepared.workers
+    ]
+    if as_json:
+        print_json(
+            {
+                "chain": prepared.chain.name,
+                "file": str(chain),
+                "valid": True,
+                "parameters": sum(counts.values()),
+                "batches_per_epoch": prepared.batches_per_epoch,
+                "total_steps": prepared.total_steps,
+                "modules": rows,
+            }
+        )
+        return
+    from dnictl.show import print_table
+
+    print_table(
+        ["module", "input", "output", "parameters", "interface", "device"],
+        [
+            [
+                row["module"], row["input"], row["output"], f"{row['parameters']:,}",
+                row["interface"] or f"loss: {prepared.chain.loss.name}", row["device"],
+            ]
+            for row in rows
+        ],
+        right={"parameters"},
+    )  # fmt: skip
+    click.echo(
+        f"{chain}: chain {prepared.chain.name!r} is valid, {len(rows)} modules, "
+        f"{sum(counts.values()):,} parameters"
+    )
+
+
+@click.command()
+@chain_argument
+@data_option
+@json_option
+def config(chain: Path, data: Path | None, as_json: bool) -> None:
+    """Print a chain file with all defaults filled in.
+
+    \b
+    Example:
+      dnictl config chain.yaml > resolved.yaml
+    """
+    from dni_runtime.launch.prepare import prepare
+
+    document = prepare(chain, data=data).chain.model_dump(mode="json")
+    if as_json:
+        print_json(document)
+        return
+    import yaml
+
+    click.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), nl=False)
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON Schema of chain files, for editors.
+
+    \b
+    Example:
+      dnictl schema > chain.schema.json
+      # first line of chain.yaml, for editors with the YAML language server:
+      # yaml-language-server: $schema=chain.schema.json
+    """
+    from dni_runtime.core.resolve import json_schema
+
+    print_json(json_schema())

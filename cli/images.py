@@ -1,0 +1,344 @@
+"""Commands on images: ``build``, ``verify``, ``inspect``, ``render``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dni_runtime.errors import DniError, ImageError, SpecError, UsageError
+from dnictl.options import chain_argument, data_option, json_option, print_json
+
+if TYPE_CHECKING:
+    from dni_runtime.image.build import BuildPlan, BuildResult
+    from dni_runtime.image.layers import ModuleBuild
+    from dni_runtime.image.progress import Report, Step
+    from dni_runtime.launch.prepare import Prepared
+
+out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="DNICTL_IMAGES",
+    default=Path("images"),
+    show_default=True,
+    help="Folder of the module images and of dni.lock (also: DNICTL_IMAGES).",
+)
+
+
+@click.command()
+@chain_argument
+@out_option
+@data_option
+@click.option("--full", is_flag=True, help="Build each module's image from its own definition.")
+@click.option("--sign", is_flag=True, help="Sign the images, with your PGP key or with --key.")
+@click.option(
+    "--key",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Private key in PEM form to sign with (implies --sign).",
+)
+@click.option("--force", is_flag=True, help="Build everything anew, the base image too.")
+@click.option("--notest", is_flag=True, help="Do not run the images' %test.")
+@click.option("--dry-run", is_flag=True, help="Say what would be built, and build nothing.")
+@click.option("--verbose", "-v", is_flag=True, help="Show every line of the builder.")
+@json_option
+def build(
+    chain: Path,
+    out: Path,
+    data: Path | None,
+    full: bool,
+    sign: bool,
+    key: Path | None,
+    force: bool,
+    notest: bool,
+    dry_run: bool,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Make the images of a chain's modules, as far as they are not up to date.
+
+    The base image (system, Python, torch) is built once and cached; each module's image is a copy
+    of it with a small layer.
+
+    \b
+    Examples:
+      dnictl build
+      dnictl build chain.yaml --sign
+    """
+    from dni_runtime.image.apptainer import find_apptainer
+    from dni_runtime.image.base import cache_folder
+    from dni_runtime.image.build import BuildOptions, build_images, plan_build
+    from dni_runtime.launch.prepare import prepare
+
+    prepared = prepare(chain, data=data)
+    modules = _module_builds(prepared)
+    image = prepared.chain.image
+    options = BuildOptions(
+        out=out.absolute(),
+        cache=cache_folder(),
+        folder=prepared.base.absolute(),
+        full=full,
+        force=force,
+        test=not notest,
+        sign=sign or key is not None,
+        key=key,
+    )
+    with _naming(chain):
+        if dry_run:
+            _show_plan(plan_build(modules, image, options), out, as_json)
+            return
+        tool = find_apptainer()
+        with _reporting(verbose) as report:
+            result = build_images(modules, image, options, tool=tool, report=report)
+    _show_result(result, out, as_json)
+
+
+@click.command()
+@click.argument("images", nargs=-1, type=click.Path(path_type=Path), metavar="[IMAGE]...")
+@out_option
+@click.option(
+    "--key",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Public key in PEM form (default: your PGP keyring).",
+)
+@click.option("--signed", is_flag=True, help="Refuse images that are not signed.")
+@json_option
+def verify(
+    images: tuple[Path, ...], out: Path, key: Path | None, signed: bool, as_json: bool
+) -> None:
+    """Compare images with dni.lock and check their signatures; all of --out by default.
+
+    \b
+    Examples:
+      dnictl verify
+      dnictl verify images/head.sif --key public.pem
+    """
+    from dni_runtime.image.check import locked_images, verify_image
+
+    found: list[dict[str, Any]] = []
+    errors: list[DniError] = []
+    for path in images or locked_images(out):
+        try:
+            verified = verify_image(None, path, key=key, require_signature=signed)
+        except DniError as error:
+            errors.append(error)
+            found.append({"image": str(path), "valid": False, "error": error.message})
+        else:
+            found.append(
+                {
+                    "image": str(path),
+                    "valid": True,
+                    "sha256": verified.sha256,
+                    "signed": verified.signed,
+                }
+            )
+    if as_json:
+        print_json(found)
+    else:
+        for entry in found:
+            state = "ok" if entry["valid"] else "BAD"
+            if entry["valid"]:
+                state += f"  sha256 {entry['sha256'][:16]}…"
+                state += ", signature good" if entry["signed"] else ", not signed"
+            click.echo(f"{entry['image']}: {state}")
+    if len(errors) == 1 or (errors and not all(isinstance(e, ImageError) for e in errors)):
+        raise errors[0]
+    if errors:
+        text = "\n".join(error.message for error in errors)
+        raise ImageError(f"{len(errors)} of {len(found)} images:\n{text}", hint=errors[0].hint)
+
+
+@click.command()
+@click.argument("image", type=click.Path(path_type=Path))
+@json_option
+def inspect(image: Path, as_json: bool) -> None:
+    """Show which module an image holds: its labels and its spec.
+
+    \b
+    Example:
+      dnictl inspect images/head.sif
+    """
+    from dni_runtime.image.apptainer import find_apptainer
+    from dni_runtime.image.check import inspect_image
+
+    seen = inspect_image(find_apptainer(), image)
+    if as_json:
+        print_json({"image": str(seen.image), "labels": seen.labels, "module": seen.module})
+        return
+    import yaml
+
+    width = max(map(len, seen.labels), default=0)
+    for name, value in sorted(seen.labels.items()):
+        click.echo(f"{name:{width}}  {value}")
+    click.echo("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True), nl=False)
+
+
+@click.group()
+def render() -> None:
+    """Print what other programs are given."""
+
+
+@render.command("def")
+@chain_argument
+@data_option
+@click.option("--image", "wanted", metavar="NAME", help="Only this: 'base', or a module's name.")
+def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
+    """Print the Apptainer definitions of a chain's images.
+
+    The base image is built from its definition in a folder that holds the wheels; a module's own
+    definition is used by 'dnictl build --full' only.
+
+    \b
+    Example:
+      dnictl render def --image base > base.def
+    """
+    from dni_runtime.image.base import cache_folder, plan_base
+    from dni_runtime.image.build import definition_of
+    from dni_runtime.spec import load_chain
+
+    texts: dict[str, str] = {}
+    with _naming(chain):
+        if wanted in (None, "base"):
+            folder = chain.parent.absolute()
+            plan = plan_base(load_chain(chain).image, cache_folder(), folder=folder)
+            texts["base"] = plan.definition
+        if wanted != "base":
+            from dni_runtime.launch.prepare import prepare
+
+            for module in _module_builds(prepare(chain, data=data)):
+                if wanted in (None, module.name):
+                    texts[module.name] = definition_of(module)
+    if not texts:
+        raise UsageError(f"{wanted!r} is neither 'base' nor a module of {chain}")
+    for name, text in texts.items():
+        header = f"# {name}.def\n" if len(texts) > 1 else ""
+        click.echo(header + text)
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def _module_builds(prepared: Prepared) -> list[ModuleBuild]:
+    from dni_runtime import __version__
+    from dni_runtime.image.layers import ModuleBuild
+    from dni_runtime.wire import PROTOCOL_VERSION
+
+    return [
+        ModuleBuild(
+            name=worker.module,
+            chain=worker.chain,
+            module_json=worker.to_json(),
+            module_hash=worker.hash,
+            sources=prepared.sources,
+            runtime_version=__version__,
+            wire_protocol=str(PROTOCOL_VERSION),
+        )
+        for worker in prepared.workers
+    ]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add file and line to errors of the chain's image settings."""
+    try:
+        yield
+    except SpecError as error:
+        if error.file is None:
+            from dni_runtime.spec.load import line_of
+
+            error.file = str(path)
+            error.line = line_of(path.read_text(encoding="utf-8"), error.location)
+        raise
+
+
+def _show_plan(plan: BuildPlan, out: Path, as_json: bool) -> None:
+    base = plan.base
+    state = "is ready" if base.ready else "would be built"
+    name = base.image.name if base.image else "its wheels would be downloaded first"
+    if as_json:
+        print_json(
+            {
+                "base": {"image": str(base.image) if base.image else None, "ready": base.ready},
+                "modules": [
+                    {"module": p.module.name, "build": p.reason is not None, "reason": p.reason}
+                    for p in plan.modules
+                ],
+            }
+        )
+        return
+    click.echo(f"base image: {state} ({name})")
+    for entry in plan.modules:
+        what = f"would be built ({entry.reason})" if entry.reason else "is up to date"
+        click.echo(f"{out / entry.module.name}.sif: {what}")
+
+
+def _show_result(result: BuildResult, out: Path, as_json: bool) -> None:
+    if as_json:
+        print_json({"lock": str(result.path), "built": list(result.built)})
+        return
+    for entry in result.lock.modules.values():
+        click.echo(str(out / entry.image))
+    total = len(result.lock.modules)
+    click.echo(f"{len(result.built)} of {total} images built, see {result.path}", err=True)
+
+
+@contextmanager
+def _reporting(verbose: bool) -> Iterator[Report]:
+    """Progress on stderr: a live line per image on a terminal, plain lines elsewhere."""
+    if verbose or not sys.stderr.isatty():
+        yield _plain(verbose)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(finished_text="[green]✓[/]"),
+        TextColumn("{task.fields[subject]:<12}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console) as bars:
+
+        def report(step: Step) -> None:
+            text = escape(step.text[: max(20, console.width - 28)])
+            if step.subject not in tasks:
+                tasks[step.subject] = bars.add_task(text, total=1, subject=step.subject)
+            task = tasks[step.subject]
+            if step.state in ("done", "same"):
+                note = "" if step.state == "done" else " (up to date)"
+                bars.update(task, description=text + note, completed=1)
+            else:
+                bars.update(task, description=f"[dim]{text}[/]" if step.state == "line" else text)
+
+        yield report
+
+
+_QUIET_S = 15.0
+"""Without a terminal: how often a line of a long build is shown, as a sign of life."""
+
+
+def _plain(verbose: bool) -> Report:
+    shown = time.monotonic()
+
+    def report(step: Step) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if step.state == "line" and not verbose and now - shown < _QUIET_S:
+            return
+        shown = now
+        words: Sequence[str] = {
+            "start": [step.text],
+            "line": ["|", step.text],
+            "done": ["done:", step.text],
+            "same": [step.text, "(up to date)"],
+        }[step.state]
+        click.echo(f"{step.subject}: {' '.join(words)}", err=True)
+
+    return report

@@ -1,0 +1,171 @@
+"""The command ``logs``: what the workers of a run have printed, merged by time."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import chosen_run, runs_option
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.records import Record
+
+SUPERVISOR = "supervisor"
+_POLL_S = 0.3
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
+# logging's own form: date, time and milliseconds, which sort as text.
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a log; continuation lines carry the time of the line that they continue."""
+
+    stamp: str
+    module: str
+    attempt: int
+    text: str
+
+
+class Follower:
+    """Reads a log's lines as they come, each once and whole."""
+
+    def __init__(self, path: Path, module: str, attempt: int) -> None:
+        self.path = path
+        self._module = module
+        self._attempt = attempt
+        self._offset = 0
+        self._rest = b""
+        self._stamp = ""
+
+    def new(self, *, all_of_it: bool = False) -> Iterator[Line]:
+        """Lines that have been added; with ``all_of_it`` also one without its end."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if all_of_it and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            text = line.decode(errors="replace")
+            match = _STAMP.match(text)
+            self._stamp = match[0] if match else self._stamp
+            yield Line(self._stamp, self._module, self._attempt, text)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[RUN] [MODULE]...")
+@runs_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
+@click.option("--attempt", type=click.IntRange(min=1), help="Only that start (default: the last).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+def logs(
+    names: tuple[str, ...],
+    runs: Path,
+    follow: bool,
+    tail: int | None,
+    attempt: int | None,
+    as_json: bool,
+) -> None:
+    """Print what the workers of a run have logged, merged by time.
+
+    Without MODULE all modules are shown; the module 'supervisor' is what a run in the background
+    printed itself.
+
+    \b
+    Example:
+      dnictl logs -f
+      dnictl logs --tail 20 bottom
+    """
+    from dni_runtime.launch.state import RunState
+
+    record, modules = _whose(names, runs)
+    write = _json_line if as_json else _printer(modules)
+    followers: dict[Path, Follower] = {}
+
+    def look(*, all_of_it: bool) -> Iterator[Line]:
+        latest = attempt or max(RunState.read(record.run).attempt, 1)
+        for module in modules:
+            path = (
+                record.run.supervisor_log
+                if module == SUPERVISOR
+                else record.run.log(module, latest)
+            )
+            followers.setdefault(path, Follower(path, module, latest))
+        batches = [list(follower.new(all_of_it=all_of_it)) for follower in followers.values()]
+        yield from heapq.merge(*batches, key=lambda line: line.stamp)
+
+    first: Iterator[Line] | deque[Line] = look(all_of_it=not follow)
+    if tail is not None:
+        first = deque(first, maxlen=tail)
+    for line in first:
+        write(line)
+    if not follow:
+        if not any(follower.path.exists() for follower in followers.values()):
+            click.echo(f"{record.name} has no such logs", err=True)
+        return
+    while True:
+        # The state first: what was written before the end is seen after it.
+        active = RunState.read(record.run).active
+        for line in look(all_of_it=not active):
+            write(line)
+        if not active:
+            return
+        time.sleep(_POLL_S)
+
+
+def _whose(names: tuple[str, ...], runs: Path) -> tuple[Record, Sequence[str]]:
+    """The run and the modules that are meant; RUN may be left out."""
+    record: Record | None = None
+    if names:
+        try:
+            latest = chosen_run(None, runs)
+        except UsageError:
+            latest = None
+        if latest is None or names[0] not in (*latest.modules, SUPERVISOR):
+            record, names = chosen_run(names[0], runs), names[1:]
+    record = record or chosen_run(None, runs)
+    for name in names:
+        if name not in (*record.modules, SUPERVISOR):
+            raise UsageError(
+                f"run {record.name!r} has no module {name!r}",
+                hint=f"its modules: {', '.join(record.modules)}",
+            )
+    return record, names or record.modules
+
+
+def _printer(modules: Sequence[str]) -> Callable[[Line], None]:
+    width = max(len(module) for module in modules)
+    colours = dict(zip(modules, _COLOURS * (len(modules) // len(_COLOURS) + 1), strict=False))
+
+    def write(line: Line) -> None:
+        prefix = f"{line.module:{width}} | " if len(modules) > 1 else ""
+        click.echo(click.style(prefix, fg=colours[line.module]) + line.text)
+
+    return write
+
+
+def _json_line(line: Line) -> None:
+    document = {
+        "module": line.module,
+        "attempt": line.attempt,
+        "time": line.stamp or None,
+        "line": line.text,
+    }
+    click.echo(json.dumps(document, ensure_ascii=False))

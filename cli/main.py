@@ -1,0 +1,139 @@
+"""``dnictl``'s entry point: the commands, and how errors end the program."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from dni_runtime import __version__
+from dni_runtime.errors import DniError
+
+# Where each command is; modules are imported when one of their commands is used. Command modules
+# import nothing heavy (torch, pydantic, rich) before they run, so that --help stays quick.
+COMMANDS = {
+    "init": "dnictl.chains",
+    "validate": "dnictl.chains",
+    "config": "dnictl.chains",
+    "schema": "dnictl.chains",
+    "build": "dnictl.images",
+    "verify": "dnictl.images",
+    "inspect": "dnictl.images",
+    "render": "dnictl.images",
+    "up": "dnictl.start",
+    "run": "dnictl.start",
+    "resume": "dnictl.start",
+    "supervise": "dnictl.start",
+    "ps": "dnictl.runs",
+    "status": "dnictl.runs",
+    "wait": "dnictl.runs",
+    "stop": "dnictl.runs",
+    "logs": "dnictl.logs",
+    "export": "dnictl.runs",
+    "doctor": "dnictl.doctor",
+    "version": "dnictl.about",
+    "completion": "dnictl.about",
+}
+ALIASES = {"check": "validate", "list": "ps", "cancel": "stop"}
+
+
+class Commands(click.Group):
+    """Commands in the order of a user's day, imported when needed; aliases are not listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[name]), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # Under an alias, too, help and errors name the command.
+        _, command, rest = super().resolve_command(ctx, args)
+        return command.name if command else None, command, rest
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done, 64 usage, 65 image, 66 data, 69 something missing, 70 a worker "
+    "failed, 75 stopped (resume goes on), 78 chain file; see docs/commands.md.",
+)
+@click.version_option(__version__, prog_name="dnictl")
+@click.option("--debug", is_flag=True, envvar="DNICTL_DEBUG", help="Show tracebacks of bugs.")
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
+    """Train a network as a chain of decoupled modules, each in its own container.
+
+    \b
+    dnictl init --template mlp     write a first chain.yaml
+    dnictl validate chain.yaml     check it
+    dnictl build chain.yaml        make its images
+    dnictl up chain.yaml           train it here
+    dnictl status                  look at the latest run
+    dnictl export -o m.safetensors take the model home
+    """
+    context.obj = {"debug": debug}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line; ends the process with a documented exit code."""
+    try:
+        code = cli.main(args=arguments, prog_name="dnictl", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        code = 64 if isinstance(error, click.UsageError) else error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("dnictl: interrupted", err=True)
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of a pipe has left (head, less): no news for anybody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    except DniError as error:
+        click.echo(f"{click.style('dnictl: error:', fg='red', bold=True)} {error}", err=True)
+        code = error.exit_code
+    except Exception as error:
+        code = _report_bug(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report_bug(error: Exception) -> int:
+    """A traceback belongs into a file, unless it was asked for."""
+    if "--debug" in sys.argv or os.environ.get("DNICTL_DEBUG"):
+        traceback.print_exception(error)
+        return DniError.exit_code
+    summary = f"{type(error).__name__}: {error}".splitlines()[0]
+    click.echo(f"dnictl: internal error: {summary}", err=True)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="dnictl-traceback-", suffix=".txt", delete=False
+        ) as file:
+            file.write(f"{time.ctime()} dnictl {__version__} {sys.argv[1:]}\n")
+            traceback.print_exception(error, file=file)
+    except OSError:
+        traceback.print_exception(error)
+    else:
+        click.echo(f"  → this is a bug: please report it with {file.name}", err=True)
+    return DniError.exit_code
+
+
+def context_debug(context: click.Context) -> bool:
+    """Whether ``--debug`` was given."""
+    obj: dict[str, Any] = context.find_root().obj or {}
+    return bool(obj.get("debug"))

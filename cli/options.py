@@ -1,0 +1,54 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.records import Record
+
+
+def _complete_runs(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    folder = Path(context.params.get("runs") or "runs")
+    if not folder.is_dir():
+        return []
+    names = (entry.name for entry in folder.iterdir() if (entry / "run.json").is_file())
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+chain_argument = click.argument(
+    "chain", type=click.Path(path_type=Path), default=Path("chain.yaml"), metavar="[CHAIN]"
+)
+run_argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=_complete_runs)
+runs_option = click.option(
+    "--runs",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="DNICTL_RUNS",
+    default=Path("runs"),
+    show_default=True,
+    help="Folder of the runs (also: DNICTL_RUNS).",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+data_option = click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Folder or file of the data, instead of the chain's data.path.",
+)
+
+
+def chosen_run(name: str | None, runs: Path) -> Record:
+    """The run that the user means; the latest by default."""
+    from dni_runtime.launch.records import find_run
+
+    return find_run(name, runs)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document to stdout."""
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))

@@ -1,0 +1,125 @@
+"""A run's progress while it goes on: a live table on a terminal, sparse lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+from dnictl.show import chain_line, duration, modules_table, number, percent
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from dni_runtime.launch.figures import RunFigures
+    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.state import RunState
+
+_LIVE_S = 0.5
+_PLAIN_S = 1.0
+
+
+class Progress(Protocol):
+    """Shows a run's state whenever it is called."""
+
+    def __call__(self, state: RunState) -> None: ...
+
+
+@contextmanager
+def progress(record: Record, *, quiet: bool = False) -> Iterator[Progress]:
+    """Show a run's progress on stderr.
+
+    Args:
+        record: The run.
+        quiet: Show nothing.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if quiet:
+        yield lambda state: None
+    elif console.is_terminal and not console.is_dumb_terminal:
+        from rich.live import Live
+
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+
+            def show(figures: RunFigures) -> None:
+                live.update(_picture(figures), refresh=True)
+
+            yield _Throttled(record, _LIVE_S, show)
+    else:
+        yield _Throttled(record, _PLAIN_S, PlainLines())
+
+
+class _Throttled:
+    """Reads a run's figures every so many seconds and hands them on."""
+
+    def __init__(self, record: Record, every_s: float, show: Shower) -> None:
+        from dni_runtime.launch.figures import Gauge
+
+        self._gauge = Gauge(record)
+        self._every_s = every_s
+        self._show = show
+        self._due = 0.0
+
+    def __call__(self, state: RunState) -> None:
+        now = time.monotonic()
+        if now >= self._due or not state.active:
+            self._due = now + self._every_s
+            self._show(self._gauge.read(state))
+
+
+class Shower(Protocol):
+    """Shows a run's figures."""
+
+    def __call__(self, figures: RunFigures, /) -> None: ...
+
+
+class PlainLines:
+    """One line for each new phase of the run and each evaluation; for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._seen: float | None = None
+
+    def __call__(self, figures: RunFigures) -> None:
+        if figures.state != self._phase:
+            self._phase = figures.state
+            click.echo(f"{figures.run}: {figures.state}", err=True)
+        evaluations = figures.evaluations
+        if self._seen is None:  # what an earlier attempt has shown
+            earlier = [one["time"] for one in evaluations if one["attempt"] < figures.attempt]
+            self._seen = max(earlier, default=0.0)
+        for one in evaluations:
+            if one["time"] > self._seen:
+                self._seen = one["time"]
+                click.echo(self._line(one, figures, newest=one is evaluations[-1]), err=True)
+
+    def _line(self, one: dict[str, float], figures: RunFigures, *, newest: bool) -> str:
+        parts = [f"loss {number(one.get('loss'))}"]
+        if one.get("accuracy") is not None:
+            parts.insert(0, f"accuracy {percent(one['accuracy'])}")
+        if newest and figures.samples_per_s is not None:
+            parts.append(f"{number(figures.samples_per_s)} samples/s")
+        if newest and figures.eta_s:
+            parts.append(f"{duration(figures.eta_s)} left")
+        return f"epoch {one['epoch']}/{figures.epochs}: {', '.join(parts)}"
+
+
+def _picture(figures: RunFigures) -> RenderableType:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text.assemble((figures.run, "bold"), f"  {figures.state}  {figures.backend}")
+    line = Table.grid(padding=(0, 2))
+    cells: list[RenderableType] = [Text(chain_line(figures))]
+    if figures.total_steps:
+        done = ProgressBar(total=figures.total_steps, completed=figures.step or 0, width=20)
+        cells.insert(0, done)
+    line.add_row(*cells)
+    return Group(head, modules_table(figures), line)

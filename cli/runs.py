@@ -1,0 +1,233 @@
+"""Commands on runs: ``ps``, ``status``, ``stop``, ``wait``, ``export``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dni_runtime.errors import CheckpointError, UsageError
+from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.state import RunState
+
+WAIT_TIMEOUT = 124
+"""Exit code of a wait that ran out of time, as timeout(1) has it."""
+
+_POLL_S = 0.3
+
+
+@click.command()
+@runs_option
+@json_option
+def ps(runs: Path, as_json: bool) -> None:
+    """List the runs, oldest first.
+
+    \b
+    Example:
+      dnictl ps --json | jq -r '.[-1].run'
+    """
+    from dni_runtime.launch.figures import Gauge
+    from dni_runtime.launch.records import list_runs
+
+    rows: list[dict[str, Any]] = []
+    for record in list_runs(runs):
+        figures = asdict(Gauge(record).read())
+        hidden = ("modules", "evaluations")
+        rows.append({key: value for key, value in figures.items() if key not in hidden})
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        click.echo(f"no runs in {str(runs)!r}", err=True)
+        return
+    from dnictl.show import duration, percent, print_table, state
+
+    now = time.time()
+    print_table(
+        ["run", "state", "epoch", "accuracy", "age", "backend"],
+        [
+            [
+                row["run"],
+                state(row["state"]),
+                f"{row['epoch'] or 0}/{row['epochs']}",
+                percent(row["accuracy"]),
+                duration(now - row["created"]),
+                row["backend"],
+            ]
+            for row in rows
+        ],
+        right={"epoch", "accuracy", "age"},
+    )
+
+
+@click.command()
+@run_argument
+@runs_option
+@json_option
+def status(run: str | None, runs: Path, as_json: bool) -> None:
+    """Show a run: its state, and the figures of each module.
+
+    \b
+    Example:
+      dnictl status
+      watch -c dnictl status
+    """
+    from dni_runtime.launch.figures import Gauge
+
+    record = chosen_run(run, runs)
+    figures = Gauge(record).read()
+    if as_json:
+        print_json(asdict(figures))
+        return
+    from rich.console import Console
+
+    from dnictl.show import chain_line, modules_table, state
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    console.print(f"[bold]{figures.run}[/]  {figures.backend}  {figures.path}", soft_wrap=True)
+    console.print(state(figures.state), end=" ")
+    console.print(chain_line(figures), soft_wrap=True)
+    if figures.error:
+        console.print(figures.error, style="red", markup=False, soft_wrap=True)
+    console.print(modules_table(figures))
+    if figures.state == "lost":
+        click.echo(f"its supervisor is gone; go on with 'dnictl resume {figures.run}'", err=True)
+
+
+@click.command()
+@run_argument
+@runs_option
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
+    help="How long workers may take for their checkpoint (default: the chain's stop_grace_s).",
+)  # fmt: skip
+@json_option
+def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
+    """Stop a run after a checkpoint; its workers are killed when they take too long.
+
+    \b
+    Example:
+      dnictl stop && dnictl resume
+    """
+    from dni_runtime.launch.state import RunState
+    from dni_runtime.rundir import read_json, write_json
+
+    record = chosen_run(run, runs)
+    state = RunState.read(record.run)
+    if state.active:
+        write_json(record.run.stop_request, {"time": time.time(), "timeout_s": timeout})
+        plan = read_json(record.run.plan) or {}
+        grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
+        # The supervisor looks a few times a second, and kills late workers itself.
+        until = time.monotonic() + grace_s + 30.0
+        state = _follow(record, until)
+        if state.active:
+            raise UsageError(
+                f"run {record.name!r} is still {state.phase}; its supervisor, process {state.pid} "
+                f"on {state.host}, does not answer",
+                hint=f"kill it there: kill -9 {state.pid} (its workers end with it)",
+            )
+    if as_json:
+        print_json({"run": record.name, "state": state.phase, "exit_code": state.exit_code})
+    else:
+        click.echo(f"{record.name}: {state.phase}")
+
+
+@click.command()
+@run_argument
+@runs_option
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
+    help=f"Give up after so long (exit code {WAIT_TIMEOUT}).",
+)  # fmt: skip
+@json_option
+def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
+    """Wait until a run has ended; the exit code is the run's own.
+
+    \b
+    Example:
+      dnictl up chain.yaml -d && dnictl wait
+    """
+    from dnictl.start import conclude
+
+    record = chosen_run(run, runs)
+    state = _follow(record, None if timeout is None else time.monotonic() + timeout)
+    if state.active:
+        click.echo(f"dnictl: {record.name} is still {state.phase}", err=True)
+        sys.exit(WAIT_TIMEOUT)
+    conclude(record, as_json=as_json)
+
+
+def _follow(record: Record, until: float | None) -> RunState:
+    from dni_runtime.launch.state import RunState
+
+    while True:
+        state = RunState.read(record.run)
+        if not state.active or (until is not None and time.monotonic() >= until):
+            return state
+        time.sleep(_POLL_S)
+
+
+@click.command()
+@run_argument
+@runs_option
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    help="The file: .safetensors (weights and layers) or .pt2 (a torch.export program).",
+)  # fmt: skip
+@click.option("--from", "cut", type=int, metavar="CUT", help="Which checkpoint (default: newest).")
+@click.option("--force", is_flag=True, help="Replace the file where it exists.")
+@json_option
+def export(
+    run: str | None, runs: Path, output: Path, cut: int | None, force: bool, as_json: bool
+) -> None:
+    """Write the trained network to one file, as one plain torch model.
+
+    Python gets it back with dni_runtime.load(FILE).
+
+    \b
+    Example:
+      dnictl export -o model.safetensors
+    """
+    from dni_runtime.rundir import complete_cuts
+
+    record = chosen_run(run, runs)
+    if output.exists() and not force:
+        raise UsageError(f"{str(output)!r} exists already", hint="--force replaces it")
+    cuts = complete_cuts(record.run, list(record.modules))
+    if not cuts:
+        raise CheckpointError(
+            f"run {record.name!r} has no complete checkpoint yet",
+            hint="checkpoints are written at the end of an epoch, and by 'dnictl stop'",
+        )
+    if cut is not None and cut not in cuts:
+        raise UsageError(f"no complete checkpoint {cut}; there are: {', '.join(map(str, cuts))}")
+    cut = cuts[-1] if cut is None else cut
+    from dni_runtime.core.export import export_model
+    from dni_runtime.launch.prepare import importing_from
+
+    with importing_from(record.run.sources):
+        export_model(
+            record.specs()[1],
+            {
+                module: record.run.checkpoint(cut, module).with_suffix(".safetensors")
+                for module in record.modules
+            },
+            output,
+        )
+    if as_json:
+        print_json(
+            {"run": record.name, "checkpoint": cut, "file": str(output),
+             "bytes": output.stat().st_size}
+        )  # fmt: skip
+    else:
+        click.echo(f"wrote {output} (checkpoint {cut} of {record.name})")

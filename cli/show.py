@@ -1,0 +1,122 @@
+"""How figures look to people: tables, numbers, times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from dni_runtime.launch.figures import ModuleFigures, RunFigures
+
+_WIDE = 400
+
+STYLES = {
+    "running": "green",
+    "finished": "green",
+    "starting": "yellow",
+    "connecting": "yellow",
+    "stopping": "yellow",
+    "stopped": "yellow",
+    "failed": "bold red",
+    "lost": "bold red",
+}
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], right: Set[str] = frozenset()
+) -> Table:
+    """A plain table; columns named in ``right`` hold numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], right: Set[str] = frozenset()
+) -> None:
+    """Print a table to stdout; nothing is cut off when that is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDE)
+    console.print(table(columns, rows, right))
+
+
+def state(word: str) -> RenderableType:
+    """A state in its colour."""
+    from rich.text import Text
+
+    return Text(word, style=STYLES.get(word, ""))
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure, or a dash."""
+    if value is None:
+        return "-"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if abs(value) < 1 else f"{value:.{max(digits - 2, 1)}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share, or a dash."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """A span of time in its two largest units."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    for size, unit, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller} {small}"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+MODULE_COLUMNS = (
+    "module", "state", "epoch", "step", "batches/s", "loss", "lag", "synth. error", "in flight",
+)  # fmt: skip
+_RIGHT = frozenset(MODULE_COLUMNS[2:])
+
+
+def modules_table(figures: RunFigures) -> Table:
+    """One row per module."""
+    return table(MODULE_COLUMNS, [_row(module) for module in figures.modules], _RIGHT)
+
+
+def _row(module: ModuleFigures) -> list[RenderableType]:
+    return [
+        module.module,
+        state(module.state if module.signal is None else f"{module.state} ({module.signal})"),
+        "-" if module.epoch is None else str(module.epoch),
+        "-" if module.step is None else f"{module.step:,}",
+        number(module.batches_per_s),
+        number(module.loss),
+        number(module.lag),
+        number(module.synthesizer_error),
+        "-" if module.in_flight is None else str(module.in_flight),
+    ]
+
+
+def chain_line(figures: RunFigures) -> str:
+    """The chain in one line: epoch, accuracy, pace, time left."""
+    parts = [f"epoch {figures.epoch or 0}/{figures.epochs}"]
+    if figures.step and figures.total_steps:
+        parts.append(f"batch {figures.step:,}/{figures.total_steps:,}")
+    if figures.accuracy is not None:
+        parts.append(f"accuracy {percent(figures.accuracy)}")
+    if figures.samples_per_s is not None:
+        parts.append(f"{number(figures.samples_per_s)} samples/s")
+    if figures.eta_s is not None:
+        parts.append(f"{duration(figures.eta_s)} left")
+    return ", ".join(parts)

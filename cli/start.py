@@ -1,0 +1,393 @@
+"""Commands that start workers: ``up``, ``run``, ``resume``, and the hidden ``supervise``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import (
+    chain_argument,
+    chosen_run,
+    data_option,
+    json_option,
+    print_json,
+    run_argument,
+    runs_option,
+)
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.host import Site
+    from dni_runtime.launch.plan import LaunchPlan
+    from dni_runtime.launch.prepare import Prepared
+    from dni_runtime.launch.records import Record
+
+Wanted = Literal["auto", "process", "apptainer"]
+
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "process", "apptainer"]),
+    default="auto",
+    show_default=True,
+    help="What the workers are: processes here, or containers where Apptainer and images are.",
+)
+images_option = click.option(
+    "--images",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="DNICTL_IMAGES",
+    default=Path("images"),
+    show_default=True,
+    help="Folder of the module images (also: DNICTL_IMAGES).",
+)
+detach_option = click.option("-d", "--detach", is_flag=True, help="Go on in the background.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."
+)
+level_option = click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="How much the workers log.",
+)
+
+
+@click.command()
+@chain_argument
+@backend_option
+@detach_option
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The run's directory, instead of a new one below --runs.",
+)
+@runs_option
+@images_option
+@data_option
+@level_option
+@dry_run_option
+@json_option
+def up(
+    chain: Path,
+    backend: Wanted,
+    detach: bool,
+    run_dir: Path | None,
+    runs: Path,
+    images: Path,
+    data: Path | None,
+    log_level: str,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Train a chain here: start one worker per module, and watch them to the end.
+
+    Ctrl-C stops the run after a checkpoint (exit code 75; 'dnictl resume' goes on), a second one
+    kills it.
+
+    \b
+    Example:
+      dnictl up chain.yaml
+      dnictl up chain.yaml -d && dnictl logs -f
+    """
+    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.records import Record, create_run, new_run_id
+    from dni_runtime.launch.start import plan_here, write_plan
+
+    prepared = prepare(chain, data=data)
+    site = _site(prepared, backend, images)
+    root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
+    if dry_run:
+        plan = plan_here(
+            root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
+        )
+        _print_plan(plan, as_json)
+        return
+    run = create_run(root, prepared, backend=site.backend, images=site.images)
+    plan = plan_here(
+        root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
+    )
+    write_plan(run, plan)
+    _go(Record.read(run.root), plan, detached=detach, as_json=as_json)
+
+
+@click.command()
+@run_argument
+@runs_option
+@detach_option
+@click.option(
+    "--from",
+    "cut",
+    default="auto",
+    metavar="CUT",
+    help="Stream position of the checkpoint to go on from (default: the newest).",
+)
+@level_option
+@dry_run_option
+@json_option
+def resume(
+    run: str | None,
+    runs: Path,
+    detach: bool,
+    cut: str,
+    log_level: str,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Go on with a run that was stopped or failed, from its newest complete checkpoint.
+
+    \b
+    Example:
+      dnictl resume
+    """
+    from dni_runtime.launch.start import plan_here, write_plan
+    from dni_runtime.launch.state import RunState
+    from dni_runtime.rundir import complete_cuts
+
+    record = chosen_run(run, runs)
+    state = RunState.read(record.run)
+    if state.active:
+        raise UsageError(
+            f"run {record.name!r} is {state.phase}", hint=f"stop it first: dnictl stop {run or ''}"
+        )
+    if state.phase == "finished":
+        raise UsageError(
+            f"run {record.name!r} has finished",
+            hint=f"take its model home: dnictl export {record.name} -o model.safetensors",
+        )
+    cuts = complete_cuts(record.run, list(record.modules))
+    if cut != "auto" and (not cut.isdigit() or int(cut) not in cuts):
+        there = ", ".join(map(str, cuts)) or "none"
+        raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
+    chain, workers = record.specs()
+    site = _site_again(record)
+    plan = plan_here(
+        record.run.root,
+        chain,
+        workers,
+        site,
+        data=record.data,
+        attempt=state.attempt + 1,
+        resume=cut,
+        log_level=log_level,
+    )
+    if dry_run:
+        _print_plan(plan, as_json)
+        return
+    if not cuts:
+        click.echo(f"{record.name}: no complete checkpoint, so it starts from scratch", err=True)
+    write_plan(record.run, plan)
+    _go(record, plan, detached=detach, as_json=as_json)
+
+
+@click.command(hidden=True)
+@click.argument("run", type=click.Path(path_type=Path))
+def supervise(run: Path) -> None:
+    """Start the plan in a run directory and watch it; what --detach runs in the background."""
+    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.start import planned
+
+    record = Record.read(run)
+    _watch(record, planned(record.run), quiet=False)
+
+
+@click.command("run")
+@click.argument("module")
+@click.option(
+    "-f", "--file", "chain", type=click.Path(path_type=Path), default=Path("chain.yaml"),
+    show_default=True, help="The chain file.",
+)  # fmt: skip
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="The run's directory, the same for all modules; made where it is missing.",
+)
+@backend_option
+@images_option
+@data_option
+@click.option(
+    "--resume", "cut", default="auto", show_default=True, metavar="auto|none|CUT",
+    help="Which checkpoint to begin with.",
+)  # fmt: skip
+@level_option
+@dry_run_option
+def run(
+    module: str,
+    chain: Path,
+    run_dir: Path,
+    backend: Wanted,
+    images: Path,
+    data: Path | None,
+    cut: str,
+    log_level: str,
+    dry_run: bool,
+) -> None:
+    """Serve one module in the foreground; its neighbours are started the same way.
+
+    \b
+    Example, in two terminals:
+      dnictl run bottom --run-dir runs/by-hand
+      dnictl run top --run-dir runs/by-hand
+    """
+    from dni_runtime.image.apptainer import host_environment
+    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.records import create_run
+    from dni_runtime.launch.start import plan_here
+    from dni_runtime.rundir import RunDir, socket_folder
+
+    prepared = prepare(chain, data=data)
+    if module not in prepared.modules:
+        raise UsageError(
+            f"chain {prepared.chain.name!r} has no module {module!r}",
+            hint=f"its modules: {', '.join(prepared.modules)}",
+        )
+    site = _site(prepared, backend, images)
+    plan = plan_here(
+        run_dir,
+        prepared.chain,
+        prepared.workers,
+        site,
+        data=prepared.data,
+        resume=cut,
+        log_level=log_level,
+    )
+    (worker,) = (one for one in plan.workers if one.module == module)
+    if dry_run:
+        click.echo(shlex.join(worker.argv))
+        return
+    if RunDir(run_dir).record.exists():
+        _same_spec(prepared, run_dir, module)
+    else:
+        create_run(run_dir, prepared, backend=site.backend, images=site.images)
+    socket_folder(run_dir.absolute())
+    environ = host_environment(os.environ) if site.backend == "apptainer" else dict(os.environ)
+    sys.stdout.flush()
+    os.execvpe(worker.argv[0], worker.argv, {**environ, **worker.environment})
+
+
+def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
+    from dni_runtime.launch.records import Record
+
+    record = Record.read(run_dir)
+    hashes = {worker.module: worker.hash for worker in prepared.workers}
+    if {worker.module: worker.hash for worker in record.specs()[1]} != hashes:
+        raise UsageError(
+            f"{str(run_dir)!r} is a run of another version of chain {record.chain!r}",
+            hint="name another --run-dir",
+        )
+
+
+# --- what they share ------------------------------------------------------------------------------
+
+
+def _site(prepared: Prepared, backend: Wanted, images: Path) -> Site:
+    from dni_runtime.launch.host import check_host
+
+    site = check_host(
+        prepared.written,
+        prepared.workers,
+        wanted=backend,
+        images=images,
+        data=prepared.data,
+        place=prepared.place,
+    )
+    if site.notice is not None:
+        click.echo(f"dnictl: {site.notice}", err=True)
+    return site
+
+
+def _site_again(record: Record) -> Site:
+    """The same backend and images as when the run was made."""
+    from dni_runtime.launch.host import check_host
+    from dni_runtime.launch.prepare import place_of
+
+    chain, workers = record.specs()
+    images = next((path.parent for path in record.images.values()), Path("images"))
+    backend: Wanted = "apptainer" if record.backend == "apptainer" else "process"
+
+    def place(*location: str | int) -> str:
+        return place_of(record.run.chain_file, *location)
+
+    return check_host(chain, workers, wanted=backend, images=images, data=record.data, place=place)
+
+
+def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
+    if as_json:
+        print_json(plan.to_json())
+        return
+    click.echo(f"# run {plan.run}, backend {plan.backend}")
+    for worker in plan.workers:
+        click.echo(f"\n# {worker.module}: log {worker.log}")
+        for name, value in worker.environment.items():
+            click.echo(f"{name}={shlex.quote(value)} \\")
+        click.echo(shlex.join(worker.argv))
+
+
+def _go(record: Record, plan: LaunchPlan, *, detached: bool, as_json: bool) -> None:
+    if not detached:
+        _watch(record, plan, quiet=as_json, as_json=as_json)
+        return
+    from dni_runtime.launch.start import detach
+
+    pid = detach(record.run)
+    if as_json:
+        print_json({"run": record.name, "path": str(record.run.root), "pid": pid})
+    else:
+        click.echo(record.name)
+        click.echo(
+            f"in the background; see 'dnictl status {record.name}', 'dnictl logs -f "
+            f"{record.name}', 'dnictl wait {record.name}'",
+            err=True,
+        )
+
+
+def _watch(record: Record, plan: LaunchPlan, *, quiet: bool, as_json: bool = False) -> None:
+    from dni_runtime.launch.start import supervisor_of
+    from dnictl.progress import progress
+
+    supervisor = supervisor_of(record.run, plan)
+    with progress(record, quiet=quiet) as show:
+        supervisor.run(show)
+    conclude(record, as_json=as_json)
+
+
+def conclude(record: Record, *, as_json: bool) -> None:
+    """Print how a run ended, and end the command with the run's exit code."""
+    from dni_runtime.launch.figures import Gauge
+    from dni_runtime.launch.start import failure
+    from dni_runtime.launch.state import RunState
+
+    state = RunState.read(record.run)
+    figures = Gauge(record).read(state)
+    if as_json:
+        print_json(asdict(figures))
+    else:
+        click.echo(summary(asdict(figures)))
+    error = failure(record.run, state)
+    if error is not None:
+        raise error
+    if state.phase == "stopped":
+        click.echo(f"  → dnictl resume {record.name}", err=True)
+    sys.exit(state.exit_code or 0)
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """One line on a run that has ended."""
+    from dnictl.show import duration, number, percent
+
+    parts = [f"{figures['run']}: {figures['state']}"]
+    if figures["started"] is not None:
+        parts[0] += f" after {duration((figures['ended'] or time.time()) - figures['started'])}"
+    parts.append(f"epoch {figures['epoch'] or 0}/{figures['epochs']}")
+    if figures["accuracy"] is not None:
+        parts.append(f"accuracy {percent(figures['accuracy'])}")
+    if figures["samples_per_s"] is not None:
+        parts.append(f"{number(figures['samples_per_s'])} samples/s")
+    return ", ".join(parts)

@@ -1,0 +1,230 @@
+"""Arrays in a NumPy ``.npz`` file, and the digits that come with this package in one.
+
+A file holds ``x_train``, ``y_train``, ``x_eval`` and ``y_eval``, samples along the first axis.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import as_file, files
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dni_runtime.data.memory import MemorySplit, image_info, image_split
+from dni_runtime.data.paths import resolve
+from dni_runtime.data.source import Found
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+
+Array = npt.NDArray[Any]
+
+_NAMES = ("x_train", "y_train", "x_eval", "y_eval")
+_HINT = (
+    "write it with numpy.savez(path, x_train=…, y_train=…, x_eval=…, y_eval=…): "
+    "numbers, one sample per row"
+)
+
+# Of the 1,437 training images of digits.npz divided by 16; the test of this module computes them.
+DIGITS_MEAN = 0.3054
+DIGITS_STD = 0.3759
+_DIGITS_LARGEST = 16
+
+
+def find_digits(spec: DataSpec, base: Path) -> Found:
+    """The 8x8 digits that this package ships (source and licence: ``docs/data.md``).
+
+    Raises:
+        SpecError: A path is given.
+    """
+    if spec.path is not None:
+        raise SpecError(
+            f"data set 'digits' takes no path ({spec.path!r}): it comes with this package",
+            location=("data", "path"),
+        )
+
+    def load() -> tuple[MemorySplit, MemorySplit]:
+        with as_file(files("dni_runtime.data") / "digits.npz") as path, _opened(path) as archive:
+            x_train, y_train, x_eval, y_eval = (torch.from_numpy(archive[n]) for n in _NAMES)
+        train, evaluation = (
+            image_split(
+                x.unsqueeze(1),
+                y.to(torch.int64),
+                spec,
+                mean=[DIGITS_MEAN],
+                std=[DIGITS_STD],
+                largest=_DIGITS_LARGEST,
+            )
+            for x, y in ((x_train, y_train), (x_eval, y_eval))
+        )
+        return train, evaluation
+
+    info = image_info((1, 8, 8), spec, classes=10, train_samples=1437, eval_samples=360)
+    return Found(info, None, load)
+
+
+def find_npz(spec: DataSpec, base: Path) -> Found:
+    """Find a user's ``.npz`` file and check the shapes and types of its four arrays.
+
+    8-bit samples are images, scaled to [0, 1]; floats become float32; both are then normalised with
+    the training set's mean and standard deviation (of each channel where samples are (C, H, W),
+    else of all values). Other integers (tokens) stay int64. Integer labels are class indices.
+
+    Raises:
+        SpecError: No path is given.
+        DataError: The file or an array is missing, or the arrays do not fit together.
+    """
+    if spec.path is None:
+        raise SpecError(
+            "data set 'npz' needs 'path', its .npz file", location=("data",), hint=_HINT
+        )
+    path = resolve(spec.path, base)
+    with _opened(path) as archive:
+        shapes = {name: _header(path, archive, name) for name in _NAMES}
+        _check(path, shapes)
+        y_train, y_eval = archive["y_train"], archive["y_eval"]
+        classes = _classes(path, y_train, y_eval)
+    (train_samples, *sample), x_dtype = shapes["x_train"]
+    info = DataInfo(
+        sample=TensorSpec(
+            shape=(prod(sample),) if spec.flatten else tuple(sample),
+            dtype="int64" if _is_index(x_dtype) else "float32",
+        ),
+        label=TensorSpec(shape=y_train.shape[1:], dtype="float32" if classes is None else "int64"),
+        classes=classes,
+        train_samples=train_samples,
+        eval_samples=shapes["x_eval"][0][0],
+    )
+
+    def load() -> tuple[MemorySplit, MemorySplit]:
+        with _opened(path) as archive:
+            x_train, x_eval = archive["x_train"], archive["x_eval"]
+        return _splits(path, (x_train, y_train), (x_eval, y_eval), spec)
+
+    return Found(info, path, load)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An ``.npz`` file, without pickles; what reading it raises becomes a DataError."""
+    try:
+        with path.open("rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise DataError(f"{path}: a single array, not an .npz file", hint=_HINT)
+            with archive:
+                yield archive
+    except FileNotFoundError:
+        raise DataError(f"there is no data file {str(path)!r}", hint=_HINT) from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: not a readable .npz file: {error}", hint=_HINT) from None
+
+
+def _header(path: Path, archive: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array without reading it (numpy.lib.format)."""
+    if name not in archive.files:
+        raise DataError(
+            f"{path}: there is no array {name!r}, only {', '.join(archive.files) or 'nothing'}",
+            hint=_HINT,
+        )
+    with archive.zip.open(f"{name}.npy") as stream:
+        version = np.lib.format.read_magic(stream)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)
+        if read is None:
+            raise DataError(f"{path}: array {name!r} is of .npy version {version}", hint=_HINT)
+        shape, _, dtype = read(stream)
+    if dtype.kind not in "buif":
+        raise DataError(f"{path}: array {name!r} holds {dtype}, not numbers", hint=_HINT)
+    if not shape:
+        raise DataError(f"{path}: array {name!r} is a single number", hint=_HINT)
+    return shape, dtype
+
+
+def _check(path: Path, shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> None:
+    for part in ("train", "eval"):
+        (x, _), (y, _) = shapes[f"x_{part}"], shapes[f"y_{part}"]
+        if x[0] != y[0]:
+            raise DataError(f"{path}: {x[0]} samples in x_{part}, {y[0]} labels in y_{part}")
+    for kind, what in (("x", "samples"), ("y", "labels")):
+        (train, train_dtype), (evaluation, eval_dtype) = (
+            shapes[f"{kind}_train"],
+            shapes[f"{kind}_eval"],
+        )
+        if train[1:] != evaluation[1:] or _kind(train_dtype) != _kind(eval_dtype):
+            raise DataError(
+                f"{path}: {what} differ: {kind}_train is {train_dtype}{list(train)}, "
+                f"{kind}_eval is {eval_dtype}{list(evaluation)}",
+                hint="the training and the evaluation arrays need the same type and shape",
+            )
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    return "image" if dtype == np.uint8 else "index" if _is_index(dtype) else "float"
+
+
+def _is_index(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "bui" and dtype != np.uint8
+
+
+def _classes(path: Path, *labels: Array) -> int | None:
+    if labels[0].dtype.kind == "f":
+        return None
+    least = min((int(y.min()) for y in labels if y.size), default=0)
+    if least < 0:
+        raise DataError(
+            f"{path}: label {least}; integer labels are class indices from 0",
+            hint="number the classes from 0, or give float labels for a regression",
+        )
+    return 1 + max((int(y.max()) for y in labels if y.size), default=0)
+
+
+def _splits(
+    path: Path, train: tuple[Array, Array], evaluation: tuple[Array, Array], spec: DataSpec
+) -> tuple[MemorySplit, MemorySplit]:
+    mean, std = _moments(train[0]) if spec.normalize else (None, None)
+    splits = []
+    for x, y in (train, evaluation):
+        x_N, y_N = _tensor(path, x), _tensor(path, y)
+        if y_N.dtype == torch.uint8:
+            y_N = y_N.to(torch.int64)
+        if x_N.dtype == torch.uint8:
+            split = MemorySplit(x_N, y_N, mean, torch.tensor(255.0) if std is None else std)
+        else:
+            if mean is not None and std is not None:
+                x_N = x_N.sub_(mean).div_(std)
+            split = MemorySplit(x_N, y_N)
+        splits.append(split.shaped(spec))
+    return splits[0], splits[1]
+
+
+def _moments(x: Array) -> tuple[Tensor | None, Tensor | None]:
+    """Mean and standard deviation of samples in their own units; None for indices."""
+    if _is_index(x.dtype) or not x.size:
+        return None, None
+    axes = (0, 2, 3) if x.ndim == 4 else None
+    mean = x.mean(axis=axes, dtype=np.float64, keepdims=axes is not None)
+    std = x.std(axis=axes, dtype=np.float64, keepdims=axes is not None)
+    std = np.where(std > 0, std, 1.0)  # a constant channel becomes 0, not NaN
+    mean_T, std_T = (torch.from_numpy(np.asarray(m, dtype=np.float32)) for m in (mean, std))
+    return (mean_T[0], std_T[0]) if axes is not None else (mean_T, std_T)
+
+
+def _tensor(path: Path, array: Array) -> Tensor:
+    if array.dtype.kind == "f":
+        array = array.astype(np.float32, copy=False)
+        if not np.isfinite(array).all():
+            raise DataError(f"{path}: holds values that are not finite (NaN or infinite)")
+    elif array.dtype != np.uint8:
+        array = array.astype(np.int64, copy=False)
+    return torch.from_numpy(np.ascontiguousarray(array))

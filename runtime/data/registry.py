@@ -1,0 +1,90 @@
+"""The data sets by name, and the three questions that are asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dni_runtime.data.cifar import find_cifar10
+from dni_runtime.data.idx import find_idx
+from dni_runtime.data.npz import find_digits, find_npz
+from dni_runtime.data.paths import resolve
+from dni_runtime.data.source import DataSource, Found, limited
+from dni_runtime.data.user import find_user
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import DataInfo, DataSpec
+from dni_runtime.spec.load import suggestion
+
+DATASETS: dict[str, Callable[[DataSpec, Path], Found]] = {
+    "digits": find_digits,
+    "mnist": find_idx,
+    "fashion-mnist": find_idx,
+    "cifar10": find_cifar10,
+    "npz": find_npz,
+}
+
+
+def describe(spec: DataSpec, base: Path) -> DataInfo:
+    """What the data looks like, without loading it.
+
+    Args:
+        spec: The data set.
+        base: Folder of ``chain.yaml``, where relative paths and a user's imports start.
+
+    Raises:
+        SpecError: There is no such data set or class.
+        DataError: Its files are missing or are not what they should be.
+    """
+    return limited(_find(spec, base).info, spec)
+
+
+def locate(spec: DataSpec, base: Path) -> Path | None:
+    """The folder or file that the head must be able to read; None when it needs none.
+
+    Args:
+        spec: The data set.
+        base: Folder of ``chain.yaml``.
+
+    Raises:
+        SpecError: There is no such data set.
+        DataError: The files are missing.
+    """
+    if ":" in spec.dataset:
+        return None if spec.path is None else resolve(spec.path, base)
+    return _find(spec, base).path
+
+
+def open_data(spec: DataSpec, base: Path, *, seed: int) -> DataSource:
+    """Load the data.
+
+    Args:
+        spec: The data set.
+        base: Folder of ``chain.yaml``.
+        seed: Seed of the order of the training samples, at least 0.
+
+    Raises:
+        SpecError: There is no such data set or class.
+        DataError: Its files are missing, damaged, or too few for one batch.
+    """
+    found = _find(spec, base)
+    train, evaluation = found.load()
+    return DataSource(found.info, train, evaluation, spec, seed=seed)
+
+
+def _find(spec: DataSpec, base: Path) -> Found:
+    if ":" in spec.dataset:
+        return find_user(spec, base)
+    if spec.dataset not in DATASETS:
+        raise SpecError(
+            f"unknown data set {spec.dataset!r}",
+            location=("data", "dataset"),
+            hint=f"{suggestion(spec.dataset, list(DATASETS))}, or 'package.module:Class' "
+            "for a torch.utils.data.Dataset",
+        )
+    if spec.args:
+        raise SpecError(
+            f"data set {spec.dataset!r} takes no arguments, but got {', '.join(spec.args)}",
+            location=("data", "args"),
+            hint="'args' are for data sets of your own",
+        )
+    return DATASETS[spec.dataset](spec, base)

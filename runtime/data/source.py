@@ -1,0 +1,141 @@
+"""Batches of a data set in a reproducible order.
+
+Shape suffixes: N samples of a split, B samples of a batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dni_runtime.errors import DataError
+from dni_runtime.spec import DataInfo, DataSpec
+
+logger = logging.getLogger(__name__)
+
+Batch = tuple[Tensor, Tensor]
+"""Samples (B, …), float32 unless the data set holds integers, and labels (B, …), int64 or float32.
+
+Both are new tensors that nobody else refers to.
+"""
+
+
+class Split(Protocol):
+    """The training or the evaluation samples."""
+
+    def __len__(self) -> int:
+        """N, the number of samples."""
+        ...
+
+    def batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch for each tensor of sample numbers (int64, (B,)), in the order given."""
+        ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """A data set that is there but is not loaded yet.
+
+    Attributes:
+        info: What it looks like, after ``flatten``; all samples counted, or None for not known.
+        path: The folder or file that it lies in; None when it needs none.
+        load: Reads the training and the evaluation samples.
+    """
+
+    info: DataInfo
+    path: Path | None
+    load: Callable[[], tuple[Split, Split]]
+
+
+def limited(info: DataInfo, spec: DataSpec) -> DataInfo:
+    """``info`` with the counts that ``train_limit`` and ``eval_limit`` leave."""
+    return info.model_copy(
+        update={
+            "train_samples": _least(info.train_samples, spec.train_limit),
+            "eval_samples": _least(info.eval_samples, spec.eval_limit),
+        }
+    )
+
+
+def _least(count: int | None, limit: int | None) -> int | None:
+    return count if count is None or limit is None else min(count, limit)
+
+
+class DataSource:
+    """Training and evaluation batches of one data set.
+
+    Attributes:
+        info: What the data looks like; its counts are those used (``train_limit``, ``eval_limit``).
+        train_batch_count: Batches in one epoch.
+        eval_batch_count: Batches in one evaluation.
+
+    A last training batch of a single sample is left out, because BatchNorm cannot normalise over
+    one value per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay.
+    """
+
+    def __init__(
+        self, info: DataInfo, train: Split, evaluation: Split, spec: DataSpec, *, seed: int
+    ) -> None:
+        """Wrap two splits.
+
+        Args:
+            info: What the data looks like.
+            train: Training samples.
+            evaluation: Evaluation samples.
+            spec: Batch sizes, limits and order.
+            seed: Seed of the order of the training samples, at least 0.
+
+        Raises:
+            DataError: The samples do not fill one training batch.
+        """
+        counts = {"train_samples": len(train), "eval_samples": len(evaluation)}
+        self.info = limited(info.model_copy(update=counts), spec)
+        self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
+        samples = self.info.train_samples or 0
+        whole, rest = divmod(samples, spec.batch_size)
+        single = rest == 1 and spec.batch_size > 1
+        self.train_batch_count = whole + (rest > 0 and not spec.drop_last and not single)
+        self.eval_batch_count = -(-(self.info.eval_samples or 0) // spec.eval_size)
+        if self.train_batch_count == 0:
+            raise DataError(
+                f"data set {spec.dataset!r}: {samples} training samples do not fill one batch of "
+                f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()})",
+                hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
+            )
+        if single and not spec.drop_last:
+            logger.info(
+                "data set %s: the last of %d training samples is left out of each epoch: "
+                "a batch of one sample cannot be batch-normalised",
+                spec.dataset,
+                samples,
+            )
+
+    def train_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The training batches of one epoch.
+
+        Args:
+            epoch: Number of the epoch; with the seed it alone decides the order, so that batch *k*
+                of an epoch is the same after a restart.
+            start: How many batches at the beginning to skip, without reading them.
+        """
+        samples, size = self.info.train_samples or 0, self._spec.batch_size
+        if self._spec.shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(samples)
+            order_N = torch.from_numpy(order)
+        else:
+            order_N = torch.arange(samples)
+        return self._train.batches(torch.split(order_N, size)[start : self.train_batch_count])
+
+    def eval_batches(self) -> Iterator[Batch]:
+        """All evaluation batches, in the data set's own order; the last may be smaller."""
+        order_N = torch.arange(self.info.eval_samples or 0)
+        return self._evaluation.batches(
+            torch.split(order_N, self._spec.eval_size) if len(order_N) else ()
+        )

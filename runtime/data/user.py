@@ -1,0 +1,276 @@
+"""A user's own ``torch.utils.data.Dataset``, read ahead in a thread.
+
+The class is made twice, with ``train=True`` and with ``train=False``. It is read through
+``torch.utils.data.DataLoader`` in an order of our own, so that a restart finds the same batches.
+
+Shape suffixes: N samples of a split, B samples of a batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import sys
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from dni_runtime.data.paths import resolve
+from dni_runtime.data.source import Batch, Found
+from dni_runtime.errors import DataError, DniError, SpecError
+from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+
+_AHEAD = 4
+"""Batches that are read ahead of the one in use."""
+
+_LOCATION = ("data", "dataset")
+
+
+def find_user(spec: DataSpec, base: Path) -> Found:
+    """Import a user's class, make its two data sets, and look at one sample.
+
+    Raises:
+        SpecError: The import path leads nowhere, or not to a data set.
+        DataError: The class fails, or does not give (sample, label) pairs of numbers.
+    """
+    name = spec.dataset
+    cls = _import(name, base)
+    path = None if spec.path is None else resolve(spec.path, base)
+    args = dict(spec.args) if path is None else {"path": str(path), **spec.args}
+    train, evaluation = _make(name, cls, args, train=True), _make(name, cls, args, train=False)
+    x, y = next(UserSplit(name, train, spec.flatten).batches([torch.tensor([0])]))
+    info = DataInfo(
+        sample=TensorSpec(shape=tuple(x.shape[1:]), dtype=_dtype_name(x)),
+        label=TensorSpec(shape=tuple(y.shape[1:]), dtype=_dtype_name(y)),
+        classes=_classes(train) if y.dtype == torch.int64 else None,
+        train_samples=len(UserSplit(name, train, False)),
+        eval_samples=len(UserSplit(name, evaluation, False)),
+    )
+    return Found(
+        info,
+        path,
+        lambda: (
+            UserSplit(name, train, spec.flatten, info),
+            UserSplit(name, evaluation, spec.flatten, info),
+        ),
+    )
+
+
+class UserSplit:
+    """Samples of a user's data set.
+
+    A thread reads ahead, so that the compute thread does not wait for the data set; what the data
+    set raises is raised where the batch is asked for.
+    """
+
+    def __init__(
+        self, name: str, dataset: Dataset[Any], flatten: bool, info: DataInfo | None = None
+    ) -> None:
+        """Wrap a data set.
+
+        Args:
+            name: Its import path, for messages.
+            dataset: A data set with ``__len__`` and ``__getitem__``.
+            flatten: Give samples as vectors.
+            info: What each batch must look like, or None for no check.
+        """
+        self._name, self._dataset, self._flatten, self._info = name, dataset, flatten, info
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]  # _make() has seen its __len__
+
+    def batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch for each tensor of sample numbers."""
+        with closing(_read_ahead(self._batches(orders_B), _AHEAD)) as batches:
+            yield from batches
+
+    def _batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
+        orders = [order_B.tolist() for order_B in orders_B]
+        # A generator of its own: the loader draws from it, and the global one is the model's.
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            batch_sampler=orders,
+            collate_fn=default_collate,
+            generator=torch.Generator(),
+        )
+        batches = iter(loader)
+        for order in orders:
+            try:
+                batch = next(batches)
+            except Exception as error:
+                shown = ", ".join(map(str, order[:4])) + (", …" if len(order) > 4 else "")
+                raise DataError(
+                    f"data set {self._name!r} failed for samples {shown}: "
+                    f"{type(error).__name__}: {error}",
+                    hint="try it alone: build the class, index it with each of these numbers and "
+                    "collate them with torch.utils.data.default_collate",
+                ) from error
+            yield self._checked(batch)
+
+    def _checked(self, batch: object) -> Batch:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise DataError(
+                f"data set {self._name!r} gives {_kind(batch)}, not (sample, label) pairs",
+                hint="return a sample and a label from __getitem__",
+            )
+        x, y = (_number(self._name, what, part) for what, part in zip(_PARTS, batch, strict=True))
+        if self._flatten:
+            x = x.reshape(len(x), -1)
+        if self._info is not None:
+            for what, part, expected in zip(
+                _PARTS, (x, y), (self._info.sample, self._info.label), strict=True
+            ):
+                found = TensorSpec(shape=tuple(part.shape[1:]), dtype=_dtype_name(part))
+                if found != expected:
+                    raise DataError(
+                        f"data set {self._name!r}: {what}s of {found} where the first was "
+                        f"{expected}",
+                        hint="all samples need one shape and one type",
+                    )
+        return x, y
+
+
+_PARTS = ("sample", "label")
+
+
+def _number(name: str, what: str, part: object) -> Tensor:
+    """float32 or int64, without a copy where it is so already."""
+    if not isinstance(part, Tensor) or part.is_complex():
+        raise DataError(
+            f"data set {name!r}: a {what} is {_kind(part)}, not numbers",
+            hint="give tensors, NumPy arrays or numbers",
+        )
+    return part.to(torch.float32 if part.is_floating_point() else torch.int64)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Tensor):
+        return f"a tensor of {_dtype_name(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _classes(dataset: object) -> int | None:
+    """The number of classes, where the data set tells (as torchvision's do: ``classes``)."""
+    told = getattr(dataset, "num_classes", None) or getattr(dataset, "classes", None)
+    if isinstance(told, int):
+        return told
+    return len(told) if isinstance(told, list | tuple) else None
+
+
+def _import(name: str, base: Path) -> type[Any]:
+    module_name, _, attribute = name.partition(":")
+    root = base.resolve()
+    # Like the folder of a script, and left there: the class may import its neighbours later.
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+    looked = f"looked in {root} (the folder of chain.yaml) and in the installed packages"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        raise SpecError(
+            f"data set {name!r}: there is no module {error.name!r}; {looked}"
+            if own
+            else f"data set {name!r}: {module_name!r} imports {error.name!r}, which is not there",
+            location=_LOCATION,
+            hint=None if own else "install it, and list it under image.requirements",
+        ) from None
+    except Exception as error:
+        raise SpecError(
+            f"data set {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
+            location=_LOCATION,
+        ) from error
+    _check_origin(name, module_name, root)
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        file = getattr(module, "__file__", module_name)
+        raise SpecError(f"data set {name!r}: {file} has no class {attribute!r}", location=_LOCATION)
+    return found
+
+
+def _check_origin(name: str, module_name: str, root: Path) -> None:
+    """Refuse a module of this name that lies elsewhere, when there is one beside ``chain.yaml``."""
+    top = module_name.partition(".")[0]
+    own = next((p for p in (root / f"{top}.py", root / top / "__init__.py") if p.is_file()), None)
+    used = getattr(sys.modules.get(top), "__file__", None)
+    if own is not None and used is not None and Path(used).resolve() != own.resolve():
+        raise SpecError(
+            f"data set {name!r}: {own} is hidden by {used}, a module of the same name",
+            location=_LOCATION,
+            hint="give your file another name",
+        )
+
+
+def _make(name: str, cls: type[Any], args: dict[str, Any], *, train: bool) -> Dataset[Any]:
+    shown = ", ".join(f"{key}={value!r}" for key, value in {"train": train, **args}.items())
+    try:
+        dataset = cls(train=train, **args)
+    except DniError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"data set {name!r} cannot be made: {cls.__name__}({shown}) raises "
+            f"{type(error).__name__}: {error}",
+            hint="it is called with 'train', with 'path' where data.path is given, and data.args",
+        ) from error
+    if isinstance(dataset, IterableDataset) or not all(
+        hasattr(dataset, method) for method in ("__len__", "__getitem__")
+    ):
+        raise DataError(
+            f"data set {name!r} has no __len__ and __getitem__",
+            hint="only such data sets can be shuffled and taken up again after a restart; "
+            "derive it from torch.utils.data.Dataset",
+        )
+    try:
+        count = len(dataset)
+    except Exception as error:
+        raise DataError(
+            f"data set {name!r}: its __len__ fails: {type(error).__name__}: {error}"
+        ) from error
+    if count == 0 and train:
+        raise DataError(f"data set {name!r}: {cls.__name__}({shown}) is empty")
+    result: Dataset[Any] = dataset
+    return result
+
+
+def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch, None, None]:
+    """The same batches, up to ``depth`` of them made ahead by a thread that ends with this."""
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def fill() -> None:
+        try:
+            for batch in batches:
+                if stop.is_set():
+                    return
+                ready.put(batch)
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=fill, name="dni-data", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        # The thread puts at most one more thing after `stop`, for which this makes room.
+        while not ready.empty():
+            ready.get_nowait()
+        thread.join(timeout=10)

@@ -1,0 +1,402 @@
+"""The one module that knows the ``apptainer`` (or ``singularity``) program.
+
+Functions named ``…_argv`` are pure: they return a command as a list. :func:`stream` and
+:func:`capture` run one. Flags are those of apptainer(1) 1.1 and newer; each that is not obvious
+has its reason beside it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import shutil
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dni_runtime.errors import BuildError, UnavailableError, UsageError
+
+SETUP_PREFIXES = (
+    Path("/opt/dni-apptainer"),
+    Path("~/.local/share/dni-runtime/apptainer"),
+)
+"""Where ``scripts/setup-apptainer`` unpacks Apptainer as root and as an ordinary user."""
+
+SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+"""Homes of debootstrap and mke2fs, which the PATH of ordinary users often lacks."""
+
+LEAKING = re.compile(
+    r"PYTHON(HOME|PATH|STARTUP|USERBASE|EXECUTABLE|PLATLIBDIR|WARNINGS|BREAKPOINT)"
+    r"|VIRTUAL_ENV.*|CONDA_.*|LD_(PRELOAD|AUDIT)|BASH_ENV|ENV|BASH_FUNC_.*"
+)
+"""Host variables that would change how the image's Python starts (the others are passed on)."""
+
+_HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"requesting capability set|while unpacking.*/dev/|mknod.*not permitted", re.I),
+        "run Apptainer as an ordinary user, not as root (scripts/as-user in the source tree)",
+    ),
+    (
+        re.compile(r"no space left on device|disk quota exceeded", re.I),
+        "free some space, or point APPTAINER_TMPDIR and XDG_CACHE_HOME at a larger local disk",
+    ),
+    (
+        re.compile(r"/etc/sub[ug]id|newuidmap|newgidmap|could not use fakeroot", re.I),
+        "ask the administrator for a range of subordinate ids for you "
+        "(usermod --add-subuids --add-subgids) and the package uidmap",
+    ),
+    (
+        re.compile(r"user namespace|failed to create.*namespace", re.I),
+        "this machine forbids user namespaces to ordinary users: see 'dnictl doctor'",
+    ),
+    (
+        re.compile(r"debootstrap.*(not found|not in)|find debootstrap", re.I),
+        "install debootstrap, or use another image.base.bootstrap (docker, oras, localimage)",
+    ),
+    (
+        re.compile(r"no such host|dial tcp|i/o timeout|could not resolve|connection refused", re.I),
+        "the source of the base image cannot be reached from here: check the network and proxy "
+        "settings, or use image.base.bootstrap: localimage",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Apptainer:
+    """A container program and what it can do.
+
+    Attributes:
+        path: The program.
+        name: ``apptainer`` or ``singularity``.
+        version: Major, minor and patch version.
+    """
+
+    path: Path
+    name: Literal["apptainer", "singularity"]
+    version: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name} {'.'.join(map(str, self.version))}"
+
+    @property
+    def has_no_eval(self) -> bool:
+        """Whether ``--no-eval`` is there (Apptainer 1.1, SingularityCE 3.10)."""
+        return self.version >= ((1, 1, 0) if self.name == "apptainer" else (3, 10, 0))
+
+    @property
+    def has_mksquashfs_args(self) -> bool:
+        """Whether ``build --mksquashfs-args`` is there (Apptainer 1.4)."""
+        return self.name == "apptainer" and self.version >= (1, 4, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A host folder or file inside a container.
+
+    Attributes:
+        source: Absolute path on the host.
+        target: Absolute path in the container.
+        read_only: Whether the container may only read it.
+    """
+
+    source: str
+    target: str
+    read_only: bool = True
+
+    def __str__(self) -> str:
+        """The value of ``--mount``: CSV, so that paths may hold ``:``, ``,`` and quotes."""
+        for path in (self.source, self.target):
+            if not path.startswith("/") or any(c in path for c in "\n\r\0"):
+                raise UsageError(f"{path!r} cannot be mounted: not an absolute path of one line")
+        fields = ["type=bind", f"source={self.source}", f"destination={self.target}"]
+        text = io.StringIO()
+        csv.writer(text, lineterminator="").writerow([*fields, "ro"] if self.read_only else fields)
+        return text.getvalue()
+
+
+# --- finding it -----------------------------------------------------------------------------------
+
+
+def parse_version(text: str) -> tuple[int, int, int] | None:
+    """The version in the output of ``apptainer version`` or ``--version``."""
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
+
+
+def candidates(environ: Mapping[str, str]) -> list[Path]:
+    """Programs that may be the one to use, best first."""
+    if chosen := environ.get("DNI_APPTAINER"):
+        return [Path(chosen)]
+    path = environ.get("PATH", os.defpath)
+    found = [shutil.which("apptainer", path=path)]
+    found += [str(p.expanduser() / "usr/bin/apptainer") for p in SETUP_PREFIXES]
+    found.append(shutil.which("singularity", path=path))
+    return [Path(f) for f in found if f is not None and os.access(f, os.X_OK)]
+
+
+def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
+    """Find the container program: ``$DNI_APPTAINER``, the PATH, or the setup script's prefixes.
+
+    Raises:
+        UnavailableError: There is none, or it does not run or is too old.
+    """
+    hint = "install Apptainer 1.1 or newer, or run scripts/setup-apptainer of the source tree"
+    problem = "Apptainer is not installed: no 'apptainer' or 'singularity' was found"
+    for path in candidates(os.environ if environ is None else environ):
+        try:
+            answer = subprocess.run(
+                [str(path), "version"],
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=True,
+                stdin=subprocess.DEVNULL,
+            ).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = f"{path} does not run: {error}"
+            continue
+        version = parse_version(answer)
+        name: Literal["apptainer", "singularity"] = (
+            ("singularity" if path.name == "singularity" and version >= (2, 0, 0) else "apptainer")
+            if version
+            else "apptainer"
+        )
+        if version is None or version < ((1, 1, 0) if name == "apptainer" else (3, 8, 0)):
+            problem = f"{path} is too old: {answer.strip() or 'it names no version'}"
+            continue
+        return Apptainer(path, name, version)
+    raise UnavailableError(problem, hint=hint)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def build_argv(tool: Apptainer, image: str, definition: str, *, test: bool = True) -> list[str]:
+    """Build ``image`` from a definition file (apptainer-build(1)); paths are as seen from the cwd.
+
+    An ordinary user's build implies ``--fakeroot``. zstd packs a torch image 6 times faster than
+    the default gzip, for 2 % more bytes.
+    """
+    argv = [str(tool.path), "build", "--force"]
+    if tool.has_mksquashfs_args:
+        argv += ["--mksquashfs-args", "-comp zstd -Xcompression-level 3"]
+    if not test:
+        argv.append("--notest")
+    return [*argv, image, definition]
+
+
+def _start_argv(
+    tool: Apptainer,
+    action: Literal["run", "exec"],
+    mounts: Sequence[Mount],
+    nv: bool,
+    rocm: bool,
+    no_home: bool,
+    cwd: str,
+) -> list[str]:
+    argv = [str(tool.path), "--quiet", action]
+    if tool.has_no_eval:
+        argv.append("--no-eval")  # values with $, ` or quotes stay as they are
+    if no_home:
+        # ~/.local and the folder that the command was given in are nothing to the image; a cwd
+        # below $HOME would be mounted in spite of --no-home.
+        argv += ["--no-home", "--no-mount", "cwd"]
+    argv += ["--pwd", cwd]
+    if nv:
+        argv.append("--nv")
+    if rocm:
+        argv.append("--rocm")
+    for mount in mounts:
+        argv += ["--mount", str(mount)]  # --bind cannot carry ':' and ','
+    return argv
+
+
+def run_argv(
+    tool: Apptainer,
+    image: str | Path,
+    args: Sequence[str],
+    *,
+    mounts: Sequence[Mount] = (),
+    nv: bool = False,
+    rocm: bool = False,
+    no_home: bool = True,
+    cwd: str = "/",
+) -> list[str]:
+    """Run an image's runscript, which execs the worker, so that signals reach it.
+
+    Never ``--compat`` or ``--no-init``: as PID 1 the worker would ignore signals without a handler.
+    Start it with :func:`host_environment`.
+
+    Args:
+        tool: The container program.
+        image: The image.
+        args: The worker's arguments.
+        mounts: What the container sees of the host beside /dev, /proc, /sys and /tmp.
+        nv: Bring the host's NVIDIA devices and driver. Where there are none, Apptainer only warns:
+            the worker itself must refuse to start.
+        rocm: The same for AMD.
+        no_home: Leave the home and the current folder out.
+        cwd: Working directory in the container.
+    """
+    start = _start_argv(tool, "run", mounts, nv, rocm, no_home, cwd)
+    return [*start, str(image), *args]
+
+
+def exec_argv(
+    tool: Apptainer,
+    image: str | Path,
+    command: Sequence[str],
+    *,
+    mounts: Sequence[Mount] = (),
+    nv: bool = False,
+    rocm: bool = False,
+    no_home: bool = True,
+    cwd: str = "/",
+) -> list[str]:
+    """Run a command in an image; see :func:`run_argv`."""
+    start = _start_argv(tool, "exec", mounts, nv, rocm, no_home, cwd)
+    return [*start, str(image), *command]
+
+
+def inspect_argv(tool: Apptainer, image: str | Path) -> list[str]:
+    """Print an image's labels as JSON."""
+    return [str(tool.path), "inspect", "--json", "--labels", str(image)]
+
+
+def sign_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:
+    """Sign all objects of an image with the user's PGP key, or with a private key in PEM form."""
+    argv = [str(tool.path), "sign"]
+    return [*argv, *(["--key", str(key)] if key else []), str(image)]
+
+
+def verify_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:
+    """Verify an image's signature with the local PGP keyring, or with a public key in PEM form.
+
+    ``--local`` keeps verification off the network: a key server answers nothing about trust.
+    """
+    argv = [str(tool.path), "verify"]
+    return [*argv, *(["--key", str(key)] if key else ["--local"]), str(image)]
+
+
+def sif_argv(tool: Apptainer, action: str, *args: str) -> list[str]:
+    """Work on the objects in a SIF file (apptainer-sif(1))."""
+    return [str(tool.path), "sif", action, *args]
+
+
+# --- running one ----------------------------------------------------------------------------------
+
+
+def host_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The host's environment without what would break the image's Python.
+
+    Apptainer hands the host's variables to the container (``--cleanenv`` would drop SLURM_* and
+    CUDA_VISIBLE_DEVICES too). The system folders are added to PATH for the builder's helpers.
+    """
+    kept = {k: v for k, v in environ.items() if LEAKING.fullmatch(k) is None}
+    folders = kept.get("PATH", os.defpath).split(os.pathsep)
+    folders += [folder for folder in SYSTEM_FOLDERS if folder not in folders]
+    return kept | {"PATH": os.pathsep.join(folders)}
+
+
+def hint_for(lines: Sequence[str]) -> str | None:
+    """What to do about a failure that the program's last lines tell of."""
+    text = "\n".join(lines)
+    return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
+
+
+def stream(
+    argv: Sequence[str],
+    *,
+    what: str,
+    on_line: Callable[[str], None] | None = None,
+    cwd: Path | None = None,
+    log: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    tail_lines: int = 20,
+) -> None:
+    """Run a program to its end, handing on each line that it prints.
+
+    Args:
+        argv: The command.
+        what: What it does, for the error: ``building the base image``.
+        on_line: Called with each line of its output and its errors.
+        cwd: Where to run it.
+        log: File that gets the whole output.
+        environ: Its environment (default: this process's, cleaned).
+        tail_lines: How many of the last lines an error carries.
+
+    Raises:
+        UnavailableError: The program cannot be started.
+        BuildError: It failed.
+    """
+    tail: deque[str] = deque(maxlen=tail_lines)
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=host_environment(os.environ if environ is None else environ),
+            umask=0o022,  # what an image holds is read by others than its builder
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        raise UnavailableError(f"{argv[0]} cannot be started: {error.strerror}") from error
+    with process, open(log or os.devnull, "w", encoding="utf-8") as file:
+        assert process.stdout is not None
+        try:
+            for raw in process.stdout:
+                line = raw.rstrip()
+                file.write(line + "\n")
+                if line:
+                    tail.append(line)
+                    if on_line is not None:
+                        on_line(line)
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode != 0:
+        ended = (
+            f"with exit status {process.returncode}"
+            if process.returncode > 0
+            else f"by signal {-process.returncode}"
+        )
+        hint = hint_for(tail) or ("see the lines above" + (f"; all of them: {log}" if log else ""))
+        raise BuildError(f"{what} failed {ended}", tail=tail, hint=hint)
+
+
+def capture(argv: Sequence[str], *, what: str, timeout_s: float = 120) -> str:
+    """Run a short program and return what it prints.
+
+    Raises:
+        UnavailableError: The program cannot be started.
+        BuildError: It failed or took too long.
+    """
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=host_environment(os.environ),
+            timeout=timeout_s,
+            check=False,
+        )
+    except OSError as error:
+        raise UnavailableError(f"{argv[0]} cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{what} took longer than {timeout_s:g} s") from error
+    if done.returncode != 0:
+        tail = [*done.stdout.splitlines(), *done.stderr.splitlines()][-20:]
+        raise BuildError(
+            f"{what} failed with exit status {done.returncode}", tail=tail, hint=hint_for(tail)
+        )
+    return done.stdout

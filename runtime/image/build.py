@@ -1,0 +1,387 @@
+"""Builds a chain's images: the base once, each module as a layer on a copy of it.
+
+What an image is made from is hashed (base, layer, labels, way of building) and kept in ``dni.lock``
+beside the images; an image whose hash is there already is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dni_runtime.errors import BuildError, DataError, UnavailableError
+from dni_runtime.image import apptainer, layers, sif
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.image.base import BasePlan, build_base, plan_base
+from dni_runtime.image.definition import module_help, render_module
+from dni_runtime.image.layers import ModuleBuild
+from dni_runtime.image.lock import (
+    LOCK_NAME,
+    ImageLock,
+    LockedBase,
+    LockedImage,
+    read_lock,
+    write_lock,
+)
+from dni_runtime.image.progress import Report, Step, silent
+from dni_runtime.image.wheelhouse import host_machine, sha256_file
+from dni_runtime.spec import ImageSpec
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How to build.
+
+    Attributes:
+        out: Folder of the module images and of ``dni.lock``.
+        cache: Folder of wheels and base images.
+        folder: The chain's folder, from which relative paths in the spec count.
+        full: Build each module from its own definition instead of appending a layer.
+        force: Build everything anew.
+        test: Run the ``%test`` of what is built from a definition.
+        sign: Sign the module images.
+        key: Private key in PEM form (default: the user's PGP key).
+    """
+
+    out: Path
+    cache: Path
+    folder: Path
+    full: bool = False
+    force: bool = False
+    test: bool = True
+    sign: bool = False
+    key: Path | None = None
+
+    @property
+    def method(self) -> Literal["layer", "full"]:
+        """How module images are made."""
+        return "full" if self.full else "layer"
+
+    @property
+    def signature(self) -> Literal["pgp", "pem"] | None:
+        """How module images are signed."""
+        return None if not self.sign else "pgp" if self.key is None else "pem"
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """One module's image as it will be.
+
+    Attributes:
+        module: The module.
+        files: Its layer.
+        content: Hash of what the image is made from; None while the base's is not known.
+        definition: Its own definition, for ``full``.
+        reason: Why it is built, or None when the image there is up to date.
+        locked: What the lock says of it.
+    """
+
+    module: ModuleBuild
+    files: Mapping[str, bytes]
+    content: str | None
+    definition: str | None
+    reason: str | None
+    locked: LockedImage | None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """What a build will do."""
+
+    base: BasePlan
+    modules: tuple[ModulePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildResult:
+    """What a build did.
+
+    Attributes:
+        lock: The lock that describes all images.
+        path: Where it lies.
+        built: Names of the modules whose images were built or signed.
+    """
+
+    lock: ImageLock
+    path: Path
+    built: tuple[str, ...]
+
+
+def plan_build(
+    modules: Sequence[ModuleBuild], image: ImageSpec, options: BuildOptions
+) -> BuildPlan:
+    """Say what a build would do; downloads, builds and writes nothing.
+
+    Raises:
+        DniError: A setting cannot be used, or the lock cannot be understood.
+    """
+    base = plan_base(image, options.cache, folder=options.folder)
+    return BuildPlan(base, _plan_modules(modules, base, read_lock(options.out), options))
+
+
+def build_images(
+    modules: Sequence[ModuleBuild],
+    image: ImageSpec,
+    options: BuildOptions,
+    *,
+    tool: Apptainer,
+    report: Report = silent,
+) -> BuildResult:
+    """Build a chain's images, as far as they are not there.
+
+    Args:
+        modules: The chain's modules.
+        image: The chain's image settings.
+        options: How to build.
+        tool: The container program.
+        report: Told what happens, possibly from several threads.
+
+    Raises:
+        DniError: Something cannot be built; images built before that stay, and are in the lock.
+    """
+    if os.geteuid() == 0:
+        raise UnavailableError(
+            "images are not built as root: Apptainer builds them in a user namespace",
+            hint="run this as an ordinary user (scripts/as-user in the source tree)",
+        )
+    if options.key is not None and not options.key.is_file():
+        raise DataError(
+            f"--key: {options.key} is not a file", hint="give a private key in PEM form"
+        )
+    old = read_lock(options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    plan = _plan_modules(
+        modules, plan_base(image, options.cache, folder=options.folder), old, options
+    )
+    locked_base = old.base if old is not None else None
+    base: BasePlan | None = None
+    if options.force or any(p.reason for p in plan) or locked_base is None:
+        base, locked_base = build_base(
+            tool,
+            image,
+            options.cache,
+            folder=options.folder,
+            report=report,
+            test=options.test,
+            force=options.force,
+        )
+        plan = _plan_modules(modules, base, old, options)
+
+    lock = ImageLock(
+        chain=modules[0].chain,
+        builder=str(tool),
+        runtime_version=modules[0].runtime_version,
+        base=locked_base,
+        modules={p.module.name: p.locked for p in plan if p.locked and not p.reason},
+    )
+    built = []
+    alone = options.full or (options.sign and _can_ask())
+    workers = 1 if alone else min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = [pool.submit(_make, tool, p, base, lock.base, options, report) for p in plan]
+        try:
+            for entry, job in zip(plan, jobs, strict=True):
+                made = job.result()
+                if made is not entry.locked:
+                    built.append(entry.module.name)
+                lock = lock.model_copy(update={"modules": lock.modules | {entry.module.name: made}})
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        finally:
+            order = {m.name: lock.modules[m.name] for m in modules if m.name in lock.modules}
+            lock = lock.model_copy(update={"modules": order})
+            path = write_lock(options.out, lock)
+    return BuildResult(lock, path, tuple(built))
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+def _plan_modules(
+    modules: Sequence[ModuleBuild], base: BasePlan, old: ImageLock | None, options: BuildOptions
+) -> tuple[ModulePlan, ...]:
+    runtime = layers.runtime_files()
+    plans = []
+    for module in modules:
+        files = layers.layer_files(module, runtime)
+        definition = definition_of(module) if options.full else None
+        content = None
+        if base.content is not None:
+            document = [
+                _FORMAT,
+                base.content,
+                options.method,
+                layers.layer_digest(files, module.module_hash),
+                module.labels,
+                definition,
+            ]
+            content = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+        locked = None if old is None else old.modules.get(module.name)
+        reason = "--force" if options.force else _reason(content, locked, options.out)
+        plans.append(ModulePlan(module, files, content, definition, reason, locked))
+    return tuple(plans)
+
+
+def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str | None:
+    """Why an image must be built, or None when it is up to date."""
+    if locked is None:
+        return "not built yet"
+    if content != locked.content:
+        return "changed"
+    path = out / locked.image
+    try:
+        state = path.stat()
+        lock_time_ns = (out / LOCK_NAME).stat().st_mtime_ns
+    except FileNotFoundError:
+        return "missing"
+    # An image that is no newer than the lock is the one that the lock was written for; a copied or
+    # altered one is read in full.
+    if state.st_size != locked.size_bytes or (
+        state.st_mtime_ns > lock_time_ns and sha256_file(path) != locked.sha256
+    ):
+        return "altered since it was built"
+    return None
+
+
+def definition_of(module: ModuleBuild) -> str:
+    """A module image's own definition, for a ``full`` build.
+
+    Raises:
+        SpecError: A value cannot stand in a definition.
+    """
+    return render_module(module.labels, _help(module))
+
+
+def _help(module: ModuleBuild) -> str:
+    return module_help(
+        module.chain,
+        module.name,
+        runtime_version=module.runtime_version,
+        image=f"{module.name}.sif",
+    )
+
+
+# --- making one -----------------------------------------------------------------------------------
+
+
+def _make(
+    tool: Apptainer,
+    plan: ModulePlan,
+    base: BasePlan | None,
+    locked_base: LockedBase,
+    options: BuildOptions,
+    report: Report,
+) -> LockedImage:
+    """Build one module's image, or only sign it, or leave it alone."""
+    name = plan.module.name
+    final = options.out / f"{name}.sif"
+    if plan.reason is None and plan.locked is not None:
+        if not options.sign or plan.locked.signed is not None:
+            report(Step(name, "same", final.name))
+            return plan.locked
+        report(Step(name, "start", "signing"))
+    else:
+        report(Step(name, "start", f"{options.method}: {plan.reason}"))
+    with tempfile.TemporaryDirectory(dir=options.out, prefix=f".{name}-") as scratch_name:
+        scratch = Path(scratch_name)
+        image = scratch / final.name
+        if plan.reason is None:
+            sif.copy_image(final, image)
+        else:
+            assert base is not None
+            assert base.image is not None
+            layers.write_layer(plan.files, scratch / "layer")
+            if options.full:
+                _build_full(tool, plan, base.image, scratch, image, options, report)
+            else:
+                _append(tool, plan, base.image, scratch, image)
+        if options.sign:
+            sign(tool, image, key=options.key)
+        image.chmod(0o644)
+        size_bytes, sha256 = image.stat().st_size, sha256_file(image)
+        image.replace(final)
+    assert plan.content is not None
+    report(Step(name, "done", f"{final.name}, {size_bytes / 1e6:.0f} MB"))
+    return LockedImage(
+        image=final.name,
+        sha256=sha256,
+        size_bytes=size_bytes,
+        content=plan.content,
+        module_hash=plan.module.module_hash,
+        method=options.method,
+        definition_sha256=(
+            hashlib.sha256(plan.definition.encode()).hexdigest() if plan.definition else None
+        ),
+        signed=options.signature,
+    )
+
+
+def _append(tool: Apptainer, plan: ModulePlan, base: Path, scratch: Path, image: Path) -> None:
+    layers.pack_layer(scratch / "layer", scratch / "layer.sqfs")
+    sif.copy_image(base, image)
+    sif.append_layer(tool, image, scratch / "layer.sqfs", machine=host_machine())
+    sif.relabel(tool, image, plan.module.labels, _help(plan.module), scratch=scratch)
+
+
+def _build_full(
+    tool: Apptainer,
+    plan: ModulePlan,
+    base: Path,
+    scratch: Path,
+    image: Path,
+    options: BuildOptions,
+    report: Report,
+) -> None:
+    assert plan.definition is not None
+    (scratch / "base.sif").symlink_to(base)
+    (scratch / "module.def").write_text(plan.definition, encoding="utf-8")
+    apptainer.stream(
+        apptainer.build_argv(tool, image.name, "module.def", test=options.test),
+        what=f"building the image of module {plan.module.name!r}",
+        on_line=lambda line: report(Step(plan.module.name, "line", line)),
+        cwd=scratch,
+        log=options.out / f"{plan.module.name}.log",
+    )
+
+
+def _can_ask() -> bool:
+    """Whether somebody can be asked for a passphrase."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def sign(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:
+    """Sign an image in place.
+
+    On a terminal the program may ask for the key's passphrase there; it writes to stderr, since
+    stdout is for results.
+
+    Raises:
+        BuildError: There is no key, or its passphrase is wrong.
+    """
+    argv = apptainer.sign_argv(tool, image, key=key)
+    hint = (
+        f"make a key pair with: {tool.path} key newpair"
+        if key is None
+        else f"is {key} a private key in PEM form?"
+    )
+    if _can_ask():
+        done = subprocess.run(argv, stdout=sys.stderr.fileno(), check=False)
+        if done.returncode != 0:
+            raise BuildError(f"signing {image.name} failed", hint=hint)
+        return
+    try:
+        apptainer.capture(argv, what=f"signing {image.name}")
+    except BuildError as error:
+        raise BuildError(error.message, tail=error.tail, hint=hint) from error

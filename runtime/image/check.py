@@ -1,0 +1,188 @@
+"""Looking at finished images: are they what the lock says, who signed them, what is in them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import BuildError, DataError, ImageError
+from dni_runtime.image import apptainer, sif
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.image.definition import LABEL_PREFIX
+from dni_runtime.image.lock import LOCK_NAME, LockedImage, read_lock
+from dni_runtime.image.wheelhouse import sha256_file
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was found to be true of an image.
+
+    Attributes:
+        image: The image.
+        sha256: Hash of the file, as in the lock.
+        signed: Whether a signature was checked and found good.
+    """
+
+    image: Path
+    sha256: str
+    signed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """What an image says of itself.
+
+    Attributes:
+        image: The image.
+        labels: Our labels, without prefix.
+        module: The worker's spec.
+    """
+
+    image: Path
+    labels: dict[str, str]
+    module: dict[str, Any]
+
+
+def locked_images(folder: Path) -> list[Path]:
+    """All module images that a folder's lock names.
+
+    Raises:
+        DataError: The folder has no lock.
+    """
+    lock = read_lock(folder)
+    if lock is None:
+        raise DataError(
+            f"{folder / LOCK_NAME} does not exist", hint="build the images: dnictl build"
+        )
+    return [folder / entry.image for entry in lock.modules.values()]
+
+
+def lock_entry(image: Path) -> LockedImage:
+    """What the lock beside an image says of it.
+
+    Raises:
+        DataError: There is no such image or no lock beside it.
+        ImageError: The lock does not name the image.
+    """
+    if not image.is_file():
+        raise DataError(f"{image} does not exist", hint="build it: dnictl build")
+    lock = read_lock(image.parent)
+    if lock is None:
+        raise DataError(
+            f"there is no {LOCK_NAME} beside {image}, to compare it with",
+            hint=f"copy {LOCK_NAME} together with the images",
+        )
+    for entry in lock.modules.values():
+        if entry.image == image.name:
+            return entry
+    raise ImageError(
+        f"{image} is not in {image.parent / LOCK_NAME}",
+        hint="it was not built together with the others: dnictl build",
+    )
+
+
+def verify_image(
+    tool: Apptainer | None,
+    image: Path,
+    *,
+    key: Path | None = None,
+    require_signature: bool = False,
+) -> Verified:
+    """Compare an image with its lock, and check its signature when it has, or must have, one.
+
+    Args:
+        tool: The container program, which checks signatures.
+        image: The image; its lock lies beside it.
+        key: Public key in PEM form (default: the local PGP keyring).
+        require_signature: Refuse unsigned images.
+
+    Raises:
+        ImageError: It was altered, or its signature is missing, not good or of an unknown key.
+        DataError: The image or its lock is missing.
+    """
+    entry = lock_entry(image)
+    sha256 = sha256_file(image)
+    if sha256 != entry.sha256:
+        raise ImageError(
+            f"{image} is not the image that was built: its SHA-256 is {sha256[:16]}…, "
+            f"{LOCK_NAME} says {entry.sha256[:16]}…",
+            hint="copy it again from where it was built, or build it: dnictl build",
+        )
+    if entry.signed is None and not require_signature and key is None:
+        return Verified(image, sha256, signed=False)
+    if entry.signed is None:
+        raise ImageError(f"{image} is not signed", hint="sign it: dnictl build --sign")
+    if entry.signed == "pem" and key is None:
+        raise ImageError(
+            f"{image} was signed with a key in PEM form",
+            hint="give the public key: dnictl verify --key public.pem",
+        )
+    verify_signature(tool or apptainer.find_apptainer(), image, key=key)
+    return Verified(image, sha256, signed=True)
+
+
+def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:
+    """Check an image's signature.
+
+    Raises:
+        ImageError: It is missing, not good, or of an unknown key.
+    """
+    try:
+        apptainer.capture(apptainer.verify_argv(tool, image, key=key), what="verifying")
+    except BuildError as error:
+        why = next((line for line in reversed(error.tail) if line.startswith("FATAL")), "")
+        why = why.removeprefix("FATAL:").strip() or error.message
+        raise ImageError(
+            f"the signature of {image} cannot be confirmed: {why}",
+            hint="the signer's public key must be known here: apptainer key import FILE, "
+            "or --key public.pem",
+        ) from error
+
+
+def inspect_image(tool: Apptainer, image: Path) -> Inspected:
+    """Read an image's labels and the spec of its module.
+
+    Raises:
+        DataError: There is no such image.
+        ImageError: It is not one of ours.
+    """
+    if not image.is_file():
+        raise DataError(f"{image} does not exist", hint="build it: dnictl build")
+    labels = sif.read_labels(tool, image)
+    try:
+        module = json.loads(sif.read_module_json(tool, image))
+    except ValueError as error:
+        raise ImageError(f"the spec in {image} is not JSON: {error}") from error
+    return Inspected(image, labels, module)
+
+
+def require_module(
+    tool: Apptainer, image: Path, *, chain: str, module: str, module_hash: str
+) -> None:
+    """Make sure that an image holds a module as the chain file has it now.
+
+    Args:
+        tool: The container program.
+        image: The image.
+        chain: The chain's name.
+        module: The module's name.
+        module_hash: Its spec's hash.
+
+    Raises:
+        DataError: There is no such image.
+        ImageError: It holds something else, or another version of the module.
+    """
+    if not image.is_file():
+        raise DataError(f"{image} does not exist", hint="build it: dnictl build")
+    labels = sif.read_labels(tool, image)
+    expected = {"chain": chain, "module": module, "module-hash": module_hash}
+    for name, value in expected.items():
+        found = labels.get(name)
+        if found != value:
+            raise ImageError(
+                f"{image} is not the image of module {module!r} of chain {chain!r} as it is now: "
+                f"its label {LABEL_PREFIX}{name} is {found!r}, expected {value!r}",
+                hint="build the images again: dnictl build",
+            )

@@ -1,0 +1,135 @@
+"""Apptainer definition files, rendered fully literal from the templates in ``definitions/``.
+
+Apptainer has a template language of its own since 1.2 (``{{ name }}``, an error when unused) and
+finds sections by the first word of a line, indented or not. So each value that is rendered must be
+one line without braces, and no template line begins with a value.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+import jinja2
+
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import ImageSpec
+
+LABEL_PREFIX = "io.dni-runtime."
+"""Own prefix: a label that a base image has already would silently win (apptainer-build(1))."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._:=~-]*")
+
+
+def _literal(value: object) -> object:
+    """Refuse whatever could end its line or call Apptainer's own templates (every value passes)."""
+    text = str(value)
+    if any(not c.isprintable() for c in text) or "{{" in text or "}}" in text:
+        raise SpecError(
+            f"{text!r} cannot stand in an image definition",
+            location=("image",),
+            hint="use one line of printable characters without '{{' and '}}'",
+        )
+    return value
+
+
+def _shell(value: object) -> str:
+    """One word for the shell of ``%post`` and ``%environment``."""
+    return shlex.quote(str(_literal(value)))
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        finalize=_literal,
+        autoescape=False,  # a definition is not HTML; _literal and _shell are its escaping
+        keep_trailing_newline=True,
+    )
+    environment.filters["shell"] = _shell
+    return environment
+
+
+def _render(template: str, **values: object) -> str:
+    text = (resources.files("dni_runtime.definitions") / template).read_text(encoding="utf-8")
+    return _environment().from_string(text).render(**values)
+
+
+def render_base(
+    image: ImageSpec,
+    *,
+    source: str,
+    mirror: str | None,
+    requirements: Sequence[str],
+    torch: str,
+) -> str:
+    """The base image's definition, to be built in a folder that holds ``wheelhouse/``.
+
+    Args:
+        image: The chain's image settings.
+        source: What to start from; for ``localimage`` its name in that folder.
+        mirror: Package mirror, for debootstrap.
+        requirements: What to install of the wheelhouse.
+        torch: Version of torch, for the label.
+
+    Raises:
+        SpecError: A value cannot stand in a definition.
+    """
+    for index, package in enumerate(image.packages):
+        if _PACKAGE.fullmatch(package) is None:
+            raise SpecError(
+                f"{package!r} is not the name of a distribution package",
+                location=("image", "packages", index),
+            )
+    for name in image.environment:
+        if _VARIABLE.fullmatch(name) is None:
+            raise SpecError(
+                f"{name!r} is not the name of an environment variable",
+                location=("image", "environment"),
+            )
+    return _render(
+        "base.def.j2",
+        bootstrap=image.base.bootstrap,
+        source=source,
+        mirror=mirror,
+        packages=list(image.packages),
+        python=image.base.python,
+        keep_torch=image.torch == "base",
+        requirements=list(requirements),
+        environment=sorted(image.environment.items()),
+        torch=torch,
+    )
+
+
+def render_module(labels: Mapping[str, str], help_text: str) -> str:
+    """A module image's own definition, to be built in a folder with ``base.sif`` and ``layer/``.
+
+    Args:
+        labels: Label names without prefix, and values.
+        help_text: What ``apptainer run-help`` prints.
+
+    Raises:
+        SpecError: A value cannot stand in a definition.
+    """
+    return _render(
+        "module.def.j2",
+        labels=sorted(labels.items()),
+        label_prefix=LABEL_PREFIX,
+        help=help_text.splitlines(),
+    )
+
+
+def module_help(chain: str, module: str, *, runtime_version: str, image: str) -> str:
+    """How to use a module's image by hand."""
+    return f"""\
+Module {module!r} of the DNI chain {chain!r}, served by dni-runtime {runtime_version}.
+
+apptainer run {image} --help       the worker's arguments
+apptainer test {image}             build the module, one forward and one backward pass
+apptainer inspect {image}          labels (prefix {LABEL_PREFIX})
+
+The module's spec lies in /opt/dni/module.json, the user's sources in /opt/dni/src, the runtime in
+/opt/dni/runtime. A run's folder is mounted at /dni/run, the data at /dni/data.
+"""

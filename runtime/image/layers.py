@@ -1,0 +1,141 @@
+"""A module's layer: its spec, the user's sources and the runtime, as a reproducible squashfs.
+
+The layer's root is the image's root. The runtime lies here and not in the base image, so that a
+new version of it never rebuilds the base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path, PurePosixPath
+
+from dni_runtime.errors import SpecError, UnavailableError
+from dni_runtime.image import apptainer
+
+ROOT = "opt/dni"
+MODULE_JSON = f"{ROOT}/module.json"
+
+_NOT_IN_IMAGES = frozenset({"image", "launch", "definitions", "__pycache__"})
+"""Packages above the worker (imports point only downward): a change there rebuilds no image."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleBuild:
+    """What distinguishes one module's image.
+
+    Attributes:
+        name: The module's name; the image is ``<name>.sif``.
+        chain: The chain's name.
+        module_json: The worker's spec, as it will lie in ``/opt/dni/module.json``.
+        module_hash: Changes when, and only when, the image must.
+        sources: The user's source files: path below ``/opt/dni/src``, and where they are.
+        runtime_version: Version of the runtime, for labels.
+        wire_protocol: Version of the wire protocol, for labels.
+    """
+
+    name: str
+    chain: str
+    module_json: str
+    module_hash: str
+    sources: Mapping[str, Path]
+    runtime_version: str
+    wire_protocol: str
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The image's labels, without prefix."""
+        return {
+            "chain": self.chain,
+            "module": self.name,
+            "module-hash": self.module_hash,
+            "runtime-version": self.runtime_version,
+            "wire-protocol": self.wire_protocol,
+        }
+
+
+def runtime_files(package: Path | None = None) -> dict[str, Path]:
+    """The worker's part of the installed runtime: path below ``/opt/dni/runtime``, and source."""
+    root = package or Path(str(resources.files("dni_runtime")))
+    found = {}
+    for path in sorted(root.rglob("*")):
+        inner = path.relative_to(root)
+        if path.is_file() and not _NOT_IN_IMAGES.intersection(inner.parts):
+            found[f"dni_runtime/{inner.as_posix()}"] = path
+    return found
+
+
+def layer_files(module: ModuleBuild, runtime: Mapping[str, Path]) -> dict[str, bytes]:
+    """All files of a module's layer, by path without the leading slash.
+
+    Raises:
+        SpecError: A source's path leaves its folder, or it cannot be read.
+    """
+    files = {MODULE_JSON: module.module_json.encode()}
+    for inner, source in module.sources.items():
+        path = PurePosixPath(inner)
+        if path.is_absolute() or ".." in path.parts:
+            raise SpecError(f"{inner!r} leaves the folder of the sources", location=("sources",))
+        files[f"{ROOT}/src/{path}"] = _read(source)
+    for inner, source in runtime.items():
+        files[f"{ROOT}/runtime/{inner}"] = _read(source)
+    return files
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SpecError(
+            f"{path} cannot be read: {error.strerror}", location=("sources",)
+        ) from error
+
+
+def layer_digest(files: Mapping[str, bytes], module_hash: str) -> str:
+    """SHA-256 over a layer's content; ``module_hash`` stands for the bytes of ``module.json``."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        content = module_hash.encode() if path == MODULE_JSON else files[path]
+        for part in (path.encode(), content):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def write_layer(files: Mapping[str, bytes], root: Path) -> None:
+    """Write a layer's files below ``root``, readable for everybody."""
+    root.mkdir(mode=0o755)
+    for inner, content in files.items():
+        path = root / inner
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for path in (root, *root.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def squashfs_argv(program: str, root: Path, target: Path) -> list[str]:
+    """Pack a folder so that the same content gives the same bytes (mksquashfs(1))."""
+    argv = [program, str(root), str(target), "-noappend", "-all-root", "-no-xattrs"]
+    return [*argv, "-no-progress", "-quiet", "-mkfs-time", "0", "-all-time", "0"]
+
+
+def pack_layer(root: Path, target: Path) -> None:
+    """Make a squashfs file of a layer.
+
+    Raises:
+        UnavailableError: mksquashfs is not installed.
+        BuildError: It failed.
+    """
+    environ = apptainer.host_environment(os.environ)
+    environ.pop("SOURCE_DATE_EPOCH", None)  # mksquashfs refuses it beside -mkfs-time
+    program = shutil.which("mksquashfs", path=environ["PATH"])
+    if program is None:
+        raise UnavailableError(
+            "mksquashfs is not installed", hint="install the package squashfs-tools"
+        )
+    apptainer.stream(
+        squashfs_argv(program, root, target), what="packing a module's layer", environ=environ
+    )

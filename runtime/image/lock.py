@@ -1,0 +1,113 @@
+"""``dni.lock``: what a build made, beside the images, to be compared before they are trusted."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dni_runtime.errors import ImageError
+
+LOCK_NAME = "dni.lock"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LockedWheel(_Frozen):
+    """A wheel in the base image."""
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+
+
+class LockedBase(_Frozen):
+    """The base image.
+
+    Attributes:
+        content: Hash of what it was made from (definition, wheels); names it in the cache.
+        sha256: Hash of the image file.
+        definition_sha256: Hash of its definition.
+        torch: Version of torch, or ``base`` for the base's own.
+        wheels: What was installed.
+    """
+
+    content: str
+    sha256: str
+    definition_sha256: str
+    torch: str
+    wheels: tuple[LockedWheel, ...]
+
+
+class LockedImage(_Frozen):
+    """A module's image.
+
+    Attributes:
+        image: File name, in the lock's folder.
+        sha256: Hash of the file.
+        size_bytes: Its size.
+        content: Hash of what it was made from (base, layer, way of building).
+        module_hash: The module's spec hash.
+        method: ``layer`` on a copy of the base, or ``full`` build from its own definition.
+        definition_sha256: Hash of its definition, for ``full``.
+        signed: ``pgp`` or ``pem`` when it was signed.
+    """
+
+    image: str
+    sha256: str
+    size_bytes: int
+    content: str
+    module_hash: str
+    method: Literal["layer", "full"]
+    definition_sha256: str | None = None
+    signed: Literal["pgp", "pem"] | None = None
+
+
+class ImageLock(_Frozen):
+    """All images of a chain."""
+
+    format: Literal[1] = 1
+    chain: str
+    builder: str
+    runtime_version: str
+    base: LockedBase
+    modules: dict[str, LockedImage]
+
+
+def read_lock(folder: Path) -> ImageLock | None:
+    """The lock in a folder of images, or None when there is none.
+
+    Raises:
+        ImageError: It cannot be understood.
+    """
+    path = folder / LOCK_NAME
+    try:
+        return ImageLock.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise ImageError(
+            f"{path} cannot be understood: {error}",
+            hint=f"remove it and build the images again: rm {path} && dnictl build",
+        ) from error
+
+
+def write_lock(folder: Path, lock: ImageLock) -> Path:
+    """Write the lock at once: readers see the old one or the new one."""
+    path = folder / LOCK_NAME
+    with tempfile.NamedTemporaryFile(
+        "w", dir=folder, prefix=".dni.lock-", delete=False, encoding="utf-8"
+    ) as file:
+        file.write(lock.model_dump_json(indent=1, exclude_none=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary = Path(file.name)
+    temporary.chmod(0o644)
+    temporary.replace(path)
+    return path

@@ -1,0 +1,267 @@
+"""What a run's workers have measured, gathered from its directory: the figures of ``status``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.state import RunState, WorkerPhase
+from dni_runtime.rundir import read_json
+
+_TAIL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class ModuleFigures:
+    """Figures of one module; None where not known or not applicable.
+
+    Attributes:
+        module: Its name.
+        state: Its worker's phase.
+        attempt: Which start of the module this is.
+        pid: Its worker's process id.
+        host: Its worker's host.
+        epoch: The newest epoch it has seen.
+        step: Training batches so far.
+        samples: Training samples so far.
+        batches_per_s: Training batches a second, lately.
+        samples_per_s: Training samples a second, lately.
+        loss: Mean loss since the measurement before (the tail's, or of a local head).
+        lag: Batches by which true gradients come late, on average.
+        synthesizer_error: Error of the synthesizer, relative to the true gradient.
+        synthesizer_cosine: Cosine between predicted and true gradient.
+        in_flight: Batches that are under way to the next module.
+        refused: Messages refused, by reason.
+        exit_code: How the worker ended.
+        signal: Name of the signal it died of.
+        error: The worker's last error.
+        log: Its log file.
+    """
+
+    module: str
+    state: WorkerPhase
+    attempt: int
+    pid: int | None = None
+    host: str | None = None
+    epoch: int | None = None
+    step: int | None = None
+    samples: int | None = None
+    batches_per_s: float | None = None
+    samples_per_s: float | None = None
+    loss: float | None = None
+    lag: float | None = None
+    synthesizer_error: float | None = None
+    synthesizer_cosine: float | None = None
+    in_flight: int | None = None
+    refused: dict[str, int] = field(default_factory=dict)
+    exit_code: int | None = None
+    signal: str | None = None
+    error: str | None = None
+    log: str | None = None
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """Figures of a run.
+
+    Attributes:
+        run: The run's name.
+        path: Its directory.
+        chain: The chain's name.
+        backend: What its workers are processes of.
+        state: Where the run stands.
+        attempt: Which start of the run this is.
+        created: Unix time.
+        started: Unix time of this attempt's start, or None.
+        ended: Unix time of the end, or None.
+        exit_code: How the run ended.
+        error: What went wrong, or None.
+        epoch: Epochs evaluated, or the tail's epoch where none was.
+        epochs: Epochs asked for.
+        step: Training batches that the tail has done.
+        total_steps: Training batches of the whole run, if known.
+        accuracy: Of the last evaluation.
+        loss: Of the last evaluation.
+        evaluations: All evaluations: epoch, step, loss, metrics.
+        samples_per_s: Training samples a second at the tail, from the attempt's first to its last
+            measurement.
+        eta_s: Seconds left, by the pace of this attempt.
+        modules: The modules, head first.
+    """
+
+    run: str
+    path: str
+    chain: str
+    backend: str
+    state: str
+    attempt: int
+    created: float
+    started: float | None
+    ended: float | None
+    exit_code: int | None
+    error: str | None
+    epoch: int | None
+    epochs: int
+    step: int | None
+    total_steps: int | None
+    accuracy: float | None
+    loss: float | None
+    evaluations: tuple[dict[str, Any], ...]
+    samples_per_s: float | None
+    eta_s: float | None
+    modules: tuple[ModuleFigures, ...]
+
+
+class LineReader:
+    """Reads the JSON lines that are added to a file, each once; damaged lines are passed over.
+
+    Args:
+        path: The file, which may not be there yet.
+        last_bytes: Begin so many bytes before the end of what is there.
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        if last_bytes is not None and path.exists():
+            self._offset = max(path.stat().st_size - last_bytes, 0)
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What has been added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                document = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(document, dict):
+                yield document
+
+
+class Gauge:
+    """Follows the figures of one run; :meth:`read` is cheap enough to be called every second."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._metrics: dict[str, LineReader] = {}
+        self._train: dict[str, dict[str, Any]] = {}
+        self._first: dict[str, Any] | None = None
+        self._evaluations: dict[int, dict[str, Any]] = {}
+
+    def read(self, state: RunState | None = None) -> RunFigures:
+        """The figures now.
+
+        Args:
+            state: The run's state, where the caller has it.
+        """
+        record = self._record
+        state = state or RunState.read(record.run)
+        tail = record.modules[-1]
+        for name in record.modules:
+            self._follow(name, state.attempt, is_tail=name == tail)
+        modules = tuple(self._module(name, state) for name in record.modules)
+        evaluations = tuple(self._evaluations[key] for key in sorted(self._evaluations))
+        last = evaluations[-1] if evaluations else {}
+        return RunFigures(
+            run=record.name,
+            path=str(record.run.root),
+            chain=record.chain,
+            backend=state.backend or record.backend,
+            state=state.phase,
+            attempt=state.attempt,
+            created=record.created,
+            started=state.started or None,
+            ended=state.ended,
+            exit_code=state.exit_code,
+            error=state.error,
+            epoch=last.get("epoch", modules[-1].epoch),
+            epochs=record.epochs,
+            step=modules[-1].step,
+            total_steps=record.total_steps,
+            accuracy=last.get("accuracy"),
+            loss=last.get("loss"),
+            evaluations=evaluations,
+            samples_per_s=self._pace("samples"),
+            eta_s=self._eta(state, modules[-1].step),
+            modules=modules,
+        )
+
+    def _follow(self, name: str, attempt: int, *, is_tail: bool) -> None:
+        if name not in self._metrics:
+            path = self._record.run.metrics(name)
+            self._metrics[name] = LineReader(path, last_bytes=None if is_tail else _TAIL_BYTES)
+        for line in self._metrics[name].new():
+            if line.get("kind") == "eval":
+                self._evaluated(line)
+            elif line.get("attempt") == attempt:
+                self._train[name] = line
+                if is_tail and (self._first is None or self._first["attempt"] != attempt):
+                    self._first = line
+
+    def _evaluated(self, line: dict[str, Any]) -> None:
+        # After a resume the chain goes over some ground again: what it says last counts.
+        step = int(line.get("step", 0))
+        for later in [key for key in self._evaluations if key > step]:
+            del self._evaluations[later]
+        hidden = ("kind", "module", "id")
+        self._evaluations[step] = {k: v for k, v in line.items() if k not in hidden}
+
+    def _module(self, name: str, state: RunState) -> ModuleFigures:
+        known = state.modules.get(name)
+        report = read_json(self._record.run.worker(name)) or {}
+        if known is not None and report.get("attempt") != known.attempt:
+            report = {}
+        train = self._train.get(name, {})
+        return ModuleFigures(
+            module=name,
+            state=known.state if known else report.get("state", "new"),
+            attempt=known.attempt if known else report.get("attempt", 0),
+            pid=known.pid if known else report.get("pid"),
+            host=report.get("host"),
+            epoch=report.get("epoch", train.get("epoch")),
+            step=report.get("step", train.get("step")),
+            samples=report.get("samples", train.get("samples")),
+            batches_per_s=train.get("batches_per_s"),
+            samples_per_s=train.get("samples_per_s"),
+            loss=train.get("loss"),
+            lag=train.get("lag"),
+            synthesizer_error=train.get("synthesizer_error"),
+            synthesizer_cosine=train.get("synthesizer_cosine"),
+            in_flight=train.get("in_flight"),
+            refused=train.get("refused") or {},
+            exit_code=known.exit_code if known else None,
+            signal=known.signal if known else None,
+            error=report.get("error"),
+            log=known.log if known else None,
+        )
+
+    def _pace(self, what: str) -> float | None:
+        """Growth of a counter of the tail per second, over this attempt."""
+        last = self._train.get(self._record.modules[-1])
+        if self._first is None or last is None:
+            return None
+        if last["time"] <= self._first["time"]:  # the only measurement so far
+            return float(last["samples_per_s" if what == "samples" else "batches_per_s"])
+        value = (last[what] - self._first[what]) / (last["time"] - self._first["time"])
+        return round(float(value), 3)
+
+    def _eta(self, state: RunState, step: int | None) -> float | None:
+        total, pace = self._record.total_steps, self._pace("step")
+        if not state.active or total is None or step is None or not pace or pace <= 0:
+            return None
+        last = self._train[self._record.modules[-1]]
+        since_s = time.time() - float(last["time"])
+        return max((total - step) / pace - since_s, 0.0)

@@ -1,0 +1,268 @@
+"""What this host must have before a run may start there: data, devices, Apptainer, images."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
+from dni_runtime.image.apptainer import Apptainer, Mount, find_apptainer
+from dni_runtime.image.check import inspect_image
+from dni_runtime.image.lock import read_lock
+from dni_runtime.launch.plan import Backend
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+Place = Callable[..., str]
+"""Gives ``file:line: path`` of a location in the chain file."""
+
+# In front of the container's own libraries, where --nv puts the host's (apptainer, "GPU support").
+_LIBRARY_TARGET = "/.singularity.d/libs"
+_VERBS_LIBRARIES = (
+    "libibverbs.so.1",
+    "librdmacm.so.1",
+    "libmlx5.so.1",
+    "libmlx4.so.1",
+    "libefa.so.1",
+    "libnl-3.so.200",
+    "libnl-route-3.so.200",
+)
+_LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
+
+
+@dataclass(frozen=True)
+class Site:
+    """What was found on this host for a run.
+
+    Attributes:
+        backend: What its workers will be processes of.
+        tool: The container program, for containers.
+        images: Image of each module, for containers.
+        mounts: What the host adds to containers.
+        notice: What the user should know about the choice, or None.
+    """
+
+    backend: Backend
+    tool: Apptainer | None = None
+    images: Mapping[str, Path] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    notice: str | None = None
+
+
+def check_host(
+    chain: ChainSpec,
+    workers: Sequence[WorkerSpec],
+    *,
+    wanted: Literal["auto", "process", "apptainer"],
+    images: Path,
+    data: Path | None,
+    place: Place,
+) -> Site:
+    """Find out whether a run can start here, and how.
+
+    Args:
+        chain: The chain.
+        workers: What each worker serves.
+        wanted: The backend that the user asks for; ``auto`` takes Apptainer where it and the images
+            are there.
+        images: Folder of the module images.
+        data: Folder or file of the data, or None.
+        place: Says where in the chain file something stands.
+
+    Raises:
+        DataError: The data is not there.
+        ImageError: An image is of another spec.
+        UnavailableError: A device, port, interface, image or program is missing.
+    """
+    if data is not None and not data.exists():
+        raise DataError(
+            f"{place('data')}: {str(data)!r} is not there", hint="set data.path, or give --data"
+        )
+    site = _choose(workers, wanted, images)
+    check_devices(chain, workers, site.backend, place)
+    if chain.links.transport == "tcp":
+        _check_addresses(workers, place)
+    if site.backend == "process":
+        return site
+    mounts = (*_chain_mounts(chain, place), *infiniband_mounts(chain.infiniband))
+    return replace(site, mounts=mounts)
+
+
+def _check_addresses(workers: Sequence[WorkerSpec], place: Place) -> None:
+    from dni_runtime.link.address import check_address  # zmq: only where links matter
+
+    for worker in workers:
+        if worker.upstream is None:
+            continue
+        try:
+            check_address(worker.links, worker.index, Path(), worker.module)
+        except (UnavailableError, SpecError) as error:
+            message = error.message.removeprefix("links.interface: ").removeprefix("links.port: ")
+            field = "interface" if "interface" in error.message else "port"
+            where = place("links", field)
+            raise type(error)(f"{where}: {message}", hint=error.hint) from None
+
+
+def _chain_mounts(chain: ChainSpec, place: Place) -> Iterator[Mount]:
+    for index, mount in enumerate(chain.mounts):
+        source = Path(mount.source).expanduser().absolute()
+        if not source.exists():
+            raise UnavailableError(
+                f"{place('mounts', index)}: {str(source)!r} is not there to be mounted",
+                hint="name a file or folder of this host",
+            )
+        yield Mount(str(source), mount.target or str(source), mount.read_only)
+
+
+def _choose(workers: Sequence[WorkerSpec], wanted: str, images: Path) -> Site:
+    if wanted == "process":
+        return Site("process")
+    try:
+        tool = find_apptainer()
+    except UnavailableError as error:
+        if wanted == "apptainer":
+            raise UnavailableError(
+                error.message, hint=f"{error.hint}; or use --backend process"
+            ) from None
+        return Site("process", notice=f"{error.message}: using the process backend")
+    if wanted == "auto" and not any(_image(images, worker).exists() for worker in workers):
+        problem = f"no images in {str(images)!r} ('dnictl build' makes them)"
+        return Site("process", notice=f"{problem}: using the process backend")
+    if os.geteuid() == 0:
+        problem = "Apptainer is not run as root here: its containers would be root's"
+        if wanted == "auto":
+            return Site("process", notice=f"{problem}: using the process backend")
+        raise UnavailableError(
+            problem, hint="run this as an ordinary user, or use --backend process"
+        )
+    return Site("apptainer", tool, check_images(tool, workers, images))
+
+
+def _image(folder: Path, worker: WorkerSpec) -> Path:
+    return folder / f"{worker.module}.sif"
+
+
+def check_images(tool: Apptainer, workers: Sequence[WorkerSpec], folder: Path) -> dict[str, Path]:
+    """The image of each module, of this very spec.
+
+    Raises:
+        UnavailableError: An image is missing.
+        ImageError: An image is of another spec.
+    """
+    lock = read_lock(folder)
+    found: dict[str, Path] = {}
+    for worker in workers:
+        image = _image(folder, worker)
+        if not image.is_file():
+            raise UnavailableError(
+                f"module {worker.module!r} has no image: {str(image)!r} is not there",
+                hint="build the images with 'dnictl build', or use --backend process",
+            )
+        entry = None if lock is None else lock.modules.get(worker.module)
+        if entry is not None and entry.size_bytes == image.stat().st_size:
+            its_hash = entry.module_hash
+        else:  # not the image that the lock was written for: ask the image itself
+            its_hash = WorkerSpec.model_validate(inspect_image(tool, image).module).hash
+        if its_hash != worker.hash:
+            raise ImageError(
+                f"{str(image)!r} is an image of another spec of module {worker.module!r} "
+                f"(image {its_hash[:12]}, chain {worker.hash[:12]})",
+                hint="build the images again with 'dnictl build'",
+            )
+        found[worker.module] = image.absolute()
+    return found
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def check_devices(
+    chain: ChainSpec, workers: Sequence[WorkerSpec], backend: Backend, place: Place
+) -> None:
+    """Refuse a chain that asks for a GPU that is not there; never a silent fall-back to the CPU.
+
+    Raises:
+        UnavailableError: Names the module, its setting and what is missing.
+    """
+    for worker in workers:
+        kind, _, number = worker.device.partition(":")
+        if kind not in ("cuda", "rocm"):
+            continue
+        look = _devices_for_containers if backend == "apptainer" else _devices_for_torch
+        problem = look(kind, int(number or 0))
+        if problem is not None:
+            own = chain.modules[worker.index].device is not None
+            where = ("modules", worker.index) if own else ("defaults",)
+            raise UnavailableError(
+                f"{place(*where, 'device')}: module {worker.module!r} asks for "
+                f"device {worker.device!r}, but {problem}",
+                hint="run it on a host with that GPU, or set 'device: cpu' (or 'auto': a GPU where "
+                "there is one)",
+            )
+
+
+def _devices_for_torch(kind: str, index: int) -> str | None:
+    """What keeps this Python's torch from a GPU, or None."""
+    import torch
+
+    build = torch.version.hip if kind == "rocm" else torch.version.cuda
+    if build is None:
+        return f"torch {torch.__version__} is not built for {kind}"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU on this host"
+    count = torch.cuda.device_count()
+    return None if index < count else f"this host shows {count} GPUs, numbered from 0"
+
+
+def _devices_for_containers(kind: str, index: int, dev: Path = Path("/dev")) -> str | None:
+    """What this host lacks for a GPU in a container, or None; the image brings its own torch."""
+    if kind == "rocm":
+        return None if (dev / "kfd").exists() else "this host has no AMD GPU (no /dev/kfd)"
+    if (dev / "dxg").exists():  # Windows Subsystem for Linux
+        return None
+    count = sum(entry.name.removeprefix("nvidia").isdigit() for entry in dev.glob("nvidia*"))
+    if count == 0:
+        return "this host has no NVIDIA GPU (no /dev/nvidia0)"
+    return None if index < count else f"this host has {count} NVIDIA GPUs, numbered from 0"
+
+
+# --- InfiniBand -----------------------------------------------------------------------------------
+
+
+def infiniband_mounts(
+    wanted: Literal["auto", "required", "off"], root: Path = Path("/")
+) -> tuple[Mount, ...]:
+    """The host's InfiniBand devices, providers and libraries, for containers.
+
+    Args:
+        wanted: ``auto`` takes what is there.
+        root: The host's root folder.
+
+    Raises:
+        UnavailableError: It is required, and there is none.
+    """
+    if wanted == "off":
+        return ()
+    devices = root / "dev/infiniband"
+    if not devices.is_dir():
+        if wanted == "required":
+            raise UnavailableError(
+                "the chain says 'infiniband: required', and this host has no /dev/infiniband",
+                hint="run it on a host with InfiniBand, or set 'infiniband: auto'",
+            )
+        return ()
+    mounts = [Mount("/dev/infiniband", "/dev/infiniband", read_only=False)]
+    providers = root / "etc/libibverbs.d"
+    if providers.is_dir():
+        mounts.append(Mount("/etc/libibverbs.d", "/etc/libibverbs.d"))
+    for folder in _LIBRARY_FOLDERS:
+        # libibverbs loads its drivers from a folder whose path is compiled in.
+        if (root / folder / "libibverbs").is_dir():
+            mounts.append(Mount(f"/{folder}/libibverbs", f"/{folder}/libibverbs"))
+    for name in _VERBS_LIBRARIES:
+        path = next((f"/{f}/{name}" for f in _LIBRARY_FOLDERS if (root / f / name).exists()), None)
+        if path is not None:
+            mounts.append(Mount(path, f"{_LIBRARY_TARGET}/{name}"))
+    return tuple(mounts)

@@ -1,0 +1,224 @@
+"""The launch plan: what will be started, as data (pure; nothing here touches the machine).
+
+The same plan is printed by ``--dry-run``, kept in the run directory and executed by a starter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Self
+
+from dni_runtime.errors import DataError
+from dni_runtime.image.apptainer import Apptainer, Mount, run_argv
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec.model import ChainSpec
+from dni_runtime.spec.worker import WorkerSpec
+
+Backend = Literal["process", "apptainer"]
+
+# Where things of the host appear inside the containers.
+RUN_TARGET = "/dni/run"
+DATA_TARGET = PurePosixPath("/dni/data")
+SOCKETS_TARGET = "/dni/ipc"
+
+# Libraries for matrix products read one of these when they are loaded.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """How one worker is started.
+
+    Attributes:
+        module: The module that it serves.
+        attempt: Which start of the module this is, from 1.
+        argv: The command.
+        environment: Variables set on top of the environment of whoever starts it.
+        mounts: Folders of the host inside its container.
+        image: Path of its image, or None without a container.
+        log: File that gets what it prints.
+    """
+
+    module: str
+    attempt: int
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    log: str
+    mounts: tuple[Mount, ...] = ()
+    image: str | None = None
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How a run's workers are started.
+
+    Attributes:
+        run: The run directory.
+        backend: What the workers are processes of.
+        sockets: Folder of the run's ipc sockets.
+        stop_grace_s: Seconds that workers told to stop have.
+        workers: One per module, head first.
+    """
+
+    run: str
+    backend: Backend
+    sockets: str
+    stop_grace_s: float
+    workers: tuple[WorkerPlan, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON document."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Self:
+        """The plan that :meth:`to_json` gave.
+
+        Raises:
+            DataError: The document is not a plan.
+        """
+        try:
+            workers = tuple(
+                WorkerPlan(
+                    **{
+                        **worker,
+                        "argv": tuple(worker["argv"]),
+                        "mounts": tuple(Mount(**mount) for mount in worker["mounts"]),
+                    }
+                )
+                for worker in document["workers"]
+            )
+            return cls(**{**document, "workers": workers})
+        except (KeyError, TypeError) as error:
+            raise DataError(f"not a launch plan: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a plan needs to know beside the chain.
+
+    Attributes:
+        run: The run directory, as an absolute path.
+        backend: What the workers shall be processes of.
+        sockets: Folder for the run's ipc sockets.
+        data: Folder or file of the head's data; None where there is none.
+        tool: The container program, for containers.
+        images: Image of each module, for containers.
+        data_folder: The folder of ``data`` to mount into containers, when ``data`` is a file.
+        mounts: What else the containers see of the host.
+        attempt: Which start of the run this is, from 1.
+        resume: ``auto``, ``none`` or the stream position of a checkpoint.
+        python: The interpreter, for processes.
+        python_path: The caller's ``PYTHONPATH``, for processes.
+        log_level: How much the workers write to their logs.
+    """
+
+    run: Path
+    backend: Backend
+    sockets: Path
+    data: Path | None = None
+    tool: Apptainer | None = None
+    images: Mapping[str, Path] = field(default_factory=dict)
+    data_folder: Path | None = None
+    mounts: tuple[Mount, ...] = ()
+    attempt: int = 1
+    resume: str = "auto"
+    python: str = "python3"
+    python_path: str = ""
+    log_level: str = "info"
+
+
+def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placement) -> LaunchPlan:
+    """Plan the start of all workers of a chain.
+
+    Args:
+        chain: The chain.
+        workers: What each worker serves, head first.
+        placement: Where and how.
+
+    Returns:
+        The plan; the same arguments always give the same plan.
+    """
+    make = _in_container if placement.backend == "apptainer" else _as_process
+    return LaunchPlan(
+        run=str(placement.run),
+        backend=placement.backend,
+        sockets=str(placement.sockets),
+        stop_grace_s=chain.stop_grace_s,
+        workers=tuple(make(worker, placement) for worker in workers),
+    )
+
+
+def _as_process(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
+    run = RunDir(placement.run)
+    paths = [str(run.sources), placement.python_path]
+    return WorkerPlan(
+        module=worker.module,
+        attempt=placement.attempt,
+        # -P: the folder that the user happens to be in is no place to import torch from.
+        argv=(
+            *(placement.python, "-P", "-m", "dni_runtime.worker"),
+            *_arguments(worker, placement, str(placement.run), str(placement.sockets)),
+            *(("--data", str(placement.data)) if worker.head and placement.data else ()),
+        ),
+        environment={
+            **_environment(worker),
+            "PYTHONPATH": ":".join(path for path in paths if path),
+        },
+        log=str(run.log(worker.module, placement.attempt)),
+    )
+
+
+def _in_container(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
+    assert placement.tool is not None
+    run = RunDir(placement.run)
+    mounts = [
+        Mount(str(placement.run), RUN_TARGET, read_only=False),
+        Mount(str(placement.sockets), SOCKETS_TARGET, read_only=False),
+    ]
+    arguments = _arguments(worker, placement, RUN_TARGET, SOCKETS_TARGET)
+    if worker.head is not None and placement.data is not None:
+        folder = placement.data_folder or placement.data
+        mounts.append(Mount(str(folder), str(DATA_TARGET)))
+        arguments += ["--data", str(DATA_TARGET / placement.data.relative_to(folder))]
+    mounts += placement.mounts
+    image = placement.images[worker.module]
+    kind = worker.device.partition(":")[0]
+    return WorkerPlan(
+        module=worker.module,
+        attempt=placement.attempt,
+        argv=tuple(
+            run_argv(
+                placement.tool,
+                image,
+                arguments,
+                mounts=mounts,
+                # Where there is no GPU these only warn, which is right for 'auto'; the worker
+                # itself refuses to go on without a GPU that it was told to use.
+                nv=kind in ("cuda", "auto"),
+                rocm=kind == "rocm",
+            )
+        ),
+        environment=_environment(worker),
+        log=str(run.log(worker.module, placement.attempt)),
+        mounts=tuple(mounts),
+        image=str(image),
+    )
+
+
+def _arguments(worker: WorkerSpec, placement: Placement, run: str, sockets: str) -> list[str]:
+    return [
+        *("--run", run),
+        *("--module", worker.module),
+        *("--ipc", sockets),
+        *("--attempt", str(placement.attempt)),
+        *("--resume", placement.resume),
+        *("--log-level", placement.log_level),
+    ]
+
+
+def _environment(worker: WorkerSpec) -> dict[str, str]:
+    threads = str(worker.cpus)
+    return {**dict.fromkeys(_THREAD_VARIABLES, threads), "PYTHONFAULTHANDLER": "1"}

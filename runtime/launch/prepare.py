@@ -1,0 +1,133 @@
+"""From a chain file to everything that must be known before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, load_chain, source_files
+from dni_runtime.spec.load import line_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A chain that has been checked as a whole.
+
+    Attributes:
+        path: Its file.
+        written: The chain as written.
+        chain: The chain with all defaults filled in.
+        info: What its data looks like.
+        data: Folder or file of the data; None where the package or the user's class has it.
+        workers: What each worker serves, head first.
+        sources: The user's source files, by their path relative to an import root.
+    """
+
+    path: Path
+    written: ChainSpec
+    chain: ChainSpec
+    info: DataInfo
+    data: Path | None
+    workers: tuple[WorkerSpec, ...]
+    sources: dict[str, Path]
+
+    @property
+    def base(self) -> Path:
+        """Where the chain's relative paths start."""
+        return self.path.parent
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules, head first."""
+        return [worker.module for worker in self.workers]
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Training batches in one epoch; None when the data does not say how long it is."""
+        samples, data = self.info.train_samples, self.chain.data
+        if samples is None:
+            return None
+        return samples // data.batch_size if data.drop_last else -(-samples // data.batch_size)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Training batches in the whole run, if known."""
+        steps = self.batches_per_epoch
+        if steps is None:
+            return self.chain.steps
+        return min(steps * self.chain.epochs, self.chain.steps or steps * self.chain.epochs)
+
+    def place(self, *location: str | int) -> str:
+        """``file:line: path`` of something in the chain file, for messages."""
+        return place_of(self.path, *location)
+
+
+def place_of(path: Path, *location: str | int) -> str:
+    """``file:line: path`` of something in a chain file, for messages."""
+    try:
+        line = line_of(path.read_text(encoding="utf-8"), location)
+    except (OSError, UnicodeDecodeError, SpecError):
+        line = None
+    where = str(SpecError("", file=str(path), line=line, location=location))
+    return where.removesuffix(": ")
+
+
+def prepare(path: Path, *, data: Path | None = None) -> Prepared:
+    """Read a chain file and check all that can be checked without starting anything.
+
+    Shapes, names and keywords are checked with torch's meta device, the data by looking at its
+    files' headers. Imports torch.
+
+    Args:
+        path: The ``chain.yaml``.
+        data: Folder or file to use instead of the chain's ``data.path``.
+
+    Raises:
+        SpecError: The chain cannot be used; names file, line and what is allowed.
+        DataError: Its data is missing or malformed.
+    """
+    written = load_chain(path)
+    if data is not None:
+        found = written.data.model_copy(update={"path": str(data.absolute())})
+        written = written.model_copy(update={"data": found})
+    with _naming(path), importing_from(path.parent.absolute()):
+        from dni_runtime.core.resolve import resolved_chain, worker_specs
+        from dni_runtime.data import describe, locate
+
+        sources = source_files(written, path.parent)
+        base = path.parent.absolute()
+        try:
+            info = describe(written.data, base)
+            location = locate(written.data, base)
+        except DataError as error:
+            raise DataError(f"{place_of(path, 'data')}: {error.message}", hint=error.hint) from None
+        workers = worker_specs(written, info)
+        chain = resolved_chain(written)
+    return Prepared(path, written, chain, info, location, workers, sources)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add file and line to errors that only know the place in the document."""
+    try:
+        yield
+    except SpecError as error:
+        if error.file is None:
+            error.file = str(path)
+            error.line = line_of(path.read_text(encoding="utf-8"), error.location)
+        raise
+
+
+@contextmanager
+def importing_from(folder: Path) -> Iterator[None]:
+    """Let the user's import paths start at a folder."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))

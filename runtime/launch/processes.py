@@ -1,0 +1,117 @@
+"""Starting workers: a small protocol, and processes of this host behind it.
+
+A cluster's steps (``srun``) are processes of this host too; another way to start workers needs
+another :class:`Starter` and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.launch import child
+from dni_runtime.launch.plan import WorkerPlan
+
+
+class Process(Protocol):
+    """One started worker."""
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that stands for the worker."""
+
+    def poll(self) -> int | None:
+        """None while it runs, then its exit code, or minus the number of the signal it died of."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the worker; no error when it is gone."""
+
+    def kill(self) -> None:
+        """End the worker and all that it started, at once."""
+
+
+class Starter(Protocol):
+    """Starts workers as planned."""
+
+    def start(self, worker: WorkerPlan) -> Process:
+        """Start one worker, with its output in its log file.
+
+        Raises:
+            UnavailableError: The program cannot be started.
+        """
+
+
+class LocalProcess:
+    """A worker as a process of this host, in a session of its own.
+
+    In its own session it is out of the terminal's reach: Ctrl-C comes to the supervisor alone, and
+    Apptainer's starter passes signals on (it does so only without a controlling terminal).
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        if self._popen.returncode is None:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, self._popen.pid, options) is not None:
+                self.kill()  # what it left behind, while its process group still has its number
+        return self._popen.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        # To this process only: Apptainer's starter forwards the signal to the program in the
+        # container, for which a copy sent to the whole group would be the second, "leave at once".
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            # A process that has just been started may not lead its group yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._popen.pid, signal.SIGKILL)
+
+
+class LocalStarter:
+    """Starts workers as processes of this host, which get SIGTERM when this process dies.
+
+    Must be called on a thread that lives as long as the workers shall: the kernel counts the
+    *thread* that started a process as its parent (prctl(2), PR_SET_PDEATHSIG).
+
+    Args:
+        environ: The environment that a plan's own variables come on top of.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = dict(os.environ if environ is None else environ)
+
+    def start(self, worker: WorkerPlan) -> LocalProcess:
+        wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
+        guard = [str(os.getpid()), str(int(signal.SIGTERM))]
+        try:
+            descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                popen = subprocess.Popen(
+                    [*wrapper, *guard, *worker.argv],
+                    stdin=subprocess.DEVNULL,
+                    stdout=descriptor,
+                    stderr=descriptor,
+                    env={**self._environ, **worker.environment},
+                    start_new_session=True,
+                )
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise UnavailableError(f"module {worker.module!r} cannot be started: {error}") from None
+        return LocalProcess(popen)

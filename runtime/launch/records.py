@@ -1,0 +1,210 @@
+"""What a run directory holds before its workers start, and finding run directories again."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dni_runtime import __version__
+from dni_runtime.errors import DataError, UsageError
+from dni_runtime.launch.prepare import Prepared
+from dni_runtime.rundir import RunDir, read_json, write_atomic, write_json
+from dni_runtime.spec.model import ChainSpec
+from dni_runtime.spec.worker import WorkerSpec
+
+
+def new_run_id(chain: str) -> str:
+    """A run's name: chain, local time, and something that makes it unique."""
+    return f"{chain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def create_run(
+    root: Path, prepared: Prepared, *, backend: str, images: Mapping[str, Path] | None = None
+) -> RunDir:
+    """Write all that workers, supervisor and later commands need into a new run directory.
+
+    Args:
+        root: The directory, which must not hold a run yet.
+        prepared: The checked chain.
+        backend: What the workers will be processes of.
+        images: Image of each module, for containers.
+
+    Raises:
+        UsageError: The directory holds a run already, or cannot be made.
+    """
+    run = RunDir(root.absolute())
+    if run.record.exists():
+        raise UsageError(
+            f"{str(root)!r} holds a run already",
+            hint=f"go on with it by 'dnictl resume {root}', or name another --run-dir",
+        )
+    try:
+        run.create()
+    except OSError as error:
+        raise UsageError(
+            f"the run directory {str(root)!r} cannot be made: {error.strerror}",
+            hint="name one that can with --run-dir or --runs",
+        ) from None
+    for name, source in prepared.sources.items():
+        target = run.sources / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    for worker in prepared.workers:
+        write_atomic(run.spec(worker.module), worker.to_json())
+    write_atomic(run.chain_file, prepared.path.read_bytes())
+    write_json(run.chain, prepared.chain.model_dump(mode="json"))
+    write_json(
+        run.record,
+        {
+            "format": 1,
+            "run": run.root.name,
+            "chain": prepared.chain.name,
+            "modules": prepared.modules,
+            "backend": backend,
+            "created": time.time(),
+            "chain_file": str(prepared.path.absolute()),
+            "data": None if prepared.data is None else str(prepared.data),
+            "images": {name: str(path) for name, path in (images or {}).items()},
+            "epochs": prepared.chain.epochs,
+            "batches_per_epoch": prepared.batches_per_epoch,
+            "total_steps": prepared.total_steps,
+            "user": getpass.getuser(),
+            "host": socket.gethostname(),
+            "versions": {"dni_runtime": __version__, "python": platform.python_version()},
+        },
+    )
+    return run
+
+
+@dataclass(frozen=True)
+class Record:
+    """What ``run.json`` says of a run.
+
+    Attributes:
+        run: The run directory.
+        name: The run's name.
+        chain: The chain's name.
+        modules: The modules, head first.
+        backend: What the workers are processes of.
+        created: Unix time.
+        data: Folder or file of the head's data, or None.
+        images: Image of each module, for containers.
+        epochs: Epochs asked for.
+        batches_per_epoch: Training batches in one, if known.
+        total_steps: Training batches in the whole run, if known.
+    """
+
+    run: RunDir
+    name: str
+    chain: str
+    modules: tuple[str, ...]
+    backend: str
+    created: float
+    data: Path | None
+    images: dict[str, Path]
+    epochs: int
+    batches_per_epoch: int | None
+    total_steps: int | None
+
+    @classmethod
+    def read(cls, root: Path) -> Record:
+        """Read the record of the run at ``root``.
+
+        Raises:
+            DataError: There is no run, or its record was not written by this program.
+        """
+        run = RunDir(root.absolute())
+        document: dict[str, Any] | None = read_json(run.record)
+        if document is None:
+            raise DataError(f"{str(root)!r} is not a run directory: there is no run.json in it")
+        try:
+            return cls(
+                run=run,
+                name=document["run"],
+                chain=document["chain"],
+                modules=tuple(document["modules"]),
+                backend=document["backend"],
+                created=document["created"],
+                data=None if document["data"] is None else Path(document["data"]),
+                images={name: Path(path) for name, path in document["images"].items()},
+                epochs=document["epochs"],
+                batches_per_epoch=document["batches_per_epoch"],
+                total_steps=document["total_steps"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{str(run.record)!r} is not the record of a run: {error!r}") from None
+
+    def specs(self) -> tuple[ChainSpec, tuple[WorkerSpec, ...]]:
+        """The chain and what each worker serves, as they were when the run was made.
+
+        Raises:
+            DataError: The run directory is damaged or of another version.
+        """
+        try:
+            chain = ChainSpec.model_validate_json(self.run.chain.read_bytes())
+            workers = [
+                WorkerSpec.from_json(self.run.spec(name).read_bytes()) for name in self.modules
+            ]
+        except (OSError, ValidationError) as error:
+            raise DataError(
+                f"the specs in {str(self.run.root)!r} cannot be read: {error}"
+            ) from None
+        return chain, tuple(workers)
+
+
+def list_runs(folder: Path) -> list[Record]:
+    """The runs in a folder, oldest first; what is not a run is left out."""
+    records = []
+    if folder.is_dir():
+        for entry in folder.iterdir():
+            if (entry / "run.json").is_file():
+                try:
+                    records.append(Record.read(entry))
+                except DataError:
+                    continue
+    return sorted(records, key=lambda record: (record.created, record.name))
+
+
+def find_run(name: str | None, folder: Path) -> Record:
+    """Find a run by path, by name, or by the beginning of its name; the latest by default.
+
+    Args:
+        name: What the user wrote.
+        folder: Where runs are.
+
+    Raises:
+        UsageError: There is none, or more than one.
+    """
+    if name is not None:
+        for path in (Path(name), folder / name):
+            if (path / "run.json").is_file():
+                return Record.read(path)
+        if os.sep in name:
+            raise UsageError(f"{name!r} is not a run directory: there is no run.json in it")
+    runs = list_runs(folder)
+    if name is None:
+        if not runs:
+            raise UsageError(
+                f"there are no runs in {str(folder)!r}",
+                hint="start one with 'dnictl up', or name the folder with --runs or DNICTL_RUNS",
+            )
+        return runs[-1]
+    found = [record for record in runs if record.name.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(record.name for record in found or runs)
+    problem = f"{name!r} is the beginning of {len(found)} runs" if found else f"no run {name!r}"
+    raise UsageError(
+        f"{problem} in {str(folder)!r}", hint=f"there are: {names}" if names else "see 'dnictl ps'"
+    )

@@ -1,0 +1,164 @@
+"""Starting a run: from its record and what the host offers to a plan, here or in the background."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dni_runtime.errors import DniError, UsageError, WorkerError
+from dni_runtime.image.apptainer import host_environment
+from dni_runtime.launch.host import Site
+from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.launch.processes import LocalStarter
+from dni_runtime.launch.state import RunState
+from dni_runtime.launch.supervisor import Supervisor, how_it_ended
+from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+_DETACH_TIMEOUT_S = 60.0
+
+
+def plan_here(
+    root: Path,
+    chain: ChainSpec,
+    workers: tuple[WorkerSpec, ...],
+    site: Site,
+    *,
+    data: Path | None,
+    attempt: int = 1,
+    resume: str = "auto",
+    log_level: str = "info",
+) -> LaunchPlan:
+    """Plan a run on this host; writes nothing.
+
+    Args:
+        root: The run directory.
+        chain: The chain.
+        workers: What each worker serves.
+        site: What the host offers.
+        data: Folder or file of the data.
+        attempt: Which start of the run this is.
+        resume: ``auto``, ``none`` or the stream position of a checkpoint.
+        log_level: How much the workers write to their logs.
+    """
+    root = root.absolute()
+    placement = Placement(
+        run=root,
+        backend=site.backend,
+        sockets=socket_path(root),
+        data=data,
+        tool=site.tool,
+        images=site.images,
+        data_folder=data.parent if data is not None and data.is_file() else data,
+        mounts=site.mounts,
+        attempt=attempt,
+        resume=resume,
+        python=sys.executable,
+        python_path=os.environ.get("PYTHONPATH", ""),
+        log_level=log_level,
+    )
+    return make_plan(chain, workers, placement)
+
+
+def write_plan(run: RunDir, plan: LaunchPlan) -> None:
+    """Keep the plan that is about to be started."""
+    write_json(run.plan, plan.to_json())
+
+
+def planned(run: RunDir) -> LaunchPlan:
+    """The plan that a run directory holds.
+
+    Raises:
+        UsageError: It holds none.
+    """
+    document = read_json(run.plan)
+    if document is None:
+        raise UsageError(f"{str(run.root)!r} holds no launch plan")
+    return LaunchPlan.from_json(document)
+
+
+def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
+    """A supervisor that starts the plan's workers on this host.
+
+    Raises:
+        UsageError: Somebody supervises the run already.
+    """
+    state = RunState.read(run)
+    if state.active and state.pid != os.getpid():
+        raise UsageError(
+            f"the run {run.root.name!r} is {state.phase} already (process {state.pid} on "
+            f"{state.host})",
+            hint=f"look at it with 'dnictl status {run.root.name}', or stop it",
+        )
+    # Containers get the host's variables, but for those that would change the image's Python.
+    environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
+    return Supervisor(run, plan, LocalStarter(environ))
+
+
+def detach(run: RunDir) -> int:
+    """Start the run's plan under a supervisor in the background, and wait until it has begun.
+
+    Returns:
+        The supervisor's process id.
+
+    Raises:
+        WorkerError: The supervisor ended at once, or did not begin in time.
+    """
+    run.supervisor_log.parent.mkdir(parents=True, exist_ok=True)
+    with run.supervisor_log.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dnictl", "supervise", str(run.root)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _DETACH_TIMEOUT_S
+    while time.monotonic() < deadline:
+        # It may have begun and ended between two looks.
+        if RunState.read(run).pid == process.pid:
+            process.returncode = 0  # it is on its own from now on: no ResourceWarning
+            return process.pid
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    lines = last_lines(run.supervisor_log)
+    raise WorkerError("\n  | ".join(["the supervisor did not start", *lines]))
+
+
+def last_lines(path: Path, count: int = 10) -> list[str]:
+    """The last lines of a text file; none when it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - 65536, 0))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def failure(run: RunDir, state: RunState) -> DniError | None:
+    """What to tell about a run that ended badly; None when it did not."""
+    name = state.failed
+    if state.phase == "lost":
+        return WorkerError(
+            f"the supervisor of run {run.root.name!r} is gone", hint=f"dnictl resume {run.root}"
+        )
+    if state.phase != "failed":
+        return None
+    if name is None or name not in state.modules:
+        return WorkerError(state.error or f"run {run.root.name!r} failed")
+    module = state.modules[name]
+    report = read_json(run.worker(name)) or {}
+    lines = [how_it_ended(name, module)]
+    if report.get("attempt") == module.attempt and report.get("error"):
+        lines[0] += f": {report['error']}"
+    lines.append(f"  log: {module.log}")
+    lines += [f"  | {line}" for line in last_lines(Path(module.log))]
+    lines.append("  The other modules were stopped; complete checkpoints are kept.")
+    return WorkerError("\n".join(lines), hint=f"dnictl resume {run.root}")

@@ -1,0 +1,161 @@
+"""The state of a run: what its supervisor writes to ``state.json``, and others read there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from dni_runtime.errors import DataError
+from dni_runtime.rundir import RunDir, read_json, write_json
+
+RunPhase = Literal[
+    "new", "starting", "running", "stopping", "finished", "stopped", "failed", "lost"
+]
+WorkerPhase = Literal[
+    "new", "starting", "connecting", "running", "stopping", "finished", "stopped", "failed"
+]
+
+ACTIVE: frozenset[RunPhase] = frozenset({"starting", "running", "stopping"})
+HEARTBEAT_S = 10.0
+_SILENCE_S = 90.0  # attribute caches of shared file systems show changes late, clocks differ
+
+
+@dataclass
+class ModuleState:
+    """What the supervisor knows of one worker.
+
+    Attributes:
+        state: Its phase, as the worker itself reports it while it runs.
+        attempt: Which start of the module this is.
+        pid: Its process id, or None before its start.
+        exit_code: As a shell reports it (128 + n after signal n), or None while it runs.
+        signal: Name of the signal it died of, or None.
+        log: Its log file.
+    """
+
+    state: WorkerPhase = "new"
+    attempt: int = 0
+    pid: int | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    log: str = ""
+
+
+@dataclass
+class RunState:
+    """State of a run.
+
+    Attributes:
+        phase: Where the run stands. ``lost`` is never written: readers find a supervisor gone.
+        attempt: Which start of the run this is, from 1.
+        backend: What the workers are processes of.
+        pid: The supervisor's process id.
+        host: Its host.
+        born: When that process started (proc(5), starttime): a process id alone may be reused.
+        started: Unix time of this attempt's start.
+        updated: Unix time of the last word of the supervisor.
+        ended: Unix time of the end, or None.
+        exit_code: What the supervisor leaves with, or None.
+        failed: The module that failed first, or None.
+        error: What went wrong, or None.
+        modules: The workers, head first.
+    """
+
+    phase: RunPhase = "new"
+    attempt: int = 0
+    backend: str = ""
+    pid: int = 0
+    host: str = ""
+    born: int | None = None
+    started: float = 0.0
+    updated: float = 0.0
+    ended: float | None = None
+    exit_code: int | None = None
+    failed: str | None = None
+    error: str | None = None
+    modules: dict[str, ModuleState] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, backend: str, attempt: int, modules: Iterable[str]) -> Self:
+        """The state of a run that this process is about to start."""
+        now = time.time()
+        return cls(
+            phase="starting",
+            attempt=attempt,
+            backend=backend,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            born=process_birth(os.getpid()),
+            started=now,
+            updated=now,
+            modules={name: ModuleState(attempt=attempt) for name in modules},
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether somebody is (or should be) working on the run."""
+        return self.phase in ACTIVE
+
+    def write(self, run: RunDir) -> None:
+        """Write the state to the run directory."""
+        self.updated = time.time()
+        write_json(run.state, {"format": 1, **asdict(self)})
+
+    @classmethod
+    def read(cls, run: RunDir) -> Self:
+        """Read the state; its phase is ``lost`` when the run is active but its supervisor gone.
+
+        Raises:
+            DataError: The file was not written by this program.
+        """
+        document = read_json(run.state)
+        if document is None:
+            return cls()
+        try:
+            modules = {
+                name: ModuleState(**_known(ModuleState, entry))
+                for name, entry in document["modules"].items()
+            }
+            state = cls(**{**_known(cls, document), "modules": modules})
+        except (TypeError, KeyError, AttributeError):
+            raise DataError(f"{str(run.state)!r} is not the state of a run") from None
+        if state.active and not state._supervised():
+            state.phase = "lost"
+        return state
+
+    def _supervised(self) -> bool:
+        if self.host == socket.gethostname():
+            return self.born is None or process_birth(self.pid) == self.born
+        return time.time() - self.updated < _SILENCE_S
+
+
+def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in fields(cls)}
+    return {key: value for key, value in document.items() if key in names}
+
+
+def process_birth(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is none (or no /proc)."""
+    try:
+        # The second field, the program's name in brackets, may hold spaces and brackets.
+        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if rest[0] in "ZX" else int(rest[19])  # a zombie has ended
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def shell_status(returncode: int) -> tuple[int, str | None]:
+    """Exit code as a shell reports it, and the name of the signal, from a ``Popen.returncode``."""
+    if returncode >= 0:
+        return returncode, None
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return 128 - returncode, name

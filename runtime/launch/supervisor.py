@@ -1,0 +1,324 @@
+"""Watches the workers of one run from their start to the end of the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dni_runtime.errors import DniError, StoppedError
+from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.processes import LocalStarter, Process, Starter
+from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState, shell_status
+from dni_runtime.rundir import RunDir, append_line, read_json, socket_folder
+
+TICK_S = 0.2
+_REFRESH_S = 1.0
+# Beyond a worker's own deadline for its checkpoint: python, torch and a container have to go down.
+_LEAVE_S = 15.0
+# In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
+_BROKEN_GRACE_S = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Starts a plan's workers, watches them and keeps the run's state.
+
+    One worker that fails ends the run: the others are told to stop, so that they keep their
+    checkpoints. The first SIGINT, SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly,
+    a second one kills them.
+
+    Args:
+        run: The run directory.
+        plan: What to start.
+        starter: How to start it.
+        clock: Seconds that only go forward.
+        sleep: Waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        plan: LaunchPlan,
+        starter: Starter | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._run = run
+        self._plan = plan
+        self._starter = starter or LocalStarter()
+        self._clock = clock
+        self._sleep = sleep
+        self._processes: dict[str, Process] = {}
+        self._signals: list[int] = []
+        self._stop_reason: str | None = None
+        self._asked_to_stop = False
+        self._linger_until: float | None = None
+        self._hurry_at: float | None = None
+        self._kill_at: float | None = None
+        self._killed_by: int | None = None
+        self._killed: set[str] = set()
+        self._refresh_at = 0.0
+        self._written_at = 0.0
+        attempt = plan.workers[0].attempt
+        self.state = RunState.begin(
+            plan.backend, attempt, [worker.module for worker in plan.workers]
+        )
+
+    def run(self, observe: Callable[[RunState], None] | None = None) -> RunState:
+        """Supervise until the last worker has ended.
+
+        Args:
+            observe: Called after each look at the workers, a few times a second.
+
+        Returns:
+            The final state: ``finished``, ``stopped`` or ``failed``, with an exit code.
+
+        Raises:
+            DniError: A worker cannot be started. Those that were, have been ended.
+        """
+        with self._catching_signals():
+            try:
+                self._start()
+                while self._processes:
+                    self._sleep(TICK_S)
+                    self._look()
+                    if observe is not None:
+                        observe(self.state)
+                self._conclude()
+            except BaseException as error:
+                self._abandon(error)
+                raise
+            finally:
+                self._remove_sockets()
+        return self.state
+
+    def interrupt(self, number: int) -> None:
+        """Note a signal; safe in a signal handler."""
+        self._signals.append(number)
+
+    # --- starting ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._run.create()
+        self._run.stop_request.unlink(missing_ok=True)
+        socket_folder(self._run.root)
+        for worker in self._plan.workers:  # what an earlier attempt left
+            self._run.endpoint(worker.module).unlink(missing_ok=True)
+            self._run.worker(worker.module).unlink(missing_ok=True)
+        self._event("run_started", attempt=self.state.attempt, backend=self._plan.backend)
+        self._write()
+        for worker in self._plan.workers:
+            module = self.state.modules[worker.module]
+            module.attempt, module.log = worker.attempt, worker.log
+            process = self._starter.start(worker)
+            self._processes[worker.module] = process
+            module.state, module.pid = "starting", process.pid
+            self._event(
+                "worker_started", module=worker.module, attempt=worker.attempt, pid=process.pid
+            )
+        self._write()
+
+    # --- watching ------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._obey()
+        if self._clock() >= self._refresh_at:
+            self._refresh_at = self._clock() + _REFRESH_S
+            self._refresh()
+        self._reap()
+        if self._linger_until is not None and self._clock() >= self._linger_until:
+            self._stop("the tail has finished, others have not")
+        if self._hurry_at is not None and self._clock() >= self._hurry_at:
+            self._hurry_at = None
+            for process in self._processes.values():
+                process.send(signal.SIGTERM)
+        if self._kill_at is not None and self._clock() >= self._kill_at:
+            self._kill("it did not leave in time")
+        if self._clock() - self._written_at >= HEARTBEAT_S:
+            self._write()
+
+    def _obey(self) -> None:
+        signals, self._signals = self._signals, []
+        if signals:
+            name = signal.Signals(signals[0]).name
+            if not self._asked_to_stop:
+                self._asked_to_stop = True
+                self._stop(f"{name} received")
+            else:
+                self._killed_by = signals[0]
+                self._kill(f"second {name} received")
+        request = read_json(self._run.stop_request) if self._run.stop_request.exists() else None
+        if request:
+            self._asked_to_stop = True
+            self._stop("'dnictl stop' was called", request.get("timeout_s"))
+            if request.get("kill"):
+                self._kill("'dnictl stop' ran out of patience")
+
+    def _refresh(self) -> None:
+        changed = False
+        for name, module in self.state.modules.items():
+            if name not in self._processes:
+                continue
+            report = read_json(self._run.worker(name)) or {}
+            if report.get("attempt") == module.attempt and report.get("state") != module.state:
+                module.state = report["state"]
+                changed = True
+        if self.state.phase == "starting" and all(
+            module.state in ("running", "finished") for module in self.state.modules.values()
+        ):
+            self.state.phase = "running"
+            self._event("run_running")
+        if changed:
+            self._write()
+
+    def _reap(self) -> None:
+        ended: list[str] = []
+        for name, process in list(self._processes.items()):
+            returncode = process.poll()
+            if returncode is not None:
+                del self._processes[name]
+                module = self.state.modules[name]
+                module.exit_code, module.signal = shell_status(returncode)
+                ended.append(name)
+        # Whoever was killed from outside comes first: its neighbours' errors are consequences.
+        for name in sorted(ended, key=lambda name: self.state.modules[name].signal is None):
+            self._judge(name, self.state.modules[name])
+        if ended:
+            self._write()
+
+    def _judge(self, name: str, module: ModuleState) -> None:
+        """Decide what the end of one worker means for the run."""
+        told = self._stop_reason is not None
+        # SIGTERM ends a worker that is still importing torch, before it can catch it; the second
+        # one ends it at any time.
+        obeyed = told and (name in self._killed or module.exit_code == 128 + signal.SIGTERM)
+        if module.exit_code == 0:
+            module.state = "finished"
+        elif module.exit_code == StoppedError.exit_code or obeyed:
+            module.state = "stopped"
+        else:
+            module.state = "failed"
+        self._event(
+            "worker_ended",
+            module=name,
+            attempt=module.attempt,
+            state=module.state,
+            exit_code=module.exit_code,
+            signal=module.signal,
+        )
+        if module.state == "failed":
+            if self.state.failed is None:
+                self.state.failed = name
+                self.state.error = how_it_ended(name, module)
+            self._stop(how_it_ended(name, module), broken=True)
+        elif module.state == "stopped":
+            self._stop(how_it_ended(name, module))
+        elif name == self._plan.workers[-1].module and self._processes:
+            # The tail saw the end of the stream: the others have nothing left to wait for.
+            self._linger_until = self._clock() + self._plan.stop_grace_s
+
+    # --- ending --------------------------------------------------------------------------------
+
+    def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
+        """Tell all workers to leave; in a broken chain no new checkpoint can be completed."""
+        if broken:
+            self._hurry_at = self._clock() + _BROKEN_GRACE_S
+        if self._stop_reason is not None:
+            return
+        self._stop_reason = reason
+        self.state.phase = "stopping"
+        self._event("run_stopping", reason=reason)
+        self._write()
+        grace_s = self._plan.stop_grace_s if grace_s is None else grace_s
+        self._kill_at = self._clock() + grace_s + _LEAVE_S
+        for process in self._processes.values():
+            process.send(signal.SIGTERM)
+
+    def _kill(self, reason: str) -> None:
+        for name, process in self._processes.items():
+            if name not in self._killed:
+                self._killed.add(name)
+                self._event("worker_killed", module=name, reason=reason)
+                process.kill()
+
+    def _conclude(self) -> None:
+        tail = self.state.modules[self._plan.workers[-1].module]
+        if self.state.failed is not None:
+            self.state.phase, self.state.exit_code = "failed", DniError.exit_code
+        elif tail.state == "finished":
+            self.state.phase, self.state.exit_code = "finished", 0
+        else:
+            self.state.phase = "stopped"
+            by = self._killed_by
+            self.state.exit_code = StoppedError.exit_code if by is None else 128 + by
+            self.state.error = self._stop_reason
+        self.state.ended = time.time()
+        self._event("run_ended", state=self.state.phase, exit_code=self.state.exit_code)
+        self._write()
+
+    def _abandon(self, error: BaseException) -> None:
+        """The supervisor itself cannot go on: leave nothing running behind."""
+        self._kill("the supervisor failed")
+        self.state.phase = "failed"
+        self.state.exit_code = error.exit_code if isinstance(error, DniError) else 70
+        self.state.error = str(error) or type(error).__name__
+        self.state.ended = time.time()
+        with contextlib.suppress(OSError):  # a full disk may be the reason
+            self._event("run_ended", state="failed", error=self.state.error)
+            self._write()
+
+    def _remove_sockets(self) -> None:
+        folder = Path(self._plan.sockets)
+        with contextlib.suppress(OSError):
+            for entry in folder.iterdir():
+                entry.unlink()
+            folder.rmdir()
+
+    # --- records -------------------------------------------------------------------------------
+
+    def _event(self, event: str, **details: Any) -> None:
+        _log.info("%s %s", event, details)
+        append_line(self._run.events, {"time": time.time(), "event": event, **details})
+
+    def _write(self) -> None:
+        self._written_at = self._clock()
+        self.state.write(self._run)
+
+    @contextlib.contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.interrupt(number)
+
+        # What the caller ignores stays ignored (nohup, background jobs of a shell script).
+        caught = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+        previous = {one: signal.signal(one, handle) for one in caught}
+        try:
+            yield
+        finally:
+            for one, handler in previous.items():
+                signal.signal(one, handler)
+
+
+def how_it_ended(name: str, module: ModuleState) -> str:
+    """One clause on the end of a worker."""
+    if module.signal is not None:
+        how = f"was killed by {module.signal}"
+    elif module.state == "stopped":
+        how = "stopped"
+    else:
+        how = f"ended with exit code {module.exit_code}"
+    return f"module {name!r} (attempt {module.attempt}) {how}"

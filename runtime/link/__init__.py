@@ -1,0 +1,23 @@
+"""Links between neighbouring modules over ZeroMQ (docs/wire.md).
+
+``sender`` and ``receiver`` are the protocol as pure state; ``output`` and ``input`` are their thin
+ends with a socket; ``sockets`` is the one place that makes sockets and does I/O.
+"""
+
+from dni_runtime.link.address import check_address, listen_address
+from dni_runtime.link.counters import LinkCounters
+from dni_runtime.link.input import Batch, InputLink, Marker
+from dni_runtime.link.output import Drained, Gradient, OutputLink, Request
+
+__all__ = [
+    "Batch",
+    "Drained",
+    "Gradient",
+    "InputLink",
+    "LinkCounters",
+    "Marker",
+    "OutputLink",
+    "Request",
+    "check_address",
+    "listen_address",
+]

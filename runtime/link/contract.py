@@ -1,0 +1,96 @@
+"""What the two ends of a link agree on, derived from each end's own spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import HEADER_BYTES, Limits, TensorContract
+
+End = Literal["input", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkContract:
+    """One link as both ends must see it.
+
+    Attributes:
+        source: The module upstream.
+        target: The module downstream.
+        activation: What travels down as ``h``.
+        label: What travels down as ``y``.
+        gradient: What travels up as ``g``; None where upstream wants no true gradients.
+        dtype: The type that the module at this end computes with.
+        agreement: What HELLO compares, field by field, in this order.
+    """
+
+    source: str
+    target: str
+    activation: TensorContract
+    label: TensorContract
+    gradient: TensorContract | None
+    dtype: str
+    agreement: dict[str, str]
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, end: End) -> Self:
+        """The contract of the link at this end of a module.
+
+        Raises:
+            ValueError: The module has no link there (a bug of the caller).
+        """
+        source = spec.upstream if end == "input" else spec.module
+        target = spec.module if end == "input" else spec.downstream
+        tensor = spec.input if end == "input" else spec.output
+        wanted = spec.gradients_out if end == "input" else spec.gradients_in
+        if source is None or target is None:
+            raise ValueError(f"module {spec.module!r} has no {end} link")
+        links = spec.links
+        wire = links.dtype or tensor.dtype
+        activation = TensorContract("h", wire, tensor.shape, spec.batch_limit)
+        label = TensorContract("y", spec.label.dtype, spec.label.shape, spec.batch_limit)
+        gradient = TensorContract("g", links.gradient_dtype or wire, tensor.shape, spec.batch_limit)
+        return cls(
+            source=source,
+            target=target,
+            activation=activation,
+            label=label,
+            gradient=gradient if wanted else None,
+            dtype=tensor.dtype,
+            agreement={
+                "chain": spec.chain,
+                "source": source,
+                "target": target,
+                "activation": str(tensor),
+                "label": str(spec.label),
+                "activations on the wire": wire,
+                "gradients on the wire": gradient.dtype if wanted else "none",
+                "batch limit": str(spec.batch_limit),
+                "hash": spec.link_hash(end=end),
+            },
+        )
+
+    def __str__(self) -> str:
+        return f"{self.source} → {self.target}"
+
+    @property
+    def down(self) -> Limits:
+        """Limits of what travels down."""
+        return Limits(2, max(self.activation.buffer_bytes, self.label.buffer_bytes))
+
+    @property
+    def up(self) -> Limits:
+        """Limits of what travels up."""
+        if self.gradient is None:
+            return Limits(0, 0)
+        return Limits(1, self.gradient.buffer_bytes)
+
+    def frame_limit(self, end: End) -> int:
+        """MAXMSGSIZE of the socket at this end: well above the contract.
+
+        What is too large by little is then refused and counted; what is far too large never
+        reaches memory, because libzmq ends the connection (zmq_setsockopt(3)).
+        """
+        limits = self.down if end == "input" else self.up
+        return max(4 * max(limits.buffer_bytes, HEADER_BYTES), 1 << 20)

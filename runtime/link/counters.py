@@ -1,0 +1,66 @@
+"""What a link has counted; the worker's metrics report it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dni_runtime.errors import WireError
+
+_QUIET_S = 10.0
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Counts of one end of a link since it was made.
+
+    Attributes:
+        refused: Messages that were not accepted, by reason (docs/wire.md, "Checks").
+        resent: Messages that were transmitted again, to a new connection.
+        duplicates: Messages that were dropped because they had come before.
+        gaps: Ids that never came.
+        gradients: Gradients received (output end) or sent (input end).
+        gradients_dropped: Gradients not sent because the neighbour was slow or gone.
+        handshakes: Completed handshakes; more than one means reconnections.
+    """
+
+    refused: Counter[str] = field(default_factory=Counter)
+    resent: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    gradients: int = 0
+    gradients_dropped: int = 0
+    handshakes: int = 0
+
+
+class Refusals:
+    """Counts refused messages and logs the first one, then at most one line in ten seconds.
+
+    Args:
+        counters: Where they are counted.
+        link: The link's name in log lines.
+        log: Where they are logged.
+    """
+
+    def __init__(self, counters: LinkCounters, link: str, log: logging.Logger) -> None:
+        self._counters = counters
+        self._link = link
+        self._log = log
+        self._quiet_until_s = 0.0
+
+    def __call__(self, error: WireError) -> None:
+        """Count one."""
+        refused = self._counters.refused
+        refused[error.reason] += 1
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + _QUIET_S
+            self._log.warning(
+                "link %s: refused a message (%s): %s; %d refused so far",
+                self._link,
+                error.reason,
+                error.message,
+                refused.total(),
+            )

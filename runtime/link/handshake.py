@@ -1,0 +1,151 @@
+"""Bodies of HELLO, WELCOME and REFUSE, and what follows from them (docs/wire.md, "Handshake")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from dni_runtime.errors import HandshakeError, WireError
+from dni_runtime.wire import PROTOCOL_VERSION, Body, Message
+
+TEXT_CHARS = 512
+ID_LIMIT = (1 << 62) - 1
+
+INVITATION = "hello"
+REPLACED = "session"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What an output end says of itself.
+
+    Attributes:
+        session: A random word of its process's link.
+        first: The lowest id that it can still send.
+        link: What both ends must agree on.
+    """
+
+    session: str
+    first: int
+    link: Mapping[str, str]
+
+    def body(self) -> dict[str, Body]:
+        """As a message's body."""
+        return {
+            "session": self.session,
+            "first": self.first,
+            "link": dict(self.link),
+        }
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        """Read a HELLO.
+
+        Raises:
+            WireError: ``body``: it lacks a field, or one is not what it should be.
+        """
+        link = message.body.get("link")
+        if not isinstance(link, dict) or len(link) > 32:
+            raise WireError("body", "HELLO without 'link'")
+        for name in link:
+            _text(link, name)
+        return cls(
+            _text(message.body, "session"),
+            _natural(message.body, "first", 1, ID_LIMIT),
+            {name: str(value) for name, value in link.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an input end does not accept a HELLO.
+
+    Attributes:
+        field: What differs; ``hello`` invites HELLO, ``session`` says that another one took over.
+        mine: The value of the end that refuses.
+        yours: The value of the end that is refused.
+    """
+
+    field: str
+    mine: str = ""
+    yours: str = ""
+
+    def body(self) -> dict[str, Body]:
+        """As a message's body."""
+        return {"field": self.field, "mine": self.mine, "yours": self.yours}
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        """Read a REFUSE.
+
+        Raises:
+            WireError: ``body``: it lacks a field, or one is not what it should be.
+        """
+        body = message.body
+        return cls(_text(body, "field"), _text(body, "mine"), _text(body, "yours"))
+
+    def error(self, me: str, neighbour: str) -> HandshakeError:
+        """What it means for the module that was refused."""
+        if self.field == REPLACED:
+            return HandshakeError(
+                f"module {neighbour!r} has accepted another process as module {me!r}",
+                hint=f"two processes serve module {me!r} in this run: stop one of them",
+            )
+        return mismatch(me, neighbour, self.field, mine=self.yours, yours=self.mine)
+
+
+def mismatch(me: str, neighbour: str, field: str, *, mine: str, yours: str) -> HandshakeError:
+    """The error of two modules that do not fit together."""
+    if field == "run":
+        hint = "another run's worker listens there: stop it, or remove its stale endpoint"
+    elif field == "protocol version":
+        hint = "the images hold different versions of dni-runtime: build both with one version"
+    else:
+        hint = "their images come from different specs: build both from the same chain.yaml"
+    return HandshakeError(
+        f"modules {me!r} and {neighbour!r} do not fit together: {field} is {mine!r} for {me!r} "
+        f"but {yours!r} for {neighbour!r}",
+        hint=hint,
+    )
+
+
+def compare(
+    run: str, agreement: Mapping[str, str], theirs: Hello, their_run: str
+) -> Refusal | None:
+    """The first field in which the ends differ, or None where they fit."""
+    if their_run != run:
+        return Refusal("run", run, their_run)
+    for field, mine in agreement.items():
+        yours = theirs.link.get(field, "nothing")
+        if yours != mine:
+            return Refusal(field, mine, yours)
+    return None
+
+
+def other_version(version: int) -> Refusal:
+    """The refusal of a peer that speaks another protocol version."""
+    return Refusal("protocol version", str(PROTOCOL_VERSION), str(version))
+
+
+def received_of(message: Message) -> int:
+    """The last id that the input end has accepted, from its WELCOME.
+
+    Raises:
+        WireError: ``body``: it is not there, or not what it should be.
+    """
+    return _natural(message.body, "received", 0, ID_LIMIT)
+
+
+def _text(body: Mapping[str, Body], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or len(value) > TEXT_CHARS:
+        raise WireError("body", f"{name!r} is not a short text")
+    return value
+
+
+def _natural(body: Mapping[str, Body], name: str, low: int, high: int) -> int:
+    value = body.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise WireError("body", f"{name!r} is not a whole number from {low} to {high}")
+    return value

@@ -1,0 +1,319 @@
+"""The input end of a link: gets activations and markers, sends gradients.
+
+One thread uses it, and nothing in it waits except :meth:`InputLink.wait_for_peer`, which has a
+deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from dni_runtime.errors import StoppedError, UnavailableError, WireError
+from dni_runtime.link import sockets
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.counters import LinkCounters, Refusals
+from dni_runtime.link.receiver import Receiver
+from dni_runtime.link.tensors import from_buffer, to_buffer
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, encode
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_CALL = 64
+_FRAMES = 3
+_CONTROL_KEPT = 64
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of the stream.
+
+    Attributes:
+        id: Its position.
+        epoch: Its epoch.
+        mode: What to do with it.
+        h: Activations ``[B, *input]``, in the type that the module computes with.
+        y: Labels ``[B, *label]``.
+    """
+
+    id: int
+    epoch: int
+    mode: Mode
+    h: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A marker of the stream.
+
+    Attributes:
+        id: Its position.
+        epoch: The epoch that it speaks of.
+        mark: What it says.
+        body: What the head adds.
+    """
+
+    id: int
+    epoch: int
+    mark: Mark
+    body: dict[str, Body]
+
+
+class InputLink:
+    """The downstream end of a link.
+
+    Args:
+        spec: The module that receives.
+        run: The run.
+        received: Everything up to this id was processed before (a checkpoint's cut).
+        context: A ZeroMQ context to share, or None for its own.
+
+    Attributes:
+        counters: What has been counted.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        run: str,
+        received: int = 0,
+        context: sockets.Context | None = None,
+    ) -> None:
+        self._contract = LinkContract.of(spec, "input")
+        self._label_dtype = spec.label.dtype
+        self.counters = LinkCounters()
+        self._receiver = Receiver(
+            self._contract, run=run, received=received, counters=self.counters
+        )
+        self._refuse = Refusals(self.counters, str(self._contract), log)
+        self._owns_context = context is None
+        self._context = sockets.open_context() if context is None else context
+        self._socket = sockets.input_socket(
+            self._context,
+            window=spec.links.window,
+            frame_limit=self._contract.frame_limit("input"),
+        )
+        self._bound: list[tuple[str, tuple[int, int] | None]] = []
+        self._ack_due = False
+        self._drained = 0
+        self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
+        self._handshakes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def socket(self) -> sockets.Socket:
+        """For ``zmq.Poller``: readable when :meth:`receive` has something to do."""
+        return self._socket
+
+    @property
+    def connected(self) -> bool:
+        """Whether a peer has completed HELLO (it may have gone since)."""
+        return self._receiver.peer is not None
+
+    @property
+    def received(self) -> int:
+        """The highest id that was accepted."""
+        return self._receiver.order.received
+
+    def bind(self, address: str) -> str:
+        """Listen at ``address`` (``listen_address``).
+
+        Returns:
+            The actual address, with the port that was chosen for ``:*``.
+
+        Raises:
+            UnavailableError: It is taken, too long, or not this machine's.
+        """
+        actual = sockets.bind(self._socket, address)
+        self._bound.append((actual, sockets.file_id(actual)))
+        log.info("link %s: listening on %s", self._contract, actual)
+        return actual
+
+    def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> None:
+        """Wait until the module upstream has completed HELLO.
+
+        Raises:
+            UnavailableError: It has not in time.
+            StoppedError: ``stop``, asked a few times a second, said so.
+        """
+        end_s = time.monotonic() + deadline_s
+        while not self.greet():
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                source, refused = self._contract.source, self.counters.refused
+                raise UnavailableError(
+                    f"module {source!r} did not connect within {deadline_s:g} s"
+                    + (f"; refused meanwhile: {dict(refused)}" if refused else ""),
+                    hint=f"see 'dnictl logs {source}'; a slow start needs a longer "
+                    "'links.connect_timeout_s'",
+                )
+            if stop is not None and stop():
+                raise StoppedError(f"stopped while waiting for module {self._contract.source!r}")
+            sockets.wait(self._socket, min(left_s, _POLL_S))
+
+    def greet(self) -> bool:
+        """Answer who wants to shake hands, without waiting, while there is no peer yet.
+
+        Returns:
+            Whether there is one.
+        """
+        for _ in range(MESSAGES_PER_CALL):
+            if self.connected or not self._take():
+                break
+        return self.connected
+
+    def receive(self) -> Batch | Marker | None:
+        """The next message of the stream, without waiting; also keeps the link going.
+
+        Returns:
+            The message, or None when there is none (or only refused ones: call again).
+        """
+        self._send_due()
+        for _ in range(MESSAGES_PER_CALL):
+            taken = self._take()
+            if isinstance(taken, Message):
+                return self._item(taken)
+            if not taken:
+                return None
+        return None
+
+    def ack(self, id: int) -> None:
+        """Everything up to ``id`` has been processed; upstream may forget it."""
+        self._receiver.order.acknowledge(id)
+        self._ack_due = True
+        self._send_due()
+
+    def send_gradient(self, id: int, g: Tensor, ack: int) -> None:
+        """Send a true gradient upstream if that is possible now, else drop and count it.
+
+        Where the module upstream wants no gradients, only the acknowledgement is sent. The tensor
+        MUST NOT be changed afterwards: its memory is sent.
+
+        Args:
+            id: The batch.
+            g: ``dL_b/dh_b`` per sample ``[B, *input]``, not divided by the batch size.
+            ack: Everything up to this id has been processed.
+
+        Raises:
+            WireError: The tensor breaks the contract (a bug of the caller).
+        """
+        contract = self._contract.gradient
+        if contract is None:
+            self.ack(ack)
+            return
+        order = self._receiver.order
+        order.acknowledge(ack)
+        entry, buffer = to_buffer(g, contract)
+        message = Message(
+            Kind.GRADIENT,
+            self._receiver.run,
+            self._contract.target,
+            id=id,
+            ack=order.acked,
+            tensors=(entry,),
+            buffers=(buffer,),
+        )
+        if self._send(encode(message)):
+            self.counters.gradients += 1
+            self._ack_due = False
+        else:
+            self.counters.gradients_dropped += 1
+            self._ack_due = True
+
+    def send_drained(self, id: int) -> None:
+        """No gradient of a batch before marker ``id`` will follow; sent until it has arrived."""
+        self._drained = max(self._drained, id)
+        self._send_control(Message(Kind.DRAINED, self._receiver.run, self._contract.target, id=id))
+
+    def request(self, what: str) -> None:
+        """Ask the head for something, such as ``checkpoint``."""
+        self._send_control(
+            Message(Kind.REQUEST, self._receiver.run, self._contract.target, body={"what": what})
+        )
+
+    def close(self) -> None:
+        """Stop listening; waits a second at most for acknowledgements to leave."""
+        self._send_due()
+        for address, file in self._bound:
+            sockets.remove_file(address, file)
+        sockets.close(self._socket, self._context if self._owns_context else None)
+
+    def _take(self) -> Message | bool:
+        """Take one message: a new one of the stream, else whether there was any."""
+        frames = sockets.receive(self._socket, 1 + _FRAMES)
+        if frames is None:
+            return False
+        identity, *rest = sockets.buffers(frames)
+        try:
+            message = self._receiver.handle(bytes(identity), rest)
+        except WireError as error:
+            self._refuse(error)
+            message = None
+        if self._receiver.replies:
+            self._reply()
+        return True if message is None else message
+
+    def _item(self, message: Message) -> Batch | Marker:
+        if message.kind is Kind.MARK:
+            return Marker(message.id, message.epoch, message.mark, dict(message.body))
+        (h, y), (h_buffer, y_buffer) = message.tensors, message.buffers
+        return Batch(
+            message.id,
+            message.epoch,
+            message.mode,
+            from_buffer(h, h_buffer, self._contract.dtype),
+            from_buffer(y, y_buffer, self._label_dtype),
+        )
+
+    def _reply(self) -> None:
+        replies = self._receiver.replies
+        while replies:
+            identity, frames = replies.popleft()
+            # a peer that does not read its answer has to ask again
+            sockets.send(self._socket, [identity, *frames])
+        if self.counters.handshakes != self._handshakes:
+            self._handshakes = self.counters.handshakes
+            self._ack_due = False  # WELCOME has told it
+            if self._drained:
+                self.send_drained(self._drained)
+
+    def _send(self, frames: list[Buffer]) -> bool:
+        peer = self._receiver.peer
+        return peer is not None and sockets.send(self._socket, [peer, *frames])
+
+    def _send_control(self, message: Message) -> None:
+        self._control.append(encode(message))
+        self._send_due()
+
+    def _send_due(self) -> None:
+        while self._control and self._send(self._control[0]):
+            self._control.popleft()
+        if self._ack_due:
+            ack = Message(
+                Kind.ACK,
+                self._receiver.run,
+                self._contract.target,
+                ack=self._receiver.order.acked,
+            )
+            self._ack_due = not self._send(encode(ack))

@@ -1,0 +1,313 @@
+"""The output end of a link: sends activations and markers, gets gradients.
+
+One thread uses it, nothing in it waits except :meth:`OutputLink.connect` and
+:meth:`OutputLink.flush`, and both have a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from dni_runtime.errors import StoppedError, UnavailableError, WireError
+from dni_runtime.link import sockets
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.counters import LinkCounters, Refusals
+from dni_runtime.link.sender import Sender, State
+from dni_runtime.link.tensors import from_buffer, to_buffer
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import Body, Kind, Mark, Message, Mode
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_CALL = 64
+_POLL_S = 0.2
+_GREET_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A true gradient that came late, or in time.
+
+    Attributes:
+        id: The batch that it belongs to.
+        g: ``dL_b/dh_b`` per sample ``[B, *output]``, in the type that the module computes with.
+    """
+
+    id: int
+    g: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """No gradient of a batch before this marker will follow.
+
+    Attributes:
+        id: The marker.
+    """
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A module downstream asks the head for something.
+
+    Attributes:
+        what: ``checkpoint``: put a checkpoint marker into the stream.
+    """
+
+    what: str
+
+
+Event = Gradient | Drained | Request
+
+
+class OutputLink:
+    """The upstream end of a link.
+
+    Args:
+        spec: The module that sends.
+        run: The run.
+        next_id: The first id that will be sent.
+        context: A ZeroMQ context to share, or None for its own.
+
+    Attributes:
+        counters: What has been counted.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        run: str,
+        next_id: int = 1,
+        context: sockets.Context | None = None,
+    ) -> None:
+        self._contract = LinkContract.of(spec, "output")
+        self.counters = LinkCounters()
+        self._sender = Sender(
+            self._contract,
+            run=run,
+            window=spec.links.window,
+            next_id=next_id,
+            counters=self.counters,
+        )
+        self._refuse = Refusals(self.counters, str(self._contract), log)
+        self._owns_context = context is None
+        self._context = sockets.open_context() if context is None else context
+        self._socket = sockets.output_socket(
+            self._context,
+            window=spec.links.window,
+            frame_limit=self._contract.frame_limit("output"),
+        )
+        self._address: str | None = None
+        self._greet_again_s = 0.0
+        self._events: list[Event] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def socket(self) -> sockets.Socket:
+        """For ``zmq.Poller``: readable when :meth:`receive` has something to do."""
+        return self._socket
+
+    @property
+    def room(self) -> bool:
+        """Whether the window has room for another batch or marker."""
+        return self._sender.window.room
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that are not acknowledged."""
+        return len(self._sender.window)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the neighbour has said WELCOME; a lost connection shows at the next sending."""
+        return self._sender.state is State.OPEN
+
+    def connect(
+        self, address: str, *, deadline_s: float, stop: Callable[[], bool] | None = None
+    ) -> None:
+        """Connect and shake hands; with another address than before, move the link there.
+
+        Args:
+            address: Where the module downstream listens.
+            deadline_s: Seconds to wait for it.
+            stop: Asked a few times a second whether to give up.
+
+        Raises:
+            HandshakeError: The neighbour does not fit.
+            UnavailableError: It did not answer in time.
+            StoppedError: ``stop`` said so.
+        """
+        if address != self._address:
+            if self._address is not None:
+                sockets.disconnect(self._socket, self._address)
+            self._sender.state = State.SILENT
+            sockets.connect(self._socket, address)
+            self._address = address
+        end_s = time.monotonic() + deadline_s
+        while True:
+            self._events += self._receive()
+            if self.connected:
+                log.info("link %s: connected to %s", self._contract, address)
+                return
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                target = self._contract.target
+                raise UnavailableError(
+                    f"module {target!r} did not answer at {address} within {deadline_s:g} s "
+                    f"({self._sender.state.value})",
+                    hint=f"see 'dnictl logs {target}'; a slow start needs a longer "
+                    "'links.connect_timeout_s'",
+                )
+            if stop is not None and stop():
+                raise StoppedError(f"stopped while waiting for module {self._contract.target!r}")
+            sockets.wait(self._socket, min(left_s, _POLL_S))
+
+    def send_batch(self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor) -> None:
+        """Send a batch downstream, without waiting.
+
+        The tensors MUST NOT be changed until the batch is acknowledged: their memory is sent, and
+        sent again to a neighbour that restarts.
+
+        Args:
+            id: Position in the stream; grows.
+            epoch: Epoch of the batch.
+            mode: What to do with it.
+            h: Activations ``[B, *output]``.
+            y: Labels ``[B, *label]``.
+
+        Raises:
+            WireError: A tensor breaks the contract (a bug of the caller).
+            ValueError: There is no room, or the id does not grow (a bug of the caller).
+        """
+        h_entry, h_buffer = to_buffer(h, self._contract.activation)
+        y_entry, y_buffer = to_buffer(y, self._contract.label)
+        samples = h_entry.shape[0]
+        if y_entry.shape[0] != samples:
+            raise WireError("shape", f"{samples} samples in h but {y_entry.shape[0]} in y")
+        message = Message(
+            Kind.BATCH,
+            self._sender.run,
+            self._contract.source,
+            id=id,
+            epoch=epoch,
+            mode=mode,
+            tensors=(h_entry, y_entry),
+            buffers=(h_buffer, y_buffer),
+        )
+        self._sender.add(message, samples)
+        self._transmit()
+
+    def send_mark(
+        self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None
+    ) -> None:
+        """Send a marker downstream, without waiting; it takes room in the window like a batch.
+
+        Raises:
+            WireError: The body is too large, or there is no mark (a bug of the caller).
+            ValueError: There is no room, or the id does not grow (a bug of the caller).
+        """
+        message = Message(
+            Kind.MARK,
+            self._sender.run,
+            self._contract.source,
+            id=id,
+            epoch=epoch,
+            mark=mark,
+            body=body or {},
+        )
+        self._sender.add(message)
+        self._transmit()
+
+    def receive(self) -> list[Event]:
+        """What has come from downstream, without waiting; also keeps the link going.
+
+        Raises:
+            HandshakeError: A restarted neighbour does not fit, or has accepted another process.
+        """
+        events, self._events = self._events, []
+        return events + self._receive()
+
+    def flush(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> bool:
+        """Wait until everything is acknowledged; events that come meanwhile are kept.
+
+        Returns:
+            Whether everything is acknowledged; False when the deadline came, or ``stop`` said so.
+
+        Raises:
+            HandshakeError: As :meth:`receive`.
+        """
+        end_s = time.monotonic() + deadline_s
+        while True:
+            self._events += self._receive()
+            if not self.in_flight:
+                return True
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or (stop is not None and stop()):
+                return False
+            sockets.wait(self._socket, min(left_s, _POLL_S))
+
+    def close(self) -> None:
+        """Close the socket; what is not acknowledged is lost."""
+        sockets.close(self._socket, self._context if self._owns_context else None)
+
+    def _receive(self) -> list[Event]:
+        events: list[Event] = []
+        for _ in range(MESSAGES_PER_CALL):
+            frames = sockets.receive(self._socket, 2)
+            if frames is None:
+                break
+            try:
+                message = self._sender.handle(sockets.buffers(frames))
+            except WireError as error:
+                self._refuse(error)
+                continue
+            if message is not None:
+                events.append(self._event(message))
+        if not self.connected:
+            self._greet()
+        self._transmit()
+        return events
+
+    def _greet(self) -> None:
+        """Say HELLO when invited, and once more a second when no answer comes."""
+        now_s = time.monotonic()
+        if self._sender.greeting_due or now_s >= self._greet_again_s:
+            self._greet_again_s = now_s + _GREET_S
+            if sockets.send(self._socket, self._sender.hello()):
+                self._sender.greeting_due = False
+
+    def _event(self, message: Message) -> Event:
+        if message.kind is Kind.GRADIENT:
+            (entry,), (buffer,) = message.tensors, message.buffers
+            return Gradient(message.id, from_buffer(entry, buffer, self._contract.dtype))
+        if message.kind is Kind.DRAINED:
+            return Drained(message.id)
+        return Request(str(message.body["what"]))
+
+    def _transmit(self) -> None:
+        while (frames := self._sender.pending()) is not None:
+            if not sockets.send(self._socket, frames):
+                # high-water marks lie above the window: the connection has gone
+                self._sender.state = State.SILENT
+                return
+            self._sender.transmitted()

@@ -1,0 +1,177 @@
+"""The input end of a link as pure state: frames in, messages and replies out.
+
+It accepts one peer at a time, known by the identity of its connection. A peer becomes the accepted
+one by a HELLO that fits; whatever others send is refused and counted (docs/wire.md, "Handshake").
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from dni_runtime.errors import WireError
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.counters import LinkCounters
+from dni_runtime.link.handshake import (
+    INVITATION,
+    REPLACED,
+    Hello,
+    Refusal,
+    compare,
+    other_version,
+)
+from dni_runtime.link.window import ReceiveOrder
+from dni_runtime.wire import (
+    Body,
+    Buffer,
+    Kind,
+    Limits,
+    Message,
+    decode,
+    encode,
+    header_version,
+    nbytes,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_LIMITS = Limits(tensors=0, buffer_bytes=0, header_bytes=1 << 13)
+"""What is read of a peer that has not completed HELLO."""
+
+REPLACED_KEPT = 64
+
+JUMP_LIMIT = 1 << 20
+"""A restarted module may leave a gap in the stream; a larger one is a broken message."""
+
+
+class Receiver:
+    """State of an input end.
+
+    Args:
+        contract: The link's contract.
+        run: The run.
+        received: Everything up to this id was accepted and processed before.
+        counters: Where to count.
+
+    Attributes:
+        peer: Identity of the accepted peer's connection, or None.
+        replies: Handshake messages to send, each with the identity that gets it.
+        order: Which messages have been accepted and processed.
+    """
+
+    def __init__(
+        self, contract: LinkContract, *, run: str, received: int, counters: LinkCounters
+    ) -> None:
+        self.contract = contract
+        self.run = run
+        self.counters = counters
+        self.order = ReceiveOrder(received)
+        self.peer: bytes | None = None
+        self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
+        self._limits = contract.down
+        self._session = ""
+        self._replaced: deque[str] = deque(maxlen=REPLACED_KEPT)
+
+    def handle(self, identity: bytes, frames: Sequence[Buffer]) -> Message | None:
+        """Take a message.
+
+        Returns:
+            A BATCH or MARK that is new, in the stream's order; None for what is settled here.
+
+        Raises:
+            WireError: The message cannot be accepted; nothing has changed.
+        """
+        if identity != self.peer:
+            self._stranger(identity, frames)
+            return None
+        message = decode(frames, self._limits)
+        if message.kind is Kind.BATCH or message.kind is Kind.MARK:
+            return self._stream(message)
+        if message.kind is Kind.HELLO:
+            self._hello(identity, message)
+            return None
+        raise WireError("kind", f"{message.kind.name} from upstream")
+
+    def _stream(self, message: Message) -> Message | None:
+        if message.run != self.run:
+            raise WireError("run", f"a message of run {message.run!r}")
+        if message.source != self.contract.source:
+            raise WireError("source", f"a message of module {message.source!r}")
+        if message.kind is Kind.BATCH:
+            (h, y), (h_bytes, y_bytes) = message.tensors, message.buffers
+            activations = self.contract.activation.check(h, nbytes(h_bytes))
+            labels = self.contract.label.check(y, nbytes(y_bytes))
+            if activations != labels:
+                raise WireError("shape", f"{activations} samples in h but {labels} in y")
+        order = self.order
+        if message.id > order.received + JUMP_LIMIT:
+            raise WireError("id", f"id {message.id} after {order.received}")
+        if not order.accept(message.id):
+            self.counters.duplicates += 1
+            return None
+        self.counters.gaps = order.gaps
+        return message
+
+    def _stranger(self, identity: bytes, frames: Sequence[Buffer]) -> None:
+        if len(frames) != 1:
+            raise WireError("stranger", f"{len(frames)} frames before HELLO")
+        if len(frames[0]) == 0:
+            self._refuse(identity, Refusal(INVITATION))
+            return
+        try:
+            message = decode(frames, HELLO_LIMITS)
+        except WireError as error:
+            if error.reason == "version":
+                version = header_version(frames[0])
+                self._refuse(identity, other_version(-1 if version is None else version))
+            raise
+        if message.kind is not Kind.HELLO:
+            raise WireError("stranger", f"{message.kind.name} before HELLO")
+        self._hello(identity, message)
+
+    def _hello(self, identity: bytes, message: Message) -> None:
+        hello = Hello.of(message)
+        refusal = compare(self.run, self.contract.agreement, hello, message.run)
+        if refusal is None and hello.session in self._replaced:
+            refusal = Refusal(REPLACED, self._session, hello.session)
+        if refusal is not None:
+            self._refuse(identity, refusal)
+            raise WireError(
+                "handshake",
+                f"{refusal.field} is {refusal.mine!r} here but {refusal.yours!r} for a peer that "
+                f"calls itself module {message.source!r}",
+            )
+        if hello.session != self._session:
+            self._replace(hello)
+        if identity != self.peer:
+            self.peer = identity
+            self.counters.handshakes += 1
+        lost = self.order.skip_to(hello.first)
+        if lost:
+            self.counters.gaps = self.order.gaps
+            log.warning(
+                "link %s: %d messages before %d were processed by a former process of this module "
+                "and will not come again",
+                self.contract,
+                lost,
+                hello.first,
+            )
+        body: dict[str, Body] = {"received": self.order.received}
+        self._reply(identity, Kind.WELCOME, body, ack=self.order.acked)
+
+    def _replace(self, hello: Hello) -> None:
+        """Another process of the module upstream takes the link over."""
+        if self._session:
+            self._replaced.append(self._session)
+            log.info("link %s: the module upstream has been restarted", self.contract)
+            if self.peer is not None:
+                self._refuse(self.peer, Refusal(REPLACED, hello.session, self._session))
+        self._session = hello.session
+
+    def _refuse(self, identity: bytes, refusal: Refusal) -> None:
+        self._reply(identity, Kind.REFUSE, refusal.body())
+
+    def _reply(self, identity: bytes, kind: Kind, body: dict[str, Body], ack: int = 0) -> None:
+        message = Message(kind, self.run, self.contract.target, ack=ack, body=body)
+        self.replies.append((identity, encode(message)))

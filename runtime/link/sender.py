@@ -1,0 +1,202 @@
+"""The output end of a link as pure state: frames in, messages and frames out.
+
+States (docs/wire.md, "Handshake")::
+
+    state      event                 next       what is sent
+    silent     REFUSE hello          greeting   HELLO
+    greeting   WELCOME               open       everything unacknowledged above ``received``
+    greeting   REFUSE hello          greeting   HELLO
+    open       REFUSE hello          greeting   HELLO
+    any        REFUSE anything else  HandshakeError
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import Enum
+
+from dni_runtime.errors import WireError
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.counters import LinkCounters
+from dni_runtime.link.handshake import INVITATION, Hello, Refusal, mismatch, received_of
+from dni_runtime.link.window import SendWindow
+from dni_runtime.wire import (
+    PROTOCOL_VERSION,
+    Buffer,
+    Kind,
+    Message,
+    decode,
+    encode,
+    header_version,
+    nbytes,
+)
+
+SIZES_KEPT = 1 << 14
+"""Batches whose size is remembered, so that late gradients can be checked against it."""
+
+
+class State(Enum):
+    """How far the handshake is."""
+
+    SILENT = "no connection"
+    GREETING = "connected, but it does not answer HELLO"
+    OPEN = "open"
+
+
+class Sender:
+    """State of an output end.
+
+    Args:
+        contract: The link's contract.
+        run: The run.
+        window: Unacknowledged messages that are allowed.
+        next_id: The first id that will be sent.
+        counters: Where to count.
+
+    Attributes:
+        state: How far the handshake is.
+        greeting_due: Whether HELLO has to be sent.
+        window: What is not acknowledged.
+    """
+
+    def __init__(
+        self,
+        contract: LinkContract,
+        *,
+        run: str,
+        window: int,
+        next_id: int,
+        counters: LinkCounters,
+    ) -> None:
+        self.contract = contract
+        self.run = run
+        self.counters = counters
+        self.window = SendWindow(window, next_id=next_id)
+        self.state = State.SILENT
+        self.greeting_due = False
+        self._session = secrets.token_hex(8)
+        self._limits = contract.up
+        self._drained = 0
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+
+    def hello(self) -> list[Buffer]:
+        """The frames of HELLO."""
+        hello = Hello(self._session, self.window.first, self.contract.agreement)
+        return encode(Message(Kind.HELLO, self.run, self.contract.source, body=hello.body()))
+
+    def add(self, message: Message, samples: int | None = None) -> None:
+        """Put a message into the window.
+
+        Args:
+            message: A BATCH or MARK.
+            samples: Samples in a batch.
+
+        Raises:
+            ValueError: There is no room, or its id does not grow (a bug of the caller).
+        """
+        self.window.add(message.id, encode(message))
+        if samples is not None:
+            self._sizes[message.id] = samples
+            if len(self._sizes) > SIZES_KEPT:
+                self._sizes.popitem(last=False)
+
+    def pending(self) -> Sequence[Buffer] | None:
+        """Frames to transmit next, or None."""
+        if self.state is not State.OPEN:
+            return None
+        sent = self.window.pending()
+        return None if sent is None else sent.frames
+
+    def transmitted(self) -> None:
+        """The frames that :meth:`pending` gave have been handed over."""
+        if self.window.advance():
+            self.counters.resent += 1
+
+    def handle(self, frames: Sequence[Buffer]) -> Message | None:
+        """Take a message from downstream.
+
+        Returns:
+            A GRADIENT, DRAINED or REQUEST for the module; None for what is settled here.
+
+        Raises:
+            HandshakeError: The other end does not fit.
+            WireError: The message cannot be accepted; nothing has changed.
+        """
+        try:
+            message = decode(frames, self._limits)
+        except WireError as error:
+            if error.reason == "version" and self.state is not State.OPEN:
+                yours = header_version(frames[0])
+                raise mismatch(
+                    self.contract.source,
+                    self.contract.target,
+                    "protocol version",
+                    mine=str(PROTOCOL_VERSION),
+                    yours=str(yours),
+                ) from None
+            raise
+        if message.kind is Kind.REFUSE:
+            self._refused(message)
+            return None
+        if message.run != self.run:
+            raise WireError("run", f"a message of run {message.run!r}")
+        if message.source != self.contract.target:
+            raise WireError("source", f"a message of module {message.source!r}")
+        return self._accept(message)
+
+    def _refused(self, message: Message) -> None:
+        refusal = Refusal.of(message)
+        if refusal.field != INVITATION:
+            raise refusal.error(self.contract.source, self.contract.target)
+        self.state = State.GREETING
+        self.greeting_due = True
+
+    def _accept(self, message: Message) -> Message | None:
+        if message.kind is Kind.WELCOME:
+            self._welcome(message)
+            return None
+        if self.state is not State.OPEN:
+            raise WireError("stranger", f"{message.kind.name} before WELCOME")
+        if message.kind is Kind.ACK:
+            self._acknowledge(message.ack)
+            return None
+        if message.kind is Kind.GRADIENT:
+            self._check_gradient(message)
+            self._acknowledge(message.ack)
+            self.counters.gradients += 1
+            return message
+        if message.kind is Kind.DRAINED:
+            if message.id <= self._drained:
+                return None
+            self._drained = message.id
+            return message
+        if message.kind is Kind.REQUEST:
+            if not isinstance(message.body.get("what"), str):
+                raise WireError("body", "REQUEST without 'what'")
+            return message
+        raise WireError("kind", f"{message.kind.name} from downstream")
+
+    def _welcome(self, message: Message) -> None:
+        if self.state is State.OPEN:
+            return
+        received = received_of(message)
+        self.window.rewind(received)
+        self._acknowledge(message.ack)
+        self.state = State.OPEN
+        self.counters.handshakes += 1
+
+    def _acknowledge(self, id: int) -> None:
+        if not self.window.acknowledge(id):
+            raise WireError("id", f"id {id} is acknowledged, but {self.window.last} is the last")
+
+    def _check_gradient(self, message: Message) -> None:
+        if self.contract.gradient is None:
+            raise WireError("kind", "a gradient, though this module wants none")
+        samples = self.contract.gradient.check(message.tensors[0], nbytes(message.buffers[0]))
+        due = self._sizes.get(message.id)
+        if due is None:
+            raise WireError("id", f"a gradient of batch {message.id}, which is not known here")
+        if samples != due:
+            raise WireError("shape", f"a gradient of {samples} samples for a batch of {due}")

@@ -1,0 +1,290 @@
+"""The one place that makes ZeroMQ sockets and does I/O on them.
+
+Every socket gets its limits here, so that none is without them, and ZeroMQ's errors become this
+package's errors here. Encryption (CURVE) will be set here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket as posix
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from dni_runtime.errors import UnavailableError, WorkerError
+from dni_runtime.wire import Buffer
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[zmq.Socket[bytes]]
+
+_LINGER_MS = 1000
+_RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 10_000, 30_000
+_HANDSHAKE_MS = 10_000
+_BACKLOG = 16
+_COPY_BYTES = 1 << 16  # below this a copy is cheaper than a shared frame
+
+
+def open_context() -> Context:
+    """A context with one I/O thread (a second one does not speed up one connection)."""
+    context = zmq.Context(io_threads=1)
+    context.set(zmq.MAX_SOCKETS, 64)
+    return context
+
+
+def output_socket(context: Context, *, window: int, frame_limit: int) -> Socket:
+    """A DEALER: sends activations and markers, gets acknowledgements and gradients.
+
+    Args:
+        context: Where it lives.
+        window: Unacknowledged messages that the link allows.
+        frame_limit: Bytes of the largest frame that may come.
+    """
+    socket = context.socket(zmq.DEALER)
+    # without IMMEDIATE messages would queue for a neighbour that is not there, and the probe
+    # would be sent for the first connection only (zmq_setsockopt(3))
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.PROBE_ROUTER, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    _limit(socket, window, frame_limit)
+    return socket
+
+
+def input_socket(context: Context, *, window: int, frame_limit: int) -> Socket:
+    """A ROUTER: gets activations and markers, sends acknowledgements and gradients.
+
+    Identities are ZeroMQ's own, a new one for each connection: without ROUTER_HANDOVER nobody can
+    take over another one's.
+
+    Args:
+        context: Where it lives.
+        window: Unacknowledged messages that the link allows.
+        frame_limit: Bytes of the largest frame that may come.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+    _limit(socket, window, frame_limit)
+    return socket
+
+
+def _limit(socket: Socket, window: int, frame_limit: int) -> None:
+    """Options of both ends: nothing unbounded, no peer that is gone without being noticed."""
+    # per connection; up to two messages up for each one down, and a few for the handshake
+    socket.setsockopt(zmq.SNDHWM, 2 * window + 16)
+    socket.setsockopt(zmq.RCVHWM, 2 * window + 16)
+    socket.setsockopt(zmq.MAXMSGSIZE, frame_limit)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.copy_threshold = _COPY_BYTES
+
+
+def bind(socket: Socket, address: str) -> str:
+    """Listen.
+
+    Returns:
+        The actual address, with the port that was chosen for ``:*``.
+
+    Raises:
+        UnavailableError: The address is taken, too long, or not this machine's.
+    """
+    if address.startswith("ipc://"):
+        check_socket_file(Path(address.removeprefix("ipc://")))
+    _allow_ipv6(socket, address)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise cannot_listen(address, error.errno) from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(socket: Socket, address: str) -> None:
+    """Start to connect; ZeroMQ goes on trying until it succeeds.
+
+    Raises:
+        UnavailableError: That is no address.
+    """
+    _allow_ipv6(socket, address)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise UnavailableError(
+            f"cannot connect to {address!r}: {error.strerror}",
+            hint="an address is ipc://PATH or tcp://IP:PORT",
+        ) from None
+
+
+def disconnect(socket: Socket, address: str) -> None:
+    """Leave an address that :func:`connect` was given."""
+    with contextlib.suppress(zmq.ZMQError):  # the connection may have ended by itself
+        socket.disconnect(address)
+
+
+def _allow_ipv6(socket: Socket, address: str) -> None:
+    if "[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+
+
+def cannot_listen(address: str, code: int | None) -> UnavailableError:
+    """The error of an address that cannot be listened on."""
+    if code == errno.EADDRINUSE:
+        port = address.rpartition(":")[2]
+        return UnavailableError(
+            f"cannot listen on {address}: it is in use",
+            hint="choose another 'links.port', or leave it out for one that is free; "
+            f"'ss -ltnp sport = :{port}' shows who uses it",
+        )
+    if code in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return UnavailableError(
+            f"cannot listen on {address}: this machine does not have that address",
+            hint="set 'links.interface' to one that 'ip -brief address' shows",
+        )
+    reason = os.strerror(code) if code else "unknown error"
+    return UnavailableError(
+        f"cannot listen on {address}: {reason}",
+        hint="check 'links' in chain.yaml and the socket folder's permissions",
+    )
+
+
+def check_socket_file(path: Path) -> None:
+    """Whether a Unix socket can be made here; a dead process's file is no obstacle.
+
+    libzmq removes whatever lies at the path, so this must look first.
+
+    Raises:
+        UnavailableError: The path is too long, its folder is missing, or something lies there that
+            is not a dead process's own socket.
+    """
+    # unix(7): sun_path has 108 bytes with the closing zero
+    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+        raise UnavailableError(
+            f"the socket's path {str(path)!r} is longer than {zmq.IPC_PATH_MAX_LEN} bytes",
+            hint="set XDG_RUNTIME_DIR to a folder with a shorter path",
+        )
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise UnavailableError(f"the socket folder {str(path.parent)!r} is missing") from None
+        return
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.getuid():
+        raise UnavailableError(
+            f"{str(path)!r} is in the way: it is not a socket of this user", hint="remove it"
+        )
+    with posix.socket(posix.AF_UNIX, posix.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        # a full backlog (EAGAIN) is a sign of life too
+        if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+            raise UnavailableError(
+                f"another process listens on {str(path)!r}",
+                hint="a worker of this run is still alive: 'dnictl ps' and 'dnictl stop' show and "
+                "end it",
+            )
+
+
+def send(socket: Socket, frames: Sequence[Buffer]) -> bool:
+    """Hand a message to ZeroMQ, without waiting and, if it is large, without copying.
+
+    Returns:
+        Whether ZeroMQ took it; False when the peer is gone or does not keep up.
+
+    Raises:
+        WorkerError: The socket cannot be used.
+    """
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        flags = zmq.NOBLOCK | zmq.SNDMORE if index < last else zmq.NOBLOCK
+        try:
+            socket.send(frame, flags, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EAGAIN, zmq.EHOSTUNREACH):
+                raise WorkerError(f"sending failed: {error.strerror}") from error
+            if 0 < index < last:
+                # the connection ended within the message: libzmq swallows its remaining frames,
+                # and would swallow the next message's first ones in their place (lb.cpp, dist.cpp)
+                _swallow(socket, last - index)
+            return False
+    return True
+
+
+def _swallow(socket: Socket, frames: int) -> None:
+    for index in range(frames):
+        with contextlib.suppress(zmq.ZMQError):
+            socket.send(b"", zmq.NOBLOCK | (zmq.SNDMORE if index < frames - 1 else 0))
+
+
+def receive(socket: Socket, limit: int) -> list[zmq.Frame] | None:
+    """A message that is there, as frames that own their memory.
+
+    Args:
+        socket: Where from.
+        limit: Frames to keep; one more tells that there were too many, the others are dropped.
+
+    Returns:
+        The frames, or None when there is no message.
+
+    Raises:
+        WorkerError: The socket cannot be used.
+    """
+    frames: list[zmq.Frame] = []
+    try:
+        while True:
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) <= limit:
+                frames.append(frame)
+            if not frame.more:
+                return frames
+    except zmq.Again:
+        return None
+    except zmq.ZMQError as error:
+        raise WorkerError(f"receiving failed: {error.strerror}") from error
+
+
+def buffers(frames: Sequence[zmq.Frame]) -> list[Buffer]:
+    """Views of the frames' memory, which they keep alive."""
+    return [frame.buffer for frame in frames]
+
+
+def wait(socket: Socket, timeout_s: float) -> None:
+    """Wait until there is a message, or the time is over."""
+    try:
+        socket.poll(max(0, round(timeout_s * 1000)), zmq.POLLIN)
+    except zmq.ZMQError as error:
+        raise WorkerError(f"waiting for a message failed: {error.strerror}") from error
+
+
+def close(socket: Socket, context: Context | None) -> None:
+    """Close a socket and, if given, its context; waits a second at most for what is to be sent."""
+    socket.close()
+    if context is not None:
+        context.term()
+
+
+def file_id(address: str) -> tuple[int, int] | None:
+    """What tells the file of an ipc address from any other one, or None where there is none."""
+    if not address.startswith("ipc://"):
+        return None
+    try:
+        status = os.lstat(address.removeprefix("ipc://"))
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def remove_file(address: str, mine: tuple[int, int] | None) -> None:
+    """Remove an ipc address's file, unless it is another process's by now (libzmq leaves it)."""
+    if mine is not None and file_id(address) == mine:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address.removeprefix("ipc://"))

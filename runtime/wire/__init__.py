@@ -1,0 +1,28 @@
+"""The wire format: messages, their codec and contracts (docs/wire.md).
+
+Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles anything.
+"""
+
+from dni_runtime.wire.codec import decode, encode, header_version
+from dni_runtime.wire.contract import HEADER_BYTES, ITEM_BYTES, Limits, TensorContract
+from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
+from dni_runtime.wire.message import Body, Buffer, Message, TensorEntry, nbytes
+
+__all__ = [
+    "HEADER_BYTES",
+    "ITEM_BYTES",
+    "PROTOCOL_VERSION",
+    "Body",
+    "Buffer",
+    "Kind",
+    "Limits",
+    "Mark",
+    "Message",
+    "Mode",
+    "TensorContract",
+    "TensorEntry",
+    "decode",
+    "encode",
+    "header_version",
+    "nbytes",
+]

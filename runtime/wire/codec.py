@@ -1,0 +1,283 @@
+"""Messages to frames and back: pure, strict and without copies (docs/wire.md).
+
+The header is msgpack without extension types, with every length bounded; buffers pass through
+untouched. ``decode`` returns a message only when all of it has been checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from reprlib import repr as brief
+from typing import Any
+
+import msgpack
+
+from dni_runtime.errors import WireError
+from dni_runtime.wire.contract import HEADER_BYTES, ITEM_BYTES, Limits
+from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
+from dni_runtime.wire.message import NO_MARK, Buffer, Message, TensorEntry, nbytes
+
+FIELDS = 11
+ID_LIMIT = (1 << 63) - 1
+EPOCH_LIMIT = (1 << 31) - 1
+SIZE_LIMIT = (1 << 31) - 1
+RANK_LIMIT = 8
+DEPTH_LIMIT = 8
+NAME_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """Which fields a kind uses; the others must be zero or empty."""
+
+    id: bool = False
+    epoch: bool = False
+    mode: bool = False
+    mark: bool = False
+    ack: bool = False
+    body: bool = False
+    tensors: tuple[str, ...] = ()
+
+
+_USES = {
+    Kind.HELLO: _Uses(body=True),
+    Kind.WELCOME: _Uses(ack=True, body=True),
+    Kind.REFUSE: _Uses(body=True),
+    Kind.BATCH: _Uses(id=True, epoch=True, mode=True, tensors=("h", "y")),
+    Kind.MARK: _Uses(id=True, epoch=True, mark=True, body=True),
+    Kind.GRADIENT: _Uses(id=True, ack=True, tensors=("g",)),
+    Kind.ACK: _Uses(ack=True),
+    Kind.DRAINED: _Uses(id=True),
+    Kind.REQUEST: _Uses(body=True),
+}
+_KINDS = {int(kind): kind for kind in Kind}
+_MODES = {int(mode): mode for mode in Mode}
+_MARKS = {bits: Mark(bits) for bits in range(sum(Mark) + 1)}
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
+
+
+_STRICT: dict[str, Any] = {
+    "raw": False,
+    "use_list": True,
+    "strict_map_key": True,
+    "ext_hook": _no_extension,
+    "max_str_len": HEADER_BYTES,
+    "max_bin_len": 0,
+    "max_array_len": 1024,
+    "max_map_len": 1024,
+    "max_ext_len": 0,
+}
+
+
+def encode(message: Message) -> list[Buffer]:
+    """Frames of a message: its header, then its buffers as they are.
+
+    Raises:
+        WireError: The message breaks the format (a bug of the sender), or its body is too large.
+    """
+    header: bytes = msgpack.packb(
+        [
+            PROTOCOL_VERSION,
+            message.kind,
+            message.run,
+            message.source,
+            message.id,
+            message.epoch,
+            message.mode,
+            message.mark,
+            message.ack,
+            [(entry.name, entry.dtype, entry.shape) for entry in message.tensors],
+            message.body,
+        ]
+    )
+    if len(header) > HEADER_BYTES:
+        raise WireError("oversized", f"the header has {len(header)} bytes of {HEADER_BYTES}")
+    if len(message.tensors) != len(message.buffers):
+        raise WireError(
+            "count", f"{len(message.tensors)} tensors but {len(message.buffers)} buffers"
+        )
+    return [header, *message.buffers]
+
+
+def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
+    """The message in these frames, completely checked against the format and the limits.
+
+    Raises:
+        WireError: It cannot be accepted; ``reason`` is one of docs/wire.md's table.
+    """
+    if not frames:
+        raise WireError("truncated", "a message without frames")
+    fields = _unpack(frames[0], limits)
+    kind = _KINDS.get(fields[1]) if type(fields[1]) is int else None
+    if kind is None:
+        raise WireError("kind", f"unknown kind {brief(fields[1])}")
+    _, _, run, source, id, epoch, mode, mark, ack, table, body = fields
+    _check_name(run, "run")
+    _check_name(source, "source")
+    _check_natural(id, "id", ID_LIMIT)
+    _check_natural(epoch, "epoch", EPOCH_LIMIT)
+    _check_natural(mode, "mode", len(_MODES) - 1)
+    _check_natural(mark, "mark", len(_MARKS) - 1)
+    _check_natural(ack, "ack", ID_LIMIT)
+    if type(body) is not dict:
+        raise WireError("header", f"body is {brief(body)}, not a map")
+    if body:
+        _check_body(body, DEPTH_LIMIT)
+    tensors = _table(table, frames, limits)
+    message = Message(
+        kind,
+        run,
+        source,
+        id,
+        epoch,
+        _MODES[mode],
+        _MARKS[mark],
+        ack,
+        tensors,
+        tuple(frames[1:]),
+        body,
+    )
+    _check_uses(message)
+    return message
+
+
+def header_version(header: Buffer) -> int | None:
+    """The protocol version that a header claims, or None where it has none that can be read."""
+    if nbytes(header) > HEADER_BYTES:
+        return None
+    try:
+        fields = msgpack.unpackb(header, **_STRICT)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    if type(fields) is list and fields and type(fields[0]) is int:
+        return int(fields[0])
+    return None
+
+
+def _unpack(header: Buffer, limits: Limits) -> list[Any]:
+    if nbytes(header) > limits.header_bytes:
+        raise WireError(
+            "oversized", f"the header has {nbytes(header)} bytes of {limits.header_bytes}"
+        )
+    try:
+        fields = msgpack.unpackb(header, **_STRICT)
+    except (ValueError, msgpack.UnpackException) as error:
+        reason = "truncated" if _incomplete(header) else "header"
+        raise WireError(reason, f"the header cannot be read: {brief(str(error))}") from None
+    if type(fields) is not list or not fields or type(fields[0]) is not int:
+        raise WireError("header", f"the header is {brief(fields)}")
+    if fields[0] != PROTOCOL_VERSION:
+        raise WireError(
+            "version", f"protocol version {fields[0]}; this side speaks {PROTOCOL_VERSION}"
+        )
+    if len(fields) != FIELDS:
+        raise WireError("header", f"the header has {len(fields)} fields, not {FIELDS}")
+    return fields
+
+
+def _incomplete(header: Buffer) -> bool:
+    """Whether more bytes could complete the header (looked at only when it failed)."""
+    unpacker = msgpack.Unpacker(**_STRICT)
+    unpacker.feed(header)
+    try:
+        unpacker.unpack()
+    except msgpack.OutOfData:
+        return True
+    except (ValueError, msgpack.UnpackException):
+        return False
+    return False
+
+
+def _check_natural(value: object, what: str, limit: int) -> None:
+    # bool is a subclass of int, hence the exact type
+    if type(value) is not int or not 0 <= value <= limit:
+        raise WireError("header", f"{what} is {brief(value)}, not a whole number from 0 to {limit}")
+
+
+def _check_name(value: object, what: str) -> None:
+    if type(value) is not str or not 1 <= len(value.encode()) <= NAME_BYTES:
+        raise WireError("header", f"{what} is {brief(value)}, not 1 to {NAME_BYTES} bytes of text")
+
+
+def _check_body(value: object, depth: int) -> None:
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if depth == 0:
+        raise WireError("header", f"the body is more than {DEPTH_LIMIT} deep")
+    if type(value) is list:
+        for item in value:
+            _check_body(item, depth - 1)
+    elif type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise WireError("header", f"the body has the key {brief(key)}")
+            _check_body(item, depth - 1)
+    else:
+        raise WireError("header", f"the body has {brief(value)}")
+
+
+def _table(table: object, frames: Sequence[Buffer], limits: Limits) -> tuple[TensorEntry, ...]:
+    """The tensor table, with each row checked against its buffer."""
+    if type(table) is not list:
+        raise WireError("header", f"the tensor table is {brief(table)}")
+    rows, buffers = len(table), len(frames) - 1
+    if rows > limits.tensors:
+        raise WireError("count", f"{rows} tensors; at most {limits.tensors}")
+    if rows != buffers:
+        raise WireError(
+            "truncated" if buffers < rows else "count", f"{rows} tensors but {buffers} buffers"
+        )
+    return tuple(
+        _entry(row, nbytes(frame), limits) for row, frame in zip(table, frames[1:], strict=True)
+    )
+
+
+def _entry(row: object, nbytes: int, limits: Limits) -> TensorEntry:
+    if type(row) is not list or len(row) != 3:
+        raise WireError("header", f"the tensor table has the row {brief(row)}")
+    name, dtype, sizes = row
+    _check_name(name, "a tensor's name")
+    item_bytes = ITEM_BYTES.get(dtype) if type(dtype) is str else None
+    if item_bytes is None:
+        raise WireError("dtype", f"tensor {name!r} has the unknown dtype {brief(dtype)}")
+    if type(sizes) is not list or len(sizes) > RANK_LIMIT:
+        raise WireError("shape", f"tensor {name!r} has the sizes {brief(sizes)}")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= SIZE_LIMIT:
+            raise WireError("shape", f"tensor {name!r} has the sizes {brief(sizes)}")
+    if nbytes > limits.buffer_bytes:
+        raise WireError(
+            "oversized", f"tensor {name!r} has {nbytes} bytes; at most {limits.buffer_bytes}"
+        )
+    due = math.prod(sizes) * item_bytes
+    if nbytes != due:
+        raise WireError(
+            "truncated" if nbytes < due else "oversized",
+            f"tensor {name!r} of {dtype} and sizes {sizes} has {nbytes} bytes, not {due}",
+        )
+    return TensorEntry(name, dtype, tuple(sizes))
+
+
+def _check_uses(message: Message) -> None:
+    """Whether the fields fit the kind."""
+    uses = _USES[message.kind]
+    if uses.id != (message.id > 0):
+        raise WireError("kind", f"{message.kind.name} with id {message.id}")
+    if uses.mark != (message.mark != NO_MARK):
+        raise WireError("kind", f"{message.kind.name} with mark {message.mark!r}")
+    for name, used in (
+        ("epoch", uses.epoch),
+        ("mode", uses.mode),
+        ("ack", uses.ack),
+        ("body", uses.body),
+    ):
+        if not used and getattr(message, name):
+            raise WireError("kind", f"{message.kind.name} with {name}")
+    names = tuple(entry.name for entry in message.tensors)
+    if names != uses.tensors:
+        raise WireError("count", f"{message.kind.name} with the tensors {brief(names)}")

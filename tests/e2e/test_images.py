@@ -1,0 +1,217 @@
+"""Real images: built, looked at, run, signed, altered.
+
+The base image comes from the user's cache; only its first use is slow. Images are large (a torch
+each), so they lie in a folder of this module's own that is removed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dni_runtime.image import apptainer
+from dni_runtime.image.apptainer import Apptainer, Mount
+from tests.e2e.conftest import Dnictl, need, run
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(900)]
+
+TORCH = f"torch=={version('torch').split('+')[0]}"
+NAMES = ["head", *(f"body-{i}" for i in range(8)), "tail"]
+
+
+def chain(names: list[str] = NAMES, **image: object) -> dict[str, object]:
+    """A chain with a module of each name."""
+    modules = [
+        {"name": name, "layers": [{"Linear": {"in_features": 64, "out_features": 64}}, "ReLU"]}
+        for name in names[:-1]
+    ]
+    tail = {"name": names[-1], "layers": [{"Linear": {"in_features": 64, "out_features": 10}}]}
+    return {
+        "name": "ten",
+        "data": {"dataset": "digits", "flatten": True},
+        "modules": [*modules, tail],
+        "image": {"torch": TORCH, **image},
+    }
+
+
+def write(folder: Path, document: dict[str, object]) -> None:
+    (folder / "chain.yaml").write_text(yaml.safe_dump(document))
+
+
+@pytest.fixture(scope="module")
+def workplace(tool: Apptainer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for images, with a key ring of its own; the base image is ready."""
+    folder = tmp_path_factory.mktemp("images")
+    write(folder, chain(["head", "tail"]))
+    Dnictl(folder).run("build", "--out", "first")
+    shutil.rmtree(folder / "first")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def dnictl(workplace: Path, tool: Apptainer) -> Dnictl:
+    """dnictl in that folder."""
+    keys = {"APPTAINER_KEYSDIR": str(workplace / "keys")}
+    argv = ["key", "newpair", "--name", "Tester", "--email", "t@example.org", "--comment", ""]
+    done = run([tool.path, *argv, "--password", "", "--push=false"], environ={**os.environ, **keys})
+    assert done.returncode == 0, done.stderr
+    return Dnictl(workplace, keys)
+
+
+@pytest.fixture(scope="module")
+def images(dnictl: Dnictl) -> Path:
+    """Ten signed module images."""
+    write(dnictl.folder, chain())
+    start = time.monotonic()
+    result = dnictl.json("build", "--sign")
+    elapsed_s = time.monotonic() - start
+    assert result["built"] == NAMES
+    print(f"ten module images, signed: {elapsed_s:.1f} s")
+    assert elapsed_s < 20, f"ten module images took {elapsed_s:.1f} s"
+    return dnictl.folder / "images"
+
+
+def test_nothing_is_built_twice(images: Path, dnictl: Dnictl) -> None:
+    before = {p.name: p.stat().st_mtime_ns for p in images.glob("*.sif")}
+    assert len(before) == len(NAMES)
+    assert dnictl.json("build")["built"] == []
+    assert {p.name: p.stat().st_mtime_ns for p in images.glob("*.sif")} == before
+    assert dnictl.run("build", "--dry-run").stdout.count("is up to date") == len(NAMES)
+
+
+def test_one_changed_layer_rebuilds_one_image(images: Path, dnictl: Dnictl) -> None:
+    document = chain()
+    document["modules"][3]["layers"][1] = "Tanh"  # type: ignore[index]
+    write(dnictl.folder, document)
+    plan = dnictl.json("build", "--dry-run")
+    assert [m["module"] for m in plan["modules"] if m["build"]] == [NAMES[3]]
+    assert dnictl.json("build", "--sign")["built"] == [NAMES[3]]
+    dnictl.run("verify", "--signed")
+
+
+def test_images_run_by_hand(images: Path, tool: Apptainer) -> None:
+    image = images / "head.sif"
+    helped = run([tool.path, "run", image, "--help"])
+    assert helped.returncode == 0, helped.stderr
+    assert "--run" in helped.stdout
+    about = run([tool.path, "run-help", image])
+    assert "Module 'head' of the DNI chain 'ten'" in about.stdout
+    tested = run([tool.path, "test", image])
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_inspect_names_the_module(images: Path, dnictl: Dnictl) -> None:
+    seen = dnictl.json("inspect", images / "body-1.sif")
+    assert seen["labels"]["module"] == seen["module"]["module"] == "body-1"
+    assert seen["labels"]["chain"] == "ten"
+    assert seen["labels"]["torch"].startswith(TORCH.removeprefix("torch=="))
+    locked = dnictl.json("build", "--dry-run")
+    assert {m["module"] for m in locked["modules"]} == set(NAMES)
+    assert "module-hash" in dnictl.run("inspect", images / "body-1.sif").stdout
+
+
+def test_containers_are_clean(images: Path, tool: Apptainer, tmp_path: Path) -> None:
+    odd = tmp_path / 'a,b:c "d"'
+    odd.mkdir()
+    (odd / "file").write_text("here")
+    code = (
+        "import os, sys; print(os.getcwd()); print(open('/dni/data/file').read());"
+        "print(sys.path); print(os.access('/dni/data', os.W_OK)); print(os.environ['KEPT']);"
+        f"print(os.path.exists({str(Path.home() / '.bashrc')!r}))"
+    )
+    argv = apptainer.exec_argv(
+        tool, images / "head.sif", ["python3", "-c", code], mounts=[Mount(str(odd), "/dni/data")]
+    )
+    dirty = {"PYTHONPATH": "/host/site", "KEPT": "$(exit 1) `id`", "PYTHONHOME": "/host"}
+    environ = apptainer.host_environment({**os.environ, **dirty})
+    assert "PYTHONHOME" not in environ
+    done = run(argv, environ=environ)
+    cwd, content, path, writable, kept, home = done.stdout.splitlines()
+    assert (cwd, content, writable, home) == ("/", "here", "False", "False"), done.stderr
+    assert kept == dirty["KEPT"]
+    assert "/opt/dni/runtime" in path
+    assert "/host/site" not in path
+
+
+def test_signature_and_hash_are_verified(images: Path, dnictl: Dnictl) -> None:
+    found = dnictl.json("verify", "--signed")
+    assert len(found) == len(NAMES)
+    assert all(entry["valid"] and entry["signed"] for entry in found)
+    stranger = Dnictl(dnictl.folder, {"APPTAINER_KEYSDIR": str(dnictl.folder / "no-keys")})
+    done = stranger.run("verify", images / "head.sif", expect=65)
+    assert "signature" in done.stderr
+
+
+def test_tampered_image_is_refused(images: Path, dnictl: Dnictl, tmp_path: Path) -> None:
+    copy = tmp_path / "images"
+    copy.mkdir()
+    shutil.copy(images / "tail.sif", copy)
+    shutil.copy(images / "dni.lock", copy)
+    dnictl.run("verify", copy / "tail.sif")
+    with (copy / "tail.sif").open("r+b") as file:
+        file.seek(100_000_000)
+        byte = file.read(1)
+        file.seek(100_000_000)
+        file.write(bytes([byte[0] ^ 1]))
+    done = dnictl.run("verify", copy / "tail.sif", expect=65)
+    assert "not the image that was built" in done.stderr
+    # Whoever can alter the image may alter the lock as well; not so the signature.
+    lock = (copy / "dni.lock").read_text()
+    old = next(
+        line.split('"')[3] for line in lock.split('"tail":')[1].splitlines() if '"sha256"' in line
+    )
+    new = run(["sha256sum", copy / "tail.sif"]).stdout.split()[0]
+    assert old != new
+    (copy / "dni.lock").write_text(lock.replace(old, new))
+    done = dnictl.run("verify", copy / "tail.sif", expect=65)
+    assert "signature" in done.stderr
+    shutil.rmtree(copy)
+
+
+def test_full_build_and_pem_key(workplace: Path, dnictl: Dnictl, tool: Apptainer) -> None:
+    openssl = need("openssl")
+    folder = workplace / "full"
+    folder.mkdir()
+    private, public = folder / "private.pem", folder / "public.pem"
+    run([openssl, "genpkey", "-algorithm", "ed25519", "-out", private])
+    run([openssl, "pkey", "-in", private, "-pubout", "-out", public])
+    write(folder, chain(["only"]) | {"name": "full"})
+    mine = Dnictl(folder)
+    assert mine.json("build", "--full", "--key", private)["built"] == ["only"]
+    image = folder / "images" / "only.sif"
+    assert mine.json("inspect", image)["labels"]["chain"] == "full"
+    assert "Module 'only'" in run([tool.path, "run-help", image]).stdout
+    assert run([tool.path, "run", image, "--help"]).returncode == 0
+    mine.run("verify", "--key", public)
+    assert "public key" in mine.run("verify", expect=65).stderr
+    assert mine.json("build", "--full")["built"] == []
+    # The same module as a layer is another image.
+    assert mine.json("build")["built"] == ["only"]
+
+
+def test_failed_build_shows_the_builders_words(workplace: Path) -> None:
+    folder = workplace / "failing"
+    folder.mkdir()
+    write(folder, chain(["only"], packages=["no-such-package-at-all"]))
+    done = Dnictl(folder).run("build", expect=70)
+    assert "building the base image failed" in done.stderr
+    assert "no-such-package-at-all" in done.stderr
+    assert ".log" in done.stderr
+    assert not list((folder / "images").glob("*.sif"))
+
+
+def test_definitions_are_printed(dnictl: Dnictl) -> None:
+    write(dnictl.folder, chain())
+    base = dnictl.run("render", "def", "--image", "base").stdout
+    assert base.startswith("Bootstrap: debootstrap\n")
+    both = dnictl.run("render", "def").stdout
+    assert both.count("Bootstrap: localimage") == len(NAMES)
+    dnictl.run("render", "def", "--image", "nobody", expect=64)

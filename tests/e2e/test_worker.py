@@ -1,0 +1,288 @@
+"""Real worker processes without a launcher: numerics, stopping, resuming, and hostile messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+import zmq
+from safetensors.torch import load_file
+
+from dni_runtime.core.chain import LocalChain
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.data import describe, open_data
+from dni_runtime.rundir import (
+    RunDir,
+    complete_cuts,
+    read_json,
+    read_lines,
+    write_atomic,
+    write_json,
+)
+from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
+
+pytestmark = pytest.mark.e2e
+
+CHAIN = """\
+name: digits
+seed: 3
+data: {dataset: digits, batch_size: 64, flatten: true}
+epochs: %(epochs)d
+steps: %(steps)s
+checkpoint: {every_epochs: 1}
+links: {transport: %(transport)s}
+defaults: {interface: %(interface)s, optimizer: {Adam: {lr: 0.002}}}
+modules:
+  - name: a
+    layers: [{Linear: {in_features: 64, out_features: 48}}, {BatchNorm1d: {num_features: 48}}, ReLU]
+  - name: b
+    layers: [{Linear: {in_features: 48, out_features: 48}}, {BatchNorm1d: {num_features: 48}}, ReLU]
+  - name: c
+    layers: [{Dropout: {p: 0.1}}, {Linear: {in_features: 48, out_features: 10}}]
+"""
+
+
+def chain_spec(
+    interface: str = "mixed", epochs: int = 3, steps: str = "null", transport: str = "ipc"
+) -> ChainSpec:
+    return parse_chain(
+        CHAIN % {"interface": interface, "epochs": epochs, "steps": steps, "transport": transport}
+    )
+
+
+def workers_of(chain: ChainSpec) -> tuple[WorkerSpec, ...]:
+    return worker_specs(chain, describe(chain.data, Path()))
+
+
+class Chain:
+    """A run directory and the worker processes in it."""
+
+    def __init__(self, root: Path, chain: ChainSpec) -> None:
+        self.run = RunDir(root)
+        self.workers = workers_of(chain)
+        self.names = [worker.module for worker in self.workers]
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.run.create()
+        write_json(self.run.record, {"run": "test", "modules": self.names})
+        for worker in self.workers:
+            write_atomic(self.run.spec(worker.module), worker.to_json())
+
+    def start(self, attempt: int = 1) -> None:
+        for name in self.names:
+            with self.run.log(name, attempt).open("wb") as log:
+                self.processes[name] = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "dni_runtime.worker", "--run", str(self.run.root)),
+                        *("--module", name, "--attempt", str(attempt)),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
+
+    def wait(self, deadline_s: float = 90) -> dict[str, int]:
+        end = time.monotonic() + deadline_s
+        return {
+            name: process.wait(max(end - time.monotonic(), 0.1))
+            for name, process in self.processes.items()
+        }
+
+    def wait_until(self, condition: Callable[[], bool], deadline_s: float = 60) -> None:
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert time.monotonic() < end, self.logs()
+            assert all(p.poll() in (None, 0) for p in self.processes.values()), self.logs()
+            time.sleep(0.02)
+
+    def step_of(self, name: str) -> int:
+        return int((read_json(self.run.worker(name)) or {}).get("step", 0))
+
+    def logs(self) -> str:
+        return "\n".join(f.read_text() for f in sorted((self.run.root / "logs").iterdir()))
+
+    def weights(self) -> list[torch.Tensor]:
+        cut = complete_cuts(self.run, self.names)[-1]
+        tensors = []
+        for name in self.names:
+            state = load_file(self.run.checkpoint(cut, name).with_suffix(".safetensors"))
+            tensors += [state[key] for key in sorted(state) if key.startswith("layers.")]
+        return tensors
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Chain]]:
+    made: list[Chain] = []
+
+    def build(chain: ChainSpec) -> Chain:
+        made.append(Chain(tmp_path / f"run {len(made)}", chain))
+        return made[-1]
+
+    yield build
+    for chain in made:
+        chain.kill()
+
+
+def reference_weights(chain: ChainSpec, steps: int) -> list[torch.Tensor]:
+    local = LocalChain(workers_of(chain))
+    source = open_data(chain.data, Path(), seed=chain.seed)
+    done = epoch = 0
+    while done < steps:
+        epoch += 1
+        for x, y in source.train_batches(epoch):
+            local.train_batch(x, y)
+            done += 1
+            if done == steps:
+                break
+    states = [step.layers.state_dict() for step in local.steps]
+    return [state[key] for state in states for key in sorted(state)]
+
+
+def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    return max(
+        float((a.double() - b.double()).abs().max()) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_exact_equals_the_single_process_reference(
+    make: Callable[..., Chain], transport: str
+) -> None:
+    spec = chain_spec("exact", epochs=9, steps="50", transport=transport)
+    chain = make(spec)
+    chain.start()
+    assert set(chain.wait().values()) == {0}, chain.logs()
+    assert largest_difference(chain.weights(), reference_weights(spec, 50)) < 1e-5
+
+
+@pytest.mark.parametrize("interface", ["mixed", "delayed"])
+def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str) -> None:
+    chain = make(chain_spec(interface, epochs=12))
+    chain.start()
+    assert set(chain.wait().values()) == {0}, chain.logs()
+    lines = list(read_lines(chain.run.metrics("c")))
+    evals = [line for line in lines if line["kind"] == "eval"]
+    assert [line["epoch"] for line in evals] == list(range(1, 13))
+    assert evals[-1]["accuracy"] > 0.9
+    assert evals[-1]["samples"] == 360
+    head = [line for line in read_lines(chain.run.metrics("a")) if line["kind"] == "train"][-1]
+    assert head["samples"] == 12 * 1437
+    assert head["gradients"] > 0
+    assert all((read_json(chain.run.worker(n)) or {})["state"] == "finished" for n in chain.names)
+    assert len(complete_cuts(chain.run, chain.names)) == 2
+    assert not list((chain.run.root / "endpoints").iterdir())
+
+
+def test_stopped_and_resumed_run_equals_an_undisturbed_one(make: Callable[..., Chain]) -> None:
+    """SIGTERM makes one consistent cut; dropout, BatchNorm, Adam and data go on from it exactly."""
+    spec = chain_spec("exact", epochs=40)
+    whole, broken = make(spec), make(spec)
+    broken.start()
+    broken.wait_until(lambda: broken.step_of("b") > 40)
+    for process in broken.processes.values():
+        process.send_signal(signal.SIGTERM)
+    assert set(broken.wait().values()) == {75}, broken.logs()
+    cut = complete_cuts(broken.run, broken.names)[-1]
+    steps = {
+        json.loads(f.read_text())["step"]
+        for f in (broken.run.checkpoints / f"{cut:012d}").glob("*.json")
+    }
+    assert len(steps) == 1
+    assert 40 < steps.pop() < 40 * 23
+    broken.start(attempt=2)
+    whole.start()
+    assert set(broken.wait().values()) == {0}, broken.logs()
+    assert set(whole.wait().values()) == {0}, whole.logs()
+    assert largest_difference(whole.weights(), broken.weights()) == 0
+
+
+def test_one_module_told_to_stop_gets_a_checkpoint_first(make: Callable[..., Chain]) -> None:
+    chain = make(chain_spec(epochs=2000))
+    chain.start()
+    chain.wait_until(lambda: chain.step_of("b") > 30)
+    before = complete_cuts(chain.run, chain.names)
+    chain.processes["b"].send_signal(signal.SIGTERM)
+    assert chain.processes["b"].wait(30) == 75
+    deadline = time.monotonic() + 20
+    while not complete_cuts(chain.run, chain.names)[-1:] > before[-1:]:
+        assert time.monotonic() < deadline, chain.logs()
+        time.sleep(0.05)
+    assert chain.processes["a"].poll() is None
+
+
+def test_second_signal_ends_at_once(make: Callable[..., Chain]) -> None:
+    chain = make(chain_spec(epochs=2000))
+    chain.start()
+    chain.wait_until(lambda: chain.step_of("b") > 5)
+    chain.processes["a"].send_signal(signal.SIGSTOP)  # no checkpoint marker will come
+    process = chain.processes["b"]
+    process.send_signal(signal.SIGTERM)
+    chain.wait_until(lambda: (read_json(chain.run.worker("b")) or {})["state"] == "stopping")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 143
+
+
+def test_hostile_messages_are_refused_and_training_goes_on(make: Callable[..., Chain]) -> None:
+    chain = make(chain_spec(epochs=400, transport="tcp"))
+    chain.start()
+    chain.wait_until(lambda: chain.step_of("c") > 10)
+    address = (read_json(chain.run.endpoint("c")) or {})["address"]
+    noise = random.Random(0)
+    context = zmq.Context()
+    attacker = context.socket(zmq.DEALER)
+    attacker.setsockopt(zmq.LINGER, 5000)
+    attacker.connect(address)
+    header = {"v": 1, "k": 4, "run": "test", "src": "b", "id": 5}
+    try:
+        attacker.send_multipart([msgpack.packb(header)[:-3]])  # truncated
+        attacker.send_multipart([msgpack.packb(header | {"v": 99})])  # wrong version
+        attacker.send_multipart([msgpack.packb(header), b"\0" * 7, b""])  # wrong shape and count
+        attacker.send_multipart([msgpack.packb(header), b"\0" * (64 << 20)])  # oversized
+        for _ in range(10_000):
+            frames = [noise.randbytes(noise.randrange(200)) for _ in range(noise.randrange(1, 4))]
+            attacker.send_multipart(frames)
+
+        def refused() -> int:
+            lines = [x for x in read_lines(chain.run.metrics("c")) if x["kind"] == "train"]
+            return sum(lines[-1]["refused"].values()) if lines else 0
+
+        before = chain.step_of("c")
+        chain.wait_until(lambda: refused() > 9_000 and chain.step_of("c") > before + 20)
+    finally:
+        attacker.close()
+        context.term()
+    for process in chain.processes.values():
+        process.send_signal(signal.SIGTERM)
+    assert set(chain.wait().values()) == {75}, chain.logs()
+
+
+def test_image_of_another_spec_is_refused(tmp_path: Path) -> None:
+    from dni_runtime.errors import ImageError
+    from dni_runtime.worker.main import Options, load_spec
+
+    ours, theirs = workers_of(chain_spec()), workers_of(chain_spec("local"))
+    run = RunDir(tmp_path)
+    run.create()
+    write_atomic(run.spec("a"), ours[0].to_json())
+    image = tmp_path / "module.json"
+    image.write_text(ours[0].to_json())
+    assert load_spec(Options(run=tmp_path, image_spec=image)) == ours[0]
+    image.write_text(theirs[0].to_json())
+    with pytest.raises(ImageError, match="dnictl build"):
+        load_spec(Options(run=tmp_path, image_spec=image))

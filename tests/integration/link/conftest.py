@@ -1,0 +1,148 @@
+"""Pairs of links over real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from dni_runtime.link import InputLink, OutputLink
+from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
+
+MakeSpec = Callable[..., WorkerSpec]
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def make_spec() -> MakeSpec:
+    """Make one module's spec; keywords replace fields."""
+
+    def make(module: str = "stem", **fields: Any) -> WorkerSpec:
+        float_4 = TensorSpec(shape=(4,), dtype="float32")
+        head = module == "stem"
+        settings: dict[str, Any] = {
+            "chain": "pair",
+            "module": module,
+            "index": 0 if head else 1,
+            "layers": (LayerSpec(type="Identity"),),
+            "interface": None,
+            "optimizer": Choice(name="Adam"),
+            "schedule": None,
+            "schedule_every": "epoch",
+            "loss": Choice(name="CrossEntropyLoss"),
+            "seed": 0,
+            "device": "cpu",
+            "precision": "float32",
+            "cpus": 1,
+            "input": float_4,
+            "output": float_4,
+            "label": TensorSpec(shape=(), dtype="int64"),
+            "prediction": float_4,
+            "classes": 4,
+            "batch_limit": 8,
+            "upstream": None if head else "stem",
+            "downstream": "tail" if head else None,
+            "gradients_in": head,
+            "gradients_out": not head,
+            "links": LinksSpec(window=4),
+            "keep": 2,
+            "stop_grace_s": 5.0,
+            "head": None,
+            "tail": None,
+        }
+        return WorkerSpec(**settings | fields)
+
+    return make
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An address to bind, of either transport."""
+    return f"ipc://{tmp_path}/tail.sock" if request.param == "ipc" else "tcp://127.0.0.1:*"
+
+
+class Links:
+    """Makes links and closes them all at the end."""
+
+    def __init__(self, make_spec: MakeSpec, stack: ExitStack) -> None:
+        self._make_spec = make_spec
+        self._stack = stack
+
+    def output(self, *, run: str = "run", next_id: int = 1, **fields: Any) -> OutputLink:
+        spec = self._make_spec("stem", **fields)
+        return self._stack.enter_context(OutputLink(spec, run=run, next_id=next_id))
+
+    def input(self, *, run: str = "run", received: int = 0, **fields: Any) -> InputLink:
+        spec = self._make_spec("tail", **fields)
+        return self._stack.enter_context(InputLink(spec, run=run, received=received))
+
+    def pair(self, address: str, **fields: Any) -> tuple[OutputLink, InputLink, str]:
+        """Two links that have shaken hands, and where."""
+        input, output = self.input(**fields), self.output(**fields)
+        actual = input.bind(address)
+        shake(output, input, actual)
+        return output, input, actual
+
+
+@pytest.fixture
+def links(make_spec: MakeSpec) -> Iterator[Links]:
+    with ExitStack() as stack:
+        yield Links(make_spec, stack)
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
+    """Make bare sockets, for peers that do not keep to the protocol."""
+    context = zmq.Context()
+    made: list[zmq.Socket[bytes]] = []
+
+    def make(kind: int) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        made.append(socket)
+        return socket
+
+    yield make
+    for socket in made:
+        socket.close()
+    context.term()
+
+
+def shake(output: OutputLink, input: InputLink, address: str) -> None:
+    """Shake hands; both ends wait, so one of them does it on a thread."""
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            input.wait_for_peer(DEADLINE_S)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        output.connect(address, deadline_s=DEADLINE_S)
+    finally:
+        thread.join()
+    assert not failures, failures
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Call ``condition`` until it holds, or fail."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not in {DEADLINE_S:g} s: {what}"
+        time.sleep(0.001)
+
+
+def tensors(id: int, samples: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch that tells its id."""
+    return torch.full((samples, 4), float(id)), torch.full((samples,), id % 4)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dni_runtime.data import DataSource, open_data
+from dni_runtime.data.memory import MemorySplit
+from dni_runtime.errors import DataError
+from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+
+
+def source(
+    train: int = 10, evaluation: int = 7, *, seed: int = 3, **keywords: object
+) -> DataSource:
+    """Samples and labels that are their own numbers."""
+    spec = DataSpec.model_validate({"batch_size": 4, **keywords})
+    info = DataInfo(
+        sample=TensorSpec(shape=(1,), dtype="float32"), label=TensorSpec(shape=(), dtype="int64")
+    )
+    splits = [
+        MemorySplit(torch.arange(n, dtype=torch.float32).unsqueeze(1), torch.arange(n))
+        for n in (train, evaluation)
+    ]
+    return DataSource(info, *splits, spec, seed=seed)
+
+
+def labels(batches: object) -> list[list[int]]:
+    return [y.tolist() for _, y in batches]  # type: ignore[attr-defined]
+
+
+def test_an_epoch_has_every_sample_once_and_pairs_stay_together() -> None:
+    batches = list(source().train_batches(0))
+    assert [len(y) for _, y in batches] == [4, 4, 2]
+    assert sorted(torch.cat([y for _, y in batches]).tolist()) == list(range(10))
+    for x, y in batches:
+        assert x.squeeze(1).tolist() == y.tolist()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 9])
+def test_start_skips_batches_and_changes_nothing_else(start: int) -> None:
+    assert labels(source().train_batches(5, start)) == labels(source().train_batches(5))[start:]
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    one = source()
+    first = labels(one.train_batches(0))
+    assert labels(one.train_batches(1)) != first
+    torch.manual_seed(99)
+    assert labels(one.train_batches(0)) == first
+    assert labels(source(seed=4).train_batches(0)) != first
+    assert labels(source(seed=2**63 - 1).train_batches(0)) != first
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    one = source()
+    list(one.train_batches(0))
+    list(one.eval_batches())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_without_shuffle_the_order_is_the_files() -> None:
+    assert labels(source(shuffle=False).train_batches(7)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "sizes"),
+    [
+        (8, False, [4, 4]),
+        (9, False, [4, 4]),  # a single sample cannot be batch-normalised
+        (10, False, [4, 4, 2]),
+        (10, True, [4, 4]),
+        (4, True, [4]),
+        (2, False, [2]),
+    ],
+)
+def test_last_batch(samples: int, drop_last: bool, sizes: list[int]) -> None:
+    one = source(samples, drop_last=drop_last)
+    assert [len(y) for _, y in one.train_batches(0)] == sizes
+    assert one.train_batch_count == len(sizes)
+
+
+def test_a_dropped_single_sample_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dni_runtime.data"):
+        one = source(9)
+        list(one.train_batches(0))
+        list(one.train_batches(1))
+    assert [r.getMessage() for r in caplog.records] == [
+        "data set digits: the last of 9 training samples is left out of each epoch: "
+        "a batch of one sample cannot be batch-normalised"
+    ]
+
+
+def test_batches_of_one_by_choice_stay() -> None:
+    one = source(3, batch_size=1)
+    assert one.train_batch_count == len(list(one.train_batches(0))) == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "keywords"), [(3, {"drop_last": True}), (1, {}), (0, {}), (10, {"train_limit": 1})]
+)
+def test_less_than_one_batch_is_an_error(samples: int, keywords: dict[str, object]) -> None:
+    with pytest.raises(DataError, match=r"do not fill one batch of 4.*\n.*data\.batch_size"):
+        source(samples, **keywords)
+
+
+def test_limits() -> None:
+    one = source(train_limit=6, eval_limit=3)
+    assert (one.info.train_samples, one.info.eval_samples) == (6, 3)
+    assert sorted(torch.cat([y for _, y in one.train_batches(0)]).tolist()) == list(range(6))
+    assert labels(one.eval_batches()) == [[0, 1, 2]]
+    assert source(train_limit=600).info.train_samples == 10
+
+
+def test_evaluation_reads_all_in_order() -> None:
+    one = source(evaluation=7, eval_batch_size=3)
+    assert labels(one.eval_batches()) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert one.eval_batch_count == 3
+    assert source(evaluation=17).eval_batch_count == 2  # four training batches each
+    nothing = source(evaluation=0)
+    assert nothing.eval_batch_count == 0
+    assert list(nothing.eval_batches()) == []
+
+
+@pytest.mark.parametrize("keywords", [{}, {"normalize": False}, {"shuffle": False}])
+def test_batches_are_new_tensors(keywords: dict[str, object]) -> None:
+    spec = DataSpec.model_validate({"batch_size": 100, "flatten": True, **keywords})
+    one = open_data(spec, Path(), seed=0)
+
+    def everything() -> list[Tensor]:
+        both = (*one.train_batches(0), *one.eval_batches())
+        return [part for batch in both for part in batch]
+
+    before = everything()
+    kept = [part.clone() for part in before]
+    for part in before:
+        part.zero_()
+    for part, expected in zip(everything(), kept, strict=True):
+        assert torch.equal(part, expected)

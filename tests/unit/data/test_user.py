@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from dni_runtime.data import describe, locate, open_data
+from dni_runtime.data.user import _read_ahead
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.spec import DataSpec, TensorSpec
+
+SQUARES = """
+import torch
+from torch.utils.data import Dataset
+
+class Squares(Dataset):
+    classes = ["even", "odd"]
+
+    def __init__(self, train, count=10, path=None):
+        self.count, self.path = count if train else 3, path
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.full((2, 3), float(index**2)), index % 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def make(user_module, source: str = SQUARES, cls: str = "Squares", **keywords) -> DataSpec:
+    name = user_module(source)
+    return DataSpec.model_validate({"dataset": f"{name}:{cls}", "batch_size": 4, **keywords})
+
+
+def test_describes_and_reads(user_module, tmp_path) -> None:
+    spec = make(user_module, shuffle=False)
+    info = describe(spec, tmp_path)
+    assert info.sample == TensorSpec(shape=(2, 3), dtype="float32")
+    assert info.label == TensorSpec(shape=(), dtype="int64")
+    assert (info.classes, info.train_samples, info.eval_samples) == (2, 10, 3)
+    source = open_data(spec, tmp_path, seed=0)
+    batches = list(source.train_batches(0))
+    assert [x[:, 0, 0].tolist() for x, _ in batches] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]
+    assert [y.tolist() for _, y in batches] == [[0, 1, 0, 1], [0, 1, 0, 1], [0, 1]]
+    assert sum(len(y) for _, y in source.eval_batches()) == 3
+
+
+def test_order_is_the_same_after_a_restart(user_module, tmp_path) -> None:
+    spec = make(user_module)
+
+    def order(epoch: int, start: int = 0, seed: int = 1) -> list[float]:
+        batches = open_data(spec, tmp_path, seed=seed).train_batches(epoch, start)
+        return torch.cat([x[:, 0, 0] for x, _ in batches]).tolist()
+
+    assert order(2, start=1) == order(2)[4:]
+    assert sorted(order(2)) == [i * i for i in range(10)]
+    assert order(3) != order(2)
+    assert order(2, seed=2) != order(2)
+
+
+def test_the_global_generator_is_left_alone(user_module, tmp_path) -> None:
+    source = open_data(make(user_module), tmp_path, seed=0)
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    list(source.train_batches(0))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_arguments_path_limits_and_flatten(user_module, tmp_path) -> None:
+    spec = make(
+        user_module, args={"count": 50}, path="files", train_limit=7, flatten=True, shuffle=False
+    )
+    assert describe(spec, tmp_path).sample.shape == (6,)
+    assert describe(spec, tmp_path).train_samples == 7
+    assert locate(spec, tmp_path) == tmp_path / "files"
+    assert locate(make(user_module), tmp_path) is None
+    batches = list(open_data(spec, tmp_path, seed=0).train_batches(0))
+    assert [tuple(x.shape) for x, _ in batches] == [(4, 6), (3, 6)]
+
+
+@pytest.mark.parametrize(
+    ("sample", "label", "sample_spec", "label_spec", "classes"),
+    [
+        ("np.ones(3)", "np.int16(1)", ((3,), "float32"), ((), "int64"), 2),
+        ("torch.ones(3).half()", "1.5", ((3,), "float32"), ((), "float32"), None),
+        (
+            "torch.ones(3, dtype=torch.uint8)",
+            "torch.ones(2)",
+            ((3,), "int64"),
+            ((2,), "float32"),
+            None,
+        ),
+        ("0.5", "1", ((), "float32"), ((), "int64"), 2),
+    ],
+)
+def test_types(user_module, tmp_path, sample, label, sample_spec, label_spec, classes) -> None:
+    source = SQUARES.replace("torch.full((2, 3), float(index**2)), index % 2", f"{sample}, {label}")
+    info = describe(make(user_module, "import numpy as np\n" + source), tmp_path)
+    assert info.sample == TensorSpec(shape=sample_spec[0], dtype=sample_spec[1])
+    assert info.label == TensorSpec(shape=label_spec[0], dtype=label_spec[1])
+    assert info.classes == classes
+
+
+@pytest.mark.parametrize(
+    ("replace", "by", "message"),
+    [
+        (
+            "return torch.full",
+            "raise KeyError('gone')\n        return torch.full",
+            "KeyError: 'gone'",
+        ),
+        (", index % 2", "", "not \\(sample, label\\) pairs"),
+        (", index % 2", ", 'cat'", "a label is a (list|tuple) of 1, not numbers"),
+        (", index % 2", ", torch.ones(1) * 1j", "a label is a tensor of complex"),
+        ("def __len__", "def size", "has no __len__ and __getitem__"),
+        ("def __getitem__", "def item", "has no __len__ and __getitem__|NotImplementedError"),
+        ("return self.count", "return 1 // 0", "its __len__ fails: ZeroDivisionError"),
+        ("return self.count", "return 0", r"Squares\(train=True\) is empty"),
+        (
+            "(Dataset):",
+            "(torch.utils.data.IterableDataset):\n    __iter__ = None",
+            "has no __len__ and __getitem__",
+        ),
+        (
+            "self.count, self",
+            "raise OSError('no disk')\n        self.count, self",
+            r"Squares\(train=True\) raises OSError: no disk",
+        ),
+        ("train, count=10", "count=10", "unexpected keyword argument 'train'"),
+    ],
+)
+def test_a_class_that_fails_is_named(user_module, tmp_path, replace, by, message) -> None:
+    assert replace in SQUARES
+    spec = make(user_module, SQUARES.replace(replace, by))
+    with pytest.raises(DataError, match=message) as caught:
+        describe(spec, tmp_path)
+    assert spec.dataset in str(caught.value)
+
+
+def test_unknown_arguments_are_named(user_module, tmp_path) -> None:
+    with pytest.raises(DataError, match=r"Squares\(train=True, colour='red'\) raises TypeError"):
+        describe(make(user_module, args={"colour": "red"}), tmp_path)
+
+
+def test_an_error_in_the_middle_comes_at_its_batch(user_module, tmp_path) -> None:
+    source = SQUARES.replace(
+        "return torch.full",
+        "if index == 6:\n            raise ValueError('bad file')\n        return torch.full",
+    )
+    batches = open_data(make(user_module, source, shuffle=False), tmp_path, seed=0).train_batches(0)
+    assert next(batches)[1].tolist() == [0, 1, 0, 1]
+    with pytest.raises(DataError, match=r"failed for samples 4, 5, 6, 7: ValueError: bad file"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        "torch.ones(2 + (index > 5))",
+        "torch.ones(2 + (index > 3))",
+        "torch.ones(2).int() if index > 3 else torch.ones(2)",
+    ],
+)
+def test_samples_of_different_shapes(user_module, tmp_path, sample: str) -> None:
+    source = SQUARES.replace("torch.full((2, 3), float(index**2))", sample)
+    batches = open_data(make(user_module, source, shuffle=False), tmp_path, seed=0).train_batches(0)
+    next(batches)
+    with pytest.raises(DataError, match=r"equal size|samples of (float32|int64)\[B . \d\] where"):
+        next(batches)
+
+
+def test_missing_module_says_where_it_looked(user_module, tmp_path) -> None:
+    user_module("")
+    with pytest.raises(SpecError, match=r"no module 'userdata_none'; looked in ") as caught:
+        describe(DataSpec(dataset="userdata_none:Data"), tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert caught.value.path == "data.dataset"
+
+
+def test_missing_class_and_broken_modules(user_module, tmp_path) -> None:
+    spec = make(user_module, cls="Cubes")
+    with pytest.raises(SpecError, match=r"userdata_.*\.py has no class 'Cubes'"):
+        describe(spec, tmp_path)
+    user_module("import userdata_dependency", "userdata_lacking")
+    with pytest.raises(SpecError, match="imports 'userdata_dependency', which is not there"):
+        describe(DataSpec(dataset="userdata_lacking:Data"), tmp_path)
+    user_module("1 +", "userdata_syntax")
+    with pytest.raises(SpecError, match="importing 'userdata_syntax' failed: SyntaxError"):
+        describe(DataSpec(dataset="userdata_syntax:Data"), tmp_path)
+
+
+def test_a_hidden_module_is_an_error(user_module, tmp_path) -> None:
+    user_module(SQUARES, "json")
+    with pytest.raises(SpecError, match=r"json\.py is hidden by .*json"):
+        describe(DataSpec(dataset="json:Squares"), tmp_path)
+
+
+def test_unknown_names_and_needless_arguments(tmp_path) -> None:
+    with pytest.raises(SpecError, match=r"'mnst'\n.*did you mean 'mnist'.*digits.*package\.module"):
+        describe(DataSpec(dataset="mnst"), tmp_path)
+    with pytest.raises(SpecError, match=r"data\.args: .*takes no arguments, but got size"):
+        open_data(DataSpec(args={"size": 3}), tmp_path, seed=0)
+
+
+def test_an_abandoned_epoch_ends_its_thread(user_module, tmp_path) -> None:
+    batches = open_data(make(user_module, args={"count": 1000}), tmp_path, seed=0).train_batches(0)
+    next(batches)
+    assert any(thread.name == "dni-data" for thread in threading.enumerate())
+    batches.close()
+    assert not any(thread.name == "dni-data" for thread in threading.enumerate())
+
+
+def test_reads_ahead_while_a_batch_is_in_use() -> None:
+    made = threading.Semaphore(0)
+
+    def batches():
+        for number in range(6):
+            made.release()
+            yield torch.tensor(number), torch.tensor(number)
+
+    ahead = _read_ahead(batches(), 3)
+    assert int(next(ahead)[0]) == 0
+    for _ in range(5):  # the batch in use, three in the queue, one in the thread's hand
+        assert made.acquire(timeout=10)
+    assert not made.acquire(timeout=0.05)
+    assert [int(x) for x, _ in ahead] == [1, 2, 3, 4, 5]

@@ -1,0 +1,249 @@
+"""Planning builds: what is made anew, and why."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
+from dni_runtime.image import base, build, check, mirror, wheelhouse
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.image.build import BuildOptions
+from dni_runtime.image.layers import ModuleBuild
+from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
+from dni_runtime.image.wheelhouse import Wheel, Wheelhouse
+from dni_runtime.spec import BaseSpec, ImageSpec
+
+WHEEL = Wheel("torch", "2.13.0", "torch-2.13.0-py3-none-any.whl", "0" * 64)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> ImageSpec:
+    (tmp_path / "start.sif").write_bytes(b"start")
+    return ImageSpec(
+        torch="torch==2.13.0", base=BaseSpec(bootstrap="localimage", source="start.sif")
+    )
+
+
+@pytest.fixture
+def options(tmp_path: Path, image: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> BuildOptions:
+    """A build whose wheels are resolved already."""
+    house = Wheelhouse(tmp_path / "wheels", wheelhouse.requirements_of(image), (WHEEL,))
+    monkeypatch.setattr(wheelhouse, "cached", lambda *_args, **_kwargs: house)
+    out = tmp_path / "images"
+    out.mkdir()
+    return BuildOptions(out=out, cache=tmp_path / "cache", folder=tmp_path)
+
+
+def module(name: str, hash_: str = "a") -> ModuleBuild:
+    return ModuleBuild(name, "c", "{}", hash_ * 64, {}, "0.1.0", "1")
+
+
+def reasons(
+    modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions
+) -> list[str | None]:
+    return [p.reason for p in build.plan_build(modules, image, options).modules]
+
+
+def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -> ImageLock:
+    """Leave behind what a build would: images and a lock."""
+    plan = build.plan_build(modules, image, options)
+    entries = {}
+    for entry in plan.modules:
+        content = entry.module.name.encode()
+        (options.out / f"{entry.module.name}.sif").write_bytes(content)
+        assert entry.content is not None
+        entries[entry.module.name] = LockedImage(
+            image=f"{entry.module.name}.sif",
+            sha256=hashlib.sha256(content).hexdigest(),
+            size_bytes=len(content),
+            content=entry.content,
+            module_hash=entry.module.module_hash,
+            method=options.method,
+        )
+    assert plan.base.content is not None
+    locked_base = LockedBase(
+        content=plan.base.content, sha256="1", definition_sha256="2", torch="2", wheels=()
+    )
+    lock = ImageLock(
+        chain="c", builder="b", runtime_version="0.1.0", base=locked_base, modules=entries
+    )
+    write_lock(options.out, lock)
+    return lock
+
+
+def test_only_what_changed_is_built(image: ImageSpec, options: BuildOptions) -> None:
+    modules = [module("head"), module("body"), module("tail")]
+    assert reasons(modules, image, options) == ["not built yet"] * 3
+    built(modules, image, options)
+    assert reasons(modules, image, options) == [None] * 3
+    assert reasons([modules[0], module("body", "b"), modules[2]], image, options) == [
+        None,
+        "changed",
+        None,
+    ]
+    assert reasons([*modules, module("more")], image, options)[3] == "not built yet"
+    assert reasons(modules, image, replace(options, full=True)) == ["changed"] * 3
+    assert reasons(modules, image, replace(options, force=True)) == ["--force"] * 3
+
+
+def test_a_new_base_changes_every_image(
+    image: ImageSpec, options: BuildOptions, tmp_path: Path
+) -> None:
+    modules = [module("head"), module("tail")]
+    built(modules, image, options)
+    (tmp_path / "start.sif").write_bytes(b"another start")
+    assert reasons(modules, image, options) == ["changed"] * 2
+
+
+def test_missing_and_altered_images_are_built(image: ImageSpec, options: BuildOptions) -> None:
+    modules = [module("head"), module("body"), module("tail")]
+    built(modules, image, options)
+    (options.out / "head.sif").unlink()
+    path = options.out / "body.sif"
+    path.write_bytes(b"BODY")
+    os.utime(path, (2**32, 2**32))  # newer than the lock
+    assert reasons(modules, image, options) == ["missing", "altered since it was built", None]
+
+
+def test_a_touched_image_with_the_same_content_is_kept(
+    image: ImageSpec, options: BuildOptions
+) -> None:
+    built([module("head")], image, options)
+    os.utime(options.out / "head.sif", (2**32, 2**32))
+    assert reasons([module("head")], image, options) == [None]
+
+
+def test_base_hash_follows_definition_and_wheels(
+    image: ImageSpec, options: BuildOptions, tmp_path: Path
+) -> None:
+    def content(spec: ImageSpec, wheel: Wheel = WHEEL) -> str | None:
+        house = Wheelhouse(tmp_path, (), (wheel,))
+        return base.plan_base(spec, options.cache, folder=tmp_path, house=house).content
+
+    first = content(image)
+    assert first == content(image)
+    more = image.model_copy(update={"environment": {"A": "1"}})
+    assert len({first, content(more), content(image, replace(WHEEL, sha256="1" * 64))}) == 3
+
+
+def test_without_wheels_nothing_is_known_to_be_up_to_date(
+    image: ImageSpec, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built([module("head")], image, options)
+    monkeypatch.setattr(wheelhouse, "cached", lambda *_args, **_kwargs: None)
+    plan = build.plan_build([module("head")], image, options)
+    assert plan.base.image is None
+    assert not plan.base.ready
+    assert plan.modules[0].reason == "changed"
+
+
+def test_missing_local_base_is_an_error(options: BuildOptions) -> None:
+    image = ImageSpec(base=BaseSpec(bootstrap="localimage", source="gone.sif"))
+    with pytest.raises(DataError, match=r"gone\.sif is not a file"):
+        build.plan_build([module("head")], image, options)
+
+
+def test_root_does_not_build(
+    image: ImageSpec, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    tool = Apptainer(Path("/none"), "apptainer", (1, 4, 5))
+    with pytest.raises(UnavailableError, match="ordinary user"):
+        build.build_images([module("head")], image, options, tool=tool)
+
+
+def test_lock_is_read_back(image: ImageSpec, options: BuildOptions) -> None:
+    lock = built([module("head")], image, options)
+    assert read_lock(options.out) == lock
+    assert [p.name for p in options.out.iterdir() if p.name.startswith(".")] == []
+
+
+def test_broken_lock_says_what_to_do(tmp_path: Path) -> None:
+    assert read_lock(tmp_path) is None
+    (tmp_path / "dni.lock").write_text('{"format": 7}')
+    with pytest.raises(ImageError, match="remove it and build"):
+        read_lock(tmp_path)
+
+
+def test_verification_compares_hashes(image: ImageSpec, options: BuildOptions) -> None:
+    built([module("head"), module("tail")], image, options)
+    paths = check.locked_images(options.out)
+    assert [p.name for p in paths] == ["head.sif", "tail.sif"]
+    assert not check.verify_image(None, paths[0]).signed
+    paths[0].write_bytes(b"HEAD")
+    with pytest.raises(ImageError, match="not the image that was built"):
+        check.verify_image(None, paths[0])
+    with pytest.raises(ImageError, match="not signed"):
+        check.verify_image(None, paths[1], require_signature=True)
+    (options.out / "other.sif").write_bytes(b"x")
+    with pytest.raises(ImageError, match=r"is not in .*dni\.lock"):
+        check.verify_image(None, options.out / "other.sif")
+    with pytest.raises(DataError, match="does not exist"):
+        check.verify_image(None, options.out / "gone.sif")
+
+
+def test_images_without_a_lock_cannot_be_verified(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"dni\.lock does not exist"):
+        check.locked_images(tmp_path)
+    (tmp_path / "head.sif").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"no dni\.lock beside"):
+        check.verify_image(None, tmp_path / "head.sif")
+
+
+def test_cache_folder_follows_xdg() -> None:
+    assert base.cache_folder({"XDG_CACHE_HOME": "/scratch/me"}) == Path("/scratch/me/dnictl")
+    assert base.cache_folder({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache/dnictl"
+    assert base.cache_folder({}) == Path.home() / ".cache/dnictl"
+
+
+TARGETS = """\
+bookworm-updates main mirror:/updates/
+bookworm contrib mirror:/contrib/
+bookworm main mirror:/debian/
+bookworm-security main mirror:/security/
+"""
+
+
+def test_mirror_is_the_hosts_own() -> None:
+    assert mirror.pick_target(TARGETS, "bookworm") == "mirror:/debian"
+    assert mirror.pick_target(TARGETS, "trixie") is None
+
+
+def test_default_mirror_is_debootstraps() -> None:
+    script = '#!/bin/sh\nset -e\nDEF_MIRROR="mirror:/default"\nDEF_HTTPS_MIRROR="s"\n'
+    assert mirror.pick_default(script) == "mirror:/default"
+    assert mirror.pick_default("#!/bin/sh\n") is None
+
+
+def test_mirror_of_the_chain_comes_first() -> None:
+    assert mirror.debian_mirror(BaseSpec(mirror="mine:/debian")) == "mine:/debian"
+
+
+def test_mirror_without_a_debian_host(tmp_path: Path) -> None:
+    program = tmp_path / "debootstrap"
+    program.write_text("#!/bin/sh\nDEF_MIRROR=mirror:/default\n")
+    program.chmod(0o755)
+    release = tmp_path / "os-release"
+    release.write_text('ID=fedora\nVERSION_CODENAME=""\n')
+    environ = {"PATH": str(tmp_path)}
+    assert (
+        mirror.debian_mirror(BaseSpec(), environ=environ, os_release=release) == "mirror:/default"
+    )
+    program.write_text("#!/bin/sh\n")
+    with pytest.raises(SpecError) as caught:
+        mirror.debian_mirror(BaseSpec(), environ=environ, os_release=release)
+    assert caught.value.path == "image.base.mirror"
+
+
+def test_os_release_is_parsed() -> None:
+    text = "PRETTY_NAME=\"Debian GNU/Linux\"\nID=debian\n# note\nVERSION_CODENAME='bookworm'\n"
+    assert mirror.parse_os_release(text) == {
+        "PRETTY_NAME": "Debian GNU/Linux",
+        "ID": "debian",
+        "VERSION_CODENAME": "bookworm",
+    }

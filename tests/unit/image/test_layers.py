@@ -1,0 +1,96 @@
+"""Module layers: what is in them, and what changes their hash."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import SpecError
+from dni_runtime.image import layers
+from dni_runtime.image.layers import ModuleBuild
+
+RUNTIME: dict[str, Path] = {}
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> ModuleBuild:
+    source = tmp_path / "mine.py"
+    source.write_text("class Mine: pass\n")
+    return ModuleBuild(
+        name="head",
+        chain="c",
+        module_json='{"module": "head"}\n',
+        module_hash="a" * 64,
+        sources={"pkg/mine.py": source},
+        runtime_version="0.1.0",
+        wire_protocol="1",
+    )
+
+
+def test_files(module: ModuleBuild, tmp_path: Path) -> None:
+    runtime = tmp_path / "frames.py"
+    runtime.write_text("x = 1\n")
+    files = layers.layer_files(module, {"dni_runtime/wire/frames.py": runtime})
+    assert files == {
+        "opt/dni/module.json": b'{"module": "head"}\n',
+        "opt/dni/src/pkg/mine.py": b"class Mine: pass\n",
+        "opt/dni/runtime/dni_runtime/wire/frames.py": b"x = 1\n",
+    }
+
+
+def test_runtime_is_the_workers_part_of_this_package() -> None:
+    files = layers.runtime_files()
+    assert {"dni_runtime/__init__.py", "dni_runtime/errors.py"} <= set(files)
+    assert "dni_runtime/worker/__main__.py" in files
+    assert "dni_runtime/data/digits.npz" in files
+    for name in files:
+        assert "__pycache__" not in name
+        assert not name.startswith(("dni_runtime/image/", "dni_runtime/launch/"))
+
+
+@pytest.mark.parametrize("path", ["../escape.py", "/etc/passwd", "a/../../b.py"])
+def test_sources_stay_in_their_folder(module: ModuleBuild, path: str) -> None:
+    bad = dataclasses.replace(module, sources={path: next(iter(module.sources.values()))})
+    with pytest.raises(SpecError, match="leaves the folder"):
+        layers.layer_files(bad, RUNTIME)
+
+
+def test_unreadable_source_is_named(module: ModuleBuild, tmp_path: Path) -> None:
+    bad = dataclasses.replace(module, sources={"gone.py": tmp_path / "gone.py"})
+    with pytest.raises(SpecError, match=r"gone\.py cannot be read"):
+        layers.layer_files(bad, RUNTIME)
+
+
+def test_digest_follows_the_content() -> None:
+    files = {"opt/dni/module.json": b"1", "a": b"xy", "b": b""}
+    digest = layers.layer_digest(files, "hash")
+    assert layers.layer_digest(dict(reversed(files.items())), "hash") == digest
+    # Host paths in the spec are no reason to build: its hash stands for it.
+    assert layers.layer_digest({**files, "opt/dni/module.json": b"2"}, "hash") == digest
+    changed = [
+        layers.layer_digest(files, "other"),
+        layers.layer_digest({**files, "a": b"xz"}, "hash"),
+        layers.layer_digest({"opt/dni/module.json": b"1", "a": b"x", "b": b"y"}, "hash"),
+        layers.layer_digest({"opt/dni/module.json": b"1", "ax": b"y", "b": b""}, "hash"),
+    ]
+    assert len({digest, *changed}) == 5
+
+
+def test_written_layer_is_readable_for_everybody(module: ModuleBuild, tmp_path: Path) -> None:
+    for source in module.sources.values():
+        source.chmod(0o600)
+    root = tmp_path / "layer"
+    layers.write_layer(layers.layer_files(module, RUNTIME), root)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in root.rglob("*")}
+    assert modes == {
+        "opt": 0o755, "dni": 0o755, "src": 0o755, "pkg": 0o755,
+        "mine.py": 0o644, "module.json": 0o644,
+    }  # fmt: skip
+
+
+def test_packing_is_reproducible_by_its_flags() -> None:
+    argv = layers.squashfs_argv("/usr/bin/mksquashfs", Path("/l"), Path("/l.sqfs"))
+    assert argv[:3] == ["/usr/bin/mksquashfs", "/l", "/l.sqfs"]
+    assert {"-noappend", "-all-root", "-no-xattrs", "-mkfs-time", "-all-time"} <= set(argv)

@@ -1,0 +1,119 @@
+"""Worker specs and run directories without torch and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.launch.prepare import Prepared
+from dni_runtime.launch.records import Record, create_run
+from dni_runtime.spec import (
+    ChainSpec,
+    Choice,
+    DataInfo,
+    HeadRole,
+    TailRole,
+    TensorSpec,
+    WorkerSpec,
+    parse_chain,
+)
+
+NAMES = ("bottom", "middle", "top")
+
+CHAIN = """\
+name: small
+epochs: 4
+defaults: {device: cpu}
+modules:
+  - {name: bottom, layers: [ReLU]}
+  - {name: middle, layers: [ReLU]}
+  - {name: top, layers: [ReLU]}
+"""
+
+MakeWorker = Callable[..., WorkerSpec]
+
+
+@pytest.fixture
+def chain() -> ChainSpec:
+    return parse_chain(CHAIN)
+
+
+def make_worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
+    """The spec of one of three modules."""
+    chain = parse_chain(CHAIN)
+    tensor = TensorSpec(shape=(8,), dtype="float32")
+    last = len(NAMES) - 1
+    return WorkerSpec(
+        chain=chain.name,
+        module=NAMES[index],
+        index=index,
+        layers=chain.modules[index].layers,
+        interface=None if index == last else Choice(name="mixed"),
+        optimizer=Choice(name="Adam"),
+        schedule=None,
+        schedule_every="epoch",
+        loss=chain.loss,
+        seed=0,
+        device=device,
+        precision="float32",
+        cpus=cpus,
+        input=tensor,
+        output=tensor,
+        label=TensorSpec(shape=(), dtype="int64"),
+        prediction=tensor,
+        classes=8,
+        batch_limit=512,
+        upstream=NAMES[index - 1] if index else None,
+        downstream=NAMES[index + 1] if index < last else None,
+        gradients_in=index < last,
+        gradients_out=index > 0,
+        links=chain.links,
+        keep=2,
+        stop_grace_s=chain.stop_grace_s,
+        head=HeadRole(
+            data=chain.data, epochs=4, steps=None, eval_every=1, checkpoint=chain.checkpoint
+        )
+        if index == 0
+        else None,
+        tail=TailRole(metrics=("accuracy",)) if index == last else None,
+    )
+
+
+@pytest.fixture
+def workers() -> tuple[WorkerSpec, ...]:
+    return tuple(make_worker(index) for index in range(len(NAMES)))
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> Prepared:
+    """A checked chain with one source file, whose chain file is real."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    path = folder / "chain.yaml"
+    path.write_text(CHAIN)
+    source = folder / "layers.py"
+    source.write_text("pass\n")
+    info = DataInfo(
+        sample=workers[0].input, label=workers[0].label, classes=8, train_samples=1000
+    )
+    return Prepared(path, chain, chain, info, None, workers, {"pkg/layers.py": source})
+
+
+@pytest.fixture
+def record(tmp_path: Path, prepared: Prepared) -> Record:
+    """The record of a fresh run."""
+    root = tmp_path / "runs" / "small-1"
+    create_run(root, prepared, backend="process")
+    return Record.read(root)
+
+
+@pytest.fixture
+def plan(
+    tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...], record: Record
+) -> LaunchPlan:
+    """A plan for the fresh run."""
+    placement = Placement(run=record.run.root, backend="process", sockets=tmp_path / "sockets")
+    return make_plan(chain, workers, placement)

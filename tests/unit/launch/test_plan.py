@@ -1,0 +1,134 @@
+"""Plans are compared whole: what is not asked for must not be there either."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import DataError
+from dni_runtime.image.apptainer import Apptainer, Mount
+from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+RUN = Path("/runs/a b")
+SOCKETS = Path("/run/user/1/dni-0")
+
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def plan_of(chain: ChainSpec, workers: tuple[WorkerSpec, ...], **where: object) -> LaunchPlan:
+    placement = Placement(run=RUN, backend="process", sockets=SOCKETS, python="/usr/bin/python3")
+    return make_plan(chain, workers, replace(placement, **where))  # type: ignore[arg-type]
+
+
+def test_processes(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    plan = plan_of(
+        chain, workers, data=Path("/data/x"), attempt=3, resume="120", python_path="/lib/p"
+    )
+    assert (plan.run, plan.backend, plan.sockets) == (str(RUN), "process", str(SOCKETS))
+    assert [worker.module for worker in plan.workers] == ["bottom", "middle", "top"]
+    common = [
+        *("--ipc", "/run/user/1/dni-0"),
+        *("--attempt", "3"),
+        *("--resume", "120"),
+        *("--log-level", "info"),
+    ]
+    start = ["/usr/bin/python3", "-P", "-m", "dni_runtime.worker", "--run", "/runs/a b"]
+    assert [list(worker.argv) for worker in plan.workers] == [
+        [*start, "--module", "bottom", *common, "--data", "/data/x"],
+        [*start, "--module", "middle", *common],
+        [*start, "--module", "top", *common],
+    ]
+    for worker in plan.workers:
+        assert worker.environment == {
+            **THREADS,
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONPATH": "/runs/a b/src:/lib/p",
+        }
+        assert worker.log == f"/runs/a b/logs/{worker.module}.3.log"
+        assert (worker.attempt, worker.image, worker.mounts) == (3, None, ())
+
+
+def test_threads_are_the_modules(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    several = (workers[0].model_copy(update={"cpus": 6}), *workers[1:])
+    counts = [worker.environment["OMP_NUM_THREADS"] for worker in plan_of(chain, several).workers]
+    assert counts == ["6", "1", "1"]
+
+
+def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    devices = ["cuda:1", "rocm", "cpu"]
+    placed = tuple(
+        worker.model_copy(update={"device": device})
+        for worker, device in zip(workers, devices, strict=True)
+    )
+    extra = Mount("/scratch", "/scratch", read_only=False)
+    plan = plan_of(
+        chain,
+        placed,
+        backend="apptainer",
+        tool=Apptainer(Path("/usr/bin/apptainer"), "apptainer", (1, 4, 5)),
+        images={worker.module: Path(f"/img/{worker.module}.sif") for worker in workers},
+        data=Path("/sets/a,b/x.npz"),
+        data_folder=Path("/sets/a,b"),
+        mounts=(extra,),
+    )
+    start = ["/usr/bin/apptainer", "--silent", "run", "--no-eval", "--no-home"]
+    start += ["--no-mount", "cwd", "--pwd", "/"]
+    run = ["--mount", "type=bind,source=/runs/a b,destination=/dni/run"]
+    sockets = ["--mount", "type=bind,source=/run/user/1/dni-0,destination=/dni/ipc"]
+    data = ["--mount", 'type=bind,"source=/sets/a,b",destination=/dni/data,ro']
+    scratch = ["--mount", "type=bind,source=/scratch,destination=/scratch"]
+
+    def arguments(module: str) -> list[str]:
+        return [
+            *("--run", "/dni/run", "--module", module, "--ipc", "/dni/ipc"),
+            *("--attempt", "1", "--resume", "auto", "--log-level", "info"),
+        ]
+
+    assert [list(worker.argv) for worker in plan.workers] == [
+        [
+            *start, "--nv", *run, *sockets, *data, *scratch, "/img/bottom.sif",
+            *arguments("bottom"), "--data", "/dni/data/x.npz",
+        ],
+        [*start, "--rocm", *run, *sockets, *scratch, "/img/middle.sif", *arguments("middle")],
+        [*start, *run, *sockets, *scratch, "/img/top.sif", *arguments("top")],
+    ]  # fmt: skip
+    for worker in plan.workers:
+        assert worker.environment == {**THREADS, "PYTHONFAULTHANDLER": "1"}
+        assert worker.log == f"/runs/a b/logs/{worker.module}.1.log"
+        assert worker.image == f"/img/{worker.module}.sif"
+
+
+def test_auto_device_may_use_a_gpu(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    plan = plan_of(
+        chain,
+        (workers[1].model_copy(update={"device": "auto"}),),
+        backend="apptainer",
+        tool=Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
+        images={"middle": Path("/img/m.sif")},
+    )
+    assert "--nv" in plan.workers[0].argv
+    assert "--rocm" not in plan.workers[0].argv
+
+
+def test_same_arguments_same_plan(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    assert plan_of(chain, workers) == plan_of(chain, workers)
+
+
+def test_json_round_trip(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    plan = plan_of(
+        chain,
+        workers,
+        backend="apptainer",
+        tool=Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
+        images={worker.module: Path("/i.sif") for worker in workers},
+    )
+    assert LaunchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_not_a_plan() -> None:
+    with pytest.raises(DataError, match="not a launch plan"):
+        LaunchPlan.from_json({"workers": [{"argv": []}]})

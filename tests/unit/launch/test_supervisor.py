@@ -1,0 +1,308 @@
+"""The supervisor against scripted workers and a clock that only moves when it sleeps."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.state import RunState
+from dni_runtime.launch.supervisor import TICK_S, Supervisor
+from dni_runtime.rundir import read_lines, write_json
+
+
+class World:
+    """Scripted processes; a worker's script maps seconds since the start to what happens."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.now = 0.0
+        self.processes: dict[str, FakeProcess] = {}
+        self.at: list[tuple[float, Callable[[], None]]] = []
+        self.refuse: str | None = None
+        self.on_term: dict[str, Callable[[FakeProcess], None]] = {}
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds == TICK_S
+        self.now += seconds
+        assert self.now < 600, "the supervisor does not come to an end"
+        for event in [event for event in self.at if event[0] <= self.now]:
+            self.at.remove(event)
+            event[1]()
+
+    def start(self, worker: WorkerPlan) -> FakeProcess:
+        if worker.module == self.refuse:
+            raise UnavailableError("no such program")
+        process = FakeProcess(self, worker)
+        self.processes[worker.module] = process
+        return process
+
+    def exits(self, after_s: float, **codes: int) -> None:
+        """Workers that end by themselves; names with their return codes."""
+        for name, code in codes.items():
+            self.at.append((after_s, lambda name=name, code=code: self.end(name, code)))
+
+    def end(self, name: str, code: int) -> None:
+        process = self.processes[name]
+        if process.returncode is None:
+            process.returncode = code
+
+    def reports(self, after_s: float, state: str) -> None:
+        """All workers say that they are in a state."""
+
+        def report() -> None:
+            for name, process in self.processes.items():
+                document = {"attempt": process.worker.attempt, "state": state}
+                write_json(self.record.run.worker(name), document)
+
+        self.at.append((after_s, report))
+
+
+class FakeProcess:
+    def __init__(self, world: World, worker: WorkerPlan) -> None:
+        self.world = world
+        self.worker = worker
+        self.pid = 1000 + len(world.processes)
+        self.returncode: int | None = None
+        self.signals: list[tuple[float, int]] = []
+        self.killed_at: float | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send(self, number: signal.Signals) -> None:
+        self.signals.append((round(self.world.now, 3), int(number)))
+        # By default a worker obeys within a second.
+        obey = self.world.on_term.get(self.worker.module)
+        if obey is not None:
+            obey(self)
+        else:
+            self.world.exits(self.world.now + 1, **{self.worker.module: 75})
+
+    def kill(self) -> None:
+        self.killed_at = self.world.now
+        self.world.end(self.worker.module, -9)
+
+
+def stubborn(process: FakeProcess) -> None:
+    """A worker that does not care for SIGTERM."""
+
+
+def hurried(process: FakeProcess) -> None:
+    """A worker that leaves only at the second SIGTERM."""
+    if len(process.signals) == 2:
+        process.world.end(process.worker.module, 143)
+
+
+@pytest.fixture
+def world(record: Record) -> World:
+    return World(record)
+
+
+@pytest.fixture
+def supervisor(world: World, record: Record, plan: LaunchPlan) -> Supervisor:
+    return Supervisor(record.run, plan, world, clock=world.clock, sleep=world.sleep)
+
+
+def events(record: Record) -> list[dict[str, Any]]:
+    return list(read_lines(record.run.events))
+
+
+def states(state: RunState) -> list[str]:
+    return [module.state for module in state.modules.values()]
+
+
+def test_a_run_that_finishes(world: World, supervisor: Supervisor, record: Record) -> None:
+    world.reports(2, "running")
+    phases: list[str] = []
+    world.exits(5, top=0)
+    world.exits(6, middle=0, bottom=0)
+    state = supervisor.run(lambda state: phases.append(state.phase))
+    assert (state.phase, state.exit_code, state.error) == ("finished", 0, None)
+    assert states(state) == ["finished"] * 3
+    assert list(dict.fromkeys(phases)) == ["starting", "running"]
+    assert [event["event"] for event in events(record)] == [
+        "run_started", *["worker_started"] * 3, "run_running", *["worker_ended"] * 3, "run_ended",
+    ]  # fmt: skip
+    assert RunState.read(record.run) == state
+    assert not any(process.signals for process in world.processes.values())
+
+
+def test_the_first_one_may_finish_first(world: World, supervisor: Supervisor) -> None:
+    world.exits(1, bottom=0)
+    world.exits(200, middle=0)
+    world.exits(201, top=0)
+    assert supervisor.run().phase == "finished"
+
+
+def test_a_killed_worker(world: World, supervisor: Supervisor, record: Record) -> None:
+    world.exits(3, middle=-9)
+    state = supervisor.run()
+    assert (state.phase, state.exit_code, state.failed) == ("failed", 70, "middle")
+    assert state.error == "module 'middle' (attempt 1) was killed by SIGKILL"
+    assert states(state) == ["stopped", "failed", "stopped"]
+    middle = state.modules["middle"]
+    assert (middle.exit_code, middle.signal) == (137, "SIGKILL")
+    assert middle.log == str(record.run.log("middle", 1))
+    assert [number for _, number in world.processes["bottom"].signals] == [signal.SIGTERM]
+    assert world.processes["bottom"].killed_at is None
+
+
+def test_in_a_broken_chain_nobody_waits_long(world: World, supervisor: Supervisor) -> None:
+    world.on_term = {"bottom": hurried, "top": hurried}
+    world.exits(3, middle=-9)
+    state = supervisor.run()
+    assert states(state) == ["stopped", "failed", "stopped"]
+    (first, _), (second, _) = world.processes["top"].signals
+    assert second - first == pytest.approx(5, abs=2 * TICK_S)
+    assert world.now < 10
+
+
+def test_the_cause_comes_before_its_consequences(world: World, supervisor: Supervisor) -> None:
+    world.exits(3, bottom=70, top=76, middle=-11)
+    state = supervisor.run()
+    assert state.failed == "middle"
+    assert state.error == "module 'middle' (attempt 1) was killed by SIGSEGV"
+    assert states(state) == ["failed"] * 3
+
+
+def test_a_worker_that_gives_up(world: World, supervisor: Supervisor) -> None:
+    world.exits(3, top=69)
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("failed", 70)
+    assert state.error == "module 'top' (attempt 1) ended with exit code 69"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_signal_stops(world: World, supervisor: Supervisor, number: int) -> None:
+    world.at.append((4.0, lambda: supervisor.interrupt(number)))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert state.error == f"{signal.Signals(number).name} received"
+    assert states(state) == ["stopped"] * 3
+    assert all(len(process.signals) == 1 for process in world.processes.values())
+
+
+def test_a_second_signal_kills(world: World, supervisor: Supervisor, record: Record) -> None:
+    world.on_term = dict.fromkeys(("bottom", "middle", "top"), stubborn)
+    world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGINT)))
+    world.at.append((6.0, lambda: supervisor.interrupt(signal.SIGINT)))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 130)
+    assert states(state) == ["stopped"] * 3
+    assert all(process.killed_at == pytest.approx(6) for process in world.processes.values())
+    reasons = {event.get("reason") for event in events(record)}
+    assert "second SIGINT received" in reasons
+
+
+def test_a_worker_that_does_not_leave(world: World, supervisor: Supervisor) -> None:
+    world.on_term = {"middle": stubborn}
+    world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert states(state) == ["stopped"] * 3
+    killed_at = world.processes["middle"].killed_at
+    assert killed_at is not None
+    assert killed_at == pytest.approx(4 + 30 + 15, abs=2 * TICK_S)  # stop_grace_s, and to leave
+
+
+def test_a_request_to_stop(world: World, supervisor: Supervisor, record: Record) -> None:
+    def request() -> None:
+        write_json(record.run.stop_request, {"time": 0, "timeout_s": 2})
+
+    world.on_term = {"middle": stubborn}
+    world.at.append((4.0, request))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert world.processes["middle"].killed_at == pytest.approx(4 + 2 + 15, abs=2 * TICK_S)
+
+
+def test_an_old_request_does_not_count(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    write_json(record.run.stop_request, {"time": 0, "timeout_s": None})
+    world.exits(5, bottom=0, middle=0, top=0)
+    assert supervisor.run().phase == "finished"
+
+
+def test_a_worker_stopped_by_hand_stops_the_run(world: World, supervisor: Supervisor) -> None:
+    world.exits(4, bottom=75)
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert state.error == "module 'bottom' (attempt 1) stopped"
+
+
+def test_a_failure_while_stopping_is_no_success(world: World, supervisor: Supervisor) -> None:
+    def full_disk(process: FakeProcess) -> None:
+        process.world.end(process.worker.module, 74)
+
+    world.on_term = {"middle": full_disk}
+    world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code, state.failed) == ("failed", 70, "middle")
+
+
+def test_a_straggler_after_the_tail(world: World, supervisor: Supervisor) -> None:
+    world.exits(4, middle=0, top=0)
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("finished", 0)
+    assert states(state) == ["stopped", "finished", "finished"]
+    (at, number) = world.processes["bottom"].signals[0]
+    assert number == signal.SIGTERM
+    assert at == pytest.approx(34, abs=2 * TICK_S)
+
+
+def test_a_program_that_cannot_be_started(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    world.refuse = "top"
+    with pytest.raises(UnavailableError, match="no such program"):
+        supervisor.run()
+    assert all(process.killed_at is not None for process in world.processes.values())
+    state = RunState.read(record.run)
+    assert (state.phase, state.exit_code, state.error) == ("failed", 69, "no such program")
+
+
+def test_what_an_earlier_attempt_left_is_removed(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    write_json(record.run.endpoint("top"), {"address": "ipc:///gone"})
+    write_json(record.run.worker("top"), {"attempt": 1, "state": "running"})
+    world.exits(1, bottom=0, middle=0, top=0)
+    supervisor.run()
+    assert not record.run.endpoint("top").exists()
+    assert not record.run.worker("top").exists()
+
+
+def test_sockets_are_removed(
+    world: World, supervisor: Supervisor, plan: LaunchPlan
+) -> None:
+    folder = Path(plan.sockets)
+    folder.mkdir()
+    (folder / "top.sock").touch()
+    world.exits(1, bottom=0, middle=0, top=0)
+    supervisor.run()
+    assert not folder.exists()
+
+
+def test_a_report_of_another_attempt_does_not_count(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    def report() -> None:
+        for name in world.processes:
+            write_json(record.run.worker(name), {"attempt": 7, "state": "running"})
+
+    phases: set[str] = set()
+    world.at.append((1.0, report))
+    world.exits(5, bottom=0, middle=0, top=0)
+    supervisor.run(lambda state: phases.add(state.phase))
+    assert phases == {"starting"}

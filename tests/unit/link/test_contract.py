@@ -1,0 +1,66 @@
+"""Both ends derive the same contract from their own specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.spec import LinksSpec, WorkerSpec
+from dni_runtime.wire import HEADER_BYTES, TensorContract
+
+MakeSpec = Callable[..., WorkerSpec]
+
+
+def test_both_ends_agree(make_spec: MakeSpec) -> None:
+    up = LinkContract.of(make_spec("stem"), "output")
+    down = LinkContract.of(make_spec("tail"), "input")
+    assert up == down
+    assert str(up) == "stem → tail"
+    assert up.activation == TensorContract("h", "float32", (4,), 8)
+    assert up.label == TensorContract("y", "int64", (), 8)
+    assert up.gradient == TensorContract("g", "float32", (4,), 8)
+
+
+@pytest.mark.parametrize(
+    ("links", "activation", "gradient"),
+    [
+        (LinksSpec(), "float32", "float32"),
+        (LinksSpec(dtype="bfloat16"), "bfloat16", "bfloat16"),
+        (LinksSpec(dtype="bfloat16", gradient_dtype="float32"), "bfloat16", "float32"),
+        (LinksSpec(gradient_dtype="float16"), "float32", "float16"),
+    ],
+)
+def test_types_on_the_wire(
+    make_spec: MakeSpec, links: LinksSpec, activation: str, gradient: str
+) -> None:
+    contract = LinkContract.of(make_spec(links=links), "output")
+    assert contract.activation.dtype == activation
+    assert contract.gradient is not None
+    assert contract.gradient.dtype == gradient
+    assert contract.dtype == "float32"
+
+
+def test_no_gradients_where_none_are_wanted(make_spec: MakeSpec) -> None:
+    contract = LinkContract.of(make_spec(gradients_in=False), "output")
+    assert contract.gradient is None
+    assert contract.agreement["gradients on the wire"] == "none"
+    assert contract.up.tensors == 0
+
+
+def test_limits_hold_the_largest_batch_and_no_more(make_spec: MakeSpec) -> None:
+    contract = LinkContract.of(make_spec(batch_limit=1 << 16), "output")
+    assert contract.down.buffer_bytes == contract.up.buffer_bytes == 1 << 20
+    assert contract.frame_limit("input") == 4 << 20
+
+
+def test_the_frame_limit_lets_every_header_through(make_spec: MakeSpec) -> None:
+    contract = LinkContract.of(make_spec(gradients_in=False), "output")
+    assert contract.frame_limit("output") > HEADER_BYTES
+
+
+@pytest.mark.parametrize(("module", "end"), [("stem", "input"), ("tail", "output")])
+def test_the_chains_ends_have_one_link(make_spec: MakeSpec, module: str, end: str) -> None:
+    with pytest.raises(ValueError, match=f"module '{module}' has no {end} link"):
+        LinkContract.of(make_spec(module), end)  # type: ignore[arg-type]  # parametrized

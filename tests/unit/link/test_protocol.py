@@ -1,0 +1,454 @@
+"""Both ends' state machines, joined by lists instead of sockets (docs/wire.md, "Handshake")."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from dni_runtime.errors import HandshakeError, WireError
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.counters import LinkCounters
+from dni_runtime.link.handshake import Hello
+from dni_runtime.link.receiver import JUMP_LIMIT, Receiver
+from dni_runtime.link.sender import SIZES_KEPT, Sender, State
+from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.wire import Buffer, Kind, Mark, Message, TensorEntry, encode
+
+MakeSpec = Callable[..., WorkerSpec]
+PEER = b"\x00peer"
+H = TensorEntry("h", "float32", (2, 4))
+Y = TensorEntry("y", "int64", (2,))
+G = TensorEntry("g", "float32", (2, 4))
+
+
+def batch(id: int, **fields: Any) -> Message:
+    message = Message(
+        Kind.BATCH, "run", "stem", id=id, tensors=(H, Y), buffers=(bytes(32), bytes(16))
+    )
+    return replace(message, **fields)
+
+
+def gradient(id: int, **fields: Any) -> Message:
+    message = Message(
+        Kind.GRADIENT, "run", "tail", id=id, ack=id, tensors=(G,), buffers=(bytes(32),)
+    )
+    return replace(message, **fields)
+
+
+@dataclass
+class Pair:
+    """A sender, a receiver, and the connection between them."""
+
+    sender: Sender
+    receiver: Receiver
+    identity: bytes = PEER
+    got: list[int] = field(default_factory=list)
+
+    def probe(self) -> None:
+        """A connection comes up."""
+        self.receiver.handle(self.identity, [b""])
+        self.settle()
+
+    def settle(self) -> None:
+        """Carry messages until nothing moves."""
+        while True:
+            if self.sender.greeting_due:
+                self.sender.greeting_due = False
+                self.down(self.sender.hello())
+            elif (frames := self.sender.pending()) is not None:
+                self.sender.transmitted()
+                self.down(frames)
+            elif self.receiver.replies:
+                identity, reply = self.receiver.replies.popleft()
+                if identity == self.identity:
+                    self.sender.handle(reply)
+            else:
+                return
+
+    def down(self, frames: Sequence[Buffer]) -> None:
+        message = self.receiver.handle(self.identity, frames)
+        if message is not None:
+            self.got.append(message.id)
+
+    def up(self, message: Message) -> Message | None:
+        return self.sender.handle(encode(message))
+
+    def send(self, *ids: int) -> None:
+        for id in ids:
+            self.sender.add(batch(id), 2)
+        self.settle()
+
+
+def make_sender(spec: WorkerSpec, run: str = "run", next_id: int = 1) -> Sender:
+    return Sender(
+        LinkContract.of(spec, "output"),
+        run=run,
+        window=spec.links.window,
+        next_id=next_id,
+        counters=LinkCounters(),
+    )
+
+
+def make_receiver(spec: WorkerSpec, run: str = "run", received: int = 0) -> Receiver:
+    return Receiver(
+        LinkContract.of(spec, "input"), run=run, received=received, counters=LinkCounters()
+    )
+
+
+@pytest.fixture
+def pair(make_spec: MakeSpec) -> Pair:
+    """Two ends that have shaken hands."""
+    pair = Pair(make_sender(make_spec("stem")), make_receiver(make_spec("tail")))
+    pair.probe()
+    assert pair.sender.state is State.OPEN
+    return pair
+
+
+def refused(pair: Pair, frames: Sequence[Buffer], identity: bytes | None = None) -> str:
+    with pytest.raises(WireError) as caught:
+        pair.receiver.handle(identity or pair.identity, frames)
+    return caught.value.reason
+
+
+def refused_up(pair: Pair, message: Message) -> str:
+    with pytest.raises(WireError) as caught:
+        pair.up(message)
+    return caught.value.reason
+
+
+def test_nothing_travels_before_welcome(make_spec: MakeSpec) -> None:
+    sender = make_sender(make_spec("stem"))
+    sender.add(batch(1), 2)
+    assert sender.pending() is None
+
+
+def test_batches_travel_in_order(pair: Pair) -> None:
+    pair.send(1, 2, 3)
+    assert pair.got == [1, 2, 3]
+    assert pair.sender.counters.resent == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "stem", "tail"),
+    [
+        ("run", {}, {}),
+        ("chain", {"chain": "pear"}, {}),
+        ("source", {}, {"upstream": "root"}),
+        ("target", {"downstream": "tip"}, {}),
+        ("activation", {"output": TensorSpec(shape=(5,), dtype="float32")}, {}),
+        ("activation", {}, {"input": TensorSpec(shape=(4,), dtype="bfloat16")}),
+        ("label", {"label": TensorSpec(shape=(2,), dtype="int64")}, {}),
+        ("activations on the wire", {"links": LinksSpec(dtype="bfloat16")}, {}),
+        ("gradients on the wire", {"links": LinksSpec(gradient_dtype="float16")}, {}),
+        ("gradients on the wire", {"gradients_in": False}, {}),
+        ("batch limit", {"batch_limit": 16}, {}),
+    ],
+)
+def test_handshake_names_what_differs(
+    make_spec: MakeSpec, field: str, stem: dict[str, Any], tail: dict[str, Any]
+) -> None:
+    sender = make_sender(make_spec("stem", **stem), run="other" if field == "run" else "run")
+    receiver = make_receiver(make_spec("tail", **tail))
+    mine = {"run": sender.run, **sender.contract.agreement}[field]
+    yours = {"run": receiver.run, **receiver.contract.agreement}[field]
+    with pytest.raises(WireError) as caught:
+        receiver.handle(PEER, sender.hello())
+    assert caught.value.reason == "handshake"
+    assert receiver.peer is None
+    (_, reply) = receiver.replies.popleft()
+    with pytest.raises(HandshakeError) as error:
+        sender.handle(reply)
+    assert (
+        f"{field} is {mine!r} for 'stem' but {yours!r} for {sender.contract.target!r}"
+        in error.value.message
+    )
+    assert error.value.hint
+
+
+def test_a_hash_that_differs_is_named(pair: Pair) -> None:
+    agreement = {**pair.sender.contract.agreement, "hash": "00"}
+    hello = Message(Kind.HELLO, "run", "stem", body=Hello("s", 1, agreement).body())
+    assert refused(pair, encode(hello), b"other") == "handshake"
+
+
+def test_a_field_that_is_missing_differs(pair: Pair) -> None:
+    hello = Message(Kind.HELLO, "run", "stem", body=Hello("s", 1, {"chain": "pair"}).body())
+    assert refused(pair, encode(hello), b"other") == "handshake"
+    assert b"nothing" in bytes(pair.receiver.replies[0][1][0])
+
+
+def test_another_protocol_version_is_named(make_spec: MakeSpec) -> None:
+    receiver = make_receiver(make_spec("tail"))
+    with pytest.raises(WireError) as caught:
+        receiver.handle(PEER, [msgpack.packb([2, "whatever it will be"])])
+    assert caught.value.reason == "version"
+    (_, reply) = receiver.replies.popleft()
+    with pytest.raises(HandshakeError, match="protocol version is '2' for 'stem' but '1' for"):
+        make_sender(make_spec("stem")).handle(reply)
+
+
+def test_a_neighbour_of_another_version_is_named(make_spec: MakeSpec) -> None:
+    sender = make_sender(make_spec("stem"))
+    with pytest.raises(HandshakeError, match="protocol version is '1' for 'stem' but '3' for"):
+        sender.handle([msgpack.packb([3])])
+
+
+def test_junk_of_another_version_does_not_end_an_open_link(pair: Pair) -> None:
+    with pytest.raises(WireError) as caught:
+        pair.sender.handle([msgpack.packb([3])])
+    assert caught.value.reason == "version"
+
+
+def test_a_reconnection_resends_what_is_missing(pair: Pair) -> None:
+    pair.send(1, 2)
+    for id in (3, 4):
+        pair.sender.add(batch(id), 2)
+        assert pair.sender.pending() is not None
+        pair.sender.transmitted()  # lost with the connection
+    pair.identity = b"\x00again"
+    pair.probe()
+    assert pair.got == [1, 2, 3, 4]
+    assert pair.sender.counters.resent == 2
+    assert pair.receiver.counters.duplicates == 0
+
+
+def test_the_old_connection_is_not_accepted_any_more(pair: Pair) -> None:
+    pair.identity = b"\x00again"
+    pair.probe()
+    assert refused(pair, encode(batch(1)), PEER) == "stranger"
+
+
+def test_a_restarted_receiver_gets_what_is_unacknowledged(pair: Pair, make_spec: MakeSpec) -> None:
+    pair.send(1, 2, 3)
+    pair.up(Message(Kind.ACK, "run", "tail", ack=1))
+    pair.receiver = make_receiver(make_spec("tail"), received=1)
+    pair.got.clear()
+    pair.probe()
+    assert pair.got == [2, 3]
+    assert pair.receiver.counters.gaps == 0
+
+
+def test_a_receiver_restarted_from_an_older_cut_goes_on_after_a_gap(
+    pair: Pair, make_spec: MakeSpec
+) -> None:
+    pair.send(1, 2, 3)
+    pair.up(Message(Kind.ACK, "run", "tail", ack=2))
+    pair.receiver = make_receiver(make_spec("tail"))
+    pair.got.clear()
+    pair.probe()
+    assert pair.got == [3]
+    assert pair.receiver.counters.gaps == 2
+
+
+def test_a_restarted_sender_repeats_without_effect(pair: Pair, make_spec: MakeSpec) -> None:
+    pair.send(1, 2, 3)
+    pair.receiver.order.acknowledge(2)
+    pair.sender, pair.identity = make_sender(make_spec("stem"), next_id=2), b"\x00new"
+    pair.probe()
+    pair.send(2, 3, 4)
+    assert pair.got == [1, 2, 3, 4]
+    assert len(pair.sender.window) == 2
+
+
+def test_a_replaced_sender_is_told_and_cannot_come_back(pair: Pair, make_spec: MakeSpec) -> None:
+    old = pair.sender
+    pair.receiver.handle(b"\x00new", make_sender(make_spec("stem")).hello())
+    (identity, told) = pair.receiver.replies.popleft()
+    assert identity == PEER
+    with pytest.raises(HandshakeError, match="has accepted another process as module 'stem'"):
+        old.handle(told)
+    assert refused(pair, old.hello(), PEER) == "handshake"
+    assert pair.receiver.peer == b"\x00new"
+
+
+def test_hello_may_come_without_invitation_and_twice(pair: Pair) -> None:
+    pair.down(pair.sender.hello())
+    pair.settle()
+    assert pair.sender.counters.handshakes == pair.receiver.counters.handshakes == 1
+
+
+def test_duplicates_are_dropped_and_counted(pair: Pair) -> None:
+    pair.send(1)
+    pair.down(encode(batch(1)))
+    assert pair.got == [1]
+    assert pair.receiver.counters.duplicates == 1
+
+
+def test_gaps_are_accepted_and_counted(pair: Pair) -> None:
+    pair.down(encode(batch(4)))
+    assert pair.got == [4]
+    assert pair.receiver.counters.gaps == 3
+
+
+def test_gradients_reach_the_module_and_acknowledge(pair: Pair) -> None:
+    pair.send(1, 2)
+    message = pair.up(gradient(1))
+    assert message is not None
+    assert message.id == 1
+    assert len(pair.sender.window) == 1
+    assert pair.sender.counters.gradients == 1
+
+
+def test_late_gradients_of_acknowledged_batches_are_welcome(pair: Pair) -> None:
+    pair.send(1, 2)
+    pair.up(Message(Kind.ACK, "run", "tail", ack=2))
+    assert pair.up(gradient(1, ack=2)) is not None
+
+
+def test_drained_is_given_out_once(pair: Pair) -> None:
+    drained = Message(Kind.DRAINED, "run", "tail", id=3)
+    assert pair.up(drained) == drained
+    assert pair.up(drained) is None
+    assert pair.up(replace(drained, id=4)) is not None
+
+
+def test_requests_reach_the_module(pair: Pair) -> None:
+    request = Message(Kind.REQUEST, "run", "tail", body={"what": "checkpoint"})
+    assert pair.up(request) == request
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (batch(1, run="other"), "run"),
+        (batch(1, source="root"), "source"),
+        (batch(JUMP_LIMIT + 1), "id"),
+        (gradient(1), "kind"),
+        (Message(Kind.ACK, "run", "stem", ack=1), "kind"),
+        (Message(Kind.WELCOME, "run", "stem", body={"received": 1}), "kind"),
+        (batch(1, tensors=(TensorEntry("h", "float32", (8,)), Y)), "shape"),
+        (batch(1, tensors=(TensorEntry("h", "int32", (2, 4)), Y)), "dtype"),
+        (
+            batch(1, tensors=(H, TensorEntry("y", "int64", (1,))), buffers=(bytes(32), bytes(8))),
+            "shape",
+        ),
+        (
+            batch(
+                1,
+                tensors=(
+                    TensorEntry("h", "float32", (9, 4)),
+                    TensorEntry("y", "int64", (9,)),
+                ),
+                buffers=(bytes(144), bytes(72)),
+            ),
+            "oversized",
+        ),
+        (Message(Kind.HELLO, "run", "stem"), "body"),
+        (Message(Kind.HELLO, "run", "stem", body={"link": {"a": 1}}), "body"),
+        (Message(Kind.HELLO, "run", "stem", body=Hello("s", 0, {}).body()), "body"),
+    ],
+)
+def test_what_an_accepted_peer_may_not_send(pair: Pair, message: Message, reason: str) -> None:
+    assert refused(pair, encode(message)) == reason
+    pair.send(1)
+    assert pair.got == [1]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        encode(batch(1)),
+        [b"", b""],
+        encode(Message(Kind.MARK, "run", "stem", id=1, mark=Mark.END)),
+        encode(Message(Kind.ACK, "run", "tail", ack=1)),
+    ],
+)
+def test_strangers_are_refused_whatever_they_send(pair: Pair, frames: list[Buffer]) -> None:
+    assert refused(pair, frames, b"stranger") == "stranger"
+    assert not pair.receiver.replies
+    pair.send(1)
+    assert pair.got == [1]
+
+
+def test_strangers_headers_are_not_read_beyond_a_hello(pair: Pair) -> None:
+    hello = Message(Kind.HELLO, "run", "stem", body={"junk": "x" * 9000})
+    assert refused(pair, encode(hello), b"stranger") == "oversized"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (gradient(2), "id"),
+        (gradient(1, run="other"), "run"),
+        (gradient(1, source="tip"), "source"),
+        (gradient(1, ack=9), "id"),
+        (Message(Kind.ACK, "run", "tail", ack=2), "id"),
+        (gradient(1, tensors=(TensorEntry("g", "float32", (4, 2)),)), "shape"),
+        (
+            gradient(1, tensors=(TensorEntry("g", "float32", (3, 4)),), buffers=(bytes(48),)),
+            "shape",
+        ),
+        (Message(Kind.REQUEST, "run", "tail", body={"what": 1}), "body"),
+        (Message(Kind.MARK, "run", "tail", id=1, mark=Mark.END), "kind"),
+        (Message(Kind.HELLO, "run", "tail", body={}), "kind"),
+    ],
+)
+def test_what_downstream_may_not_send(pair: Pair, message: Message, reason: str) -> None:
+    pair.send(1)
+    assert refused_up(pair, message) == reason
+    assert len(pair.sender.window) == 1
+
+
+@pytest.mark.parametrize("body", [{}, {"received": -1}, {"received": True}, {"received": "1"}])
+def test_a_welcome_that_says_nothing(make_spec: MakeSpec, body: dict[str, Any]) -> None:
+    sender = make_sender(make_spec("stem"))
+    sender.state = State.GREETING
+    with pytest.raises(WireError) as caught:
+        sender.handle(encode(Message(Kind.WELCOME, "run", "tail", body=body)))
+    assert caught.value.reason == "body"
+    assert sender.state is State.GREETING
+
+
+def test_a_refusal_that_says_nothing(pair: Pair) -> None:
+    assert refused_up(pair, Message(Kind.REFUSE, "run", "tail", body={"field": 1})) == "body"
+
+
+def test_gradients_before_welcome_are_refused(make_spec: MakeSpec) -> None:
+    sender = make_sender(make_spec("stem"))
+    with pytest.raises(WireError) as caught:
+        sender.handle(encode(gradient(1)))
+    assert caught.value.reason == "stranger"
+
+
+def test_gradients_that_nobody_wants_are_refused(make_spec: MakeSpec) -> None:
+    pair = Pair(
+        make_sender(make_spec("stem", gradients_in=False)),
+        make_receiver(make_spec("tail", gradients_out=False)),
+    )
+    pair.probe()
+    pair.send(1)
+    assert refused_up(pair, gradient(1)) == "count"
+
+
+def test_memory_of_batch_sizes_is_bounded(pair: Pair) -> None:
+    for id in range(1, SIZES_KEPT + 3):
+        pair.send(id)
+        pair.up(Message(Kind.ACK, "run", "tail", ack=id))
+    assert refused_up(pair, gradient(2)) == "id"
+    assert pair.up(gradient(3)) is not None
+
+
+def test_random_frames_change_nothing(pair: Pair) -> None:
+    """Ten thousand messages of junk from strangers and from the accepted peer."""
+    random_ = random.Random(1)
+    good = bytes(encode(batch(1))[0])
+    for number in range(10_000):
+        frames: list[Buffer] = [
+            random_.randbytes(random_.randrange(60)) for _ in range(random_.randrange(1, 5))
+        ]
+        if number % 3 == 0:
+            broken = bytearray(good)
+            broken[random_.randrange(4)] ^= 0xFF
+            frames[0] = bytes(broken)
+        if frames == [b""]:
+            continue
+        refused(pair, frames, b"stranger" if number % 2 else None)
+    assert not [reply for reply in pair.receiver.replies if reply[0] == PEER]
+    pair.receiver.replies.clear()
+    pair.send(1, 2, 3)
+    assert pair.got == [1, 2, 3]
