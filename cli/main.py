@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         # The reader of a pipe has left (head, less): no news for anybody.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+        code = 1  # as click has it
     except DniError as error:
         click.echo(f"{click.style('dnictl: error:', fg='red', bold=True)} {error}", err=True)
         code = error.exit_code

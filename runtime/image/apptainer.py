@@ -134,7 +134,8 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
         return [Path(chosen)]
     path = environ.get("PATH", os.defpath)
     found = [shutil.which("apptainer", path=path)]
-    found += [str(p.expanduser() / "usr/bin/apptainer") for p in SETUP_PREFIXES]
+    own = [Path(p) for p in (environ.get("DNI_APPTAINER_PREFIX"),) if p]
+    found += [str(p.expanduser() / "usr/bin/apptainer") for p in (*own, *SETUP_PREFIXES)]
     found.append(shutil.which("singularity", path=path))
     return [Path(f) for f in found if f is not None and os.access(f, os.X_OK)]
 

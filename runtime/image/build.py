@@ -6,13 +6,14 @@ beside the images; an image whose hash is there already is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,30 @@ def build_images(
         raise DataError(
             f"--key: {options.key} is not a file", hint="give a private key in PEM form"
         )
+    with _disk_trouble(options):
+        return _build(modules, image, options, tool, report)
+
+
+@contextlib.contextmanager
+def _disk_trouble(options: BuildOptions) -> Iterator[None]:
+    """A full disk or a folder that cannot be written is no bug."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildError(
+            f"{error.filename or options.out}: {error.strerror or error}",
+            hint=f"there must be space, and the right to write, in {options.out} and "
+            f"{options.cache} (XDG_CACHE_HOME)",
+        ) from error
+
+
+def _build(
+    modules: Sequence[ModuleBuild],
+    image: ImageSpec,
+    options: BuildOptions,
+    tool: Apptainer,
+    report: Report,
+) -> BuildResult:
     old = read_lock(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     plan = _plan_modules(

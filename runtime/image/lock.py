@@ -89,7 +89,7 @@ def read_lock(folder: Path) -> ImageLock | None:
     path = folder / LOCK_NAME
     try:
         return ImageLock.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError) as error:
         raise ImageError(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from email.parser import HeaderParser
 from pathlib import Path
 
 from dni_runtime.errors import SpecError, UnavailableError
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.spec import BaseSpec
+
+_ROLLING = ("stable", "testing", "unstable", "sid")
 
 
 def parse_os_release(text: str) -> dict[str, str]:
@@ -20,11 +22,34 @@ def parse_os_release(text: str) -> dict[str, str]:
     return {name: value.strip().strip("\"'") for name, value in pairs}
 
 
-def pick_target(targets: str, codename: str) -> str | None:
-    """The main archive's address in the output of ``apt-get indextargets``."""
-    for line in targets.splitlines():
-        release, component, address = line.split(maxsplit=2)
-        if release == codename and component == "main":
+def main_archives(text: str, *, deb822: bool) -> list[tuple[str, str]]:
+    """Suites and addresses of the main archives that an apt source file names (sources.list(5)).
+
+    Args:
+        text: The file.
+        deb822: Whether it is a ``.sources`` file; else it has one source a line.
+    """
+    found = []
+    if deb822:
+        for stanza in re.split(r"\n\s*\n", re.sub(r"(?m)^#.*\n?", "", text)):
+            fields = HeaderParser().parsestr(stanza.lstrip())
+            enabled = fields.get("Enabled", "yes").strip().lower() not in ("no", "false", "0")
+            binary = "deb" in fields.get("Types", "").split()
+            if enabled and binary and "main" in fields.get("Components", "").split():
+                addresses, suites = fields.get("URIs", "").split(), fields.get("Suites", "").split()
+                found += [(suite, address) for suite in suites for address in addresses]
+        return found
+    for line in text.splitlines():
+        words = re.sub(r"\[[^]]*\]", " ", line.split("#")[0]).split()
+        if len(words) > 3 and words[0] == "deb" and "main" in words[3:]:
+            found.append((words[2], words[1]))
+    return found
+
+
+def pick_archive(archives: Sequence[tuple[str, str]], codename: str) -> str | None:
+    """The address of the distribution's own archive (not its updates'), usable by debootstrap."""
+    for suite, address in archives:
+        if suite in (codename, *_ROLLING) and re.match(r"(https?|ftp|file):", address):
             return address.rstrip("/")
     return None
 
@@ -35,27 +60,24 @@ def pick_default(program: str) -> str | None:
     return None if match is None else match[1]
 
 
-def _apt_mirror(codename: str) -> str | None:
-    argv = ["apt-get", "indextargets", "--format", "$(RELEASE) $(COMPONENT) $(REPO_URI)"]
-    try:
-        done = subprocess.run(
-            [*argv, "Created-By: Packages"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return pick_target(done.stdout, codename)
+def _host_mirror(codename: str, apt: Path) -> str | None:
+    # The files are read here because `apt-get indextargets` says nothing before `apt-get update`.
+    archives: list[tuple[str, str]] = []
+    parts = apt / "sources.list.d"
+    for path in (apt / "sources.list", *sorted(parts.glob("*.list")), *parts.glob("*.sources")):
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        archives += main_archives(text, deb822=path.suffix == ".sources")
+    return pick_archive(archives, codename)
 
 
 def debian_mirror(
     base: BaseSpec,
     *,
     environ: Mapping[str, str] | None = None,
-    os_release: Path = Path("/etc/os-release"),
+    etc: Path = Path("/etc"),
 ) -> str:
     """The mirror for a debootstrap base.
 
@@ -78,11 +100,11 @@ def debian_mirror(
         )
     found: str | None = None
     try:
-        release = parse_os_release(os_release.read_text(encoding="utf-8"))
+        release = parse_os_release((etc / "os-release").read_text(encoding="utf-8"))
     except OSError:
         release = {}
     if release.get("ID") == "debian" and "VERSION_CODENAME" in release:
-        found = _apt_mirror(release["VERSION_CODENAME"])
+        found = _host_mirror(release["VERSION_CODENAME"], etc / "apt")
     found = found or pick_default(Path(program).read_text(encoding="utf-8", errors="replace"))
     if found is None:
         raise SpecError(

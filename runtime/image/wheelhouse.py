@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import sys
@@ -293,19 +294,22 @@ def prepare(
 def _download(
     requirements: Sequence[str], image: ImageSpec, folder: Path, target: Target, report: Report
 ) -> None:
-    def run(argv: list[str]) -> None:
+    def run(argv: list[str], **settings: str) -> None:
         apptainer.stream(
             argv,
             what="downloading the images' Python packages",
             on_line=lambda line: report(Step("wheels", "line", line)),
+            environ={**os.environ, **settings},
         )
 
     index = image.torch_index
     extra: Iterable[str] = () if index is None else (index,)
     wanted = [*requirements, INSTALLER]
     if index is not None and image.torch != "base":
-        # torch itself from its own index alone: the same version exists elsewhere for other GPUs.
-        run(download_argv([image.torch], folder, target, only_index=index, dependencies=False))
+        # torch itself from its own index alone, whatever pip's settings name beside it: elsewhere
+        # the same version is another build, or a newer one.
+        argv = download_argv([image.torch], folder, target, only_index=index, dependencies=False)
+        run(argv, PIP_EXTRA_INDEX_URL=index, PIP_FIND_LINKS=str(folder))
         torch = scan(folder)[0]
         wanted[0] = f"torch=={torch.version}"
     run(download_argv(wanted, folder, target, indexes=list(extra)))

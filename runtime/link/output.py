@@ -163,6 +163,7 @@ class OutputLink:
             self._sender.state = State.SILENT
             sockets.connect(self._socket, address)
             self._address = address
+            self._greet_again_s = time.monotonic() + _GREET_S
         end_s = time.monotonic() + deadline_s
         while True:
             self._events += self._receive()
@@ -309,5 +310,6 @@ class OutputLink:
             if not sockets.send(self._socket, frames):
                 # high-water marks lie above the window: the connection has gone
                 self._sender.state = State.SILENT
+                self._greet_again_s = time.monotonic() + _GREET_S
                 return
             self._sender.transmitted()

@@ -69,7 +69,9 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 class Links:
-    """Makes links and closes them all at the end."""
+    """Makes links, closes them all at the end, and helps to drive them."""
+
+    DEADLINE_S = DEADLINE_S
 
     def __init__(self, make_spec: MakeSpec, stack: ExitStack) -> None:
         self._make_spec = make_spec
@@ -87,8 +89,40 @@ class Links:
         """Two links that have shaken hands, and where."""
         input, output = self.input(**fields), self.output(**fields)
         actual = input.bind(address)
-        shake(output, input, actual)
+        self.shake(output, input, actual)
         return output, input, actual
+
+    @staticmethod
+    def shake(output: OutputLink, input: InputLink, address: str) -> None:
+        """Shake hands; both ends wait, so one of them does it on a thread."""
+        failures: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                input.wait_for_peer(DEADLINE_S)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            output.connect(address, deadline_s=DEADLINE_S)
+        finally:
+            thread.join()
+        assert not failures, failures
+
+    @staticmethod
+    def until(condition: Callable[[], bool], what: str) -> None:
+        """Call ``condition`` until it holds, or fail."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end_s, f"not in {DEADLINE_S:g} s: {what}"
+            time.sleep(0.001)
+
+    @staticmethod
+    def tensors(id: int, samples: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch that tells its id."""
+        return torch.full((samples, 4), float(id)), torch.full((samples,), id % 4)
 
 
 @pytest.fixture
@@ -114,35 +148,3 @@ def raw() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
     for socket in made:
         socket.close()
     context.term()
-
-
-def shake(output: OutputLink, input: InputLink, address: str) -> None:
-    """Shake hands; both ends wait, so one of them does it on a thread."""
-    failures: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            input.wait_for_peer(DEADLINE_S)
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        output.connect(address, deadline_s=DEADLINE_S)
-    finally:
-        thread.join()
-    assert not failures, failures
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Call ``condition`` until it holds, or fail."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not in {DEADLINE_S:g} s: {what}"
-        time.sleep(0.001)
-
-
-def tensors(id: int, samples: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch that tells its id."""
-    return torch.full((samples, 4), float(id)), torch.full((samples,), id % 4)

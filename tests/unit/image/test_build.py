@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
+from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
 from dni_runtime.image import base, build, check, mirror, wheelhouse
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.build import BuildOptions
@@ -157,6 +157,17 @@ def test_root_does_not_build(
         build.build_images([module("head")], image, options, tool=tool)
 
 
+def test_folder_that_cannot_be_written_is_no_bug(
+    image: ImageSpec, options: BuildOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    (tmp_path / "file").write_text("")
+    tool = Apptainer(Path("/none"), "apptainer", (1, 4, 5))
+    bad = replace(options, out=tmp_path / "file" / "images")
+    with pytest.raises(BuildError, match=r"file/images.*\n.*the right to write"):
+        build.build_images([module("head")], image, bad, tool=tool)
+
+
 def test_lock_is_read_back(image: ImageSpec, options: BuildOptions) -> None:
     lock = built([module("head")], image, options)
     assert read_lock(options.out) == lock
@@ -201,17 +212,61 @@ def test_cache_folder_follows_xdg() -> None:
     assert base.cache_folder({}) == Path.home() / ".cache/dnictl"
 
 
-TARGETS = """\
-bookworm-updates main mirror:/updates/
-bookworm contrib mirror:/contrib/
-bookworm main mirror:/debian/
-bookworm-security main mirror:/security/
+SOURCES = """\
+Types: deb
+# deb snapshot
+URIs: http:/m/security
+Suites: bookworm-security
+Components: main
+
+Types: deb deb-src
+URIs: http:/m/off
+Suites: bookworm
+Components: main
+Enabled: no
+
+Types: deb
+URIs: http:/m/debian/
+Suites: bookworm bookworm-updates
+Components: main contrib
+Signed-By: /usr/share/keyrings/x.gpg
+"""
+ONE_LINE = """\
+# deb http:/m/commented bookworm main
+deb-src http:/m/source bookworm main
+deb [arch=amd64 signed-by=/k.gpg] http:/m/other bookworm contrib
+deb [ trusted=yes ] http:/m/debian bookworm contrib main # mine
 """
 
 
-def test_mirror_is_the_hosts_own() -> None:
-    assert mirror.pick_target(TARGETS, "bookworm") == "mirror:/debian"
-    assert mirror.pick_target(TARGETS, "trixie") is None
+def test_sources_of_apt_are_parsed() -> None:
+    assert mirror.main_archives(SOURCES, deb822=True) == [
+        ("bookworm-security", "http:/m/security"),
+        ("bookworm", "http:/m/debian/"),
+        ("bookworm-updates", "http:/m/debian/"),
+    ]
+    assert mirror.main_archives(ONE_LINE, deb822=False) == [("bookworm", "http:/m/debian")]
+
+
+def test_archive_is_one_that_debootstrap_can_read() -> None:
+    found = [("bookworm", "mirror+file:/etc/apt/mirrors"), ("bookworm", "http:/m/debian/")]
+    assert mirror.pick_archive(found, "bookworm") == "http:/m/debian"
+    assert mirror.pick_archive([("bookworm-updates", "http:/m/u")], "bookworm") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("sources.list", ONE_LINE), ("sources.list.d/debian.sources", SOURCES)]
+)
+def test_mirror_is_the_hosts_own(tmp_path: Path, name: str, text: str) -> None:
+    program = tmp_path / "debootstrap"
+    program.write_text("#!/bin/sh\nDEF_MIRROR=mirror:/default\n")
+    program.chmod(0o755)
+    (tmp_path / "os-release").write_text("ID=debian\nVERSION_CODENAME=bookworm\n")
+    file = tmp_path / "apt" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    environ = {"PATH": str(tmp_path)}
+    assert mirror.debian_mirror(BaseSpec(), environ=environ, etc=tmp_path) == "http:/m/debian"
 
 
 def test_default_mirror_is_debootstraps() -> None:
@@ -231,12 +286,10 @@ def test_mirror_without_a_debian_host(tmp_path: Path) -> None:
     release = tmp_path / "os-release"
     release.write_text('ID=fedora\nVERSION_CODENAME=""\n')
     environ = {"PATH": str(tmp_path)}
-    assert (
-        mirror.debian_mirror(BaseSpec(), environ=environ, os_release=release) == "mirror:/default"
-    )
+    assert mirror.debian_mirror(BaseSpec(), environ=environ, etc=tmp_path) == "mirror:/default"
     program.write_text("#!/bin/sh\n")
     with pytest.raises(SpecError) as caught:
-        mirror.debian_mirror(BaseSpec(), environ=environ, os_release=release)
+        mirror.debian_mirror(BaseSpec(), environ=environ, etc=tmp_path)
     assert caught.value.path == "image.base.mirror"
 
 

@@ -41,7 +41,7 @@ def chain() -> ChainSpec:
     return parse_chain(CHAIN)
 
 
-def make_worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
+def _worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
     """The spec of one of three modules."""
     chain = parse_chain(CHAIN)
     tensor = TensorSpec(shape=(8,), dtype="float32")
@@ -83,8 +83,13 @@ def make_worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec
 
 
 @pytest.fixture
+def make_worker() -> MakeWorker:
+    return _worker
+
+
+@pytest.fixture
 def workers() -> tuple[WorkerSpec, ...]:
-    return tuple(make_worker(index) for index in range(len(NAMES)))
+    return tuple(_worker(index) for index in range(len(NAMES)))
 
 
 @pytest.fixture
@@ -96,9 +101,7 @@ def prepared(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) 
     path.write_text(CHAIN)
     source = folder / "layers.py"
     source.write_text("pass\n")
-    info = DataInfo(
-        sample=workers[0].input, label=workers[0].label, classes=8, train_samples=1000
-    )
+    info = DataInfo(sample=workers[0].input, label=workers[0].label, classes=8, train_samples=1000)
     return Prepared(path, chain, chain, info, None, workers, {"pkg/layers.py": source})
 
 

@@ -75,7 +75,7 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
         data_folder=Path("/sets/a,b"),
         mounts=(extra,),
     )
-    start = ["/usr/bin/apptainer", "--silent", "run", "--no-eval", "--no-home"]
+    start = ["/usr/bin/apptainer", "--quiet", "run", "--no-eval", "--no-home"]
     start += ["--no-mount", "cwd", "--pwd", "/"]
     run = ["--mount", "type=bind,source=/runs/a b,destination=/dni/run"]
     sockets = ["--mount", "type=bind,source=/run/user/1/dni-0,destination=/dni/ipc"]

@@ -283,9 +283,7 @@ def test_what_an_earlier_attempt_left_is_removed(
     assert not record.run.worker("top").exists()
 
 
-def test_sockets_are_removed(
-    world: World, supervisor: Supervisor, plan: LaunchPlan
-) -> None:
+def test_sockets_are_removed(world: World, supervisor: Supervisor, plan: LaunchPlan) -> None:
     folder = Path(plan.sockets)
     folder.mkdir()
     (folder / "top.sock").touch()

@@ -1,0 +1,55 @@
+# Everything a newcomer needs: `make demo`, `make test`. As root both run as an ordinary user (scripts/as-user),
+# because Apptainer must not be run as root.
+SHELL := /bin/bash
+PYTHON ?= python3
+# Any torch >= 2.6 will do; this one is what the project is tested with.
+TORCH ?= torch==2.13.0
+VENV := build/venv
+BIN := $(VENV)/bin
+AS_USER := scripts/as-user -- $(MAKE) --no-print-directory
+export DNI_APPTAINER_PREFIX PYTHON TORCH
+.DEFAULT_GOAL := help
+
+.PHONY: help demo test check wheelcheck system demo-here test-here check-here wheelcheck-here clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+demo: system ## Train a chain on Fashion-MNIST in four Apptainer containers, beside plain backprop
+	@$(AS_USER) demo-here
+
+test: system ## Run all tests, with real containers
+	@$(AS_USER) test-here TESTS='$(TESTS)'
+
+check: system ## Check format, lint and types
+	@$(AS_USER) check-here
+
+wheelcheck: system ## Build sdist and wheel, and look into them
+	@$(AS_USER) wheelcheck-here
+
+clean: ## Remove what was built here (the image cache in ~/.cache/dnictl stays)
+	rm -rf build dist
+
+# What needs root, where we are root or may become it: Python's venv, Apptainer and its helpers.
+system:
+	@scripts/setup-python >/dev/null
+	@scripts/setup-apptainer >/dev/null
+
+$(VENV)/ready: pyproject.toml scripts/setup-venv
+	@scripts/setup-venv $(VENV)
+	@touch $@
+
+build/typed: pyproject.toml # static tools cannot follow the import hook of an editable install
+	@mkdir -p $@ && ln -sfn ../../runtime $@/dni_runtime && ln -sfn ../../cli $@/dnictl
+
+demo-here: $(VENV)/ready
+	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py
+
+test-here: $(VENV)/ready
+	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest $(TESTS)
+
+check-here: $(VENV)/ready build/typed
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+wheelcheck-here: $(VENV)/ready
+	$(BIN)/python scripts/check_wheel.py

@@ -1,0 +1,145 @@
+"""The demo: a chain of four Apptainer containers on Fashion-MNIST, beside plain backpropagation.
+
+Builds the images (the base image once), trains the chain with ``dnictl up``, trains the same
+network by plain backpropagation in this process, and draws both learning curves.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from dni_runtime import load
+from dni_runtime.core.chain import Backprop, evaluate
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.data import describe, open_data
+from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.spec import ChainSpec, load_chain
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "build" / "demo"
+MOST_POINTS_BELOW = 1.0
+LEAST_ACCURACY = 86.0
+
+
+def say(text: str) -> None:
+    """Tell what happens, on stderr."""
+    print(f"demo: {text}", file=sys.stderr, flush=True)
+
+
+def dnictl(*arguments: str | Path) -> str:
+    """Run dnictl; gives what it printed on stdout."""
+    command = [sys.executable, "-m", "dnictl", *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=OUT).stdout
+
+
+def write_chain() -> Path:
+    """The packaged example with this machine's data and torch filled in."""
+    data = subprocess.run(
+        [ROOT / "scripts" / "fetch-fashion-mnist", ROOT / "build" / "fashion-mnist"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.splitlines()[-1]
+    text = (files("dni_runtime.definitions") / "chains" / "fashion-cdni.yaml").read_text()
+    text = text.replace("  flatten: true\n", f"  flatten: true\n  path: {json.dumps(data)}\n")
+    image = {"torch": f"torch=={version('torch').split('+')[0]}"}
+    if index := Path(sys.prefix, "torch-index").read_text().strip():
+        image["torch_index"] = index
+    path = OUT / "chain.yaml"
+    path.write_text(f"{text}\nimage: {json.dumps(image)}\n")
+    return path
+
+
+def train_backprop(chain: ChainSpec) -> list[float]:
+    """Train the same network by plain backpropagation; gives its accuracy after each epoch."""
+    workers = worker_specs(chain, describe(chain.data, OUT))
+    source = open_data(chain.data, OUT, seed=chain.seed)
+    reference = Backprop(workers)
+    curve = []
+    for epoch in range(1, chain.epochs + 1):
+        for x_BX, y_BY in source.train_batches(epoch):
+            reference.train_batch(x_BX, y_BY)
+        reference.end_epoch()
+        result = evaluate(reference.model, source.eval_batches(), workers[-1])
+        curve.append(100 * result["accuracy"])
+    return curve
+
+
+def draw(chain: list[float], backprop: list[float], path: Path) -> None:
+    """Draw both learning curves."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    for label, curve in (("four containers, cDNI", chain), ("one process, backprop", backprop)):
+        axes.plot(range(1, len(curve) + 1), curve, marker="o", markersize=3, label=label)
+    axes.set(xlabel="epoch", ylabel="test accuracy (%)", title="Fashion-MNIST, 4-module MLP")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Run the demo; exit status 1 when the chain has not learned as it should."""
+    began = time.monotonic()
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = write_chain()
+    chain = load_chain(path)
+    say("images (the base image takes some minutes, once)")
+    dnictl("build", path, "--out", OUT / "images")
+    built = time.monotonic()
+    say("training the chain in four containers")
+    summary = json.loads(
+        dnictl("up", path, "--backend", "apptainer", "--images", OUT / "images",
+               "--runs", OUT / "runs", "--json")
+    )  # fmt: skip
+    run = RunDir(Path(summary["path"]))
+    tail = chain.modules[-1].name
+    lines = [line for line in read_lines(run.metrics(tail)) if line["kind"] == "eval"]
+    curve = [100 * line["accuracy"] for line in lines]
+    trained = time.monotonic()
+    say("training the same network by plain backpropagation")
+    torch.set_num_threads(1)
+    backprop = train_backprop(chain)
+
+    model = OUT / "model.safetensors"
+    dnictl("export", run.root, "-o", model)
+    source = open_data(chain.data, OUT, seed=chain.seed)
+    workers = worker_specs(chain, describe(chain.data, OUT))
+    exported = 100 * evaluate(load(model), source.eval_batches(), workers[-1])["accuracy"]
+    draw(curve, backprop, OUT / "curves.png")
+    gap = backprop[-1] - curve[-1]
+    rows = [
+        ("four Apptainer containers, cDNI", curve[-1]),
+        ("  the exported model, loaded again", exported),
+        ("one process, plain backpropagation", backprop[-1]),
+    ]
+    print(f"\nFashion-MNIST test accuracy after {chain.epochs} epochs")
+    for name, accuracy in rows:
+        print(f"  {name:<36} {accuracy:6.2f} %")
+    print(f"  {'difference':<36} {-gap:+6.2f} points")
+    print(f"learning curves: {OUT / 'curves.png'}")
+    print(f"run directory:   {run.root}")
+    print(
+        f"images {built - began:.0f} s, chain {trained - built:.0f} s, "
+        f"all {time.monotonic() - began:.0f} s"
+    )
+    (OUT / "result.json").write_text(
+        json.dumps({"chain": curve, "backprop": backprop, "exported": exported}) + "\n"
+    )
+    if gap > MOST_POINTS_BELOW or curve[-1] < LEAST_ACCURACY or abs(exported - curve[-1]) > 0.01:
+        sys.exit("demo: the chain did not learn as it should")
+
+
+if __name__ == "__main__":
+    main()

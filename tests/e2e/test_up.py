@@ -1,0 +1,331 @@
+"""Whole runs by ``dnictl``, with real worker processes: train, watch, stop, kill, resume, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dni_runtime
+from dni_runtime.data import open_data
+from dni_runtime.launch.state import process_birth
+from dni_runtime.rundir import RunDir, complete_cuts, read_lines
+from dni_runtime.spec import DataSpec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+MODULES = ["bottom", "middle", "top"]
+
+CHAIN = """\
+name: digits
+seed: 3
+data: {dataset: digits, batch_size: 64, flatten: true}
+epochs: %d
+stop_grace_s: 20
+defaults: {optimizer: {Adam: {lr: 0.002}}}
+modules:
+  - name: bottom
+    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
+  - name: middle
+    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
+  - name: top
+    layers: [{Linear: {in_features: 64, out_features: 10}}]
+"""
+
+FOREVER = 100_000
+
+
+def eventually(what: str, condition: Callable[[], bool], within_s: float = 60) -> None:
+    """Wait until something is so."""
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names a folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(folder).encode() in command and process_birth(int(entry.name)) is not None:
+                found.append(int(entry.name))
+    return found
+
+
+@dataclass
+class Site:
+    """A folder with a chain, in which commands are run."""
+
+    folder: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def write(self, epochs: int) -> Path:
+        path = self.folder / "chain.yaml"
+        path.write_text(CHAIN % epochs)
+        return path
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dnictl", *map(str, arguments)],
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(
+        self, *arguments: str | Path, expect: int = 0, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=timeout_s)
+        assert process.returncode == expect, f"{arguments}: {process.returncode}\n{out}\n{err}"
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def json(self, *arguments: str | Path, expect: int = 0) -> Any:
+        return json.loads(self.run(*arguments, "--json", expect=expect).stdout)
+
+    @property
+    def latest(self) -> RunDir:
+        (root,) = (self.folder / "runs").iterdir()
+        return RunDir(root)
+
+    def cuts(self) -> list[int]:
+        folder = self.folder / "runs"
+        return (
+            complete_cuts(self.latest, MODULES) if folder.is_dir() and any(folder.iterdir()) else []
+        )
+
+    def wait_for_checkpoint(self, count: int = 1) -> None:
+        """Wait until the run has written so many checkpoints, or has kept all that it keeps."""
+        first = self.cuts()
+        eventually(
+            "a complete checkpoint", lambda: self.cuts() != first and len(self.cuts()) >= count
+        )
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A folder to work in; whatever is left running in the end is a failure, and is ended."""
+    made = Site(tmp_path)
+    try:
+        yield made
+        eventually("no process is left behind", lambda: not processes_of(tmp_path), 15)
+    finally:
+        for pid in processes_of(tmp_path):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for process in made.started:
+            process.kill()
+            process.communicate(timeout=30)
+
+
+def accuracy_of(model: torch.nn.Module) -> float:
+    spec = DataSpec(dataset="digits", batch_size=64, flatten=True)
+    source = open_data(spec, Path(), seed=0)
+    right = total = 0
+    with torch.no_grad():
+        for x_BX, y_B in source.eval_batches():
+            right += int((model(x_BX).argmax(1) == y_B).sum())
+            total += len(y_B)
+    return right / total
+
+
+def test_a_chain_is_trained_and_taken_home(site: Site) -> None:
+    chain = site.write(epochs=8)
+    figures = site.json("up", chain, "--backend", "process")
+    assert (figures["state"], figures["exit_code"]) == ("finished", 0)
+    assert (figures["epoch"], len(figures["evaluations"])) == (8, 8)
+    assert figures["accuracy"] > 0.9
+    assert figures["step"] == figures["total_steps"]
+    assert [module["state"] for module in figures["modules"]] == ["finished"] * 3
+    assert all(module["exit_code"] == 0 for module in figures["modules"])
+
+    for name in ("model.safetensors", "model.pt2"):
+        site.run("export", "-o", name)
+        model = dni_runtime.load(site.folder / name)
+        assert accuracy_of(model) == pytest.approx(figures["accuracy"], abs=1e-6)
+
+    assert [run["state"] for run in site.json("ps")] == ["finished"]
+    assert site.json("status")["accuracy"] == figures["accuracy"]
+    assert site.run("wait").stdout.startswith(f"{figures['run']}: finished")
+    assert "epoch 8" in site.run("logs", "top").stdout
+    assert "has finished" in site.run("resume", expect=64).stderr
+
+
+def test_progress_in_plain_lines(site: Site) -> None:
+    done = site.run("up", site.write(epochs=3), "--backend", "process")
+    lines = done.stderr.splitlines()
+    assert lines[0].endswith(": starting")
+    assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == [
+        "epoch 1/3", "epoch 2/3", "epoch 3/3",
+    ]  # fmt: skip
+    assert "accuracy" in done.stdout
+
+
+def test_a_killed_worker_is_reported_and_the_run_goes_on_later(site: Site) -> None:
+    process = site.start("up", site.write(epochs=60), "--backend", "process")
+    site.wait_for_checkpoint()
+    pid = site.json("status")["modules"][1]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 70, err
+    assert "failed" in out
+    assert "module 'middle' (attempt 1) was killed by SIGKILL" in err
+    assert "logs/middle.1.log" in err
+    assert "| 20" in err  # the end of its log
+    assert "→ dnictl resume " in err
+
+    before = site.cuts()
+    assert before
+    figures = site.json("resume")
+    assert (figures["state"], figures["attempt"]) == ("finished", 2)
+    assert figures["step"] == figures["total_steps"]
+    epochs = [one["epoch"] for one in figures["evaluations"]]
+    assert epochs == list(range(1, 61)), "each epoch counts once"
+    assert figures["accuracy"] > 0.9
+    started = [e for e in read_lines(site.latest.events) if e["event"] == "worker_started"]
+    assert [e["attempt"] for e in started] == [1, 1, 1, 2, 2, 2]
+    assert "resumes at" in site.run("logs", "middle").stdout
+
+
+def test_stop_and_resume_in_the_background(site: Site) -> None:
+    chain = site.write(epochs=FOREVER)
+    done = site.run("up", chain, "--backend", "process", "-d")
+    name = done.stdout.strip()
+    assert name == site.latest.root.name
+    site.wait_for_checkpoint()
+    status = site.json("status")
+    assert (status["run"], status["state"]) == (name, "running")
+    assert all(module["step"] > 0 for module in status["modules"])
+    assert site.run("wait", "--timeout", "0.1", expect=124).stderr.count("still running") == 1
+    assert "already" in site.run("up", chain, "--run-dir", f"runs/{name}", expect=64).stderr
+
+    assert site.json("stop") == {"run": name, "state": "stopped", "exit_code": 75}
+    site.run("wait", expect=75)
+    newest = site.cuts()[-1]
+
+    site.run("resume", "-d")
+    site.wait_for_checkpoint()
+    assert site.cuts()[-1] > newest
+    resumed = site.run("logs", "bottom").stdout
+    assert f"resumes at {newest} of the stream" in resumed
+    assert site.run("stop").stdout == f"{name}: stopped\n"
+
+
+def test_logs_are_followed_to_the_end(site: Site) -> None:
+    site.run("up", site.write(epochs=20), "--backend", "process", "-d")
+    follower = site.start("logs", "-f")
+    site.run("wait")
+    out, err = follower.communicate(timeout=30)
+    assert follower.returncode == 0, err
+    assert "top    | " in out
+    assert "epoch 20:" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_a_checkpoint(site: Site, number: signal.Signals) -> None:
+    process = site.start("up", site.write(epochs=FOREVER), "--backend", "process")
+    site.wait_for_checkpoint()
+    before = site.cuts()[-1]
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "stopped" in out
+    assert "dnictl resume" in err
+    assert site.cuts()[-1] > before
+    assert "Traceback" not in err
+
+
+def test_a_second_signal_kills(site: Site) -> None:
+    process = site.start("up", site.write(epochs=FOREVER), "--backend", "process")
+    site.wait_for_checkpoint()
+    # A worker that is not able to obey, so that the first signal cannot end the run.
+    os.kill(site.json("status")["modules"][1]["pid"], signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    eventually("it is stopping", lambda: site.json("status")["state"] == "stopping")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert site.cuts()
+
+
+def test_workers_do_not_outlive_their_supervisor(site: Site) -> None:
+    process = site.start("up", site.write(epochs=FOREVER), "--backend", "process")
+    site.wait_for_checkpoint()
+    process.kill()
+    process.communicate(timeout=30)
+    eventually("the workers have left", lambda: not processes_of(site.folder), 40)
+    assert site.json("status")["state"] == "lost"
+    assert "resume" in site.run("wait", expect=70).stderr
+    assert site.cuts(), "they left after a checkpoint"
+    site.run("resume", "-d")
+    site.run("stop")
+
+
+def test_two_modules_by_hand(site: Site) -> None:
+    chain = site.write(epochs=2)
+    site.run("run", "top", "--run-dir", "r", "--dry-run", "--backend", "process")
+    workers = [
+        site.start("run", name, "-f", chain, "--run-dir", "r", "--backend", "process")
+        for name in MODULES
+    ]
+    for worker in workers:
+        _, err = worker.communicate(timeout=90)
+        assert worker.returncode == 0, err
+    assert complete_cuts(RunDir(site.folder / "r"), MODULES)
+
+
+def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s a, folder: "quoted"'
+    folder.mkdir()
+    site = Site(folder)
+    figures = site.json("up", site.write(epochs=1), "--backend", "process")
+    assert figures["state"] == "finished"
+
+
+def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
+    (site.folder / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Twice(nn.Module):\n"
+        "    def __init__(self, factor):\n"
+        "        super().__init__()\n"
+        "        self.factor = factor\n"
+        "    def forward(self, x):\n"
+        "        return self.factor * x\n"
+    )
+    chain = site.write(epochs=2)
+    chain.write_text(
+        chain.read_text().replace(
+            "layers: [{Linear: {in_features: 64, out_features: 10}}]",
+            "layers: [{import: 'mine:Twice', args: {factor: 2}}, "
+            "{Linear: {in_features: 64, out_features: 10}}]",
+        )
+    )
+    figures = site.json("up", chain, "--backend", "process")
+    assert figures["state"] == "finished"
+    assert (site.latest.sources / "mine.py").is_file()
+    (site.folder / "mine.py").unlink()
+    site.run("export", "-o", "m.safetensors")
+    site.run("export", "-o", "m.pt2")
+    assert (site.folder / "m.pt2").stat().st_size > 0

@@ -1,0 +1,459 @@
+"""Two links over real sockets: what travels, what is lost, and what comes again."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from dni_runtime.errors import HandshakeError, StoppedError, UnavailableError
+from dni_runtime.link import Batch, Drained, Gradient, Marker, Request
+from dni_runtime.spec import LinksSpec, TensorSpec
+from dni_runtime.wire import Mark, Mode
+
+
+def receive(links: Any, input: Any) -> Any:
+    """The next message of the stream."""
+    got: list[Any] = []
+
+    def take() -> bool:
+        item = input.receive()
+        if item is not None:
+            got.append(item)
+        return bool(got)
+
+    links.until(take, "a message")
+    return got[0]
+
+
+def events(links: Any, output: Any, count: int) -> list[Any]:
+    """So many events from downstream."""
+    got: list[Any] = []
+    links.until(lambda: bool(got.extend(output.receive()) or len(got) >= count), "events")
+    assert len(got) == count
+    return got
+
+
+def send(links: Any, output: Any, *ids: int) -> None:
+    for id in ids:
+        output.send_batch(id, 0, Mode.TRAIN, *links.tensors(id))
+
+
+def test_the_stream_comes_as_it_was_sent(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)
+    h, y = torch.randn(8, 4), torch.arange(8)
+    output.send_batch(1, 3, Mode.TRAIN, h, y)
+    output.send_batch(2, 3, Mode.EVAL, h[:5], y[:5])
+    output.send_mark(3, 3, Mark.EPOCH | Mark.CHECKPOINT, {"step": 7})
+    first, second, third = (receive(links, input) for _ in range(3))
+    assert isinstance(first, Batch)
+    assert (first.id, first.epoch, first.mode) == (1, 3, Mode.TRAIN)
+    assert torch.equal(first.h, h)
+    assert torch.equal(first.y, y)
+    assert (second.id, second.mode, len(second.h)) == (2, Mode.EVAL, 5)
+    assert third == Marker(3, 3, Mark.EPOCH | Mark.CHECKPOINT, {"step": 7})
+    assert input.receive() is None
+
+
+def test_what_goes_up(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)
+    send(links, output, 1, 2)
+    receive(links, input)
+    receive(links, input)
+    g = torch.randn(2, 4)
+    input.send_gradient(1, g, 1)
+    input.send_drained(3)
+    input.request("checkpoint")
+    gradient, drained, request = events(links, output, 3)
+    assert isinstance(gradient, Gradient)
+    assert gradient.id == 1
+    assert torch.equal(gradient.g, g)
+    assert drained == Drained(3)
+    assert request == Request("checkpoint")
+    assert output.in_flight == 1
+    input.ack(2)
+    assert output.flush(links.DEADLINE_S)
+    assert output.in_flight == 0
+
+
+def test_large_tensors_of_narrow_type(links: Any, address: str) -> None:
+    output, input, _ = links.pair(
+        address,
+        links=LinksSpec(dtype="bfloat16", gradient_dtype="float16"),
+        input=TensorSpec(shape=(512, 64), dtype="float32"),
+        output=TensorSpec(shape=(512, 64), dtype="float32"),
+    )
+    h = torch.randn(8, 512, 64)
+    output.send_batch(1, 0, Mode.TRAIN, h, torch.arange(8))
+    batch = receive(links, input)
+    assert batch.h.dtype is torch.float32
+    assert torch.equal(batch.h, h.to(torch.bfloat16).float())
+    input.send_gradient(1, h, 1)
+    (gradient,) = events(links, output, 1)
+    assert torch.equal(gradient.g, h.to(torch.float16).float())
+
+
+def test_the_window_bounds_what_is_in_flight(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)  # window 4
+    send(links, output, 1, 2, 3)
+    output.send_mark(4, 0, Mark.EPOCH)
+    assert not output.room
+    assert output.in_flight == 4
+    with pytest.raises(ValueError, match="id 5 does not fit"):
+        send(links, output, 5)
+    for _ in range(3):
+        receive(links, input)
+    output.receive()
+    assert not output.room  # received is not processed
+    input.ack(2)
+    links.until(lambda: not output.receive() and output.room, "room")
+    assert output.in_flight == 2
+
+
+def test_without_wanted_gradients_only_acknowledgements_travel(links: Any, address: str) -> None:
+    output, input = links.output(gradients_in=False), links.input(gradients_out=False)
+    links.shake(output, input, input.bind(address))
+    send(links, output, 1)
+    receive(links, input)
+    input.send_gradient(1, torch.zeros(2, 4), 1)
+    assert output.flush(links.DEADLINE_S)
+    assert output.receive() == []
+
+
+def test_the_poller_wakes_both_ends(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)
+    poller = zmq.Poller()
+    poller.register(input.socket, zmq.POLLIN)
+    assert not poller.poll(10)
+    send(links, output, 1)
+    assert poller.poll(links.DEADLINE_S * 1000)
+    receive(links, input)
+    poller = zmq.Poller()
+    poller.register(output.socket, zmq.POLLIN)
+    output.receive()
+    input.ack(1)
+    assert poller.poll(links.DEADLINE_S * 1000)
+
+
+@pytest.mark.parametrize(
+    ("field", "stem"),
+    [
+        ("chain", {"chain": "pear"}),
+        ("target", {"downstream": "tip"}),
+        ("activation", {"output": TensorSpec(shape=(5,), dtype="float32")}),
+        ("label", {"label": TensorSpec(shape=(3,), dtype="int64")}),
+        ("activations on the wire", {"links": LinksSpec(dtype="bfloat16")}),
+        ("gradients on the wire", {"links": LinksSpec(gradient_dtype="float16")}),
+        ("batch limit", {"batch_limit": 9}),
+        ("run", {"run": "yesterday"}),
+    ],
+)
+def test_ends_that_do_not_fit_are_told_why(
+    links: Any, tmp_path: Path, field: str, stem: dict[str, Any]
+) -> None:
+    input, output = links.input(), links.output(**stem)
+    actual = input.bind(f"ipc://{tmp_path}/tail.sock")
+    thread = threading.Thread(target=lambda: refuse(input))
+    thread.start()
+    with pytest.raises(HandshakeError, match=f"do not fit together: {field} is "):
+        output.connect(actual, deadline_s=links.DEADLINE_S)
+    thread.join()
+    assert input.counters.refused == {"handshake": 1}
+    assert not input.connected
+
+
+def refuse(input: Any) -> None:
+    with pytest.raises(UnavailableError, match=r"did not connect within 1 s; refused meanwhile"):
+        input.wait_for_peer(1.0)
+
+
+def test_nobody_listens(links: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"'tail' did not answer at ipc:.*no connection"):
+        links.output().connect(f"ipc://{tmp_path}/nobody.sock", deadline_s=0.3)
+
+
+def test_somebody_listens_but_does_not_answer(links: Any, address: str, raw: Any) -> None:
+    listener = raw(zmq.ROUTER)
+    listener.bind(address)
+    output = links.output()
+    actual = listener.getsockopt_string(zmq.LAST_ENDPOINT)
+    with pytest.raises(UnavailableError, match="within 0.3 s"):
+        output.connect(actual, deadline_s=0.3)
+
+
+def test_nobody_connects(links: Any, address: str) -> None:
+    input = links.input()
+    input.bind(address)
+    with pytest.raises(UnavailableError, match=r"'stem' did not connect within 0.3 s") as caught:
+        input.wait_for_peer(0.3)
+    assert "refused" not in caught.value.message
+
+
+def test_waiting_can_be_interrupted(links: Any, address: str, tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(StoppedError, match="waiting for module 'tail'"):
+        links.output().connect(f"ipc://{tmp_path}/nobody.sock", deadline_s=60, stop=lambda: True)
+    input = links.input()
+    input.bind(address)
+    with pytest.raises(StoppedError, match="waiting for module 'stem'"):
+        input.wait_for_peer(60, stop=lambda: True)
+    output, _, _ = links.pair(f"ipc://{tmp_path}/other.sock")
+    send(links, output, 1)
+    assert not output.flush(60, stop=lambda: True)
+    assert time.monotonic() - began_s < 5
+
+
+def test_flush_has_a_deadline_and_keeps_events(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)
+    send(links, output, 1, 2)
+    receive(links, input)
+    input.send_gradient(1, torch.ones(2, 4), 1)
+    assert not output.flush(0.3)
+    (gradient,) = output.receive()
+    assert gradient.id == 1
+
+
+def test_a_restarted_receiver_gets_what_is_not_acknowledged(links: Any, address: str) -> None:
+    output, input, actual = links.pair(address)
+    send(links, output, 1, 2, 3)
+    assert [receive(links, input).id for _ in range(3)] == [1, 2, 3]
+    input.ack(1)
+    links.until(lambda: not output.receive() and output.in_flight == 2, "the acknowledgement")
+    input.close()
+    send(links, output, 4)  # into the void
+    again = links.input(received=1)
+    links.until(lambda: bool(again.bind(actual)), "the address")
+    got: list[int] = []
+
+    def drive() -> bool:
+        output.receive()
+        item = again.receive()
+        if item is not None:
+            assert item.h[0, 0] == item.id
+            got.append(item.id)
+            again.ack(item.id)
+        return got == [2, 3, 4] and output.in_flight == 0
+
+    links.until(drive, "the rest of the stream")
+    assert output.counters.resent >= 2
+    assert again.counters.duplicates == again.counters.gaps == 0
+
+
+def test_a_receiver_that_restarts_elsewhere(links: Any) -> None:
+    output, input, _ = links.pair("tcp://127.0.0.1:*")
+    send(links, output, 1)
+    input.close()
+    again = links.input()
+    links.shake(output, again, again.bind("tcp://127.0.0.1:*"))
+    assert receive(links, again).id == 1
+
+
+def test_a_restarted_sender_does_not_repeat(links: Any, address: str) -> None:
+    output, input, actual = links.pair(address)
+    send(links, output, 1, 2)
+    assert [receive(links, input).id for _ in range(2)] == [1, 2]
+    input.ack(2)
+    output.close()
+    again = links.output(next_id=2)  # from a checkpoint at 1
+    done = threading.Event()
+
+    def wait() -> None:
+        while not done.is_set():
+            assert input.receive() is None
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        again.connect(actual, deadline_s=links.DEADLINE_S)
+    finally:
+        done.set()
+        thread.join()
+    send(links, again, 2, 3)
+    assert receive(links, input).id == 3
+    assert again.in_flight == 1
+
+
+def test_duplicates_that_travel_are_dropped(links: Any, address: str) -> None:
+    """A sender that sends all again, as after a connection that died before the ack came."""
+    output, input, _ = links.pair(address)
+    send(links, output, 1, 2)
+    assert [receive(links, input).id for _ in range(2)] == [1, 2]
+    output._sender.window.rewind(0)
+    send(links, output, 3)
+    assert receive(links, input).id == 3
+    assert input.counters.duplicates == 2
+
+
+def test_gradients_for_nobody_are_dropped_and_counted(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)
+    send(links, output, 1)
+    receive(links, input)
+    output.close()
+
+    def dropped() -> bool:
+        input.send_gradient(1, torch.zeros(2, 4), 1)
+        return bool(input.counters.gradients_dropped)
+
+    links.until(dropped, "a dropped gradient")
+
+
+def test_gradients_for_a_slow_peer_are_dropped_and_counted(links: Any, address: str) -> None:
+    big = TensorSpec(shape=(1 << 16,), dtype="float32")
+    output, input, _ = links.pair(address, input=big, output=big)
+    output.send_batch(1, 0, Mode.TRAIN, torch.zeros(8, 1 << 16), torch.zeros(8, dtype=torch.int64))
+    receive(links, input)
+    g = torch.zeros(8, 1 << 16)
+    began_s = time.monotonic()
+    for _ in range(100):  # 200 MB that nobody reads
+        input.send_gradient(1, g, 1)
+    assert input.counters.gradients_dropped > 0
+    assert time.monotonic() - began_s < 5
+    links.until(lambda: bool(output.receive()), "a gradient")
+    input.receive()
+    links.until(lambda: not output.receive() and output.in_flight == 0, "the acknowledgement")
+
+
+class Relay:
+    """Forwards TCP connections, and can cut them."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._other: dict[socket.socket, socket.socket] = {}
+        self._cut, self._done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            ready, _, _ = select.select([self._listener, *self._other], [], [], 0.01)
+            if self._cut.is_set():
+                self._cut.clear()
+                self._close_all()
+                continue
+            for end in ready:
+                if end is self._listener:
+                    near, far = end.accept()[0], socket.create_connection(self._target)
+                    self._other |= {near: far, far: near}
+                elif end in self._other:
+                    self._forward(end)
+        self._close_all()
+        self._listener.close()
+
+    def _forward(self, end: socket.socket) -> None:
+        try:
+            data = end.recv(1 << 16)
+            self._other[end].sendall(data)
+        except OSError:
+            data = b""
+        if not data:
+            other = self._other.pop(end)
+            del self._other[other]
+            end.close()
+            other.close()
+
+    def _close_all(self) -> None:
+        for end in self._other:
+            end.close()
+        self._other.clear()
+
+
+def test_connections_that_break_again_and_again_lose_nothing(links: Any) -> None:
+    input, output = links.input(), links.output()
+    relay = Relay(input.bind("tcp://127.0.0.1:*"))
+    try:
+        links.shake(output, input, relay.address)
+        got: list[int] = []
+        sent = 0
+
+        def drive() -> bool:
+            nonlocal sent
+            output.receive()
+            while output.room and sent < 300:
+                sent += 1
+                send(links, output, sent)
+            item = input.receive()
+            if item is not None:
+                assert item.h[0, 0] == item.id
+                got.append(item.id)
+                input.send_gradient(item.id, item.h, item.id)
+                if len(got) == 60 * (input.counters.handshakes) and len(got) < 300:
+                    relay.cut()
+            return sent == 300 and output.in_flight == 0
+
+        links.until(drive, "the whole stream")
+        assert got == list(range(1, 301))
+        assert output.counters.handshakes == input.counters.handshakes == 5
+        assert input.counters.gaps == 0
+    finally:
+        relay.close()
+
+
+CHILD = """
+import sys
+from dni_runtime.link import InputLink
+from dni_runtime.spec import WorkerSpec
+link = InputLink(WorkerSpec.from_json(sys.argv[1]), run="run")
+link.bind(sys.argv[2])
+print("ready", flush=True)
+link.wait_for_peer(30)
+while True:
+    item = link.receive()
+    if item is not None and item.id <= 2:
+        link.ack(item.id)
+"""
+
+
+def test_a_killed_receiver_leaves_an_address_that_can_be_used_again(
+    links: Any, make_spec: Any, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/tail.sock"
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, make_spec("tail").to_json(), address],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        output = links.output()
+        output.connect(address, deadline_s=links.DEADLINE_S)
+        send(links, output, 1, 2, 3, 4)
+        links.until(lambda: not output.receive() and output.in_flight == 2, "two acks")
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    assert os.path.exists(f"{tmp_path}/tail.sock")
+    input = links.input(received=2)
+    input.bind(address)
+    got: list[int] = []
+
+    def drive() -> bool:
+        output.receive()
+        item = input.receive()
+        if item is not None:
+            got.append(item.id)
+        return len(got) == 2
+
+    links.until(drive, "what was not acknowledged")
+    assert got == [3, 4]

@@ -1,0 +1,94 @@
+"""Running dnictl in this process: its exit code and what it prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dnictl.main import main
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended.
+
+    Attributes:
+        code: Its exit code.
+        out: What it wrote to stdout.
+        err: What it wrote to stderr.
+    """
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Dnictl = Callable[..., Result]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, and no settings from outside."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("DNICTL_RUNS", "DNICTL_IMAGES", "DNICTL_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def dnictl(folder: Path, capsys: pytest.CaptureFixture[str]) -> Dnictl:
+    """Run a command line in the empty folder."""
+
+    def run(*arguments: str | Path) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return Result(caught.value.code, out, err)
+
+    return run
+
+
+CHAIN = """\
+name: small
+seed: 1
+data: {dataset: digits, batch_size: 64, flatten: true}
+epochs: 2
+defaults:
+  optimizer: {Adam: {lr: 0.002}}
+modules:
+  - name: bottom
+    layers:
+      - Linear: {in_features: 64, out_features: 32}
+      - BatchNorm1d: {num_features: 32}
+      - ReLU
+  - name: top
+    layers:
+      - Linear: {in_features: 32, out_features: 10}
+"""
+
+
+@pytest.fixture
+def write_chain(folder: Path) -> Callable[..., Path]:
+    """Write chain.yaml, with pieces of the text replaced."""
+
+    def write(*changes: tuple[str, str]) -> Path:
+        text = CHAIN
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        path = folder / "chain.yaml"
+        path.write_text(text)
+        return path
+
+    return write

@@ -1,0 +1,122 @@
+"""Figures of a run, as gathered from what its workers have written."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from dni_runtime.launch.figures import Gauge, LineReader
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import append_line, write_json
+
+
+@pytest.fixture
+def state(record: Record) -> RunState:
+    state = RunState.begin("process", 1, record.modules)
+    state.phase = "running"
+    state.write(record.run)
+    return state
+
+
+def train(record: Record, module: str, when: float, step: int, **more: Any) -> None:
+    append_line(
+        record.run.metrics(module),
+        {
+            "time": when, "module": module, "attempt": 1, "kind": "train", "epoch": 1,
+            "step": step, "samples": 128 * step, "batches_per_s": 4.0, "samples_per_s": 512.0,
+            "loss": 0.5, "lag": None, "synthesizer_error": None, "in_flight": 0, "refused": {},
+        } | more,
+    )  # fmt: skip
+
+
+def evaluation(record: Record, when: float, epoch: int, accuracy: float, attempt: int = 1) -> None:
+    append_line(
+        record.run.metrics("top"),
+        {
+            "time": when, "module": "top", "attempt": attempt, "kind": "eval", "id": 9,
+            "epoch": epoch, "step": 8 * epoch, "loss": 1.0, "accuracy": accuracy, "samples": 100,
+        },
+    )  # fmt: skip
+
+
+def test_before_anything_is_measured(record: Record) -> None:
+    figures = Gauge(record).read()
+    assert (figures.state, figures.epoch, figures.accuracy, figures.eta_s) == (
+        "new", None, None, None,
+    )  # fmt: skip
+    assert [module.module for module in figures.modules] == list(record.modules)
+    assert figures.modules[0].loss is None
+
+
+def test_figures_of_a_run(record: Record, state: RunState) -> None:
+    now = time.time()
+    train(record, "top", now - 2, 4)
+    train(record, "top", now, 12)
+    train(record, "bottom", now, 14, lag=2.5, synthesizer_error=0.3, refused={"shape": 2})
+    evaluation(record, now - 1, 1, 0.7)
+    evaluation(record, now, 2, 0.8)
+    write_json(
+        record.run.worker("bottom"),
+        {"attempt": 1, "state": "running", "host": "n1", "epoch": 2, "step": 15, "samples": 9,
+         "error": None},
+    )  # fmt: skip
+    figures = Gauge(record).read()
+    assert (figures.epoch, figures.epochs, figures.accuracy) == (2, 4, 0.8)
+    assert [one["accuracy"] for one in figures.evaluations] == [0.7, 0.8]
+    assert figures.samples_per_s == pytest.approx(128 * 4)
+    assert figures.eta_s == pytest.approx((32 - 12) / 4, abs=0.5)
+    bottom = figures.modules[0]
+    assert (bottom.host, bottom.step, bottom.lag, bottom.synthesizer_error) == ("n1", 15, 2.5, 0.3)
+    assert bottom.refused == {"shape": 2}
+
+
+def test_one_measurement_gives_a_pace(record: Record, state: RunState) -> None:
+    train(record, "top", time.time(), 4)
+    assert Gauge(record).read().samples_per_s == 512.0
+
+
+def test_only_news_is_read(record: Record, state: RunState) -> None:
+    gauge = Gauge(record)
+    now = time.time()
+    train(record, "top", now, 4)
+    assert gauge.read().modules[-1].loss == 0.5
+    train(record, "top", now + 1, 8, loss=0.25)
+    assert gauge.read().modules[-1].loss == 0.25
+    assert gauge.read().modules[-1].loss == 0.25
+
+
+def test_after_a_resume_what_is_said_last_counts(record: Record, state: RunState) -> None:
+    now = time.time()
+    for epoch in (1, 2, 3):
+        evaluation(record, now, epoch, epoch / 10)
+    evaluation(record, now, 2, 0.9, attempt=2)
+    figures = Gauge(record).read()
+    assert [(one["epoch"], one["accuracy"]) for one in figures.evaluations] == [(1, 0.1), (2, 0.9)]
+
+
+def test_an_earlier_attempts_pace_does_not_count(record: Record, state: RunState) -> None:
+    train(record, "top", time.time() - 900, 4)
+    state.attempt = 2
+    assert Gauge(record).read(state).samples_per_s is None
+
+
+def test_damaged_lines_are_passed_over(record: Record) -> None:
+    path = record.run.metrics("top")
+    path.write_bytes(b'{"a": 1}\nnonsense\n[1]\n{"a": 2}\n{"a": 3')
+    reader = LineReader(path)
+    assert [line["a"] for line in reader.new()] == [1, 2]
+    with path.open("ab") as file:
+        file.write(b"}\n")
+    assert [line["a"] for line in reader.new()] == [3]
+
+
+def test_the_end_of_a_long_file(record: Record) -> None:
+    path = record.run.metrics("top")
+    for number in range(50):
+        append_line(path, {"n": number})
+    lines = [line["n"] for line in LineReader(path, last_bytes=30).new()]
+    assert lines[-1] == 49
+    assert len(lines) < 5

@@ -1,0 +1,264 @@
+"""What a host must have: devices, images, Apptainer, InfiniBand; looked for in made-up ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import DataError, ImageError, UnavailableError
+from dni_runtime.image.apptainer import Apptainer, Mount
+from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
+from dni_runtime.launch import host
+from dni_runtime.launch.host import Site, check_devices, check_host, check_images, infiniband_mounts
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+MakeWorker = Callable[..., WorkerSpec]
+
+TOOL = Apptainer(Path("/nowhere/apptainer"), "apptainer", (1, 4, 5))
+
+
+def place(*location: str | int) -> str:
+    return f"chain.yaml:7: {location}"
+
+
+def check(chain: ChainSpec, workers: tuple[WorkerSpec, ...], **changes: object) -> Site:
+    given = {"wanted": "process", "images": Path("images"), "data": None, "place": place}
+    return check_host(chain, workers, **(given | changes))  # type: ignore[arg-type]
+
+
+def test_processes_need_nothing(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    assert check(chain, workers) == Site("process")
+
+
+def test_data_that_is_gone(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    with pytest.raises(DataError, match=r"chain.yaml:7: .*'/gone' is not there"):
+        check(chain, workers, data=Path("/gone"))
+
+
+# --- Apptainer and images -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_apptainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dni_runtime.image.apptainer.SETUP_PREFIXES", ())
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("DNI_APPTAINER", raising=False)
+
+
+@pytest.mark.usefixtures("no_apptainer")
+def test_without_apptainer(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    site = check(chain, workers, wanted="auto")
+    assert site.backend == "process"
+    assert site.notice is not None
+    assert "using the process backend" in site.notice
+    with pytest.raises(UnavailableError) as caught:
+        check(chain, workers, wanted="apptainer")
+    assert "not installed" in str(caught.value)
+    assert "--backend process" in str(caught.value)
+
+
+@pytest.fixture
+def apptainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "find_apptainer", lambda: TOOL)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+def write_images(folder: Path, workers: tuple[WorkerSpec, ...]) -> None:
+    """Files that pass for images, and their lock."""
+    folder.mkdir()
+    modules = {}
+    for worker in workers:
+        (folder / f"{worker.module}.sif").write_bytes(b"sif")
+        modules[worker.module] = LockedImage(
+            image=f"{worker.module}.sif",
+            sha256="0" * 64,
+            size_bytes=3,
+            content="1" * 64,
+            module_hash=worker.hash,
+            method="layer",
+        )
+    base = LockedBase(
+        content="2" * 64, sha256="3" * 64, definition_sha256="4" * 64, torch="2.13.0", wheels=[]
+    )
+    write_lock(
+        folder,
+        ImageLock(
+            chain="small", builder="apptainer 1.4.5", runtime_version="0.1.0", base=base,
+            modules=modules,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("apptainer")
+def test_with_images(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    write_images(tmp_path / "images", workers)
+    site = check(chain, workers, wanted="auto", images=tmp_path / "images")
+    assert (site.backend, site.tool, site.notice) == ("apptainer", TOOL, None)
+    assert site.images == {w.module: tmp_path / "images" / f"{w.module}.sif" for w in workers}
+
+
+@pytest.mark.usefixtures("apptainer")
+def test_without_images(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    site = check(chain, workers, wanted="auto", images=tmp_path)
+    assert site.backend == "process"
+    assert site.notice is not None
+    assert "dnictl build" in site.notice
+    with pytest.raises(UnavailableError, match="module 'bottom' has no image"):
+        check(chain, workers, wanted="apptainer", images=tmp_path)
+
+
+@pytest.mark.usefixtures("apptainer")
+@pytest.mark.parametrize("wanted", ["auto", "apptainer"])
+def test_an_image_of_another_spec(
+    tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...], wanted: str
+) -> None:
+    write_images(tmp_path / "images", workers)
+    changed = (*workers[:2], workers[2].model_copy(update={"seed": 1}))
+    with pytest.raises(ImageError) as caught:
+        check(chain, changed, wanted=wanted, images=tmp_path / "images")
+    text = str(caught.value)
+    assert "top.sif" in text
+    assert "of another spec of module 'top'" in text
+    assert "dnictl build" in text
+
+
+def test_an_image_that_the_lock_does_not_know_is_asked(
+    tmp_path: Path,
+    workers: tuple[WorkerSpec, ...],
+    make_worker: MakeWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "images"
+    write_images(folder, workers)
+    (folder / "middle.sif").write_bytes(b"another")
+    asked: list[Path] = []
+
+    class Answer:
+        module = make_worker(1).model_dump(mode="json")
+
+    def inspect(tool: Apptainer, image: Path) -> Answer:
+        asked.append(image)
+        return Answer()
+
+    monkeypatch.setattr(host, "inspect_image", inspect)
+    check_images(TOOL, workers, folder)
+    assert asked == [folder / "middle.sif"]
+
+
+@pytest.mark.usefixtures("apptainer")
+def test_root_runs_no_containers(
+    tmp_path: Path,
+    chain: ChainSpec,
+    workers: tuple[WorkerSpec, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_images(tmp_path / "images", workers)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert check(chain, workers, wanted="auto", images=tmp_path / "images").backend == "process"
+    with pytest.raises(UnavailableError, match="as root"):
+        check(chain, workers, wanted="apptainer", images=tmp_path / "images")
+
+
+@pytest.mark.usefixtures("apptainer")
+def test_mounts(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    write_images(tmp_path / "images", workers)
+    scratch = tmp_path / "scratch"
+
+    def mounted() -> Site:
+        mounts = [{"source": str(scratch), "target": "/scratch", "read_only": False}]
+        document = chain.model_dump(mode="json") | {"mounts": mounts, "infiniband": "off"}
+        other = ChainSpec.model_validate(document)
+        return check(other, workers, wanted="auto", images=tmp_path / "images")
+
+    with pytest.raises(UnavailableError, match="is not there to be mounted"):
+        mounted()
+    scratch.mkdir()
+    assert mounted().mounts == (Mount(str(scratch), "/scratch", read_only=False),)
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def test_cuda_without_a_gpu(
+    chain: ChainSpec, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError) as caught:
+        check_devices(chain, (make_worker(1, device="cuda"),), "process", place)
+    text = str(caught.value)
+    assert "('defaults', 'device')" in text
+    assert "module 'middle' asks for device 'cuda'" in text
+    assert "finds no GPU" in text
+    assert "device: cpu" in text
+
+
+def test_a_gpu_that_is_one_too_many(
+    chain: ChainSpec, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices(chain, (make_worker(0, device="cuda:1"),), "process", place)
+    with pytest.raises(UnavailableError, match="shows 2 GPUs"):
+        check_devices(chain, (make_worker(0, device="cuda:2"),), "process", place)
+
+
+def test_a_torch_for_something_else(
+    chain: ChainSpec, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(UnavailableError, match="not built for rocm"):
+        check_devices(chain, (make_worker(0, device="rocm"),), "process", place)
+
+
+def test_devices_for_containers(tmp_path: Path) -> None:
+    look = host._devices_for_containers
+    assert "no NVIDIA GPU" in str(look("cuda", 0, tmp_path))
+    assert "no AMD GPU" in str(look("rocm", 0, tmp_path))
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "kfd"):
+        (tmp_path / name).touch()
+    assert look("cuda", 1, tmp_path) is None
+    assert "2 NVIDIA GPUs" in str(look("cuda", 2, tmp_path))
+    assert look("rocm", 0, tmp_path) is None
+
+
+def test_auto_and_cpu_are_always_there(chain: ChainSpec, make_worker: MakeWorker) -> None:
+    workers = (make_worker(0, device="auto"), make_worker(1, device="cpu"))
+    check_devices(chain, workers, "process", place)
+    check_devices(chain, workers, "apptainer", place)
+
+
+# --- InfiniBand -----------------------------------------------------------------------------------
+
+
+def test_a_host_without_infiniband(tmp_path: Path) -> None:
+    assert infiniband_mounts("auto", tmp_path) == ()
+    with pytest.raises(UnavailableError, match="no /dev/infiniband"):
+        infiniband_mounts("required", tmp_path)
+
+
+def test_a_host_with_infiniband(tmp_path: Path) -> None:
+    for folder in ("dev/infiniband", "etc/libibverbs.d", "usr/lib64/libibverbs"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("libibverbs.so.1", "libmlx5.so.1"):
+        (tmp_path / "usr/lib64" / name).touch()
+    expected = (
+        Mount("/dev/infiniband", "/dev/infiniband", read_only=False),
+        Mount("/etc/libibverbs.d", "/etc/libibverbs.d"),
+        Mount("/usr/lib64/libibverbs", "/usr/lib64/libibverbs"),
+        Mount("/usr/lib64/libibverbs.so.1", "/.singularity.d/libs/libibverbs.so.1"),
+        Mount("/usr/lib64/libmlx5.so.1", "/.singularity.d/libs/libmlx5.so.1"),
+    )
+    assert infiniband_mounts("auto", tmp_path) == expected
+    assert infiniband_mounts("required", tmp_path) == expected
+    assert infiniband_mounts("off", tmp_path) == ()

@@ -1,0 +1,146 @@
+"""Real, short-lived processes: they obey, they leave nothing behind, they die with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.launch import child
+from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.processes import LocalProcess, LocalStarter
+from dni_runtime.launch.state import process_birth
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 10) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def plan(tmp_path: Path, code: str, **environment: str) -> WorkerPlan:
+    return WorkerPlan("m", 1, (*PYTHON, code), environment, str(tmp_path / "m.log"))
+
+
+def finish(process: LocalProcess) -> int:
+    eventually(lambda: process.poll() is not None)
+    code = process.poll()
+    assert code is not None
+    return code
+
+
+def test_output_and_environment(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['A']); sys.stderr.write(os.environ['B']); sys.exit(3)"
+    starter = LocalStarter({"A": "given", "B": "old"})
+    assert finish(starter.start(plan(tmp_path, code, B="planned"))) == 3
+    log = tmp_path / "m.log"
+    assert sorted(log.read_text().split()) == ["given", "planned"]
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_signals(tmp_path: Path) -> None:
+    starter = LocalStarter()
+    process = starter.start(plan(tmp_path, "import time; time.sleep(60)"))
+    assert process.poll() is None
+    process.send(signal.SIGTERM)
+    assert finish(process) == -signal.SIGTERM
+    process.send(signal.SIGTERM)  # nobody is there any more
+    process.kill()
+
+
+def test_no_terminal_and_a_session_of_its_own(tmp_path: Path) -> None:
+    code = "import os; print(os.getpid() == os.getsid(0) == os.getpgid(0), os.read(0, 1))"
+    assert finish(LocalStarter().start(plan(tmp_path, code))) == 0
+    assert (tmp_path / "m.log").read_text() == "True b''\n"
+
+
+FORKS = """\
+import os, time
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize("then", ["os._exit(0)", "time.sleep(60)"])
+def test_what_a_worker_started_ends_with_it(tmp_path: Path, then: str) -> None:
+    process = LocalStarter().start(plan(tmp_path, FORKS.format(then=then)))
+    log = tmp_path / "m.log"
+    eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+    if "sleep" in then:
+        process.kill()
+    finish(process)
+    eventually(lambda: process_birth(int(log.read_text())) is None)
+
+
+PARENT = """\
+import sys, time
+from pathlib import Path
+from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.processes import LocalStarter
+worker = WorkerPlan("m", 1, (sys.executable, "-I", "-S", "-c", sys.argv[1]), {}, sys.argv[2])
+print(LocalStarter().start(worker).pid, flush=True)
+time.sleep(60)
+"""
+
+SAYS_WHAT_IT_GETS = """\
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("SIGTERM", flush=True), sys.exit(0)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_is_told_when_its_parent_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "m.log"
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, SAYS_WHAT_IT_GETS, str(log)], stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        eventually(lambda: log.exists() and "ready" in log.read_text())
+        parent.kill()
+    eventually(lambda: process_birth(pid) is None)
+    assert log.read_text().split() == ["ready", "SIGTERM"]
+
+
+def wrapper(parent: int, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-I", "-S", child.__file__, str(parent), "15", *command],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_the_wrapper_of_an_orphan_starts_nothing() -> None:
+    assert wrapper(1, "echo", "hello").stdout == ""
+    assert wrapper(1, "echo", "hello").returncode == 143
+
+
+def test_the_wrapper_reports_what_cannot_be_run(tmp_path: Path) -> None:
+    done = wrapper(os.getpid(), str(tmp_path / "nothing"))
+    assert (done.returncode, done.stderr) == (
+        127, f"{tmp_path}/nothing: No such file or directory\n",
+    )  # fmt: skip
+    (tmp_path / "text").write_text("x")
+    assert wrapper(os.getpid(), str(tmp_path / "text")).returncode == 126
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    worker = WorkerPlan("m", 1, ("true",), {}, str(tmp_path / "no" / "m.log"))
+    with pytest.raises(UnavailableError, match="module 'm' cannot be started"):
+        LocalStarter().start(worker)

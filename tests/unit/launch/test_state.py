@@ -1,0 +1,116 @@
+"""State of a run, and whether its supervisor still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import DataError
+from dni_runtime.launch.state import RunState, process_birth, shell_status
+from dni_runtime.rundir import RunDir, read_json, write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    return run
+
+
+def test_a_run_without_state_is_new(run: RunDir) -> None:
+    state = RunState.read(run)
+    assert (state.phase, state.attempt, state.active) == ("new", 0, False)
+
+
+def test_round_trip(run: RunDir) -> None:
+    state = RunState.begin("process", 2, ["a", "b"])
+    state.write(run)
+    assert RunState.read(run) == state
+    assert state.active
+    assert (state.pid, state.host) == (os.getpid(), socket.gethostname())
+    assert [module.attempt for module in state.modules.values()] == [2, 2]
+
+
+def test_a_dead_supervisor_is_noticed(run: RunDir) -> None:
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    state = RunState.begin("process", 1, ["a"])
+    state.pid, state.born = process.pid, process_birth(process.pid)
+    process.wait()
+    state.write(run)
+    assert RunState.read(run).phase == "lost"
+
+
+def test_a_process_id_in_new_hands_is_noticed(run: RunDir) -> None:
+    state = RunState.begin("process", 1, ["a"])
+    assert state.born is not None
+    state.born -= 1
+    state.write(run)
+    assert RunState.read(run).phase == "lost"
+
+
+def test_an_ended_run_is_never_lost(run: RunDir) -> None:
+    state = RunState.begin("process", 1, ["a"])
+    state.phase, state.pid, state.born = "finished", 1 << 22, 7
+    state.write(run)
+    assert RunState.read(run).phase == "finished"
+
+
+@pytest.mark.parametrize(("silence_s", "phase"), [(5, "running"), (500, "lost")])
+def test_on_another_host_its_word_counts(run: RunDir, silence_s: float, phase: str) -> None:
+    state = RunState.begin("process", 1, ["a"])
+    state.phase, state.host, state.born = "running", "elsewhere", 1
+    state.write(run)
+    document = read_json(run.state)
+    assert document is not None
+    write_json(run.state, document | {"updated": time.time() - silence_s})
+    assert RunState.read(run).phase == phase
+
+
+def test_fields_of_a_later_version_are_passed_over(run: RunDir) -> None:
+    RunState.begin("process", 1, ["a"]).write(run)
+    document = read_json(run.state)
+    assert document is not None
+    document["modules"]["a"]["node"] = "n1"
+    write_json(run.state, document | {"queue": "long"})
+    assert RunState.read(run).modules["a"].attempt == 1
+
+
+@pytest.mark.parametrize("document", [[], {"modules": 3}, {"phase": "running"}, "x"])
+def test_something_else(run: RunDir, document: object) -> None:
+    write_json(run.state, document)
+    with pytest.raises(DataError, match="not the state of a run"):
+        RunState.read(run)
+
+
+def test_birth_of_a_process_with_an_odd_name(tmp_path: Path) -> None:
+    link = tmp_path / "a) R 1 (b"
+    link.symlink_to(sys.executable)
+    process = subprocess.Popen([str(link), "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        own, birth = process_birth(os.getpid()), process_birth(process.pid)
+        assert own is not None
+        assert birth is not None
+        assert birth >= own
+    finally:
+        process.communicate(b"\n")
+    assert process_birth(process.pid) is None
+
+
+def test_a_zombie_has_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_birth(process.pid) is None
+    process.wait()
+
+
+def test_shell_status() -> None:
+    assert shell_status(0) == (0, None)
+    assert shell_status(75) == (75, None)
+    assert shell_status(-9) == (137, "SIGKILL")
+    assert shell_status(-200) == (328, "signal 200")
