@@ -15,8 +15,9 @@ from dni_runtime.errors import DniError, ImageError, SpecError, UsageError
 from dnictl.options import chain_argument, data_option, json_option, print_json
 
 if TYPE_CHECKING:
-    from dni_runtime.image.build import BuildPlan, BuildResult
+    from dni_runtime.image.build import BuildResult
     from dni_runtime.image.layers import ModuleBuild
+    from dni_runtime.image.plan import BuildPlan
     from dni_runtime.image.progress import Report, Step
     from dni_runtime.launch.prepare import Prepared
 
@@ -71,7 +72,8 @@ def build(
     """
     from dni_runtime.image.apptainer import find_apptainer
     from dni_runtime.image.base import cache_folder
-    from dni_runtime.image.build import BuildOptions, build_images, plan_build
+    from dni_runtime.image.build import build_images
+    from dni_runtime.image.plan import BuildOptions, plan_build
     from dni_runtime.launch.prepare import prepare
 
     prepared = prepare(chain, data=data)
@@ -197,7 +199,7 @@ def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
       dnictl render def --image base > base.def
     """
     from dni_runtime.image.base import cache_folder, plan_base
-    from dni_runtime.image.build import definition_of
+    from dni_runtime.image.plan import definition_of
     from dni_runtime.spec import load_chain
 
     texts: dict[str, str] = {}

@@ -150,27 +150,18 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
     problem = "Apptainer is not installed: no 'apptainer' or 'singularity' was found"
     for path in candidates(os.environ if environ is None else environ):
         try:
-            answer = subprocess.run(
-                [str(path), "version"],
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=True,
-                stdin=subprocess.DEVNULL,
-            ).stdout
-        except (OSError, subprocess.SubprocessError) as error:
+            argv = [str(path), "version"]
+            answer = capture(argv, what=f"{path} version", timeout_s=30)
+        except (BuildError, UnavailableError) as error:
             problem = f"{path} does not run: {error}"
             continue
-        version = parse_version(answer)
-        name: Literal["apptainer", "singularity"] = (
-            ("singularity" if path.name == "singularity" and version >= (2, 0, 0) else "apptainer")
-            if version
-            else "apptainer"
-        )
-        if version is None or version < ((1, 1, 0) if name == "apptainer" else (3, 8, 0)):
+        version = parse_version(answer) or (0, 0, 0)
+        # Apptainer 1.x also answers to singularity's name, and counts from 1 again.
+        ce = path.name == "singularity" and version >= (2, 0, 0)
+        if version < ((3, 8, 0) if ce else (1, 1, 0)):
             problem = f"{path} is too old: {answer.strip() or 'it names no version'}"
             continue
-        return Apptainer(path, name, version)
+        return Apptainer(path, "singularity" if ce else "apptainer", version)
     raise UnavailableError(problem, hint=hint)
 
 

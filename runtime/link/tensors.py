@@ -27,7 +27,8 @@ def to_buffer(tensor: Tensor, contract: TensorContract) -> tuple[TensorEntry, me
         WireError: The tensor breaks the contract (a bug of the sender).
     """
     dtype = DTYPES[contract.dtype]
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype is not dtype or tensor.device.type != "cpu":
         tensor = tensor.to(device="cpu", dtype=dtype)
     if not tensor.is_contiguous():

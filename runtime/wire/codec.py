@@ -17,7 +17,7 @@ import msgpack
 from dni_runtime.errors import WireError
 from dni_runtime.wire.contract import HEADER_BYTES, ITEM_BYTES, Limits
 from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
-from dni_runtime.wire.message import NO_MARK, Buffer, Message, TensorEntry, nbytes
+from dni_runtime.wire.message import Buffer, Message, TensorEntry, nbytes
 
 FIELDS = 11
 ID_LIMIT = (1 << 63) - 1
@@ -52,7 +52,7 @@ _USES = {
     Kind.DRAINED: _Uses(id=True),
     Kind.REQUEST: _Uses(body=True),
 }
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): (kind, uses) for kind, uses in _USES.items()}  # ints hash fastest
 _MODES = {int(mode): mode for mode in Mode}
 _MARKS = {bits: Mark(bits) for bits in range(sum(Mark) + 1)}
 
@@ -80,21 +80,24 @@ def encode(message: Message) -> list[Buffer]:
     Raises:
         WireError: The message breaks the format (a bug of the sender), or its body is too large.
     """
-    header: bytes = msgpack.packb(
-        [
-            PROTOCOL_VERSION,
-            message.kind,
-            message.run,
-            message.source,
-            message.id,
-            message.epoch,
-            message.mode,
-            message.mark,
-            message.ack,
-            [(entry.name, entry.dtype, entry.shape) for entry in message.tensors],
-            message.body,
-        ]
-    )
+    try:
+        header: bytes = msgpack.packb(
+            [
+                PROTOCOL_VERSION,
+                message.kind,
+                message.run,
+                message.source,
+                message.id,
+                message.epoch,
+                message.mode,
+                message.mark,
+                message.ack,
+                [(entry.name, entry.dtype, entry.shape) for entry in message.tensors],
+                message.body,
+            ]
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError("header", f"the header cannot be written: {error}") from None
     if len(header) > HEADER_BYTES:
         raise WireError("oversized", f"the header has {len(header)} bytes of {HEADER_BYTES}")
     if len(message.tensors) != len(message.buffers):
@@ -113,9 +116,9 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
     if not frames:
         raise WireError("truncated", "a message without frames")
     fields = _unpack(frames[0], limits)
-    kind = _KINDS.get(fields[1]) if type(fields[1]) is int else None
-    if kind is None:
+    if type(fields[1]) is not int or fields[1] not in _KINDS:
         raise WireError("kind", f"unknown kind {brief(fields[1])}")
+    kind, uses = _KINDS[fields[1]]
     _, _, run, source, id, epoch, mode, mark, ack, table, body = fields
     _check_name(run, "run")
     _check_name(source, "source")
@@ -128,8 +131,20 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
         raise WireError("header", f"body is {brief(body)}, not a map")
     if body:
         _check_body(body, DEPTH_LIMIT)
+    wrong = (
+        ("id" if uses.id != (id > 0) else "")
+        or ("mark" if uses.mark != (mark > 0) else "")
+        or ("epoch" if epoch and not uses.epoch else "")
+        or ("mode" if mode and not uses.mode else "")
+        or ("ack" if ack and not uses.ack else "")
+        or ("body" if body and not uses.body else "")
+    )
+    if wrong:
+        raise WireError("kind", f"{kind.name} with the wrong {wrong}")
     tensors = _table(table, frames, limits)
-    message = Message(
+    if tuple([entry.name for entry in tensors]) != uses.tensors:
+        raise WireError("count", f"{kind.name} with the tensors {brief(table)}")
+    return Message(
         kind,
         run,
         source,
@@ -142,8 +157,6 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
         tuple(frames[1:]),
         body,
     )
-    _check_uses(message)
-    return message
 
 
 def header_version(header: Buffer) -> int | None:
@@ -200,7 +213,7 @@ def _check_natural(value: object, what: str, limit: int) -> None:
 
 
 def _check_name(value: object, what: str) -> None:
-    if type(value) is not str or not 1 <= len(value.encode()) <= NAME_BYTES:
+    if type(value) is not str or not value or len(value.encode()) > NAME_BYTES:
         raise WireError("header", f"{what} is {brief(value)}, not 1 to {NAME_BYTES} bytes of text")
 
 
@@ -233,7 +246,7 @@ def _table(table: object, frames: Sequence[Buffer], limits: Limits) -> tuple[Ten
             "truncated" if buffers < rows else "count", f"{rows} tensors but {buffers} buffers"
         )
     return tuple(
-        _entry(row, nbytes(frame), limits) for row, frame in zip(table, frames[1:], strict=True)
+        [_entry(row, nbytes(frame), limits) for row, frame in zip(table, frames[1:], strict=True)]
     )
 
 
@@ -261,23 +274,3 @@ def _entry(row: object, nbytes: int, limits: Limits) -> TensorEntry:
             f"tensor {name!r} of {dtype} and sizes {sizes} has {nbytes} bytes, not {due}",
         )
     return TensorEntry(name, dtype, tuple(sizes))
-
-
-def _check_uses(message: Message) -> None:
-    """Whether the fields fit the kind."""
-    uses = _USES[message.kind]
-    if uses.id != (message.id > 0):
-        raise WireError("kind", f"{message.kind.name} with id {message.id}")
-    if uses.mark != (message.mark != NO_MARK):
-        raise WireError("kind", f"{message.kind.name} with mark {message.mark!r}")
-    for name, used in (
-        ("epoch", uses.epoch),
-        ("mode", uses.mode),
-        ("ack", uses.ack),
-        ("body", uses.body),
-    ):
-        if not used and getattr(message, name):
-            raise WireError("kind", f"{message.kind.name} with {name}")
-    names = tuple(entry.name for entry in message.tensors)
-    if names != uses.tensors:
-        raise WireError("count", f"{message.kind.name} with the tensors {brief(names)}")

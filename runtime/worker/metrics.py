@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +55,7 @@ class Meter:
     spec: WorkerSpec
     attempt: int
     progress: Progress = field(default_factory=Progress)
-    waiting_s: Counter[str] = field(default_factory=Counter)
+    waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     state: str = "starting"
     error: str | None = None
 

@@ -27,7 +27,7 @@ from dni_runtime.worker.stream import Item, Position
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
+POLL_MS = 500
 """Longest sleep: metrics and the state file are refreshed in between."""
 
 REQUEST_AFTER_S = 1.0
@@ -287,5 +287,5 @@ class ModuleServer:
         else:
             full = self._output is not None and not self._output.room
             reason, poller = "window" if full else "gradient", self._output_poller
-        poller.poll(POLL_S * 1000)
+        poller.poll(POLL_MS)
         self._meter.waiting_s[reason] += time.monotonic() - began

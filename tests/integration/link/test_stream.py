@@ -164,18 +164,22 @@ def test_ends_that_do_not_fit_are_told_why(
 ) -> None:
     input, output = links.input(), links.output(**stem)
     actual = input.bind(f"ipc://{tmp_path}/tail.sock")
-    thread = threading.Thread(target=lambda: refuse(input))
+    done = threading.Event()
+    thread = threading.Thread(target=refuse, args=(input, done))
     thread.start()
-    with pytest.raises(HandshakeError, match=f"do not fit together: {field} is "):
-        output.connect(actual, deadline_s=links.DEADLINE_S)
-    thread.join()
+    try:
+        with pytest.raises(HandshakeError, match=f"do not fit together: {field} is "):
+            output.connect(actual, deadline_s=links.DEADLINE_S)
+    finally:
+        done.set()
+        thread.join()
     assert input.counters.refused == {"handshake": 1}
     assert not input.connected
 
 
-def refuse(input: Any) -> None:
-    with pytest.raises(UnavailableError, match=r"did not connect within 1 s; refused meanwhile"):
-        input.wait_for_peer(1.0)
+def refuse(input: Any, done: threading.Event) -> None:
+    with pytest.raises(StoppedError):
+        input.wait_for_peer(60, stop=done.is_set)
 
 
 def test_nobody_listens(links: Any, tmp_path: Path) -> None:
@@ -188,14 +192,14 @@ def test_somebody_listens_but_does_not_answer(links: Any, address: str, raw: Any
     listener.bind(address)
     output = links.output()
     actual = listener.getsockopt_string(zmq.LAST_ENDPOINT)
-    with pytest.raises(UnavailableError, match="within 0.3 s"):
+    with pytest.raises(UnavailableError, match=r"within 0\.3 s"):
         output.connect(actual, deadline_s=0.3)
 
 
 def test_nobody_connects(links: Any, address: str) -> None:
     input = links.input()
     input.bind(address)
-    with pytest.raises(UnavailableError, match=r"'stem' did not connect within 0.3 s") as caught:
+    with pytest.raises(UnavailableError, match=r"'stem' did not connect within 0\.3 s") as caught:
         input.wait_for_peer(0.3)
     assert "refused" not in caught.value.message
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import BuildError, DataError, ImageError, SpecError, UnavailableError
-from dni_runtime.image import base, build, check, mirror, wheelhouse
+from dni_runtime.image import base, build, check, mirror, plan, wheelhouse
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.image.build import BuildOptions
 from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
+from dni_runtime.image.plan import BuildOptions
 from dni_runtime.image.wheelhouse import Wheel, Wheelhouse
 from dni_runtime.spec import BaseSpec, ImageSpec
 
@@ -46,14 +46,14 @@ def module(name: str, hash_: str = "a") -> ModuleBuild:
 def reasons(
     modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions
 ) -> list[str | None]:
-    return [p.reason for p in build.plan_build(modules, image, options).modules]
+    return [p.reason for p in plan.plan_build(modules, image, options).modules]
 
 
 def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -> ImageLock:
     """Leave behind what a build would: images and a lock."""
-    plan = build.plan_build(modules, image, options)
+    planned = plan.plan_build(modules, image, options)
     entries = {}
-    for entry in plan.modules:
+    for entry in planned.modules:
         content = entry.module.name.encode()
         (options.out / f"{entry.module.name}.sif").write_bytes(content)
         assert entry.content is not None
@@ -65,9 +65,9 @@ def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -
             module_hash=entry.module.module_hash,
             method=options.method,
         )
-    assert plan.base.content is not None
+    assert planned.base.content is not None
     locked_base = LockedBase(
-        content=plan.base.content, sha256="1", definition_sha256="2", torch="2", wheels=()
+        content=planned.base.content, sha256="1", definition_sha256="2", torch="2", wheels=()
     )
     lock = ImageLock(
         chain="c", builder="b", runtime_version="0.1.0", base=locked_base, modules=entries
@@ -136,16 +136,16 @@ def test_without_wheels_nothing_is_known_to_be_up_to_date(
 ) -> None:
     built([module("head")], image, options)
     monkeypatch.setattr(wheelhouse, "cached", lambda *_args, **_kwargs: None)
-    plan = build.plan_build([module("head")], image, options)
-    assert plan.base.image is None
-    assert not plan.base.ready
-    assert plan.modules[0].reason == "changed"
+    planned = plan.plan_build([module("head")], image, options)
+    assert planned.base.image is None
+    assert not planned.base.ready
+    assert planned.modules[0].reason == "changed"
 
 
 def test_missing_local_base_is_an_error(options: BuildOptions) -> None:
     image = ImageSpec(base=BaseSpec(bootstrap="localimage", source="gone.sif"))
     with pytest.raises(DataError, match=r"gone\.sif is not a file"):
-        build.plan_build([module("head")], image, options)
+        plan.plan_build([module("head")], image, options)
 
 
 def test_root_does_not_build(

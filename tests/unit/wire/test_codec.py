@@ -358,6 +358,8 @@ def test_a_refusal_quotes_only_a_little_of_what_came() -> None:
     [
         (replace(BATCH, buffers=(bytes(24),)), "count"),
         (Message(Kind.MARK, "r", "a", id=1, mark=Mark.END, body={"a": "x" * 70_000}), "oversized"),
+        (Message(Kind.REQUEST, "r", "a", body={"a": object()}), "header"),  # type: ignore[dict-item]
+        (Message(Kind.ACK, "r", "a", ack=1 << 64), "header"),
     ],
 )
 def test_what_cannot_be_encoded(message: Message, expected: str) -> None:

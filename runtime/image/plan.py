@@ -1,0 +1,173 @@
+"""What a build will do: each image is compared with what ``dni.lock`` says of the last one.
+
+What an image is made from is hashed (base, layer, labels, way of building); an image whose hash is
+in the lock already is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dni_runtime.image import layers
+from dni_runtime.image.base import BasePlan, plan_base
+from dni_runtime.image.definition import module_help, render_module
+from dni_runtime.image.layers import ModuleBuild
+from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedImage, read_lock
+from dni_runtime.image.wheelhouse import sha256_file
+from dni_runtime.spec import ImageSpec
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How to build.
+
+    Attributes:
+        out: Folder of the module images and of ``dni.lock``.
+        cache: Folder of wheels and base images.
+        folder: The chain's folder, from which relative paths in the spec count.
+        full: Build each module from its own definition instead of appending a layer.
+        force: Build everything anew.
+        test: Run the ``%test`` of what is built from a definition.
+        sign: Sign the module images.
+        key: Private key in PEM form (default: the user's PGP key).
+    """
+
+    out: Path
+    cache: Path
+    folder: Path
+    full: bool = False
+    force: bool = False
+    test: bool = True
+    sign: bool = False
+    key: Path | None = None
+
+    @property
+    def method(self) -> Literal["layer", "full"]:
+        """How module images are made."""
+        return "full" if self.full else "layer"
+
+    @property
+    def signature(self) -> Literal["pgp", "pem"] | None:
+        """How module images are signed."""
+        return None if not self.sign else "pgp" if self.key is None else "pem"
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """One module's image as it will be.
+
+    Attributes:
+        module: The module.
+        files: Its layer.
+        content: Hash of what the image is made from; None while the base's is not known.
+        definition: Its own definition, for ``full``.
+        reason: Why it is built, or None when the image there is up to date.
+        locked: What the lock says of it.
+    """
+
+    module: ModuleBuild
+    files: Mapping[str, bytes]
+    content: str | None
+    definition: str | None
+    reason: str | None
+    locked: LockedImage | None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """What a build will do."""
+
+    base: BasePlan
+    modules: tuple[ModulePlan, ...]
+
+
+def plan_build(
+    modules: Sequence[ModuleBuild], image: ImageSpec, options: BuildOptions
+) -> BuildPlan:
+    """Say what a build would do; downloads, builds and writes nothing.
+
+    Raises:
+        DniError: A setting cannot be used, or the lock cannot be understood.
+    """
+    base = plan_base(image, options.cache, folder=options.folder)
+    return BuildPlan(base, plan_modules(modules, base, read_lock(options.out), options))
+
+
+def plan_modules(
+    modules: Sequence[ModuleBuild], base: BasePlan, old: ImageLock | None, options: BuildOptions
+) -> tuple[ModulePlan, ...]:
+    """Compare each module with what the lock says of its image.
+
+    Args:
+        modules: The chain's modules.
+        base: Their base image.
+        old: The lock of the last build.
+        options: How to build.
+    """
+    runtime = layers.runtime_files()
+    plans = []
+    for module in modules:
+        files = layers.layer_files(module, runtime)
+        definition = definition_of(module) if options.full else None
+        content = None
+        if base.content is not None:
+            document = [
+                _FORMAT,
+                base.content,
+                options.method,
+                layers.layer_digest(files, module.module_hash),
+                module.labels,
+                definition,
+            ]
+            content = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+        locked = None if old is None else old.modules.get(module.name)
+        reason = "--force" if options.force else _reason(content, locked, options.out)
+        plans.append(ModulePlan(module, files, content, definition, reason, locked))
+    return tuple(plans)
+
+
+def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str | None:
+    """Why an image must be built, or None when it is up to date."""
+    if locked is None:
+        return "not built yet"
+    if content != locked.content:
+        return "changed"
+    path = out / locked.image
+    try:
+        state = path.stat()
+        lock_time_ns = (out / LOCK_NAME).stat().st_mtime_ns
+    except FileNotFoundError:
+        return "missing"
+    # An image that is no newer than the lock is the one that the lock was written for; a copied or
+    # altered one is read in full.
+    if state.st_size != locked.size_bytes or (
+        state.st_mtime_ns > lock_time_ns and sha256_file(path) != locked.sha256
+    ):
+        return "altered since it was built"
+    return None
+
+
+def definition_of(module: ModuleBuild) -> str:
+    """A module image's own definition, for a ``full`` build.
+
+    Raises:
+        SpecError: A value cannot stand in a definition.
+    """
+    return render_module(module.labels, help_of(module))
+
+
+def help_of(module: ModuleBuild) -> str:
+    """What ``apptainer run-help`` prints of a module's image."""
+    return module_help(
+        module.chain,
+        module.name,
+        runtime_version=module.runtime_version,
+        image=f"{module.name}.sif",
+    )

@@ -1,0 +1,192 @@
+"""Where a module can listen, and what is said where it cannot."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.errors import SpecError, UnavailableError
+from dni_runtime.link import address as address_module
+from dni_runtime.link import check_address, listen_address
+from dni_runtime.spec import LinksSpec
+
+
+def tcp(**fields: Any) -> LinksSpec:
+    return LinksSpec(transport="tcp", **fields)
+
+
+@pytest.fixture
+def taken() -> Any:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
+def test_ipc_lies_in_the_socket_folder(tmp_path: Path, transport: Any) -> None:
+    links = LinksSpec(transport=transport)
+    assert listen_address(links, 3, tmp_path, "tail") == f"ipc://{tmp_path}/tail.sock"
+    assert check_address(links, 3, tmp_path, "tail") == f"ipc://{tmp_path}/tail.sock"
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        (tcp(), "tcp://127.0.0.1:*"),
+        (tcp(port=5000), "tcp://127.0.0.1:5003"),
+        (tcp(interface="127.0.0.1", port=5000), "tcp://127.0.0.1:5003"),
+        (tcp(interface="127.0.0.2"), "tcp://127.0.0.2:*"),
+        (tcp(interface="lo"), "tcp://127.0.0.1:*"),
+    ],
+)
+def test_tcp_addresses(tmp_path: Path, links: LinksSpec, expected: str) -> None:
+    assert listen_address(links, 3, tmp_path, "tail") == expected
+
+
+def test_ipv6_addresses(tmp_path: Path, links: Any) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback: {error}")
+    wanted = check_address(tcp(interface="::1"), 0, tmp_path, "tail")
+    assert wanted == "tcp://[::1]:*"
+    output, input, _ = links.pair(wanted)
+    assert output.connected
+    assert input.connected
+
+
+def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="no network interface 'ib7'") as caught:
+        listen_address(tcp(interface="ib7"), 0, tmp_path, "tail")
+    assert "lo (127.0.0.1)" in str(caught.value.hint)
+
+
+def test_an_interface_without_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_module, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": None})
+    with pytest.raises(UnavailableError, match="'ib0' has no IPv4 address") as caught:
+        listen_address(tcp(interface="ib0"), 0, tmp_path, "tail")
+    assert "ib0 (no IPv4 address)" in str(caught.value.hint)
+
+
+def test_an_address_of_another_machine(tmp_path: Path) -> None:
+    # 192.0.2.0/24 is for documentation (RFC 5737)
+    with pytest.raises(
+        UnavailableError, match=r"does not have the address '192\.0\.2\.1'"
+    ) as caught:
+        listen_address(tcp(interface="192.0.2.1", security="none"), 0, tmp_path, "tail")
+    assert "lo (127.0.0.1)" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("interface", ["0.0.0.0", "::", "224.0.0.1"])
+def test_every_interface_at_once_is_refused(tmp_path: Path, interface: str) -> None:
+    with pytest.raises(SpecError, match=r"links\.interface: .* is no single address") as caught:
+        listen_address(tcp(interface=interface, security="none"), 0, tmp_path, "tail")
+    assert "lo (127.0.0.1)" in str(caught.value.hint)
+
+
+def test_plain_tcp_beyond_loopback_must_be_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address_module, "interfaces", lambda: {"eth7": "198.51.100.4"})
+    with pytest.raises(SpecError, match=r"links\.security: 'eth7' \(198\.51\.100\.4\)") as caught:
+        listen_address(tcp(interface="eth7"), 0, tmp_path, "tail")
+    assert "encrypted links are not there yet" in caught.value.message
+    assert "'security: none' accepts" in str(caught.value.hint)
+    accepted = tcp(interface="eth7", security="none")
+    assert listen_address(accepted, 0, tmp_path, "tail") == "tcp://198.51.100.4:*"
+
+
+def test_a_port_that_is_in_use(tmp_path: Path, links: Any, taken: int) -> None:
+    with pytest.raises(UnavailableError, match=f":{taken}: it is in use"):
+        check_address(tcp(port=taken), 0, tmp_path, "tail")
+    with pytest.raises(UnavailableError, match=f":{taken}: it is in use"):
+        links.input().bind(f"tcp://127.0.0.1:{taken}")
+
+
+def test_a_port_that_is_free(tmp_path: Path, taken: int) -> None:
+    for _ in range(2):  # checking does not take it
+        check_address(tcp(port=taken - 1), 0, tmp_path, "tail")
+
+
+def test_ports_end_somewhere(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"links\.port: .*port 65000 \+ 600, beyond 65535"):
+        listen_address(tcp(port=65000), 600, tmp_path, "tail")
+
+
+def test_an_address_that_this_machine_does_not_have(links: Any) -> None:
+    with pytest.raises(UnavailableError, match=r"cannot listen on tcp://192\.0\.2\.1:5000"):
+        links.input().bind("tcp://192.0.2.1:5000")
+
+
+@pytest.mark.parametrize("address", ["udp://127.0.0.1:5000", "nonsense", "tcp://127.0.0.1:x"])
+def test_what_is_no_address(links: Any, address: str) -> None:
+    with pytest.raises(UnavailableError, match="cannot listen on"):
+        links.input().bind(address)
+    with pytest.raises(UnavailableError, match="cannot connect to"):
+        links.output().connect(address, deadline_s=1)
+
+
+def test_a_path_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="longer than 107 bytes") as caught:
+        check_address(LinksSpec(), 0, tmp_path / ("x" * 100), "tail")
+    assert "XDG_RUNTIME_DIR" in str(caught.value.hint)
+
+
+def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"socket folder .* is missing"):
+        check_address(LinksSpec(), 0, tmp_path / "gone", "tail")
+
+
+def test_a_living_process_keeps_its_socket(tmp_path: Path, links: Any) -> None:
+    address = f"ipc://{tmp_path}/tail.sock"
+    output, first, _ = links.pair(address)
+    with pytest.raises(UnavailableError, match="another process listens on"):
+        check_address(LinksSpec(), 0, tmp_path, "tail")
+    with pytest.raises(UnavailableError, match="another process listens on"):
+        links.input().bind(address)
+    output.send_batch(1, 0, 0, *links.tensors(1))
+    links.until(lambda: first.receive() is not None, "a batch, as before")
+
+
+def test_a_dead_process_does_not(tmp_path: Path, links: Any) -> None:
+    path = tmp_path / "tail.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.exists()
+    check_address(LinksSpec(), 0, tmp_path, "tail")
+    links.pair(f"ipc://{path}")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_not_ours_stays(tmp_path: Path, links: Any, kind: str) -> None:
+    path = tmp_path / "tail.sock"
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("elsewhere")
+    with pytest.raises(UnavailableError, match="is in the way"):
+        links.input().bind(f"ipc://{path}")
+    assert path.lstat()
+
+
+def test_closing_removes_the_socket_file(tmp_path: Path, links: Any) -> None:
+    input = links.input()
+    input.bind(f"ipc://{tmp_path}/tail.sock")
+    input.close()
+    assert not (tmp_path / "tail.sock").exists()
+
+
+def test_closing_leaves_a_successors_socket_file(tmp_path: Path, links: Any) -> None:
+    path = tmp_path / "tail.sock"
+    old, new = links.input(), links.input()
+    old.bind(f"ipc://{path}")
+    path.unlink()
+    new.bind(f"ipc://{path}")
+    old.close()
+    assert path.exists()

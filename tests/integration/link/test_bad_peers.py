@@ -1,0 +1,326 @@
+"""Strangers and broken neighbours on real sockets: refused, counted, and the stream goes on."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zmq
+
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.handshake import Hello
+from dni_runtime.spec import TensorSpec
+from dni_runtime.wire import (
+    Buffer,
+    Kind,
+    Limits,
+    Mark,
+    Message,
+    Mode,
+    TensorEntry,
+    decode,
+    encode,
+)
+
+Raw = Callable[[int], "zmq.Socket[bytes]"]
+JUNK = 10_000
+
+
+def batch(id: int, h: TensorEntry, y: TensorEntry, *buffers: bytes) -> list[Buffer]:
+    return encode(Message(Kind.BATCH, "run", "stem", id=id, tensors=(h, y), buffers=tuple(buffers)))
+
+
+H, Y = TensorEntry("h", "float32", (2, 4)), TensorEntry("y", "int64", (2,))
+GOOD = batch(1, H, Y, bytes(32), bytes(16))
+HEADER = bytes(GOOD[0])
+
+BROKEN: dict[str, tuple[list[Buffer], str]] = {
+    "truncated header": ([HEADER[:20], *GOOD[1:]], "truncated"),
+    "missing buffer": (GOOD[:2], "truncated"),
+    "short buffer": ([HEADER, bytes(31), bytes(16)], "truncated"),
+    "long buffer": ([HEADER, bytes(33), bytes(16)], "oversized"),
+    "huge buffer": ([HEADER, bytes(200_000), bytes(16)], "oversized"),
+    "huge header": ([bytes(70_000)], "oversized"),
+    "next version": ([msgpack.packb([2, *msgpack.unpackb(HEADER)[1:]]), *GOOD[1:]], "version"),
+    "wrong shape": (
+        batch(1, TensorEntry("h", "float32", (4, 2)), Y, bytes(32), bytes(16)),
+        "shape",
+    ),
+    "too many samples": (
+        batch(
+            1,
+            TensorEntry("h", "float32", (9, 4)),
+            TensorEntry("y", "int64", (9,)),
+            bytes(144),
+            bytes(72),
+        ),
+        "oversized",
+    ),
+    "wrong dtype": (
+        batch(1, TensorEntry("h", "int32", (2, 4)), Y, bytes(32), bytes(16)),
+        "dtype",
+    ),
+    "a hundred frames": ([HEADER, *[b"x"] * 99], "count"),
+    "another run": (
+        encode(Message(Kind.MARK, "other", "stem", id=1, mark=Mark.END)),
+        "run",
+    ),
+    "wrong kind": (encode(Message(Kind.ACK, "run", "stem", ack=1)), "kind"),
+    "pickle": ([b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94."], "header"),
+}
+
+
+def junk(count: int) -> list[list[bytes]]:
+    """Random multipart messages; the seed is fixed, so that a failure comes again."""
+    random_ = random.Random(7)
+    messages = []
+    for _ in range(count):
+        frames = [
+            random_.randbytes(random_.randrange(1, 80)) for _ in range(random_.randrange(1, 5))
+        ]
+        if random_.random() < 0.3:
+            broken = bytearray(HEADER)
+            broken[random_.randrange(len(broken))] = random_.randrange(256)
+            frames = [bytes(broken), *frames[1:]]
+        messages.append(frames)
+    return messages
+
+
+class Stream:
+    """A healthy pair of links, driven while others misbehave."""
+
+    def __init__(self, links: Any, address: str) -> None:
+        self._links = links
+        self.output, self.input, self.address = links.pair(address)
+        self._sent = self.got = 0
+
+    def drive(self, count: int) -> None:
+        """Let so many more batches through, with their gradients."""
+        goal = self.got + count
+
+        def step() -> bool:
+            self.output.receive()
+            while self.output.room and self._sent < goal:
+                self._sent += 1
+                h, y = self._links.tensors(self._sent)
+                self.output.send_batch(self._sent, 0, Mode.TRAIN, h, y)
+            item = self.input.receive()
+            if item is not None:
+                self.got += 1
+                assert item.id == self.got
+                assert item.h[0, 0] == item.id
+                self.input.send_gradient(item.id, item.h, item.id)
+            return self.got == goal and self.output.in_flight == 0
+
+        self._links.until(step, f"batch {goal}")
+
+    def settle(self, refused: int) -> None:
+        """Let the input end work until it has refused so many."""
+        self._links.until(
+            lambda: self.input.receive() is None and self.input.counters.refused.total() >= refused,
+            f"{refused} refused, only {self.input.counters.refused}",
+        )
+
+
+def test_ten_thousand_messages_of_a_stranger(links: Any, address: str, raw: Raw) -> None:
+    stream = Stream(links, address)
+    stream.drive(5)
+    stranger = raw(zmq.DEALER)
+    stranger.connect(stream.address)
+    for number, frames in enumerate(junk(JUNK), 1):
+        stranger.send_multipart(frames)
+        if number % 500 == 0:
+            stream.drive(5)
+    stream.settle(JUNK)
+    assert stream.input.counters.refused.total() == JUNK
+    assert not stream.output.counters.refused
+    stream.drive(50)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_message_of_a_stranger(links: Any, address: str, raw: Raw, name: str) -> None:
+    stream = Stream(links, address)
+    stranger = raw(zmq.DEALER)
+    stranger.connect(stream.address)
+    stranger.send_multipart(BROKEN[name][0])
+    stream.settle(1)
+    stream.drive(10)
+    assert stream.input.counters.refused.total() == 1
+
+
+def test_a_stranger_learns_nothing_but_the_invitation(links: Any, address: str, raw: Raw) -> None:
+    stream = Stream(links, address)
+    stranger = raw(zmq.DEALER)
+    stranger.setsockopt(zmq.PROBE_ROUTER, 1)
+    stranger.connect(stream.address)
+    stranger.send_multipart(GOOD)
+    stream.settle(1)
+    reply = decode(stranger.recv_multipart(), Limits(0, 0))
+    assert (reply.kind, reply.body["field"]) == (Kind.REFUSE, "hello")
+    assert not stranger.poll(100)
+    stream.drive(5)
+
+
+def test_a_frame_beyond_the_limit_ends_the_strangers_connection(
+    links: Any, address: str, raw: Raw
+) -> None:
+    stream = Stream(links, address)
+    stranger = raw(zmq.DEALER)
+    stranger.connect(stream.address)
+    stranger.send_multipart([HEADER, bytes(8 << 20), bytes(16)])
+    stream.drive(50)
+    assert not stream.input.counters.refused
+
+
+def test_a_stranger_that_does_not_speak_zeromq(links: Any) -> None:
+    stream = Stream(links, "tcp://127.0.0.1:*")
+    port = int(stream.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        stream.drive(50)
+
+
+def test_a_flood_does_not_starve_the_stream(links: Any, address: str, raw: Raw) -> None:
+    """One call handles a bounded number of frames, and ZeroMQ takes from each peer in turn."""
+    stream = Stream(links, address)
+    strangers = [raw(zmq.DEALER) for _ in range(4)]
+    for stranger in strangers:
+        stranger.connect(stream.address)
+        for _ in range(2000):
+            stranger.send(b"flood")
+    stream.drive(20)
+    stream.settle(8000)
+
+
+class BrokenPeer:
+    """A peer that completes HELLO and then sends what it likes."""
+
+    def __init__(self, links: Any, spec: Any, raw: Raw, address: str) -> None:
+        self._links = links
+        self.input = links.input()
+        self._socket = raw(zmq.DEALER)
+        self._socket.connect(self.input.bind(address))
+        hello = Hello("peer", 1, LinkContract.of(spec, "output").agreement)
+        self.send(encode(Message(Kind.HELLO, "run", "stem", body=hello.body())))
+        links.until(self.input.greet, "HELLO")
+        assert decode(self._socket.recv_multipart(), Limits(0, 0)).kind is Kind.WELCOME
+
+    def send(self, frames: list[Any]) -> None:
+        self._socket.send_multipart(frames)
+
+    def expect(self, id: int) -> None:
+        """The stream goes on."""
+        self.send(batch(id, H, Y, bytes(32), bytes(16)))
+        got: list[Any] = []
+        self._links.until(lambda: bool(got.append(self.input.receive()) or got[-1]), "a batch")
+        assert got[-1].id == id
+        self.input.ack(id)
+
+
+@pytest.fixture
+def peer(links: Any, make_spec: Any, raw: Raw, address: str) -> BrokenPeer:
+    return BrokenPeer(links, make_spec("stem"), raw, address)
+
+
+def test_ten_thousand_messages_of_an_accepted_peer(peer: BrokenPeer) -> None:
+    for number, frames in enumerate(junk(JUNK), 1):
+        peer.send(frames)
+        if number % 500 == 0:
+            peer.expect(number // 500)
+    assert peer.input.counters.refused.total() == JUNK
+    assert peer.input.counters.gaps == 0
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_message_of_an_accepted_peer(peer: BrokenPeer, name: str) -> None:
+    frames, reason = BROKEN[name]
+    peer.expect(1)
+    peer.send(frames)
+    peer.expect(2)
+    assert peer.input.counters.refused == {reason: 1}
+
+
+def test_a_broken_downstream(links: Any, make_spec: Any, raw: Raw, address: str) -> None:
+    """The output end, too, refuses and counts whatever is not a message of its link."""
+    neighbour = raw(zmq.ROUTER)
+    neighbour.bind(address)
+    output = links.output()
+    actual = neighbour.getsockopt_string(zmq.LAST_ENDPOINT)
+    identities: list[bytes] = []
+
+    def answer() -> bool:
+        """Play an input end; never stops the waiting."""
+        while neighbour.poll(0):
+            identity, *frames = neighbour.recv_multipart()
+            welcome = Message(Kind.WELCOME, "run", "tail", body={"received": 0})
+            refuse = Message(
+                Kind.REFUSE, "run", "tail", body={"field": "hello", "mine": "", "yours": ""}
+            )
+            identities.append(identity)
+            reply = refuse if frames == [b""] else welcome
+            neighbour.send_multipart([identity, *encode(reply)])
+        return False
+
+    output.connect(actual, deadline_s=links.DEADLINE_S, stop=answer)
+    output.send_batch(1, 0, Mode.TRAIN, *links.tensors(1))
+    output.send_batch(2, 0, Mode.TRAIN, *links.tensors(2))
+    for frames in junk(1000):
+        neighbour.send_multipart([identities[-1], *frames])
+    g = Message(
+        Kind.GRADIENT,
+        "run",
+        "tail",
+        id=1,
+        ack=1,
+        tensors=(TensorEntry("g", "float32", (2, 4)),),
+        buffers=(bytes(32),),
+    )
+    header, buffer = encode(g)
+    for frames in ([header], [header, bytes(31)], [header, bytes(300_000)], [header, *[b"x"] * 9]):
+        neighbour.send_multipart([identities[-1], *frames])
+    neighbour.send_multipart([identities[-1], header, buffer])
+    events: list[Any] = []
+    links.until(lambda: bool(events.extend(output.receive()) or events), "the gradient")
+    assert torch.equal(events[0].g, torch.zeros(2, 4))
+    assert output.counters.refused.total() == 1004
+    assert output.in_flight == 1
+
+
+def test_an_oversized_frame_of_an_accepted_peer_costs_a_reconnection(
+    links: Any, address: str
+) -> None:
+    """libzmq ends the connection; the link comes up again and nothing is lost."""
+    stream = Stream(links, address)
+    stream.drive(3)
+    stream.output._socket.send_multipart([HEADER, bytes(8 << 20), bytes(16)])
+    stream.drive(50)
+    assert stream.output.counters.handshakes == 2
+
+
+def test_labels_and_activations_of_different_batch_sizes(peer: BrokenPeer) -> None:
+    peer.send(batch(1, H, TensorEntry("y", "int64", (1,)), bytes(32), bytes(8)))
+    peer.expect(1)
+    assert peer.input.counters.refused == {"shape": 1}
+
+
+def test_a_spec_of_another_shape_is_refused_before_any_batch(
+    links: Any, make_spec: Any, raw: Raw, address: str
+) -> None:
+    wide = make_spec("stem", output=TensorSpec(shape=(40,), dtype="float32"))
+    input = links.input()
+    socket = raw(zmq.DEALER)
+    socket.connect(input.bind(address))
+    hello = Hello("peer", 1, LinkContract.of(wide, "output").agreement)
+    socket.send_multipart(encode(Message(Kind.HELLO, "run", "stem", body=hello.body())))
+    links.until(lambda: input.greet() or input.counters.refused["handshake"] == 1, "a refusal")
+    reply = decode(socket.recv_multipart(), Limits(0, 0))
+    assert reply.body == {
+        "field": "activation",
+        "mine": str(make_spec("tail").input),
+        "yours": str(wide.output),
+    }
