@@ -30,7 +30,7 @@ class _Whole(nn.Module):
 
 
 def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float], float]:
-    """Train one chain; gives accuracy (%), each boundary's mean cosine in the last epoch, seconds."""
+    """Train one chain; gives accuracy (%), the boundaries' last mean cosines, and seconds."""
     workers = worker_specs(chain, describe(chain.data, base))
     source = open_data(chain.data, base, seed=chain.seed)
     local = LocalChain(workers, delay=delay)

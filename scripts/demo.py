@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
@@ -50,11 +49,10 @@ def write_chain() -> Path:
     ).stdout.splitlines()[-1]
     text = (files("dni_runtime.definitions") / "chains" / "fashion-cdni.yaml").read_text()
     text = text.replace("  flatten: true\n", f"  flatten: true\n  path: {json.dumps(data)}\n")
-    image = {"torch": f"torch=={version('torch').split('+')[0]}"}
     if index := Path(sys.prefix, "torch-index").read_text().strip():
-        image["torch_index"] = index
+        text += f"\nimage: {json.dumps({'torch_index': index})}\n"
     path = OUT / "chain.yaml"
-    path.write_text(f"{text}\nimage: {json.dumps(image)}\n")
+    path.write_text(text)
     return path
 
 

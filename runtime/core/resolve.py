@@ -179,6 +179,11 @@ def _infer(chain: ChainSpec, info: DataInfo) -> list[TensorSpec]:
 
 
 def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bool) -> TensorSpec:
+    for key in ("layers", "shortcut"):  # a block's own layers first: their errors say more
+        inner = given
+        for number, one in enumerate(getattr(layer, key)):
+            place = (key, number) if layer.type == "Residual" else (number,)
+            inner = _infer_layer(one, inner, (*at, layer.type, *place), first=first and not number)
     with torch.device("meta"):
         built = build_layer(layer, at)
     name = layer.type
@@ -191,7 +196,7 @@ def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bo
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "the module before sends" if first else "it gets"
         raise SpecError(
-            f"{name} does not fit: {what} {given}: {reason}",
+            f"{name}{layer.args or ''} does not fit: {what} {given}: {reason}",
             location=(*at, "args" if ":" in name else name),
             hint="B is the batch; compare the layer's sizes with what arrives",
         ) from None

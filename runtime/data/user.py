@@ -133,6 +133,13 @@ class UserSplit:
                         f"{expected}",
                         hint="all samples need one shape and one type",
                     )
+            classes = self._info.classes
+            if classes is not None and int(y.max()) >= classes:
+                raise DataError(
+                    f"data set {self._name!r}: label {int(y.max())}, but it tells of {classes} "
+                    "classes",
+                    hint="labels are numbered from 0; see its 'classes' or 'num_classes'",
+                )
         return x, y
 
 

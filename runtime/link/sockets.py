@@ -240,6 +240,9 @@ def receive(socket: Socket, limit: int) -> list[zmq.Frame] | None:
     """
     frames: list[zmq.Frame] = []
     try:
+        # asking first is four times cheaper than an exception for an empty socket
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return None
         while True:
             frame = socket.recv(zmq.NOBLOCK, copy=False)
             if len(frames) <= limit:

@@ -8,6 +8,7 @@ classes are (``dni_runtime.core``): this package knows structure only.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -243,12 +244,20 @@ class BaseSpec(Frozen):
         return value
 
 
+def _own_torch() -> str:
+    try:
+        return f"torch=={version('torch').split('+')[0]}"
+    except PackageNotFoundError:
+        return "torch>=2.6"
+
+
 class ImageSpec(Frozen):
     """What the module images hold.
 
     Attributes:
         base: What the base image is made from.
         torch: A requirement such as ``torch==2.13.0``, or ``base`` to keep the base image's own.
+            Default: the version installed here, so that containers compute as this host does.
         torch_index: Index URL of the torch build wanted (CPU, CUDA or ROCm).
         requirements: Further Python requirements, for user layers and data sets.
         packages: Further distribution packages.
@@ -256,7 +265,7 @@ class ImageSpec(Frozen):
     """
 
     base: BaseSpec = BaseSpec()
-    torch: str = "torch>=2.6"
+    torch: str = Field(default_factory=_own_torch)
     torch_index: str | None = None
     requirements: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()

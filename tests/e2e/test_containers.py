@@ -1,0 +1,155 @@
+"""A chain in real Apptainer containers: by ``dnictl up``, and wired by hand."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from dni_runtime import load
+from dni_runtime.data import open_data
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.rundir import RunDir, complete_cuts, read_lines
+from dni_runtime.spec import load_chain
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.e2e, pytest.mark.timeout(900)]
+
+CHAIN = f"""\
+name: contained
+data: {{dataset: digits, batch_size: 64}}
+epochs: 12
+defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}}}
+image: {{torch: "torch=={version("torch").split("+")[0]}"}}
+modules:
+  - name: bottom
+    layers: [Flatten, {{import: "mine:Block", args: {{inputs: 64, outputs: 64}}}}]
+  - name: top
+    layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
+"""
+BLOCK = """\
+from torch import nn
+
+class Block(nn.Sequential):
+    def __init__(self, inputs, outputs):
+        super().__init__(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU())
+"""
+
+
+def dnictl(folder: Path, *arguments: str, expect: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dnictl", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == expect, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tool: Apptainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a chain, a user's layer and its images."""
+    folder = tmp_path_factory.mktemp("site with space")
+    (folder / "chain.yaml").write_text(CHAIN)
+    (folder / "mine.py").write_text(BLOCK)
+    dnictl(folder, "build")
+    return folder
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = json.loads(dnictl(site, "up", "--backend", "apptainer", "--json"))
+    assert summary["state"] == "finished"
+    assert summary["accuracy"] > 0.9
+    plan = json.loads((Path(summary["path"]) / "plan.json").read_text())
+    assert all("apptainer" in worker["argv"][0] for worker in plan["workers"])
+    dnictl(site, "export", "-o", "model.safetensors")
+    monkeypatch.syspath_prepend(str(site))
+    model = load(site / "model.safetensors")
+    chain = load_chain(site / "chain.yaml")
+    with torch.no_grad():
+        pairs = [
+            ((model(x).argmax(1) == y).sum(), len(y))
+            for x, y in open_data(chain.data, site, seed=0).eval_batches()
+        ]
+    accuracy = float(sum(int(right) for right, _ in pairs) / sum(n for _, n in pairs))
+    assert accuracy == pytest.approx(summary["accuracy"], abs=1e-6)
+
+
+def test_images_of_another_spec_are_refused(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BLOCK)
+    (tmp_path / "chain.yaml").write_text(CHAIN.replace("lr: 0.002", "lr: 0.004"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dnictl", "up", "--backend", "apptainer",
+         "--images", str(site / "images")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 65
+    assert "dnictl build" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_two_images_wired_by_hand(
+    site: Path, tmp_path: Path, tool: Apptainer, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    """docs/images.md, "By hand": nothing but ``apptainer run``; stopped, and started again."""
+    run = RunDir(tmp_path)
+    run.create()
+
+    def start(name: str) -> None:
+        with (tmp_path / f"{name}.log").open("ab") as log:
+            processes.append(
+                subprocess.Popen(
+                    [
+                        tool.path,
+                        "run",
+                        "--mount",
+                        f"type=bind,src={tmp_path},dst=/dni/run",
+                        site / "images" / f"{name}.sif",
+                        "--ipc",
+                        "/dni/run",
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )  # fmt: skip
+            )
+
+    def logs() -> str:
+        return "".join((tmp_path / f"{name}.log").read_text() for name in ("top", "bottom"))
+
+    for name in ("top", "bottom"):
+        start(name)
+    deadline = time.monotonic() + 120
+    while not list(read_lines(run.metrics("top"))):
+        assert time.monotonic() < deadline, logs()
+        time.sleep(0.05)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    codes = [process.wait(60) for process in processes]
+    if codes == [0, 0]:
+        pytest.fail("the chain was too short to be stopped: " + logs())
+    assert codes == [75, 75], logs()
+    assert complete_cuts(run, ["top", "bottom"])
+    processes.clear()
+    for name in ("top", "bottom"):
+        start(name)
+    assert [process.wait(120) for process in processes] == [0, 0], logs()
+    evals = [line for line in read_lines(run.metrics("top")) if line["kind"] == "eval"]
+    assert evals[-1]["epoch"] == 12
+    assert evals[-1]["accuracy"] > 0.9

@@ -1,0 +1,137 @@
+"""Shape inference and the errors that come before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from dni_runtime.core.resolve import json_schema, parameter_counts, resolved_chain, worker_specs
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+
+INFO = DataInfo(
+    sample=TensorSpec(shape=(1, 8, 8), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=10,
+)
+CHAIN = """\
+name: net
+loss: CrossEntropyLoss
+metrics: [accuracy]
+modules:
+  - name: a
+    layers:
+      - Conv2d: {in_channels: 1, out_channels: 4, kernel_size: 3, padding: 1}
+      - Residual: [{Conv2d: {in_channels: 4, out_channels: 4, kernel_size: 1}}, ReLU]
+    interface: mixed
+  - name: b
+    layers:
+      - Flatten
+      - Linear: {in_features: 256, out_features: 16}
+  - name: c
+    layers: [{Linear: {in_features: 16, out_features: 10}}]
+    optimizer: {SGD: {lr: 0.1}}
+"""
+
+
+def test_contracts_of_neighbours_agree() -> None:
+    a, b, c = worker_specs(parse_chain(CHAIN), INFO)
+    assert (a.input.shape, a.output.shape, b.output.shape) == ((1, 8, 8), (4, 8, 8), (16,))
+    assert a.output == b.input
+    assert a.link_hash(end="output") == b.link_hash(end="input")
+    assert b.link_hash(end="output") == c.link_hash(end="input")
+    assert a.link_hash(end="output") != b.link_hash(end="output")
+    assert (a.gradients_out, a.gradients_in, b.gradients_in) == (False, True, True)
+    assert a.head is not None
+    assert c.tail is not None
+    assert c.interface is None
+    assert parameter_counts((a, b, c)) == {"a": 60, "b": 4112, "c": 170}
+
+
+def test_local_interfaces_want_no_gradients() -> None:
+    chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
+    a, b, _ = worker_specs(chain, INFO)
+    assert not a.gradients_in
+    assert not b.gradients_out
+
+
+def test_one_changed_layer_changes_one_hash() -> None:
+    before = worker_specs(parse_chain(CHAIN), INFO)
+    after = worker_specs(parse_chain(CHAIN.replace("- Flatten", "- Flatten\n      - Tanh")), INFO)
+    assert [x.hash == y.hash for x, y in zip(before, after, strict=True)] == [True, False, True]
+
+
+def test_host_settings_change_no_hash() -> None:
+    other = CHAIN + "data: {path: /elsewhere}\nlinks: {window: 3}\nstop_grace_s: 5\n"
+    before, after = worker_specs(parse_chain(CHAIN), INFO), worker_specs(parse_chain(other), INFO)
+    assert [w.hash for w in before] == [w.hash for w in after]
+
+
+def test_resolved_chain_says_everything_and_resolves_to_itself() -> None:
+    full = resolved_chain(parse_chain(CHAIN))
+    assert full.modules[0].interface is not None
+    assert full.modules[0].interface.args["local_weight"] == 0.5
+    assert full.modules[1].optimizer is not None
+    assert full.modules[1].optimizer.name == "Adam"
+    assert full.modules[2].interface is None
+    assert resolved_chain(full) == full
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        (("Flatten", "Flaten"), "modules[1].layers[0]", ["'Flaten'", "did you mean 'Flatten'"]),
+        (
+            ("out_features: 16", "out_feature: 16"),
+            "modules[1].layers[1].Linear.out_feature",
+            ["did you mean 'out_features'"],
+        ),
+        (
+            ("{in_features: 16", "{in_features: 32"),
+            "modules[2].layers[0].Linear",
+            ["the module before sends float32[B x 16]"],
+        ),
+        (
+            ("{Conv2d: {in_channels: 4", "{Conv2d: {in_channels: 5"),
+            "modules[0].layers[1].Residual.layers[0].Conv2d",
+            ["'in_channels': 5", "it gets float32[B x 4 x 8 x 8]"],
+        ),
+        (("out_features: 10", "out_features: 3"), "modules[2].layers", ["10 classes"]),
+        (("interface: mixed", "interface: mixd"), "modules[0].interface", ["'mixed'"]),
+        (("interface: mixed", "interface: {mixed: {local_weigth: 1}}"), None, ["'local_weight'"]),
+        (
+            ("interface: mixed", "interface: {synthetic: {synthesizer: mlpp}}"),
+            "modules[0].interface.synthetic.synthesizer",
+            ["'mlp'"],
+        ),
+        (
+            (
+                "interface: mixed",
+                "interface: {synthetic: {conditioned: false, synthesizer: classifier}}",
+            ),
+            None,
+            ["class labels"],
+        ),
+        (("{SGD: {lr: 0.1}}", "{SDG: {lr: 0.1}}"), "modules[2].optimizer", ["'SGD'"]),
+        (("{SGD: {lr: 0.1}}", "{SGD: {lr: -1}}"), "modules[2].optimizer.SGD", ["-1"]),
+        (("CrossEntropyLoss", "CrossEntropy"), "loss", ["'CrossEntropyLoss'"]),
+        (("CrossEntropyLoss", "MSELoss"), "loss", ["int64"]),
+        (("[accuracy]", "[acuracy]"), "metrics[0]", ["'accuracy'"]),
+        (("out_features: 16}", "bias: true}"), "modules[1].layers[1].Linear", ["'out_features'"]),
+        (("- Flatten", "- import: nowhere:Layer"), "modules[1].layers[0]", ["'nowhere'"]),
+        (("- Flatten", "- import: json:JSONDecoder"), "modules[1].layers[0]", ["not a Module"]),
+    ],
+)
+def test_errors_say_where_and_what_is_allowed(
+    change: tuple[str, str], path: str | None, words: list[str]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        worker_specs(parse_chain(CHAIN.replace(*change, 1)), INFO)
+    assert path is None or caught.value.path == path
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_schema_lists_the_names() -> None:
+    schema = json_schema()
+    assert "Linear" in schema["$defs"]["LayerSpec"]["anyOf"][0]["enum"]
+    assert "mixed" in str(schema["$defs"]["ModuleSpec"]["properties"]["interface"])

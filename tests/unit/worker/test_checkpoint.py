@@ -1,0 +1,133 @@
+"""Checkpoints: whole or absent, exact, and kept in order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import CheckpointError
+from dni_runtime.rundir import RunDir, complete_cuts
+from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.worker import checkpoint
+
+CHAIN = """\
+name: x
+defaults:
+  optimizer: {SGD: {lr: 0.1, momentum: 0.9}}
+  schedule: {StepLR: {step_size: 1}}
+modules:
+  - name: a
+    layers: [{Linear: {in_features: 4, out_features: 4}}, {BatchNorm1d: {num_features: 4}}]
+    interface: mixed
+  - name: b
+    layers: [{Linear: {in_features: 4, out_features: 3}}]
+"""
+
+
+@pytest.fixture
+def worker() -> WorkerSpec:
+    info = DataInfo(
+        sample=TensorSpec(shape=(4,), dtype="float32"),
+        label=TensorSpec(shape=(), dtype="int64"),
+        classes=3,
+    )
+    return worker_specs(parse_chain(CHAIN), info)[0]
+
+
+def train(step: ModuleStep, count: int) -> None:
+    generator = torch.Generator().manual_seed(step.batches)
+    for id in range(step.batches + 1, step.batches + count + 1):
+        x = torch.randn(8, 4, generator=generator)
+        h = step.forward(id, x)
+        step.update(x[:, :3].argmax(1))
+        step.late_gradient(id, torch.tanh(h))
+    step.end_epoch()
+
+
+def test_training_goes_on_exactly(worker: WorkerSpec, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    errors: list[CheckpointError] = []
+    first = ModuleStep(worker)
+    train(first, 5)
+    writer = checkpoint.CheckpointWriter(run, "a", None, 2, errors.append)
+    writer.write(7, *checkpoint.snapshot(first))
+    writer.close()
+    second = ModuleStep(worker)
+    tensors, document = checkpoint.read(run.checkpoint(7, "a"))
+    checkpoint.restore(second, tensors, document)
+    assert document["cut"] == 7
+    for step in (first, second):
+        train(step, 5)
+    ours, theirs = checkpoint.snapshot(first), checkpoint.snapshot(second)
+    assert ours[0].keys() == theirs[0].keys()
+    assert all(torch.equal(ours[0][key], theirs[0][key]) for key in ours[0])
+    assert json.loads(json.dumps(ours[1])) == json.loads(json.dumps(theirs[1]))
+    assert ours[1]["optimizers"]["module"]["groups"][0]["lr"] == pytest.approx(0.001)
+    assert not errors
+
+
+def test_snapshot_does_not_change_with_the_module(worker: WorkerSpec) -> None:
+    step = ModuleStep(worker)
+    tensors, _ = checkpoint.snapshot(step)
+    before = {key: value.clone() for key, value in tensors.items()}
+    train(step, 3)
+    assert all(torch.equal(before[key], tensors[key]) for key in tensors)
+
+
+def test_old_cuts_go_when_newer_ones_are_complete(worker: WorkerSpec, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    tensors, document = checkpoint.snapshot(ModuleStep(worker))
+    writers = {
+        name: checkpoint.CheckpointWriter(run, name, ["a", "b"], 2, lambda error: None)
+        for name in ("a", "b")
+    }
+    for cut in (1, 2, 3):
+        writers["a"].write(cut, tensors, document)
+    writers["a"].close()
+    assert complete_cuts(run, ["a", "b"]) == []
+    assert complete_cuts(run, ["a"]) == [1, 2, 3]  # nothing goes before the chain is safe
+    for cut in (1, 2, 3):
+        writers["b"].write(cut, tensors, document)
+    writers["b"].close()
+    assert complete_cuts(run, ["a", "b"])[-2:] == [2, 3]
+
+
+def test_a_failed_write_is_reported_and_leaves_the_last(
+    worker: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    errors: list[CheckpointError] = []
+    writer = checkpoint.CheckpointWriter(run, "a", None, 2, errors.append)
+    writer.write(1, *checkpoint.snapshot(ModuleStep(worker)))
+    (run.checkpoints / f"{2:012d}").write_text("in the way")
+    writer.write(2, *checkpoint.snapshot(ModuleStep(worker)))
+    writer.close()
+    assert len(errors) == 1
+    assert "at 2" in str(errors[0])
+    assert complete_cuts(run, ["a"]) == [1]
+
+
+@pytest.mark.parametrize("damage", ["cut off", "missing", "other module"])
+def test_damaged_checkpoints_are_refused(worker: WorkerSpec, tmp_path: Path, damage: str) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    writer = checkpoint.CheckpointWriter(run, "a", None, 2, lambda error: None)
+    tensors, document = checkpoint.snapshot(ModuleStep(worker))
+    writer.write(1, tensors, document | ({"module": "z"} if damage == "other module" else {}))
+    writer.close()
+    path = run.checkpoint(1, "a")
+    data = path.with_suffix(".safetensors").read_bytes()
+    if damage == "cut off":
+        path.with_suffix(".safetensors").write_bytes(data[:-10])
+    elif damage == "missing":
+        path.with_suffix(".json").unlink()
+    with pytest.raises(CheckpointError):
+        checkpoint.restore(ModuleStep(worker), *checkpoint.read(path))

@@ -1,0 +1,84 @@
+"""The head's stream: order, markers, and going on from any position."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from dni_runtime.data import open_data
+from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole
+from dni_runtime.wire import Mark, Mode
+from dni_runtime.worker.stream import Item, Position, items
+
+DATA = DataSpec(dataset="digits", flatten=True, batch_size=64, train_limit=200, eval_limit=100)
+
+
+def role(
+    epochs: int = 2, steps: int | None = None, eval_every: int = 1, every_steps: int | None = None
+) -> HeadRole:
+    return HeadRole(
+        data=DATA,
+        epochs=epochs,
+        steps=steps,
+        eval_every=eval_every,
+        checkpoint=CheckpointSpec(every_steps=every_steps),
+    )
+
+
+def run(given: HeadRole, start: Position | None = None) -> list[Item]:
+    source = open_data(DATA, Path(), seed=1)
+    return list(items(source, given) if start is None else items(source, given, start))
+
+
+def shape(stream: list[Item]) -> list[str]:
+    words = []
+    for item in stream:
+        if item.x_BX is None:
+            words.append("|".join(flag.name or "" for flag in Mark if flag in item.mark))
+        else:
+            words.append("train" if item.mode is Mode.TRAIN else "eval")
+    return [f"{len(list(group))} {word}" for word, group in itertools.groupby(words)]
+
+
+def test_two_epochs() -> None:
+    assert shape(run(role())) == [
+        *("4 train", "1 EPOCH|CHECKPOINT", "1 eval", "1 EVAL"),
+        *("4 train", "1 EPOCH", "1 eval", "1 EVAL", "1 CHECKPOINT|END"),
+    ]
+
+
+def test_steps_end_within_an_epoch() -> None:
+    stream = run(role(epochs=9, steps=6, eval_every=0))
+    assert shape(stream) == [
+        *("4 train", "1 EPOCH|CHECKPOINT", "2 train", "1 EPOCH", "1 CHECKPOINT|END"),
+    ]
+    assert stream[-1].position.step == 6
+
+
+def test_checkpoints_between_batches() -> None:
+    assert shape(run(role(epochs=1, eval_every=0, every_steps=3))) == [
+        *("3 train", "1 CHECKPOINT", "1 train", "1 EPOCH", "1 CHECKPOINT|END"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", [role(every_steps=2), role(epochs=3, steps=7), role(eval_every=2)]
+)
+def test_goes_on_exactly_after_any_item(given: HeadRole) -> None:
+    whole = run(given)
+    for number, item in enumerate(whole[:-1]):
+        if item.mode is Mode.EVAL:
+            continue  # an evaluation starts again from its beginning
+        rest = run(given, item.position)
+        # A checkpoint that falls on the very position is not made twice.
+        expected = whole[number + 1 :]
+        if expected and expected[0].mark == Mark.CHECKPOINT:
+            expected = expected[1:]
+        assert [one.position for one in rest] == [one.position for one in expected]
+        for ours, theirs in zip(rest, expected, strict=True):
+            assert (ours.mode, ours.mark, ours.epoch) == (theirs.mode, theirs.mark, theirs.epoch)
+            if ours.x_BX is not None and theirs.x_BX is not None:
+                assert torch.equal(ours.x_BX, theirs.x_BX)
