@@ -9,7 +9,8 @@ import struct
 from pathlib import Path
 
 from dni_runtime.errors import SpecError, UnavailableError
-from dni_runtime.link.sockets import cannot_listen, check_socket_file
+from dni_runtime.link import socketfile
+from dni_runtime.link.sockets import cannot_listen
 from dni_runtime.spec import LinksSpec
 
 _SIOCGIFADDR = 0x8915  # netdevice(7): the interface's first IPv4 address
@@ -69,7 +70,7 @@ def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str
     """
     address = listen_address(links, index, socket_folder, module)
     if address.startswith("ipc://"):
-        check_socket_file(Path(address.removeprefix("ipc://")))
+        socketfile.check(Path(address.removeprefix("ipc://")))
         return address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     _try_bind(ipaddress.ip_address(host.strip("[]")), 0 if port == _ANY_PORT else int(port))

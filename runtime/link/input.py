@@ -17,7 +17,7 @@ from typing import Self
 from torch import Tensor
 
 from dni_runtime.errors import StoppedError, UnavailableError, WireError
-from dni_runtime.link import sockets
+from dni_runtime.link import socketfile, sockets
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.receiver import Receiver
@@ -146,7 +146,7 @@ class InputLink:
             UnavailableError: It is taken, too long, or not this machine's.
         """
         actual = sockets.bind(self._socket, address)
-        self._bound.append((actual, sockets.file_id(actual)))
+        self._bound.append((actual, socketfile.file_id(actual)))
         log.info("link %s: listening on %s", self._contract, actual)
         return actual
 
@@ -256,7 +256,7 @@ class InputLink:
         """Stop listening; waits a second at most for acknowledgements to leave."""
         self._send_due()
         for address, file in self._bound:
-            sockets.remove_file(address, file)
+            socketfile.remove(address, file)
         sockets.close(self._socket, self._context if self._owns_context else None)
 
     def _take(self) -> Message | bool:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import socket as posix
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
 from dni_runtime.errors import UnavailableError, WorkerError
+from dni_runtime.link import socketfile
 from dni_runtime.wire import Buffer
 
 Socket = zmq.Socket[bytes]
@@ -101,7 +99,7 @@ def bind(socket: Socket, address: str) -> str:
         UnavailableError: The address is taken, too long, or not this machine's.
     """
     if address.startswith("ipc://"):
-        check_socket_file(Path(address.removeprefix("ipc://")))
+        socketfile.check(Path(address.removeprefix("ipc://")))
     _allow_ipv6(socket, address)
     try:
         socket.bind(address)
@@ -151,47 +149,10 @@ def cannot_listen(address: str, code: int | None) -> UnavailableError:
             f"cannot listen on {address}: this machine does not have that address",
             hint="set 'links.interface' to one that 'ip -brief address' shows",
         )
-    reason = os.strerror(code) if code else "unknown error"
     return UnavailableError(
-        f"cannot listen on {address}: {reason}",
+        f"cannot listen on {address}: {zmq.strerror(code or 0)}",
         hint="check 'links' in chain.yaml and the socket folder's permissions",
     )
-
-
-def check_socket_file(path: Path) -> None:
-    """Whether a Unix socket can be made here; a dead process's file is no obstacle.
-
-    libzmq removes whatever lies at the path, so this must look first.
-
-    Raises:
-        UnavailableError: The path is too long, its folder is missing, or something lies there that
-            is not a dead process's own socket.
-    """
-    # unix(7): sun_path has 108 bytes with the closing zero
-    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
-        raise UnavailableError(
-            f"the socket's path {str(path)!r} is longer than {zmq.IPC_PATH_MAX_LEN} bytes",
-            hint="set XDG_RUNTIME_DIR to a folder with a shorter path",
-        )
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise UnavailableError(f"the socket folder {str(path.parent)!r} is missing") from None
-        return
-    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.getuid():
-        raise UnavailableError(
-            f"{str(path)!r} is in the way: it is not a socket of this user", hint="remove it"
-        )
-    with posix.socket(posix.AF_UNIX, posix.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        # a full backlog (EAGAIN) is a sign of life too
-        if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
-            raise UnavailableError(
-                f"another process listens on {str(path)!r}",
-                hint="a worker of this run is still alive: 'dnictl ps' and 'dnictl stop' show and "
-                "end it",
-            )
 
 
 def send(socket: Socket, frames: Sequence[Buffer]) -> bool:
@@ -213,7 +174,7 @@ def send(socket: Socket, frames: Sequence[Buffer]) -> bool:
                 raise WorkerError(f"sending failed: {error.strerror}") from error
             if 0 < index < last:
                 # the connection ended within the message: libzmq swallows its remaining frames,
-                # and would swallow the next message's first ones in their place (lb.cpp, dist.cpp)
+                # and would swallow the next message's first ones in their place (libzmq's lb.cpp)
                 _swallow(socket, last - index)
             return False
     return True
@@ -273,21 +234,3 @@ def close(socket: Socket, context: Context | None) -> None:
     socket.close()
     if context is not None:
         context.term()
-
-
-def file_id(address: str) -> tuple[int, int] | None:
-    """What tells the file of an ipc address from any other one, or None where there is none."""
-    if not address.startswith("ipc://"):
-        return None
-    try:
-        status = os.lstat(address.removeprefix("ipc://"))
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def remove_file(address: str, mine: tuple[int, int] | None) -> None:
-    """Remove an ipc address's file, unless it is another process's by now (libzmq leaves it)."""
-    if mine is not None and file_id(address) == mine:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(address.removeprefix("ipc://"))

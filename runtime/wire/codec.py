@@ -25,7 +25,7 @@ EPOCH_LIMIT = (1 << 31) - 1
 SIZE_LIMIT = (1 << 31) - 1
 RANK_LIMIT = 8
 DEPTH_LIMIT = 8
-NAME_BYTES = 128
+NAME_BYTES = 255  # a run is named after its folder (NAME_MAX, limits.h)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class CheckpointWriter:
     Args:
         run: The run directory.
         module: The module's name.
-        chain: Names of all modules, where they are known: old cuts go once newer ones are complete.
+        chain: Names of all modules: old cuts go once newer ones are complete.
         keep: How many complete cuts to keep.
         on_error: Called in the thread when a checkpoint could not be written; the last good one
             stays.
@@ -129,13 +129,13 @@ class CheckpointWriter:
         self,
         run: RunDir,
         module: str,
-        chain: list[str] | None,
+        chain: list[str],
         keep: int,
         on_error: Callable[[CheckpointError], None],
     ) -> None:
         self._run = run
         self._module = module
-        self._chain = chain or [module]
+        self._chain = chain
         self._keep = keep
         self._on_error = on_error
         self._queue: queue.Queue[tuple[int, dict[str, Tensor], dict[str, Any]] | None]

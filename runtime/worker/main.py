@@ -137,7 +137,8 @@ def _serve(
     step = ModuleStep(spec, device)
     torch.set_rng_state(step.random_state)
     record = read_json(run.record) or {}
-    chain = record.get("modules")
+    # By hand nobody wrote a record: the modules are those that have been served here.
+    chain = record.get("modules") or sorted(f.stem for f in run.worker("x").parent.glob("*.json"))
     cut, position = _resume(options, spec, run, step, meter, chain)
     source = None
     if spec.head is not None:
@@ -219,10 +220,10 @@ def _resume(
     run: RunDir,
     step: ModuleStep,
     meter: Meter,
-    chain: list[str] | None,
+    chain: list[str],
 ) -> tuple[int, Position]:
     """Load a checkpoint where one is wanted; gives the cut and the head's position."""
-    cuts = complete_cuts(run, chain or [spec.module])
+    cuts = complete_cuts(run, chain)
     if options.resume == "none":
         cut = 0
     elif options.resume == "auto":

@@ -127,7 +127,7 @@ def test_two_images_wired_by_hand(
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                )  # fmt: skip
+                )
             )
 
     def logs() -> str:

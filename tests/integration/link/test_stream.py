@@ -414,6 +414,31 @@ def test_connections_that_break_again_and_again_lose_nothing(links: Any) -> None
         relay.close()
 
 
+def test_a_waiting_sender_is_woken_by_a_reconnection(links: Any) -> None:
+    """A full window sends nothing: the new connection itself has to wake both ends up."""
+    input, output = links.input(), links.output()
+    relay = Relay(input.bind("tcp://127.0.0.1:*"))
+    try:
+        links.shake(output, input, relay.address)
+        send(links, output, 1, 2, 3, 4)
+        for _ in range(4):
+            receive(links, input)
+        output.receive()
+        poller = zmq.Poller()
+        poller.register(output.socket, zmq.POLLIN)
+        poller.register(input.socket, zmq.POLLIN)
+        assert not poller.poll(50)
+        relay.cut()
+        while output.counters.handshakes < 2:
+            assert poller.poll(links.DEADLINE_S * 1000), "nothing woke the ends up"
+            output.receive()
+            assert input.receive() is None
+        input.ack(4)
+        assert output.flush(links.DEADLINE_S)
+    finally:
+        relay.close()
+
+
 CHILD = """
 import sys
 from dni_runtime.link import InputLink

@@ -55,7 +55,7 @@ def test_training_goes_on_exactly(worker: WorkerSpec, tmp_path: Path) -> None:
     errors: list[CheckpointError] = []
     first = ModuleStep(worker)
     train(first, 5)
-    writer = checkpoint.CheckpointWriter(run, "a", None, 2, errors.append)
+    writer = checkpoint.CheckpointWriter(run, "a", ["a"], 2, errors.append)
     writer.write(7, *checkpoint.snapshot(first))
     writer.close()
     second = ModuleStep(worker)
@@ -105,7 +105,7 @@ def test_a_failed_write_is_reported_and_leaves_the_last(
     run = RunDir(tmp_path)
     run.create()
     errors: list[CheckpointError] = []
-    writer = checkpoint.CheckpointWriter(run, "a", None, 2, errors.append)
+    writer = checkpoint.CheckpointWriter(run, "a", ["a"], 2, errors.append)
     writer.write(1, *checkpoint.snapshot(ModuleStep(worker)))
     (run.checkpoints / f"{2:012d}").write_text("in the way")
     writer.write(2, *checkpoint.snapshot(ModuleStep(worker)))
@@ -119,7 +119,7 @@ def test_a_failed_write_is_reported_and_leaves_the_last(
 def test_damaged_checkpoints_are_refused(worker: WorkerSpec, tmp_path: Path, damage: str) -> None:
     run = RunDir(tmp_path)
     run.create()
-    writer = checkpoint.CheckpointWriter(run, "a", None, 2, lambda error: None)
+    writer = checkpoint.CheckpointWriter(run, "a", ["a"], 2, lambda error: None)
     tensors, document = checkpoint.snapshot(ModuleStep(worker))
     writer.write(1, tensors, document | ({"module": "z"} if damage == "other module" else {}))
     writer.close()
