@@ -229,7 +229,7 @@ class Gauge:
             module=name,
             state=known.state if known else report.get("state", "new"),
             attempt=known.attempt if known else report.get("attempt", 0),
-            pid=known.pid if known else report.get("pid"),
+            pid=report.get("pid") or (known.pid if known else None),
             host=report.get("host"),
             epoch=report.get("epoch", train.get("epoch")),
             step=report.get("step", train.get("step")),

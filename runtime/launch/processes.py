@@ -98,7 +98,8 @@ class LocalStarter:
 
     def start(self, worker: WorkerPlan) -> LocalProcess:
         wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
-        guard = [str(os.getpid()), str(int(signal.SIGTERM))]
+        mode = "exec" if worker.image is None else "watch"
+        guard = [mode, str(os.getpid()), str(int(signal.SIGTERM))]
         try:
             descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:

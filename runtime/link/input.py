@@ -131,11 +131,6 @@ class InputLink:
         """Whether a peer has completed HELLO (it may have gone since)."""
         return self._receiver.peer is not None
 
-    @property
-    def received(self) -> int:
-        """The highest id that was accepted."""
-        return self._receiver.order.received
-
     def bind(self, address: str) -> str:
         """Listen at ``address`` (``listen_address``).
 

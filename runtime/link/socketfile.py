@@ -1,4 +1,4 @@
-"""Files of ``ipc://`` sockets: libzmq removes whatever lies in its way and leaves its own behind."""
+"""Files of ``ipc://`` sockets: libzmq removes what lies in its way and leaves its own behind."""
 
 from __future__ import annotations
 

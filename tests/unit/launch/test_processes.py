@@ -28,8 +28,13 @@ def eventually(condition: Callable[[], bool], within_s: float = 10) -> None:
         time.sleep(0.01)
 
 
-def plan(tmp_path: Path, code: str, **environment: str) -> WorkerPlan:
-    return WorkerPlan("m", 1, (*PYTHON, code), environment, str(tmp_path / "m.log"))
+IMAGES = [None, "m.sif"]
+"""Workers in containers have a watcher beside them; what they do is the same."""
+
+
+def plan(tmp_path: Path, code: str, image: str | None = None, **environment: str) -> WorkerPlan:
+    log = str(tmp_path / "m.log")
+    return WorkerPlan("m", 1, (*PYTHON, code), environment, log, image=image)
 
 
 def finish(process: LocalProcess) -> int:
@@ -39,18 +44,21 @@ def finish(process: LocalProcess) -> int:
     return code
 
 
-def test_output_and_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("image", IMAGES)
+def test_output_and_environment(tmp_path: Path, image: str | None) -> None:
     code = "import os, sys; print(os.environ['A']); sys.stderr.write(os.environ['B']); sys.exit(3)"
     starter = LocalStarter({"A": "given", "B": "old"})
-    assert finish(starter.start(plan(tmp_path, code, B="planned"))) == 3
+    assert finish(starter.start(plan(tmp_path, code, image, B="planned"))) == 3
     log = tmp_path / "m.log"
     assert sorted(log.read_text().split()) == ["given", "planned"]
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_signals(tmp_path: Path) -> None:
-    starter = LocalStarter()
-    process = starter.start(plan(tmp_path, "import time; time.sleep(60)"))
+@pytest.mark.parametrize("image", IMAGES)
+def test_signals(tmp_path: Path, image: str | None) -> None:
+    code = "import time; print('ready', flush=True); time.sleep(60)"
+    process = LocalStarter().start(plan(tmp_path, code, image))
+    eventually(lambda: "ready" in (tmp_path / "m.log").read_text())
     assert process.poll() is None
     process.send(signal.SIGTERM)
     assert finish(process) == -signal.SIGTERM
@@ -74,9 +82,10 @@ print(child, flush=True)
 """
 
 
+@pytest.mark.parametrize("image", IMAGES)
 @pytest.mark.parametrize("then", ["os._exit(0)", "time.sleep(60)"])
-def test_what_a_worker_started_ends_with_it(tmp_path: Path, then: str) -> None:
-    process = LocalStarter().start(plan(tmp_path, FORKS.format(then=then)))
+def test_what_a_worker_started_ends_with_it(tmp_path: Path, then: str, image: str | None) -> None:
+    process = LocalStarter().start(plan(tmp_path, FORKS.format(then=then), image))
     log = tmp_path / "m.log"
     eventually(lambda: log.exists() and log.read_text().endswith("\n"))
     if "sleep" in then:
@@ -90,7 +99,8 @@ import sys, time
 from pathlib import Path
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter
-worker = WorkerPlan("m", 1, (sys.executable, "-I", "-S", "-c", sys.argv[1]), {}, sys.argv[2])
+command = (sys.executable, "-I", "-S", "-c", sys.argv[1])
+worker = WorkerPlan("m", 1, command, {}, sys.argv[2], image=sys.argv[3] or None)
 print(LocalStarter().start(worker).pid, flush=True)
 time.sleep(60)
 """
@@ -103,10 +113,12 @@ time.sleep(60)
 """
 
 
-def test_a_worker_is_told_when_its_parent_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("image", IMAGES)
+def test_a_worker_is_told_when_its_parent_is_killed(tmp_path: Path, image: str | None) -> None:
     log = tmp_path / "m.log"
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT, SAYS_WHAT_IT_GETS, str(log)], stdout=subprocess.PIPE
+        [sys.executable, "-c", PARENT, SAYS_WHAT_IT_GETS, str(log), image or ""],
+        stdout=subprocess.PIPE,
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -116,9 +128,15 @@ def test_a_worker_is_told_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert log.read_text().split() == ["ready", "SIGTERM"]
 
 
-def wrapper(parent: int, *command: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_watcher_ends_as_the_watched(tmp_path: Path, number: signal.Signals) -> None:
+    code = f"import os; os.kill(os.getpid(), {int(number)})"
+    assert finish(LocalStarter().start(plan(tmp_path, code, "m.sif"))) == -number
+
+
+def wrapper(parent: int, *command: str, mode: str = "exec") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-I", "-S", child.__file__, str(parent), "15", *command],
+        [sys.executable, "-I", "-S", child.__file__, mode, str(parent), "15", *command],
         capture_output=True,
         text=True,
         timeout=30,
@@ -126,18 +144,20 @@ def wrapper(parent: int, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_wrapper_of_an_orphan_starts_nothing() -> None:
-    assert wrapper(1, "echo", "hello").stdout == ""
-    assert wrapper(1, "echo", "hello").returncode == 143
+@pytest.mark.parametrize("mode", ["exec", "watch"])
+def test_the_wrapper_of_an_orphan_starts_nothing(mode: str) -> None:
+    done = wrapper(1, "echo", "hello", mode=mode)
+    assert (done.returncode, done.stdout) == (143, "")
 
 
-def test_the_wrapper_reports_what_cannot_be_run(tmp_path: Path) -> None:
-    done = wrapper(os.getpid(), str(tmp_path / "nothing"))
+@pytest.mark.parametrize("mode", ["exec", "watch"])
+def test_the_wrapper_reports_what_cannot_be_run(tmp_path: Path, mode: str) -> None:
+    done = wrapper(os.getpid(), str(tmp_path / "nothing"), mode=mode)
     assert (done.returncode, done.stderr) == (
         127, f"{tmp_path}/nothing: No such file or directory\n",
     )  # fmt: skip
     (tmp_path / "text").write_text("x")
-    assert wrapper(os.getpid(), str(tmp_path / "text")).returncode == 126
+    assert wrapper(os.getpid(), str(tmp_path / "text"), mode=mode).returncode == 126
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
