@@ -146,7 +146,7 @@ def resume(
     Example:
       dnictl resume
     """
-    from dni_runtime.launch.start import plan_here, write_plan
+    from dni_runtime.launch.start import await_leftovers, plan_here, write_plan
     from dni_runtime.launch.state import RunState
     from dni_runtime.rundir import complete_cuts
 
@@ -161,11 +161,13 @@ def resume(
             f"run {record.name!r} has finished",
             hint=f"take its model home: dnictl export {record.name} -o model.safetensors",
         )
+    chain, workers = record.specs()
+    if not dry_run:
+        await_leftovers(record.run, state, chain.stop_grace_s)
     cuts = complete_cuts(record.run, list(record.modules))
     if cut != "auto" and (not cut.isdigit() or int(cut) not in cuts):
         there = ", ".join(map(str, cuts)) or "none"
         raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
-    chain, workers = record.specs()
     site = _site_again(record)
     plan = plan_here(
         record.run.root,

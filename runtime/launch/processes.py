@@ -18,6 +18,7 @@ from typing import Protocol
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.state import session_of
 
 
 class Process(Protocol):
@@ -66,7 +67,7 @@ class LocalProcess:
         if self._popen.returncode is None:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if os.waitid(os.P_PID, self._popen.pid, options) is not None:
-                self.kill()  # what it left behind, while its process group still has its number
+                self.kill()  # what it left behind, while its session still has its number
         return self._popen.poll()
 
     def send(self, number: signal.Signals) -> None:
@@ -76,11 +77,25 @@ class LocalProcess:
 
     def kill(self) -> None:
         if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            # A process that has just been started may not lead its group yet.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._popen.pid, signal.SIGKILL)
+            kill_session(self._popen.pid)
+
+
+def kill_session(leader: int) -> None:
+    """Kill a process and all of its session.
+
+    The process group is not enough: Apptainer's FUSE helpers have groups of their own, and stay
+    when the starter is killed.
+
+    Args:
+        leader: A process that leads its session, or has been started a moment ago to do so.
+    """
+    members = [leader]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and session_of(int(entry.name)) == leader:
+            members.append(int(entry.name))
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class LocalStarter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,8 +13,8 @@ from dni_runtime.errors import DniError, UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
-from dni_runtime.launch.processes import LocalStarter
-from dni_runtime.launch.state import RunState
+from dni_runtime.launch.processes import LocalStarter, kill_session
+from dni_runtime.launch.state import ModuleState, RunState, process_birth
 from dni_runtime.launch.supervisor import Supervisor, how_it_ended
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
 from dni_runtime.spec import ChainSpec, WorkerSpec
@@ -96,6 +97,40 @@ def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
     # Containers get the host's variables, but for those that would change the image's Python.
     environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
     return Supervisor(run, plan, LocalStarter(environ))
+
+
+def await_leftovers(run: RunDir, state: RunState, grace_s: float) -> None:
+    """Wait for workers that an earlier supervisor left when it was killed.
+
+    They have been told to stop, and may be writing a checkpoint; those that take too long are
+    killed.
+
+    Args:
+        run: The run directory.
+        state: The state that the earlier supervisor left.
+        grace_s: Seconds that they have.
+
+    Raises:
+        UsageError: They are on another host.
+    """
+    if state.phase != "lost":
+        return
+    if state.host != socket.gethostname():
+        raise UsageError(
+            f"run {run.root.name!r} was started on {state.host}, whose supervisor is silent",
+            hint=f"make sure that nothing of it runs there, then remove {str(run.state)!r}",
+        )
+    pids = [m.pid for m in state.modules.values() if m.pid is not None and _lives(m)]
+    until = time.monotonic() + grace_s
+    while pids and time.monotonic() < until:
+        time.sleep(0.2)
+        pids = [m.pid for m in state.modules.values() if m.pid in pids and _lives(m)]
+    for pid in pids:
+        kill_session(pid)
+
+
+def _lives(module: ModuleState) -> bool:
+    return module.pid is not None and process_birth(module.pid) == (module.born or -1)
 
 
 def detach(run: RunDir) -> int:

@@ -33,7 +33,8 @@ class ModuleState:
     Attributes:
         state: Its phase, as the worker itself reports it while it runs.
         attempt: Which start of the module this is.
-        pid: Its process id, or None before its start.
+        pid: Its process id (in containers: of the process that watches over it), or None.
+        born: When that process started; see :class:`RunState`.
         exit_code: As a shell reports it (128 + n after signal n), or None while it runs.
         signal: Name of the signal it died of, or None.
         log: Its log file.
@@ -42,6 +43,7 @@ class ModuleState:
     state: WorkerPhase = "new"
     attempt: int = 0
     pid: int | None = None
+    born: int | None = None
     exit_code: int | None = None
     signal: str | None = None
     log: str = ""
@@ -142,12 +144,23 @@ def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
 
 def process_birth(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None when there is none (or no /proc)."""
+    stat = _stat(pid)
+    return None if stat is None or stat[0] in "ZX" else int(stat[19])  # a zombie has ended
+
+
+def session_of(pid: int) -> int | None:
+    """The session that a process belongs to; None when there is no such process."""
+    stat = _stat(pid)
+    return None if stat is None else int(stat[3])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields 3 and up of proc(5)'s stat; the second, a name in brackets, may hold anything."""
     try:
-        # The second field, the program's name in brackets, may hold spaces and brackets.
-        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if rest[0] in "ZX" else int(rest[19])  # a zombie has ended
-    except (OSError, ValueError, IndexError):
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except OSError:
         return None
+    return text.rpartition(")")[2].split()
 
 
 def shell_status(returncode: int) -> tuple[int, str | None]:

@@ -15,7 +15,13 @@ from typing import Any
 from dni_runtime.errors import DniError, StoppedError
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.processes import LocalStarter, Process, Starter
-from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState, shell_status
+from dni_runtime.launch.state import (
+    HEARTBEAT_S,
+    ModuleState,
+    RunState,
+    process_birth,
+    shell_status,
+)
 from dni_runtime.rundir import RunDir, append_line, read_json, socket_folder
 
 TICK_S = 0.2
@@ -123,6 +129,7 @@ class Supervisor:
             process = self._starter.start(worker)
             self._processes[worker.module] = process
             module.state, module.pid = "starting", process.pid
+            module.born = process_birth(process.pid)
             self._event(
                 "worker_started", module=worker.module, attempt=worker.attempt, pid=process.pid
             )

@@ -159,7 +159,7 @@ def _serve(
         meter.set_state("connecting")
         if spec.downstream is not None:
             output = OutputLink(spec, run=name, next_id=cut + 1)
-            _connect(output, options, spec, run, stop)
+            _connect(output, input, options, spec, run, stop)
         if input is not None:
             input.wait_for_peer(spec.links.connect_timeout_s, stop)
         if stop():
@@ -248,13 +248,27 @@ def _resume(
 
 
 def _connect(
-    output: OutputLink, options: Options, spec: WorkerSpec, run: RunDir, stop: StopRequest
+    output: OutputLink,
+    input: InputLink | None,
+    options: Options,
+    spec: WorkerSpec,
+    run: RunDir,
+    stop: StopRequest,
 ) -> None:
-    """Find the neighbour downstream and shake hands; it may start later, or somewhere else."""
+    """Find the neighbour downstream and shake hands; it may start later, or somewhere else.
+
+    The neighbour upstream gets its answer meanwhile, so that only the one that is missing is named.
+    """
     assert spec.downstream is not None
+
+    def interrupted() -> bool:
+        if input is not None:
+            input.greet()
+        return stop()
+
     deadline = time.monotonic() + spec.links.connect_timeout_s
     path = run.endpoint(spec.downstream)
-    while not stop():
+    while not interrupted():
         left = deadline - time.monotonic()
         record: dict[str, Any] | None = read_json(path)
         address = options.connect or (record["address"] if record is not None else None)
@@ -269,7 +283,7 @@ def _connect(
             time.sleep(min(0.05, left))
             continue
         try:
-            output.connect(address, deadline_s=min(CONNECT_SLICE_S, left), stop=stop)
+            output.connect(address, deadline_s=min(CONNECT_SLICE_S, left), stop=interrupted)
         except UnavailableError:
             continue
         return

@@ -110,7 +110,8 @@ class ModuleServer:
         self._write_metrics()
         if self._output is not None:
             left = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
-            self._output.flush(left)
+            if not self._output.flush(left):
+                log.warning("the module downstream has not acknowledged everything")
         return self._outcome
 
     def _may_take(self) -> bool:

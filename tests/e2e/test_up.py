@@ -1,4 +1,4 @@
-"""Whole runs by ``dnictl``, with real worker processes: train, watch, stop, kill, resume, export."""
+"""Whole runs by ``dnictl`` with real workers: train, watch, stop, kill, resume, export."""
 
 from __future__ import annotations
 
@@ -217,7 +217,10 @@ def test_stop_and_resume_in_the_background(site: Site) -> None:
     site.wait_for_checkpoint()
     status = site.json("status")
     assert (status["run"], status["state"]) == (name, "running")
-    assert all(module["step"] > 0 for module in status["modules"])
+    eventually(
+        "all modules report steps",
+        lambda: all(module["step"] for module in site.json("status")["modules"]),
+    )
     assert site.run("wait", "--timeout", "0.1", expect=124).stderr.count("still running") == 1
     assert "already" in site.run("up", chain, "--run-dir", f"runs/{name}", expect=64).stderr
 
@@ -275,6 +278,7 @@ def test_workers_do_not_outlive_their_supervisor(site: Site) -> None:
     site.wait_for_checkpoint()
     process.kill()
     process.communicate(timeout=30)
+    assert site.json("status")["state"] == "lost"
     eventually("the workers have left", lambda: not processes_of(site.folder), 40)
     assert site.json("status")["state"] == "lost"
     assert "resume" in site.run("wait", expect=70).stderr

@@ -17,8 +17,8 @@ import pytest
 import torch
 import zmq
 
-from dni_runtime.errors import HandshakeError, StoppedError, UnavailableError
-from dni_runtime.link import Batch, Drained, Gradient, Marker, Request
+from dni_runtime.errors import HandshakeError, StoppedError, UnavailableError, WorkerError
+from dni_runtime.link import Batch, Drained, Gradient, Marker, Request, sockets
 from dni_runtime.spec import LinksSpec, TensorSpec
 from dni_runtime.wire import Mark, Mode
 
@@ -327,6 +327,15 @@ def test_gradients_for_a_slow_peer_are_dropped_and_counted(links: Any, address: 
     links.until(lambda: bool(output.receive()), "a gradient")
     input.receive()
     links.until(lambda: not output.receive() and output.in_flight == 0, "the acknowledgement")
+
+
+@pytest.mark.parametrize("use", [lambda s: sockets.receive(s, 1), lambda s: sockets.wait(s, 0.1)])
+def test_a_closed_socket_is_an_error_of_ours(use: Any) -> None:
+    context = sockets.open_context()
+    socket = sockets.output_socket(context, window=1, frame_limit=1)
+    sockets.close(socket, context)
+    with pytest.raises(WorkerError, match="failed: "):
+        use(socket)
 
 
 class Relay:

@@ -76,6 +76,8 @@ FORKS = """\
 import os, time
 child = os.fork()
 if child == 0:
+    if {own_group}:
+        os.setpgid(0, 0)
     time.sleep(60)
 print(child, flush=True)
 {then}
@@ -83,9 +85,13 @@ print(child, flush=True)
 
 
 @pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("own_group", [False, True])
 @pytest.mark.parametrize("then", ["os._exit(0)", "time.sleep(60)"])
-def test_what_a_worker_started_ends_with_it(tmp_path: Path, then: str, image: str | None) -> None:
-    process = LocalStarter().start(plan(tmp_path, FORKS.format(then=then), image))
+def test_what_a_worker_started_ends_with_it(
+    tmp_path: Path, then: str, own_group: bool, image: str | None
+) -> None:
+    code = FORKS.format(then=then, own_group=own_group)
+    process = LocalStarter().start(plan(tmp_path, code, image))
     log = tmp_path / "m.log"
     eventually(lambda: log.exists() and log.read_text().endswith("\n"))
     if "sleep" in then:

@@ -60,12 +60,3 @@ def test_a_connection_that_ends_at_the_last_part() -> None:
 def test_other_errors_are_not_hidden() -> None:
     with pytest.raises(WorkerError, match="sending failed: "):
         send(FailingSocket(0, zmq.ETERM))
-
-
-@pytest.mark.parametrize("use", [lambda s: sockets.receive(s, 1), lambda s: sockets.wait(s, 0.1)])
-def test_a_closed_socket_is_an_error_of_ours(use: Any) -> None:
-    context = sockets.open_context()
-    socket = sockets.output_socket(context, window=1, frame_limit=1)
-    sockets.close(socket, context)
-    with pytest.raises(WorkerError, match="failed: "):
-        use(socket)
