@@ -1,1 +1,1 @@
-"""Package data: Apptainer definition templates and example chains, read with importlib.resources."""
+"""Package data, read with importlib.resources: Apptainer definition templates and example chains."""

@@ -10,15 +10,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import dni_runtime
 from dni_runtime.data import open_data
-from dni_runtime.launch.state import process_birth
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.launch.state import RunState, process_birth, session_of
 from dni_runtime.rundir import RunDir, complete_cuts, read_lines
 from dni_runtime.spec import DataSpec
 
@@ -44,6 +47,18 @@ modules:
 
 FOREVER = 100_000
 
+TWICE = """\
+from torch import nn
+
+class Twice(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * x
+"""
+
 
 def eventually(what: str, condition: Callable[[], bool], within_s: float = 60) -> None:
     """Wait until something is so."""
@@ -53,18 +68,20 @@ def eventually(what: str, condition: Callable[[], bool], within_s: float = 60) -
         time.sleep(0.05)
 
 
+def command_of(pid: int) -> bytes:
+    """A living process's command line; empty when there is none."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+    return command if process_birth(pid) is not None else b""
+
+
 def processes_of(folder: Path) -> list[int]:
     """Processes whose command line names a folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if str(folder).encode() in command and process_birth(int(entry.name)) is not None:
-                found.append(int(entry.name))
-    return found
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    name = str(folder).encode()
+    return [pid for pid in pids if pid != os.getpid() and name in command_of(pid)]
 
 
 @dataclass
@@ -108,18 +125,15 @@ class Site:
         (root,) = (self.folder / "runs").iterdir()
         return RunDir(root)
 
-    def cuts(self) -> list[int]:
-        folder = self.folder / "runs"
-        return (
-            complete_cuts(self.latest, MODULES) if folder.is_dir() and any(folder.iterdir()) else []
-        )
+    def cuts(self, modules: list[str] = MODULES) -> list[int]:
+        """Complete checkpoints of the one run."""
+        runs = self.folder / "runs"
+        return complete_cuts(self.latest, modules) if runs.is_dir() and any(runs.iterdir()) else []
 
-    def wait_for_checkpoint(self, count: int = 1) -> None:
-        """Wait until the run has written so many checkpoints, or has kept all that it keeps."""
-        first = self.cuts()
-        eventually(
-            "a complete checkpoint", lambda: self.cuts() != first and len(self.cuts()) >= count
-        )
+    def wait_for_checkpoint(self, modules: list[str] = MODULES) -> None:
+        """Wait until the run has written a new complete checkpoint."""
+        first = self.cuts(modules)
+        eventually("a complete checkpoint", lambda: self.cuts(modules) not in ([], first))
 
 
 @pytest.fixture
@@ -215,8 +229,7 @@ def test_stop_and_resume_in_the_background(site: Site) -> None:
     name = done.stdout.strip()
     assert name == site.latest.root.name
     site.wait_for_checkpoint()
-    status = site.json("status")
-    assert (status["run"], status["state"]) == (name, "running")
+    eventually("it runs", lambda: site.json("status")["state"] == "running")
     eventually(
         "all modules report steps",
         lambda: all(module["step"] for module in site.json("status")["modules"]),
@@ -309,15 +322,7 @@ def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
 
 
 def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
-    (site.folder / "mine.py").write_text(
-        "from torch import nn\n"
-        "class Twice(nn.Module):\n"
-        "    def __init__(self, factor):\n"
-        "        super().__init__()\n"
-        "        self.factor = factor\n"
-        "    def forward(self, x):\n"
-        "        return self.factor * x\n"
-    )
+    (site.folder / "mine.py").write_text(TWICE)
     chain = site.write(epochs=2)
     chain.write_text(
         chain.read_text().replace(
@@ -333,3 +338,77 @@ def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
     site.run("export", "-o", "m.safetensors")
     site.run("export", "-o", "m.pt2")
     assert (site.folder / "m.pt2").stat().st_size > 0
+
+
+# --- containers -----------------------------------------------------------------------------------
+
+IN_CONTAINERS = """\
+name: boxed
+data: {dataset: npz, path: "sets, of mine/points.npz", batch_size: 32}
+epochs: 400
+image: {torch: "%s"}
+modules:
+  - name: bottom
+    layers: [{Linear: {in_features: 8, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU]
+  - name: top
+    layers:
+      - {import: "mine:Twice", args: {factor: 2}}
+      - Linear: {in_features: 32, out_features: 2}
+"""
+
+
+@pytest.fixture
+def boxed(site: Site, tool: Apptainer) -> Site:
+    """A chain with a layer and a data file of the user's own, and its images."""
+    (site.folder / "mine.py").write_text(TWICE)
+    sets = site.folder / "sets, of mine"
+    sets.mkdir()
+    random = numpy.random.default_rng(0)
+    x = random.normal(size=(512, 8)).astype("float32")
+    y = (x.sum(axis=1) > 0).astype("int64")
+    numpy.savez(sets / "points.npz", x_train=x, y_train=y, x_eval=x[:256], y_eval=y[:256])
+    torch_version = metadata.version("torch").split("+")[0]
+    (site.folder / "chain.yaml").write_text(IN_CONTAINERS % f"torch=={torch_version}")
+    site.run("build", timeout_s=800)
+    return site
+
+
+@pytest.mark.apptainer
+@pytest.mark.timeout(1200)
+def test_containers_are_killed_stopped_and_resumed(boxed: Site) -> None:
+    process = boxed.start("up")
+    boxed.wait_for_checkpoint(modules=["bottom", "top"])
+    status = boxed.json("status")
+    assert status["backend"] == "apptainer"
+    assert len(containers_of(boxed)) >= 8
+    os.kill(status["modules"][0]["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 70, err
+    assert "module 'bottom' (attempt 1) was killed by SIGKILL" in err
+    eventually("no container is left", lambda: not containers_of(boxed), 20)
+
+    boxed.run("resume", "-d")
+    eventually("it runs", lambda: boxed.json("status")["state"] == "running")
+    os.kill(RunState.read(boxed.latest).pid, signal.SIGKILL)  # the supervisor
+    eventually("its workers have left", lambda: not containers_of(boxed), 60)
+    assert boxed.json("status")["state"] == "lost"
+
+    boxed.run("resume", "-d")
+    eventually("it runs", lambda: boxed.json("status")["state"] == "running")
+    assert boxed.json("stop")["exit_code"] == 75
+    figures = boxed.json("resume")
+    assert (figures["state"], figures["attempt"], figures["epoch"]) == ("finished", 4, 400)
+    assert figures["accuracy"] > 0.9
+    boxed.run("export", "-o", "m.pt2")
+
+    chain = boxed.folder / "chain.yaml"
+    chain.write_text(chain.read_text().replace("factor: 2", "factor: 3"))
+    assert "of another spec of module 'top'" in boxed.run("up", expect=65).stderr
+    assert boxed.json("up", "--backend", "process", "--dry-run")["backend"] == "process"
+
+
+def containers_of(site: Site) -> list[int]:
+    """Processes in the sessions of the run's workers: watchers, starters, FUSE helpers, workers."""
+    leaders = {module.pid for module in RunState.read(site.latest).modules.values()}
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if session_of(pid) in leaders and process_birth(pid) is not None]
