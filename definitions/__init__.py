@@ -1,1 +1,1 @@
-"""Package data, read with importlib.resources: Apptainer definition templates and example chains."""
+"""Package data (importlib.resources): Apptainer definition templates and example chains."""
