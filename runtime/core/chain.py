@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from dni_runtime.core.layers import build_layers
 from dni_runtime.core.step import ModuleStep, seeded
@@ -86,23 +87,22 @@ class Backprop:
     """
 
     def __init__(self, workers: Sequence[WorkerSpec]) -> None:
-        self.workers = workers
         modules = []
         for worker in workers:
             with seeded(module_seed(worker.seed, worker.index)):
                 modules.append(build_layers(worker.layers, ("layers",)))
         self.model = nn.Sequential(*modules)
         self.loss = build_loss(workers[-1].loss)
-        self.optimizers = [
-            build_optimizer(worker.optimizer, module.parameters())
-            for worker, module in zip(workers, modules, strict=True)
-            if any(p.requires_grad for p in module.parameters())
-        ]
-        self._schedules = [
-            build_schedule(worker.schedule, optimizer)
-            for worker, optimizer in zip(workers, self.optimizers, strict=False)
-            if worker.schedule is not None
-        ]
+        self.optimizers = []
+        self._schedules: dict[str, list[LRScheduler]] = {"epoch": [], "batch": []}
+        for worker, module in zip(workers, modules, strict=True):
+            if not any(p.requires_grad for p in module.parameters()):
+                continue
+            optimizer = build_optimizer(worker.optimizer, module.parameters())
+            self.optimizers.append(optimizer)
+            if worker.schedule is not None:
+                schedule = build_schedule(worker.schedule, optimizer)
+                self._schedules[worker.schedule_every].append(schedule)
 
     def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> Tensor:
         """One step; gives the loss."""
@@ -112,13 +112,13 @@ class Backprop:
         loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         for optimizer in self.optimizers:
             optimizer.step()
-        if self.workers[-1].schedule_every == "batch":
-            self.end_epoch()
+        for schedule in self._schedules["batch"]:
+            schedule.step()
         return loss.detach()
 
     def end_epoch(self) -> None:
-        """Step the schedules."""
-        for schedule in self._schedules:
+        """Step the schedules that count epochs."""
+        for schedule in self._schedules["epoch"]:
             schedule.step()
 
 

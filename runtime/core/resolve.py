@@ -59,7 +59,7 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
             choice = chain.setting(index, "interface") or Choice(name=DEFAULT)
-            interface = find_interface(choice, at)[1]
+            interface = find_interface(choice, at)[0]
         modules.append(
             ModuleSpec(
                 name=module.name,
@@ -99,8 +99,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 location=("metrics", number),
                 hint=suggestion(metric, list(METRICS)),
             )
-    interfaces = [
-        None if module.interface is None else find_interface(module.interface)[0]
+    every = [
+        0 if module.interface is None else find_interface(module.interface)[1]
         for module in full.modules
     ]
     workers = []
@@ -111,7 +111,6 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         assert module.device is not None
         assert module.precision is not None
         assert module.cpus is not None
-        interface, before = interfaces[index], interfaces[index - 1] if index else None
         workers.append(
             WorkerSpec(
                 chain=full.name,
@@ -135,8 +134,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 batch_limit=full.data.largest_batch,
                 upstream=full.modules[index - 1].name if index else None,
                 downstream=full.modules[index + 1].name if index < last else None,
-                gradients_in=interface is not None and interface.wants_gradients,
-                gradients_out=before is not None and before.wants_gradients,
+                gradients_in=every[index],
+                gradients_out=every[index - 1] if index else 0,
                 links=full.links,
                 keep=full.checkpoint.keep,
                 stop_grace_s=full.stop_grace_s,

@@ -131,7 +131,7 @@ class ModuleStep:
         Returns:
             The activation, detached, in the contract's type: send it on, do not change it.
         """
-        if self.spec.gradients_out:
+        if due(id, self.spec.gradients_out):
             x_BX = x_BX.detach().requires_grad_()
         with self._autocast():
             h_BH = self.layers(x_BX)
@@ -164,7 +164,7 @@ class ModuleStep:
         signal = self.interface.signal(h_detached_BH, y_BY)
         if signal.loss is not None:
             self.counters.loss = signal.loss
-        if self.interface.wants_gradients:
+        if due(id, self.spec.gradients_in):
             self._keep(id, Pending(h_detached_BH, y_BY))
         return self._descend(h_BH, signal.g_BH / len(h_BH), x_BX)
 
@@ -230,10 +230,9 @@ class ModuleStep:
             if self.schedule is not None and self.spec.schedule_every == "batch":
                 self.schedule.step()
         self.batches += 1
-        if not self.spec.gradients_out:
-            return None
         g_BX = x_BX.grad
-        assert g_BX is not None
+        if g_BX is None:
+            return None
         return g_BX.mul_(len(x_BX)).contiguous()
 
     def _graph_kept(self) -> contextlib.AbstractContextManager[Any]:
@@ -251,6 +250,11 @@ class ModuleStep:
         if self.spec.precision == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch_dtype(self.spec.precision))
+
+
+def due(id: int, every: int) -> bool:
+    """Whether the true gradient of a batch is one of those wanted; see ``WorkerSpec``."""
+    return every > 0 and id % every == 0
 
 
 @contextlib.contextmanager

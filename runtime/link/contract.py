@@ -65,7 +65,7 @@ class LinkContract:
                 "activation": str(tensor),
                 "label": str(spec.label),
                 "activations on the wire": wire,
-                "gradients on the wire": gradient.dtype if wanted else "none",
+                "gradients on the wire": f"{gradient.dtype}, 1 in {wanted}" if wanted else "none",
                 "batch limit": str(spec.batch_limit),
                 "hash": spec.link_hash(end=end),
             },

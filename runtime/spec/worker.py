@@ -96,8 +96,9 @@ class WorkerSpec(Frozen):
         batch_limit: Samples in the largest batch.
         upstream: Name of the module before, or None.
         downstream: Name of the module after, or None.
-        gradients_in: Whether true gradients come from downstream.
-        gradients_out: Whether the module upstream wants true gradients.
+        gradients_in: Of which batches the true gradient comes from downstream: every so-many-th by
+            id; 0: of none.
+        gradients_out: The same for what the module upstream wants.
         links: How to talk to the neighbours.
         keep: How many complete checkpoints to keep.
         stop_grace_s: Seconds for a checkpoint when told to stop.
@@ -127,8 +128,8 @@ class WorkerSpec(Frozen):
     batch_limit: int = Field(ge=1)
     upstream: str | None
     downstream: str | None
-    gradients_in: bool
-    gradients_out: bool
+    gradients_in: int = Field(ge=0)
+    gradients_out: int = Field(ge=0)
     links: LinksSpec
     keep: int
     stop_grace_s: float

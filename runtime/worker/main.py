@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.data import open_data
 from dni_runtime.errors import (
@@ -125,7 +125,7 @@ def selftest(spec: WorkerSpec) -> None:
     for id in (1, 2):
         h_BH = step.forward(id, empty_batch(spec.input, 2, "cpu"))
         step.update(empty_batch(spec.label, 2, "cpu"))
-        if spec.gradients_in:
+        if due(id, spec.gradients_in):
             step.late_gradient(id, torch.zeros_like(h_BH))
 
 

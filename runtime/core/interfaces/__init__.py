@@ -32,17 +32,20 @@ __all__ = [
 ]
 
 
-def resolve_interface(
-    choice: Choice, location: Location = ()
-) -> tuple[type[GradientInterface], Choice]:
-    """Find an interface's class and fill in its options.
+def resolve_interface(choice: Choice, location: Location = ()) -> tuple[Choice, int]:
+    """Fill in an interface's options.
+
+    Returns:
+        The choice with all options, and of which batches it wants the true gradient
+        (:meth:`GradientInterface.gradient_every`).
 
     Raises:
         SpecError: Unknown interface or option, or a value that is not allowed.
     """
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
-    return cls, Choice(name=choice.name, args=options.model_dump(mode="json"))
+    full = Choice(name=choice.name, args=options.model_dump(mode="json"))
+    return full, cls.gradient_every(options)
 
 
 def build_interface(

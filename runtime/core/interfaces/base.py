@@ -86,7 +86,6 @@ class GradientInterface(nn.Module):
 
     Attributes:
         Options: The model of its options in the spec.
-        wants_gradients: Whether true gradients must come from downstream.
         pending: How many batches may wait for the true gradient that updates the module: 0 when the
             signal comes at once.
         blocks: Whether the module takes no new batch while ``pending`` are waiting; otherwise the
@@ -96,13 +95,20 @@ class GradientInterface(nn.Module):
 
     Options: ClassVar[type[Frozen]] = Frozen
 
-    wants_gradients: bool = True
     pending: int = 0
     blocks: bool = False
     store: int = 0
 
     def __init__(self, boundary: Boundary, options: Any) -> None:
         super().__init__()
+
+    @classmethod
+    def gradient_every(cls, options: Any) -> int:
+        """Of which batches the true gradient is wanted: every so-many-th by id; 0: of none.
+
+        The module downstream neither computes nor sends the others.
+        """
+        return 1
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         """The error signal for an activation, at once.

@@ -38,7 +38,6 @@ class Local(GradientInterface):
     """The gradient of a local loss; nothing comes from downstream."""
 
     Options = LocalOptions
-    wants_gradients = False
 
     def __init__(self, boundary: Boundary, options: LocalOptions) -> None:
         super().__init__(boundary, options)
@@ -47,6 +46,10 @@ class Local(GradientInterface):
         self._optimizer = build_optimizer(
             options.optimizer or boundary.optimizer, self.head.parameters(), ("optimizer",)
         )
+
+    @classmethod
+    def gradient_every(cls, options: LocalOptions) -> int:
+        return 0
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         h_BH = h_BH.detach().requires_grad_()

@@ -44,6 +44,10 @@ class Mixed(GradientInterface):
         self.local_weight = options.local_weight
         self.store = self.synthetic.store
 
+    @classmethod
+    def gradient_every(cls, options: MixedOptions) -> int:
+        return Synthetic.gradient_every(options.synthetic)
+
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         predicted = self.synthetic.signal(h_BH, y_BY)
         local = self.local.signal(h_BH, y_BY)

@@ -28,8 +28,9 @@ class SyntheticOptions(Frozen):
         conditioned: Whether the synthesizer sees the label (cDNI).
         optimizer: The synthesizer's optimizer.
         scale: Factor on the predicted gradient.
-        learn_every: Learn from every so-many-th late gradient.
-        store: Batches kept for late gradients (default: the link's window and a margin).
+        learn_every: Learn from the true gradient of every so-many-th batch; the module downstream
+            does not compute the others (the paper's sparse updates, sec. 3.1).
+        store: Batches kept for late gradients (default: those of the link's window and a margin).
     """
 
     synthesizer: Choice = Choice(name="auto")
@@ -55,11 +56,14 @@ class Synthetic(GradientInterface):
             ("synthesizer",),
         )
         self.options = options
-        self.store = options.store or boundary.window + MARGIN
+        self.store = options.store or -(-(boundary.window + MARGIN) // options.learn_every)
         self._optimizer = build_optimizer(
             options.optimizer, self.synthesizer.parameters(), ("optimizer",)
         )
-        self._arrived = 0
+
+    @classmethod
+    def gradient_every(cls, options: SyntheticOptions) -> int:
+        return options.learn_every
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         with torch.no_grad():
@@ -70,9 +74,6 @@ class Synthetic(GradientInterface):
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
         """One step on the squared error, summed over features and averaged over the batch."""
-        self._arrived += 1
-        if (self._arrived - 1) % self.options.learn_every:
-            return None
         predicted_BH = self.synthesizer(h_BH, y_BY)
         error = F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH)
         self._optimizer.zero_grad(set_to_none=True)

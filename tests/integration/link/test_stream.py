@@ -122,7 +122,7 @@ def test_the_window_bounds_what_is_in_flight(links: Any, address: str) -> None:
 
 
 def test_without_wanted_gradients_only_acknowledgements_travel(links: Any, address: str) -> None:
-    output, input = links.output(gradients_in=False), links.input(gradients_out=False)
+    output, input = links.output(gradients_in=0), links.input(gradients_out=0)
     links.shake(output, input, input.bind(address))
     send(links, output, 1)
     receive(links, input)

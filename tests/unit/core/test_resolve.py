@@ -40,7 +40,7 @@ def test_contracts_of_neighbours_agree() -> None:
     assert a.link_hash(end="output") == b.link_hash(end="input")
     assert b.link_hash(end="output") == c.link_hash(end="input")
     assert a.link_hash(end="output") != b.link_hash(end="output")
-    assert (a.gradients_out, a.gradients_in, b.gradients_in) == (False, True, True)
+    assert (a.gradients_out, a.gradients_in, b.gradients_in) == (0, 1, 1)
     assert a.head is not None
     assert c.tail is not None
     assert c.interface is None
@@ -50,8 +50,7 @@ def test_contracts_of_neighbours_agree() -> None:
 def test_local_interfaces_want_no_gradients() -> None:
     chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
     a, b, _ = worker_specs(chain, INFO)
-    assert not a.gradients_in
-    assert not b.gradients_out
+    assert (a.gradients_in, b.gradients_out) == (0, 0)
 
 
 def test_one_changed_layer_changes_one_hash() -> None:

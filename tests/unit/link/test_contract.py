@@ -43,7 +43,7 @@ def test_types_on_the_wire(
 
 
 def test_no_gradients_where_none_are_wanted(make_spec: MakeSpec) -> None:
-    contract = LinkContract.of(make_spec(gradients_in=False), "output")
+    contract = LinkContract.of(make_spec(gradients_in=0), "output")
     assert contract.gradient is None
     assert contract.agreement["gradients on the wire"] == "none"
     assert contract.up.tensors == 0
@@ -56,7 +56,7 @@ def test_limits_hold_the_largest_batch_and_no_more(make_spec: MakeSpec) -> None:
 
 
 def test_the_frame_limit_lets_every_header_through(make_spec: MakeSpec) -> None:
-    contract = LinkContract.of(make_spec(gradients_in=False), "output")
+    contract = LinkContract.of(make_spec(gradients_in=0), "output")
     assert contract.frame_limit("output") > HEADER_BYTES
 
 

@@ -145,7 +145,7 @@ def test_batches_travel_in_order(pair: Pair) -> None:
         ("label", {"label": TensorSpec(shape=(2,), dtype="int64")}, {}),
         ("activations on the wire", {"links": LinksSpec(dtype="bfloat16")}, {}),
         ("gradients on the wire", {"links": LinksSpec(gradient_dtype="float16")}, {}),
-        ("gradients on the wire", {"gradients_in": False}, {}),
+        ("gradients on the wire", {"gradients_in": 0}, {}),
         ("batch limit", {"batch_limit": 16}, {}),
     ],
 )
@@ -417,8 +417,8 @@ def test_gradients_before_welcome_are_refused(make_spec: MakeSpec) -> None:
 
 def test_gradients_that_nobody_wants_are_refused(make_spec: MakeSpec) -> None:
     pair = Pair(
-        make_sender(make_spec("stem", gradients_in=False)),
-        make_receiver(make_spec("tail", gradients_out=False)),
+        make_sender(make_spec("stem", gradients_in=0)),
+        make_receiver(make_spec("tail", gradients_out=0)),
     )
     pair.probe()
     pair.send(1)
