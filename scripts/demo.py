@@ -97,11 +97,9 @@ def main() -> None:
     dnictl("build", path, "--out", OUT / "images")
     built = time.monotonic()
     say("training the chain in four containers")
-    summary = json.loads(
-        dnictl("up", path, "--backend", "apptainer", "--images", OUT / "images",
-               "--runs", OUT / "runs", "--json")
-    )  # fmt: skip
-    run = RunDir(Path(summary["path"]))
+    runs = OUT / "runs"
+    dnictl("up", path, "--backend", "apptainer", "--images", OUT / "images", "--runs", runs)
+    run = RunDir(Path(json.loads(dnictl("status", "--runs", runs, "--json"))["path"]))
     tail = chain.modules[-1].name
     lines = [line for line in read_lines(run.metrics(tail)) if line["kind"] == "eval"]
     curve = [100 * line["accuracy"] for line in lines]

@@ -84,7 +84,7 @@ class Supervisor:
         """Supervise until the last worker has ended.
 
         Args:
-            observe: Called after each look at the workers, a few times a second.
+            observe: Called after each look at the workers, a few times a second, and at the end.
 
         Returns:
             The final state: ``finished``, ``stopped`` or ``failed``, with an exit code.
@@ -101,6 +101,8 @@ class Supervisor:
                     if observe is not None:
                         observe(self.state)
                 self._conclude()
+                if observe is not None:
+                    observe(self.state)
             except BaseException as error:
                 self._abandon(error)
                 raise

@@ -129,7 +129,7 @@ def test_a_run_that_finishes(world: World, supervisor: Supervisor, record: Recor
     state = supervisor.run(lambda state: phases.append(state.phase))
     assert (state.phase, state.exit_code, state.error) == ("finished", 0, None)
     assert states(state) == ["finished"] * 3
-    assert list(dict.fromkeys(phases)) == ["starting", "running"]
+    assert list(dict.fromkeys(phases)) == ["starting", "running", "finished"]
     assert [event["event"] for event in events(record)] == [
         "run_started", *["worker_started"] * 3, "run_running", *["worker_ended"] * 3, "run_ended",
     ]  # fmt: skip
@@ -303,4 +303,4 @@ def test_a_report_of_another_attempt_does_not_count(
     world.at.append((1.0, report))
     world.exits(5, bottom=0, middle=0, top=0)
     supervisor.run(lambda state: phases.add(state.phase))
-    assert phases == {"starting"}
+    assert phases == {"starting", "finished"}
