@@ -62,17 +62,9 @@ def test_use_it(folder: Path) -> None:
 
 
 def test_the_example_chain_is_valid(tmp_path: Path) -> None:
-    (tmp_path / "chain.yaml").write_text(block("Use it", "yaml").replace("fashion-mnist", "digits"))
-    done = subprocess.run(
-        [sys.executable, "-m", "dnictl", "validate", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    # digits have 64 features, not 784: the one thing that is wrong here.
-    assert done.returncode == 78
-    assert "float32[B x 64]" in done.stderr
+    text = block("Use it", "yaml").replace("fashion-mnist", "digits").replace("784", "64")
+    (tmp_path / "chain.yaml").write_text(text)
+    run("dnictl validate", tmp_path)
 
 
 @pytest.mark.apptainer

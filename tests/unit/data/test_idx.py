@@ -104,18 +104,6 @@ def test_the_packages_folder_is_found_by_itself(idx_folder, tmp_path, monkeypatc
         describe(DataSpec(dataset="fashion-mnist"), tmp_path)
 
 
-def test_debians_package_as_installed() -> None:
-    folder = Path("/usr/share/datasets/fashion-mnist")
-    if not folder.is_dir():
-        pytest.skip("Debian's package dataset-fashion-mnist is not installed")
-    one = DataSpec(dataset="fashion-mnist", flatten=True)
-    source = open_data(one, Path(), seed=0)
-    assert (source.info.train_samples, source.info.eval_samples) == (60_000, 10_000)
-    x = torch.cat([x for x, _ in source.train_batches(0)])
-    assert abs(x.mean().item()) < 1e-3
-    assert abs(x.std().item() - 1) < 1e-3
-
-
 @pytest.mark.parametrize("gz", [True, False])
 @pytest.mark.parametrize("keep", [0, 3, 9, 15, 700, 28 * 28 * 21 + 15])
 def test_truncated_files_are_named(idx_folder, tmp_path, gz: bool, keep: int) -> None:

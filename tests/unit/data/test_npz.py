@@ -180,7 +180,8 @@ def test_digits_need_nothing() -> None:
 
 def test_digits_are_scikit_learns() -> None:
     """How digits.npz was made; ``docs/data.md`` shows it too."""
-    datasets = pytest.importorskip("sklearn.datasets")
+    from sklearn import datasets  # slow to import
+
     digits = datasets.load_digits()
     order = np.random.RandomState(0).permutation(1797)
     source = open_data(DataSpec(shuffle=False, normalize=False, batch_size=1437), Path(), seed=0)
