@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dni_runtime.errors import DniError, ImageError, SpecError, UsageError
+from dni_runtime.errors import DniError, ImageError, UsageError
 from dnictl.options import chain_argument, data_option, json_option, print_json
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def build(
     from dni_runtime.image.build import build_images
     from dni_runtime.image.plan import BuildOptions, plan_build
     from dni_runtime.launch.prepare import prepare
+    from dni_runtime.spec.load import naming_file
 
     prepared = prepare(chain, data=data)
     modules = _module_builds(prepared)
@@ -89,7 +90,7 @@ def build(
         sign=sign or key is not None,
         key=key,
     )
-    with _naming(chain):
+    with naming_file(chain):
         if dry_run:
             _show_plan(plan_build(modules, image, options), out, as_json)
             return
@@ -201,9 +202,10 @@ def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
     from dni_runtime.image.base import cache_folder, plan_base
     from dni_runtime.image.plan import definition_of
     from dni_runtime.spec import load_chain
+    from dni_runtime.spec.load import naming_file
 
     texts: dict[str, str] = {}
-    with _naming(chain):
+    with naming_file(chain):
         if wanted in (None, "base"):
             folder = chain.parent.absolute()
             plan = plan_base(load_chain(chain).image, cache_folder(), folder=folder)
@@ -241,20 +243,6 @@ def _module_builds(prepared: Prepared) -> list[ModuleBuild]:
         )
         for worker in prepared.workers
     ]
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add file and line to errors of the chain's image settings."""
-    try:
-        yield
-    except SpecError as error:
-        if error.file is None:
-            from dni_runtime.spec.load import line_of
-
-            error.file = str(path)
-            error.line = line_of(path.read_text(encoding="utf-8"), error.location)
-        raise
 
 
 def _show_plan(plan: BuildPlan, out: Path, as_json: bool) -> None:

@@ -1,5 +1,57 @@
-"""Settings of all tests."""
+"""Settings of all tests, and specs of two neighbouring modules, ``stem`` and ``tail``."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
+from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
+
 torch.set_num_threads(1)  # tests run beside each other; more threads only fight for cores
+
+MakeSpec = Callable[..., WorkerSpec]
+
+
+@pytest.fixture
+def make_spec() -> MakeSpec:
+    """Make one module's spec; keywords replace fields."""
+
+    def make(module: str = "stem", **fields: Any) -> WorkerSpec:
+        float_4 = TensorSpec(shape=(4,), dtype="float32")
+        head = module == "stem"
+        settings: dict[str, Any] = {
+            "chain": "pair",
+            "module": module,
+            "index": 0 if head else 1,
+            "layers": (LayerSpec(type="Identity"),),
+            "interface": None,
+            "optimizer": Choice(name="Adam"),
+            "schedule": None,
+            "schedule_every": "epoch",
+            "loss": Choice(name="CrossEntropyLoss"),
+            "seed": 0,
+            "device": "cpu",
+            "precision": "float32",
+            "cpus": 1,
+            "input": float_4,
+            "output": float_4,
+            "label": TensorSpec(shape=(), dtype="int64"),
+            "prediction": float_4,
+            "classes": 4,
+            "batch_limit": 8,
+            "upstream": None if head else "stem",
+            "downstream": "tail" if head else None,
+            "gradients_in": int(head),
+            "gradients_out": int(not head),
+            "links": LinksSpec(window=4),
+            "keep": 2,
+            "stop_grace_s": 5.0,
+            "head": None,
+            "tail": None,
+        }
+        return WorkerSpec(**settings | fields)
+
+    return make

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, load_chain, source_files
-from dni_runtime.spec.load import line_of
+from dni_runtime.spec.load import line_of, naming_file
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
     if data is not None:
         found = written.data.model_copy(update={"path": str(data.absolute())})
         written = written.model_copy(update={"data": found})
-    with _naming(path), importing_from(path.parent.absolute()):
+    with naming_file(path), importing_from(path.parent.absolute()):
         from dni_runtime.core.resolve import resolved_chain, worker_specs
         from dni_runtime.data import describe, locate
 
@@ -108,18 +108,6 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         workers = worker_specs(written, info)
         chain = resolved_chain(written)
     return Prepared(path, written, chain, info, location, workers, sources)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add file and line to errors that only know the place in the document."""
-    try:
-        yield
-    except SpecError as error:
-        if error.file is None:
-            error.file = str(path)
-            error.line = line_of(path.read_text(encoding="utf-8"), error.location)
-        raise
 
 
 @contextmanager

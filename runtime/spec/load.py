@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,18 @@ def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
 def line_of(text: str, location: Location) -> int | None:
     """The one-based line where ``location`` (keys and indices) stands in a YAML text."""
     return _nearest(_parse_yaml(text, "chain.yaml")[1], location)
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Add the chain's file and line to errors that only know the place in the document."""
+    try:
+        yield
+    except SpecError as error:
+        if error.file is None:
+            error.file = str(path)
+            error.line = line_of(path.read_text(encoding="utf-8"), error.location)
+        raise
 
 
 def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
