@@ -21,7 +21,7 @@ from dni_runtime.launch.state import process_birth
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 10) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 60) -> None:
     until = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < until, "it did not happen in time"
@@ -112,9 +112,9 @@ time.sleep(60)
 """
 
 SAYS_WHAT_IT_GETS = """\
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("SIGTERM", flush=True), sys.exit(0)))
-print("ready", flush=True)
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"SIGTERM"), os._exit(0)))
+os.write(1, b"ready ")
 time.sleep(60)
 """
 
