@@ -43,6 +43,17 @@ def tool() -> Apptainer:
     return found
 
 
+@pytest.fixture(scope="session")
+def fashion_mnist() -> Path:
+    """The folder of the real data, got as ``make demo`` gets it."""
+    root = Path(__file__).resolve().parents[2]
+    done = run([root / "scripts" / "fetch-fashion-mnist", root / "build" / "fashion-mnist"])
+    if done.returncode == 69:
+        missing(done.stderr)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.splitlines()[-1])
+
+
 @dataclass(frozen=True)
 class Dnictl:
     """Runs ``dnictl`` in a folder.

@@ -9,25 +9,30 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 from dni_runtime import load
-from dni_runtime.data import open_data
+from dni_runtime.core.chain import Backprop
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.data import describe, open_data
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.rundir import RunDir, complete_cuts, read_lines
 from dni_runtime.spec import load_chain
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.e2e, pytest.mark.timeout(900)]
 
+TORCH = version("torch").split("+")[0]
 CHAIN = f"""\
 name: contained
 data: {{dataset: digits, batch_size: 64}}
 epochs: 12
 defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}}}
-image: {{torch: "torch=={version("torch").split("+")[0]}"}}
+image: {{torch: "torch=={TORCH}"}}
 modules:
   - name: bottom
     layers: [Flatten, {{import: "mine:Block", args: {{inputs: 64, outputs: 64}}}}]
@@ -89,6 +94,30 @@ def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) ->
         ]
     accuracy = float(sum(int(right) for right, _ in pairs) / sum(n for _, n in pairs))
     assert accuracy == pytest.approx(summary["accuracy"], abs=1e-6)
+
+
+def test_exact_is_backprop_on_the_demos_chain(
+    tool: Apptainer, fashion_mnist: Path, tmp_path: Path
+) -> None:
+    """50 steps of the demo's network on real data, in four containers and in this process."""
+    text = (files("dni_runtime.definitions") / "chains" / "fashion-cdni.yaml").read_text()
+    text = text.replace("  flatten: true\n", f"  flatten: true\n  path: {fashion_mnist}\n")
+    text = text.replace("synthetic: {conditioned: true}", "exact").replace(
+        "epochs: 15\n", f"epochs: 1\nsteps: 50\nimage: {{torch: torch=={TORCH}}}\n"
+    )
+    (tmp_path / "chain.yaml").write_text(text)
+    dnictl(tmp_path, "build")
+    dnictl(tmp_path, "up", "--backend", "apptainer")
+    dnictl(tmp_path, "export", "-o", "model.safetensors")
+    chain = load_chain(tmp_path / "chain.yaml")
+    reference = Backprop(worker_specs(chain, describe(chain.data, tmp_path)))
+    batches = open_data(chain.data, tmp_path, seed=chain.seed).train_batches(1)
+    for x_BX, y_BY in islice(batches, 50):
+        reference.train_batch(x_BX, y_BY)
+    trained = load(tmp_path / "model.safetensors").parameters()
+    pairs = list(zip(trained, reference.model.parameters(), strict=True))
+    assert len(pairs) == 14
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-5
 
 
 def test_images_of_another_spec_are_refused(site: Path, tmp_path: Path) -> None:
