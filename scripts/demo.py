@@ -34,9 +34,12 @@ def say(text: str) -> None:
 
 
 def dnictl(*arguments: str | Path) -> str:
-    """Run dnictl; gives what it printed on stdout."""
+    """Run dnictl; gives what it printed on stdout. Where it fails, so does the demo."""
     command = [sys.executable, "-m", "dnictl", *map(str, arguments)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=OUT).stdout
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=OUT)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    return done.stdout
 
 
 def write_chain() -> Path:
@@ -109,7 +112,7 @@ def main() -> None:
     backprop = train_backprop(chain)
 
     model = OUT / "model.safetensors"
-    dnictl("export", run.root, "-o", model)
+    dnictl("export", run.root, "-o", model, "--force")
     source = open_data(chain.data, OUT, seed=chain.seed)
     workers = worker_specs(chain, describe(chain.data, OUT))
     exported = 100 * evaluate(load(model), source.eval_batches(), workers[-1])["accuracy"]
