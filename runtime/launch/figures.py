@@ -35,7 +35,7 @@ class ModuleFigures:
         lag: Batches by which true gradients come late, on average.
         synthesizer_error: Error of the synthesizer, relative to the true gradient.
         synthesizer_cosine: Cosine between predicted and true gradient.
-        in_flight: Batches that are under way to the next module.
+        in_flight: Batches that are under way to the next module, while it runs.
         refused: Messages refused, by reason.
         exit_code: How the worker ended.
         signal: Name of the signal it died of.
@@ -240,7 +240,7 @@ class Gauge:
             lag=train.get("lag"),
             synthesizer_error=train.get("synthesizer_error"),
             synthesizer_cosine=train.get("synthesizer_cosine"),
-            in_flight=train.get("in_flight"),
+            in_flight=train.get("in_flight") if known and known.state == "running" else None,
             refused=train.get("refused") or {},
             exit_code=known.exit_code if known else None,
             signal=known.signal if known else None,
