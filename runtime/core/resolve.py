@@ -263,15 +263,6 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
         if worker.schedule is not None:
             build_schedule(worker.schedule, optimizer, _place(chain, worker.index, "schedule"))
         if worker.interface is not None:
-            boundary = Boundary(
-                activation=worker.output,
-                label=worker.label,
-                prediction=worker.prediction,
-                classes=worker.classes,
-                loss=worker.loss,
-                optimizer=worker.optimizer,
-                window=worker.links.window,
-            )
             if not worker.output.dtype.startswith(("float", "bfloat")):
                 raise SpecError(
                     f"the module gives {worker.output}, which has no gradient",
@@ -280,7 +271,9 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 )
             with torch.device("meta"):
                 build_interface(
-                    worker.interface, boundary, _place(chain, worker.index, "interface")
+                    worker.interface,
+                    Boundary.of(worker),
+                    _place(chain, worker.index, "interface"),
                 )
 
 

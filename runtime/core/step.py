@@ -82,16 +82,7 @@ class ModuleStep:
             if spec.interface is None:
                 self.loss = build_loss(spec.loss).to(self.device)
             else:
-                boundary = Boundary(
-                    activation=spec.output,
-                    label=spec.label,
-                    prediction=spec.prediction,
-                    classes=spec.classes,
-                    loss=spec.loss,
-                    optimizer=spec.optimizer,
-                    window=spec.links.window,
-                )
-                interface = build_interface(spec.interface, boundary, ("interface",))
+                interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
                 self.interface = interface.to(self.device)
             self.random_state = state()
         parameters = [p for p in self.layers.parameters() if p.requires_grad]

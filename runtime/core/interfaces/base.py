@@ -10,11 +10,11 @@ size: with the mean the targets shrink with the batch and synthesizers stop lear
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
 from dni_runtime.spec.model import Frozen
 
 
@@ -39,6 +39,19 @@ class Boundary:
     loss: Choice
     optimizer: Choice
     window: int = 8
+
+    @classmethod
+    def of(cls, worker: WorkerSpec) -> Self:
+        """The boundary at a module's output."""
+        return cls(
+            activation=worker.output,
+            label=worker.label,
+            prediction=worker.prediction,
+            classes=worker.classes,
+            loss=worker.loss,
+            optimizer=worker.optimizer,
+            window=worker.links.window,
+        )
 
 
 class Signal(NamedTuple):

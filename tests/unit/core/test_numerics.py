@@ -12,7 +12,7 @@ from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.synthesizers import SYNTHESIZERS, build_synthesizer
-from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
+from dni_runtime.spec import Choice, TensorSpec
 
 LABEL = TensorSpec(shape=(), dtype="int64")
 
@@ -161,24 +161,13 @@ def test_the_label_changes_the_prediction_only_when_conditioned() -> None:
         assert torch.equal(without(h, a), without(h, b))
 
 
-def boundary(worker: WorkerSpec) -> Boundary:
-    return Boundary(
-        activation=worker.output,
-        label=worker.label,
-        prediction=worker.prediction,
-        classes=worker.classes,
-        loss=worker.loss,
-        optimizer=worker.optimizer,
-    )
-
-
 def test_regression_gradient_is_autograds(small: Any) -> None:
     """One SGD step of ``learn`` moves the weights by the gradient of the per-sample error."""
     torch.manual_seed(0)
     options = SyntheticOptions.model_validate(
         {"synthesizer": "linear", "optimizer": {"SGD": {"lr": 0.1}}}
     )
-    interface = Synthetic(boundary(small()[0]), options)
+    interface = Synthetic(Boundary.of(small()[0]), options)
     for p in interface.synthesizer.parameters():
         nn.init.normal_(p, std=0.1)
     before = {k: v.clone() for k, v in interface.synthesizer.state_dict().items()}
@@ -232,7 +221,7 @@ def test_gradients_that_nobody_wants_are_not_computed(small: Any) -> None:
 
 
 def test_local_signal_is_the_heads_gradient(small: Any) -> None:
-    local = Local(boundary(small()[0]), Local.Options())
+    local = Local(Boundary.of(small()[0]), Local.Options())
     h, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
     leaf = h.clone().requires_grad_()
     nn.functional.cross_entropy(local.head(leaf), y, reduction="sum").backward()
