@@ -200,7 +200,8 @@ def test_progress_in_plain_lines(site: Site) -> None:
 def test_a_killed_worker_is_reported_and_the_run_goes_on_later(site: Site) -> None:
     process = site.start("up", site.write(epochs=60), "--backend", "process")
     site.wait_for_checkpoint()
-    pid = site.json("status")["modules"][1]["pid"]
+    pid = RunState.read(site.latest).modules["middle"].pid
+    assert pid is not None
     os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 70, err
