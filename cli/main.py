@@ -38,6 +38,8 @@ COMMANDS = {
     "stop": "dnictl.runs",
     "logs": "dnictl.logs",
     "export": "dnictl.runs",
+    "compare": "dnictl.compare",
+    "reference": "dnictl.compare",
     "doctor": "dnictl.doctor",
     "version": "dnictl.about",
     "completion": "dnictl.about",

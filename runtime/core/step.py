@@ -85,6 +85,8 @@ class ModuleStep:
                 interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
                 self.interface = interface.to(self.device)
             self.random_state = state()
+        if self.interface is not None and not self.interface.trains:
+            self.layers.requires_grad_(False)
         parameters = [p for p in self.layers.parameters() if p.requires_grad]
         self.optimizer = (
             build_optimizer(spec.optimizer, parameters, ("optimizer",)) if parameters else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dni_runtime.errors import DataError, SpecError
@@ -108,6 +108,19 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         workers = worker_specs(written, info)
         chain = resolved_chain(written)
     return Prepared(path, written, chain, info, location, workers, sources)
+
+
+def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
+    """Check another version of a chain, with the same data.
+
+    Raises:
+        SpecError: It cannot be used.
+    """
+    from dni_runtime.core.resolve import resolved_chain, worker_specs
+
+    with naming_file(prepared.path), importing_from(prepared.base.absolute()):
+        workers = worker_specs(written, prepared.info)
+        return replace(prepared, written=written, chain=resolved_chain(written), workers=workers)
 
 
 @contextmanager

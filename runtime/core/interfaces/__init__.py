@@ -7,6 +7,7 @@ from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSi
 from dni_runtime.core.interfaces.delayed import Delayed, Exact
 from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.mixed import Mixed
+from dni_runtime.core.interfaces.none import Untrained
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice
@@ -17,6 +18,7 @@ INTERFACES: dict[str, type[GradientInterface]] = {
     "local": Local,
     "delayed": Delayed,
     "exact": Exact,
+    "none": Untrained,
 }
 DEFAULT = "mixed"
 

@@ -99,6 +99,7 @@ class GradientInterface(nn.Module):
 
     Attributes:
         Options: The model of its options in the spec.
+        trains: Whether the module is trained at all.
         pending: How many batches may wait for the true gradient that updates the module: 0 when the
             signal comes at once.
         blocks: Whether the module takes no new batch while ``pending`` are waiting; otherwise the
@@ -108,6 +109,7 @@ class GradientInterface(nn.Module):
 
     Options: ClassVar[type[Frozen]] = Frozen
 
+    trains: bool = True
     pending: int = 0
     blocks: bool = False
     store: int = 0

@@ -193,6 +193,14 @@ def test_an_image_of_another_spec(
     )
 
 
+def test_compare_names_unknown_interfaces(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    result = dnictl("compare", write_chain(), "--interfaces", "exact,sinthetic", "--out", "c")
+    check(result, 64, ["unknown gradient interface 'sinthetic'", "did you mean 'synthetic'?"])
+    assert not (folder / "c").exists()
+
+
 def test_an_unknown_command_and_option(dnictl: Dnictl) -> None:
     assert dnictl("upp").code == 64
     assert "No such command 'upp'" in dnictl("upp").err

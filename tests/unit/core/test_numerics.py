@@ -228,6 +228,16 @@ def test_local_signal_is_the_heads_gradient(small: Any) -> None:
     torch.testing.assert_close(local.signal(h, y).g_BH, leaf.grad)
 
 
+def test_the_control_does_not_learn(small: Any) -> None:
+    chain = LocalChain(small("none"))
+    frozen = [{k: v.clone() for k, v in s.layers.named_parameters()} for s in chain.steps]
+    for x, y in batches(3):
+        chain.train_batch(x, y)
+    for step, before in zip(chain.steps, frozen, strict=True):
+        same = [torch.equal(v, before[k]) for k, v in step.layers.named_parameters()]
+        assert not any(same) if step.loss is not None else all(same)
+
+
 def test_evaluation_changes_nothing(small: Any) -> None:
     step = ModuleStep(small("mixed")[0])
     before = {k: v.clone() for k, v in step.layers.state_dict().items()}

@@ -1,0 +1,202 @@
+"""``compare``: one network under several gradient interfaces, beside plain backpropagation."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dnictl.options import chain_argument, data_option, json_option, print_json
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.compare import Trial
+    from dni_runtime.launch.prepare import Prepared
+
+
+@click.command()
+@chain_argument
+@click.option(
+    "--interfaces",
+    default="exact,synthetic,local,mixed,delayed",
+    show_default=True,
+    metavar="NAME,…",
+    help="Gradient interfaces; 'none' is the control whose modules are not trained.",
+)
+@click.option("--seeds", type=click.IntRange(1, 100), default=1, show_default=True,
+              help="Train each so many times, from the chain's seed on.")  # fmt: skip
+@click.option(
+    "--target", type=float,
+    help="Take the time to this value of the metric (default: 0.01 below backprop's).",
+)  # fmt: skip
+@click.option(
+    "--threads", type=click.IntRange(1),
+    help="Threads of plain backpropagation (default: as many as the chain's modules have).",
+)  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False),
+              help="Folder for runs, result.json and curves.png (default: a new one).")  # fmt: skip
+@data_option
+@json_option
+def compare(
+    chain: Path,
+    interfaces: str,
+    seeds: int,
+    target: float | None,
+    threads: int | None,
+    out: Path | None,
+    data: Path | None,
+    as_json: bool,
+) -> None:
+    """Train a chain under several gradient interfaces, and by backpropagation in one process.
+
+    Same network, data, optimizer and epochs; the chain's modules are processes here and talk
+    through their real links. Times begin with the first batch and include evaluations.
+
+    \b
+    Example:
+      dnictl compare chain.yaml --interfaces synthetic,mixed,none --seeds 3
+    """
+    from dni_runtime.launch.compare import (
+        check_interfaces,
+        default_target,
+        metric_of,
+        summarize,
+        variant,
+    )
+    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.reference import REFERENCE
+    from dni_runtime.rundir import write_json
+
+    names = [name.strip() for name in interfaces.split(",") if name.strip()]
+    check_interfaces(names)
+    prepared = prepare(chain, data=data)
+    metric = metric_of(prepared.chain)
+    numbers = range(prepared.chain.seed, prepared.chain.seed + seeds)
+    # All variants are checked before the first one starts.
+    variants = [(name, seed, variant(prepared, name, seed)) for seed in numbers for name in names]
+    references = [(REFERENCE, seed, variant(prepared, "exact", seed)) for seed in numbers]
+    cores = len(os.sched_getaffinity(0))
+    threads = threads or min(sum(worker.cpus for worker in prepared.workers), cores)
+    folder = out or Path(f"compare-{prepared.chain.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    trials: list[Trial] = []
+    document: dict[str, Any] = {}
+    for method, seed, one in (*references, *variants):
+        trials.append(_train(one, method, seed, metric, folder, threads, quiet=as_json))
+        level = default_target(trials, metric) if target is None else target
+        rows = summarize(trials, metric, level)
+        document = {
+            "chain": prepared.chain.name,
+            "metric": metric,
+            "target": level,
+            "epochs": prepared.chain.epochs,
+            "threads": threads,
+            "rows": [asdict(row) for row in rows],
+            "trials": [asdict(trial) for trial in trials],
+        }
+        write_json(folder / "result.json", document)
+        if not as_json:
+            value = trials[-1].points[-1].value
+            click.echo(
+                f"{len(trials)}/{len(references) + len(variants)} {method}, seed {seed}: "
+                f"{metric} {value:.4f}, {trials[-1].samples_per_s:,.0f} samples/s",
+                err=True,
+            )
+    picture = _draw(trials, metric, prepared.chain.name, folder / "curves.png")
+    if as_json:
+        print_json(document)
+        return
+    _print(document)
+    click.echo(f"{folder / 'result.json'}{f', {picture}' if picture else ''}", err=True)
+
+
+@click.command(hidden=True)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--threads", type=click.IntRange(1), required=True)
+def reference(run: Path, threads: int) -> None:
+    """Train the network of a run directory by plain backpropagation."""
+    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.reference import train_reference
+
+    train_reference(Record.read(run), threads)
+
+
+def _train(
+    prepared: Prepared,
+    method: str,
+    seed: int,
+    metric: str,
+    folder: Path,
+    threads: int,
+    *,
+    quiet: bool,
+) -> Trial:
+    from dni_runtime.launch.compare import read_trial
+    from dni_runtime.launch.host import check_host
+    from dni_runtime.launch.records import Record, create_run
+    from dni_runtime.launch.reference import REFERENCE, run_reference
+    from dni_runtime.launch.start import failure, plan_here, supervisor_of, write_plan
+    from dnictl.progress import progress
+
+    root = (folder / f"{method.replace(':', '.')}-{seed}").absolute()
+    backend = "process" if method != REFERENCE else REFERENCE
+    run = create_run(root, prepared, backend=backend)
+    record = Record.read(root)
+    if method == REFERENCE:
+        run_reference(record, threads)
+        return read_trial(record, method, seed, metric)
+    site = check_host(
+        prepared.written,
+        prepared.workers,
+        wanted="process",
+        images=Path("images"),
+        data=prepared.data,
+        place=prepared.place,
+    )
+    plan = plan_here(root, prepared.chain, prepared.workers, site, data=prepared.data)
+    write_plan(run, plan)
+    with progress(record, quiet=quiet or not sys.stderr.isatty()) as show:
+        state = supervisor_of(run, plan).run(show)
+    error = failure(run, state)
+    if error is not None:
+        raise error
+    if state.phase != "finished":
+        click.echo(f"stopped; what was finished is in {folder / 'result.json'}", err=True)
+        sys.exit(state.exit_code or 75)
+    return read_trial(record, method, seed, metric)
+
+
+def _draw(trials: list[Trial], metric: str, title: str, path: Path) -> Path | None:
+    from dni_runtime.launch.compare import draw
+
+    try:
+        draw(trials, metric, title, path)
+    except ImportError:
+        click.echo("no picture without matplotlib: pip install 'dni-runtime[plot]'", err=True)
+        return None
+    return path
+
+
+def _print(document: dict[str, Any]) -> None:
+    from dnictl.show import print_table
+
+    target, metric = document["target"], document["metric"]
+    aim = "time to target" if target is None else f"time to {metric} {target:.4f}"
+    print_table(
+        ["method", metric, "lowest", "highest", "samples/s", aim],
+        [
+            [
+                row["method"],
+                *(f"{row[key]:.4f}" for key in ("mean", "low", "high")),
+                f"{row['samples_per_s']:,.0f}",
+                f"{row['target_s']:.1f} s"
+                if row["target_s"] is not None
+                else f"reached by {row['reached']} of {row['trials']}",
+            ]
+            for row in document["rows"]
+        ],
+        right={metric, "lowest", "highest", "samples/s", aim},
+    )

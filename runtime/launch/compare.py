@@ -1,0 +1,234 @@
+"""One network under several gradient interfaces, beside plain backpropagation."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dni_runtime.core.interfaces import INTERFACES
+from dni_runtime.errors import DataError, UsageError
+from dni_runtime.launch.prepare import Prepared, prepare_again
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.reference import REFERENCE
+from dni_runtime.rundir import read_lines
+from dni_runtime.spec import ChainSpec, Choice
+from dni_runtime.spec.load import suggestion
+
+TARGET_BELOW = 0.01
+"""Without a target of the user's, the time is taken to one point below the reference."""
+
+
+class Point(NamedTuple):
+    """One evaluation: epoch, seconds since the first batch, and the metric."""
+
+    epoch: int
+    seconds: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training.
+
+    Attributes:
+        method: The gradient interface, or ``backprop``.
+        seed: The chain's seed.
+        points: The evaluations.
+        samples_per_s: Training samples a second over the whole training, evaluations included.
+        path: The run directory.
+    """
+
+    method: str
+    seed: int
+    points: tuple[Point, ...]
+    samples_per_s: float
+    path: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over all seeds.
+
+    Attributes:
+        method: The gradient interface, or ``backprop``.
+        mean: Mean of the last evaluations' metric.
+        low: The smallest of them.
+        high: The largest.
+        samples_per_s: Median.
+        reached: In how many trainings the target was reached.
+        trials: How many there were.
+        target_s: Median of the seconds to the target; None unless all reached it.
+    """
+
+    method: str
+    mean: float
+    low: float
+    high: float
+    samples_per_s: float
+    reached: int
+    trials: int
+    target_s: float | None
+
+
+def check_interfaces(names: Sequence[str]) -> None:
+    """Refuse names that are neither built in nor import paths.
+
+    Raises:
+        UsageError: There is one, or a name stands twice.
+    """
+    for name in names:
+        if name not in INTERFACES and ":" not in name:
+            raise UsageError(
+                f"unknown gradient interface {name!r}", hint=suggestion(name, list(INTERFACES))
+            )
+        if names.count(name) > 1:
+            raise UsageError(f"gradient interface {name!r} is named twice")
+
+
+def variant(prepared: Prepared, interface: str, seed: int) -> Prepared:
+    """The chain with one gradient interface at every cut, and a seed.
+
+    A module whose own interface is of that name keeps its options; ``mixed`` and its parts,
+    ``synthetic`` and ``local``, hand theirs to each other.
+
+    Raises:
+        SpecError: The interface does not fit the chain.
+    """
+    chain = prepared.written
+    modules = list(chain.modules)
+    for index, module in enumerate(modules[:-1]):
+        choice = _choice(chain.setting(index, "interface"), interface)
+        modules[index] = module.model_copy(update={"interface": choice})
+    update = {"modules": tuple(modules), "seed": seed}
+    return prepare_again(prepared, chain.model_copy(update=update))
+
+
+def _choice(own: Choice | None, name: str) -> Choice:
+    if own is None:
+        return Choice(name=name)
+    if own.name == name:
+        return own
+    if own.name == "mixed" and name in ("synthetic", "local"):
+        return Choice(name=name, args=own.args.get(name, {}))
+    if name == "mixed" and own.name in ("synthetic", "local"):
+        return Choice(name=name, args={own.name: own.args})
+    return Choice(name=name)
+
+
+def metric_of(chain: ChainSpec) -> str:
+    """What is compared: the chain's first metric, else its loss."""
+    return chain.metrics[0] if chain.metrics else "loss"
+
+
+def rises(metric: str) -> bool:
+    """Whether more is better."""
+    return metric in ("accuracy", "top5")
+
+
+def read_trial(record: Record, method: str, seed: int, metric: str) -> Trial:
+    """What a finished run has measured.
+
+    Raises:
+        DataError: It has no evaluation.
+    """
+    reference = method == REFERENCE
+    head, tail = (REFERENCE,) * 2 if reference else (record.modules[0], record.modules[-1])
+    first = next(iter(read_lines(record.run.metrics(head))), None)
+    lines = [line for line in read_lines(record.run.metrics(tail)) if line["kind"] == "eval"]
+    if first is None or not lines:
+        raise DataError(f"run {str(record.run.root)!r} has not been evaluated")
+    began = first["time"]
+    if not reference:  # a worker's first line tells by its rate how long it has trained
+        began -= first["samples"] / first["samples_per_s"]
+    points = tuple(
+        Point(line["epoch"], line["time"] - began, _number(line[metric])) for line in lines
+    )
+    samples = lines[-1]["trained"] if reference else _samples(record, tail)
+    return Trial(method, seed, points, samples / points[-1].seconds, str(record.run.root))
+
+
+def _samples(record: Record, tail: str) -> int:
+    counts = [
+        int(line["samples"])
+        for line in read_lines(record.run.metrics(tail))
+        if line["kind"] == "train"
+    ]
+    return counts[-1]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def default_target(trials: Sequence[Trial], metric: str) -> float | None:
+    """One point below the reference's mean; None for metrics that fall."""
+    last = [trial.points[-1].value for trial in trials if trial.method == REFERENCE]
+    return statistics.mean(last) - TARGET_BELOW if last and rises(metric) else None
+
+
+def seconds_to(trial: Trial, metric: str, target: float) -> float | None:
+    """Seconds of training until an evaluation first reached the target."""
+    for point in trial.points:
+        if point.value >= target if rises(metric) else point.value <= target:
+            return point.seconds
+    return None
+
+
+def summarize(trials: Sequence[Trial], metric: str, target: float | None) -> list[Row]:
+    """One row per method, in the order of the trials."""
+    rows = []
+    for method in dict.fromkeys(trial.method for trial in trials):
+        mine = [trial for trial in trials if trial.method == method]
+        last = [trial.points[-1].value for trial in mine]
+        times = [] if target is None else [seconds_to(trial, metric, target) for trial in mine]
+        reached = [time for time in times if time is not None]
+        rows.append(
+            Row(
+                method=method,
+                mean=statistics.mean(last),
+                low=min(last),
+                high=max(last),
+                samples_per_s=statistics.median(trial.samples_per_s for trial in mine),
+                reached=len(reached),
+                trials=len(mine),
+                target_s=statistics.median(reached) if len(reached) == len(mine) else None,
+            )
+        )
+    return rows
+
+
+def draw(trials: Sequence[Trial], metric: str, title: str, path: Path) -> None:
+    """Draw each method's curves (mean over seeds), against epochs and against seconds.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for method in dict.fromkeys(trial.method for trial in trials):
+        curves = [trial.points for trial in trials if trial.method == method]
+        means = [
+            [statistics.mean(values) for values in zip(*points, strict=True)]
+            for points in zip(*curves, strict=False)
+        ]
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": method}
+        if method == REFERENCE:
+            style |= {"color": "black", "linestyle": "--"}
+        left.plot([mean[0] for mean in means], [mean[2] for mean in means], **style)
+        right.plot([mean[1] for mean in means], [mean[2] for mean in means], **style)
+    left.set(xlabel="epoch", ylabel=metric)
+    right.set(xlabel="seconds of training")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,49 @@
+"""``dnictl compare`` with real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Dnictl
+
+pytestmark = pytest.mark.e2e
+
+CHAIN = """\
+name: small
+data: {dataset: digits, batch_size: 64, flatten: true, drop_last: true}
+epochs: 6
+defaults: {optimizer: {Adam: {lr: 0.002}}, schedule: {StepLR: {step_size: 3}}}
+modules:
+  - name: bottom
+    layers: [{Linear: {in_features: 64, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU]
+  - name: top
+    layers: [{Linear: {in_features: 32, out_features: 10}}]
+"""
+
+
+def test_compare(tmp_path: Path) -> None:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    shell = Dnictl(tmp_path, {"OMP_NUM_THREADS": "1"})
+    done = shell.run(
+        "compare", "--interfaces", "exact,synthetic,none", "--out", "c", "--threads", "1"
+    )
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "method", "backprop", "exact", "synthetic", "none",
+    ]  # fmt: skip
+    found = json.loads((tmp_path / "c" / "result.json").read_text())
+    curves = {
+        trial["method"]: [value for _, _, value in trial["points"]] for trial in found["trials"]
+    }
+    assert all(len(curve) == 6 for curve in curves.values())
+    assert curves["exact"] == pytest.approx(curves["backprop"], abs=2e-6), (
+        "the same batches, seeds and schedules"
+    )
+    assert curves["none"][-1] < curves["synthetic"][-1]
+    assert all(row["samples_per_s"] > 0 for row in found["rows"])
+    assert (tmp_path / "c" / "curves.png").exists()
+    assert "holds a run already" in shell.run(
+        "compare", "--interfaces", "exact", "--out", "c", expect=64
+    ).stderr  # fmt: skip

@@ -1,0 +1,106 @@
+"""What ``dnictl compare`` trains, and how it reads what came out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.launch.compare import (
+    Point,
+    Trial,
+    check_interfaces,
+    default_target,
+    draw,
+    seconds_to,
+    summarize,
+    variant,
+)
+from dni_runtime.launch.prepare import Prepared, prepare
+
+CHAIN = """\
+name: small
+seed: 5
+data: {dataset: digits, batch_size: 64, flatten: true}
+defaults: {interface: {synthetic: {learn_every: 4}}}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 64, out_features: 16}}]}
+  - {name: b, layers: [{Linear: {in_features: 16, out_features: 16}}], interface: {local: {hidden: 7}}}
+  - {name: c, layers: [{Linear: {in_features: 16, out_features: 10}}]}
+"""  # noqa: E501
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Prepared:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    return prepare(tmp_path / "chain.yaml")
+
+
+def options(prepared: Prepared) -> list[tuple[str, object]]:
+    found = []
+    for module in prepared.chain.modules[:-1]:
+        assert module.interface is not None
+        arguments = module.interface.args
+        synthetic = arguments.get("synthetic", arguments)
+        local = arguments.get("local", arguments)
+        found.append((module.interface.name, (synthetic.get("learn_every"), local.get("hidden"))))
+    return found
+
+
+def test_a_variant_keeps_the_options_that_it_can(small: Prepared) -> None:
+    assert options(variant(small, "synthetic", 5)) == [
+        ("synthetic", (4, None)), ("synthetic", (1, None)),
+    ]  # fmt: skip
+    mixed = variant(small, "mixed", 6)
+    assert options(mixed) == [("mixed", (4, None)), ("mixed", (1, 7))]
+    assert options(variant(mixed, "local", 6)) == [("local", (None, None)), ("local", (None, 7))]
+    assert {worker.seed for worker in mixed.workers} == {6}
+    assert mixed.workers[-1].interface is None
+    assert variant(small, "none", 5).workers[0].gradients_in == 0
+
+
+def test_an_interface_that_does_not_fit(small: Prepared) -> None:
+    with pytest.raises(SpecError, match="nowhere"):
+        variant(small, "nowhere:Missing", 5)
+    with pytest.raises(UsageError, match="did you mean 'synthetic'"):
+        check_interfaces(["exact", "sinthetic"])
+    with pytest.raises(UsageError, match="named twice"):
+        check_interfaces(["exact", "exact"])
+    check_interfaces(["exact", "mine:Interface"])
+
+
+def trial(method: str, seed: int, *values: float) -> Trial:
+    points = tuple(Point(n, 2.0 * n, value) for n, value in enumerate(values, start=1))
+    return Trial(method, seed, points, 100.0 + seed, "")
+
+
+TRIALS = [
+    trial("backprop", 0, 0.5, 0.90), trial("backprop", 1, 0.5, 0.92),
+    trial("mixed", 0, 0.7, 0.95), trial("mixed", 1, 0.90, 0.85),
+    trial("none", 0, 0.1, 0.2), trial("none", 1, 0.1, 0.905),
+]  # fmt: skip
+
+
+def test_rows() -> None:
+    target = default_target(TRIALS, "accuracy")
+    assert target == pytest.approx(0.90)
+    backprop, mixed, none = summarize(TRIALS, "accuracy", target)
+    assert (mixed.mean, mixed.low, mixed.high) == (pytest.approx(0.90), 0.85, 0.95)
+    assert (mixed.reached, mixed.trials, mixed.target_s) == (2, 2, 3.0)  # 4 s and 2 s
+    assert (none.reached, none.target_s) == (1, None)
+    assert backprop.samples_per_s == 100.5
+
+
+def test_a_loss_falls_to_its_target() -> None:
+    falling = trial("mixed", 0, 3.0, 2.0, 1.0)
+    assert seconds_to(falling, "loss", 2.0) == 4.0
+    assert seconds_to(falling, "loss", 0.5) is None
+    assert default_target([trial("backprop", 0, 1.0)], "loss") is None
+    assert summarize([falling], "loss", None)[0].target_s is None
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(TRIALS, "accuracy", "small", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
