@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     metavar="NAME,…",
     help="Gradient interfaces; 'none' is the control whose modules are not trained.",
 )
+@click.option(
+    "--interface", "-i", "labelled", multiple=True, metavar="LABEL=INTERFACE",
+    help="One more, with options, as in a chain file: 'mlp={synthetic: {synthesizer: mlp}}'.",
+)  # fmt: skip
 @click.option("--seeds", type=click.IntRange(1, 100), default=1, show_default=True,
               help="Train each so many times, from the chain's seed on.")  # fmt: skip
 @click.option(
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
 def compare(
     chain: Path,
     interfaces: str,
+    labelled: tuple[str, ...],
     seeds: int,
     target: float | None,
     threads: int | None,
@@ -61,9 +67,9 @@ def compare(
       dnictl compare chain.yaml --interfaces synthetic,mixed,none --seeds 3
     """
     from dni_runtime.launch.compare import (
-        check_interfaces,
         default_target,
         metric_of,
+        read_methods,
         summarize,
         variant,
     )
@@ -72,12 +78,16 @@ def compare(
     from dni_runtime.rundir import write_json
 
     names = [name.strip() for name in interfaces.split(",") if name.strip()]
-    check_interfaces(names)
+    methods = read_methods(names, labelled)
     prepared = prepare(chain, data=data)
     metric = metric_of(prepared.chain)
     numbers = range(prepared.chain.seed, prepared.chain.seed + seeds)
     # All variants are checked before the first one starts.
-    variants = [(name, seed, variant(prepared, name, seed)) for seed in numbers for name in names]
+    variants = [
+        (label, seed, variant(prepared, interface, seed))
+        for seed in numbers
+        for label, interface in methods.items()
+    ]
     references = [(REFERENCE, seed, variant(prepared, "exact", seed)) for seed in numbers]
     cores = len(os.sched_getaffinity(0))
     threads = threads or min(sum(worker.cpus for worker in prepared.workers), cores)
@@ -141,7 +151,7 @@ def _train(
     from dni_runtime.launch.start import failure, plan_here, supervisor_of, write_plan
     from dnictl.progress import progress
 
-    root = (folder / f"{method.replace(':', '.')}-{seed}").absolute()
+    root = (folder / f"{re.sub('[^A-Za-z0-9.-]', '_', method)}-{seed}").absolute()
     backend = "process" if method != REFERENCE else REFERENCE
     run = create_run(root, prepared, backend=backend)
     record = Record.read(root)

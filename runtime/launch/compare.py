@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+from pydantic import ValidationError
+
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.launch.prepare import Prepared, prepare_again
@@ -35,7 +38,7 @@ class Trial:
     """One training.
 
     Attributes:
-        method: The gradient interface, or ``backprop``.
+        method: The gradient interface's label, or ``backprop``.
         seed: The chain's seed.
         points: The evaluations.
         samples_per_s: Training samples a second over the whole training, evaluations included.
@@ -54,7 +57,7 @@ class Row:
     """One method over all seeds.
 
     Attributes:
-        method: The gradient interface, or ``backprop``.
+        method: The gradient interface's label, or ``backprop``.
         mean: Mean of the last evaluations' metric.
         low: The smallest of them.
         high: The largest.
@@ -74,26 +77,41 @@ class Row:
     target_s: float | None
 
 
-def check_interfaces(names: Sequence[str]) -> None:
-    """Refuse names that are neither built in nor import paths.
+def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str | Choice]:
+    """What to compare, by label.
+
+    Args:
+        names: Names of gradient interfaces, each its own label.
+        labelled: ``LABEL=INTERFACE``, where the interface is written as in a chain file.
 
     Raises:
-        UsageError: There is one, or a name stands twice.
+        UsageError: An interface is unknown or not readable, or a label stands twice.
     """
-    for name in names:
-        if name not in INTERFACES and ":" not in name:
+    methods: dict[str, str | Choice] = {}
+    for text in (*names, *labelled):
+        label, _, value = text.partition("=")
+        try:
+            choice = Choice.model_validate(yaml.safe_load(value)) if value else Choice(name=label)
+        except (ValidationError, yaml.YAMLError):
             raise UsageError(
-                f"unknown gradient interface {name!r}", hint=suggestion(name, list(INTERFACES))
+                f"{value!r} is not a gradient interface", hint="as in 'mlp={synthetic: {…: …}}'"
+            ) from None
+        if choice.name not in INTERFACES and ":" not in choice.name:
+            raise UsageError(
+                f"unknown gradient interface {choice.name!r}",
+                hint=suggestion(choice.name, list(INTERFACES)),
             )
-        if names.count(name) > 1:
-            raise UsageError(f"gradient interface {name!r} is named twice")
+        if label in methods or label == REFERENCE:
+            raise UsageError(f"there is another method {label!r}", hint="choose another label")
+        methods[label] = choice if value else label
+    return methods
 
 
-def variant(prepared: Prepared, interface: str, seed: int) -> Prepared:
+def variant(prepared: Prepared, interface: str | Choice, seed: int) -> Prepared:
     """The chain with one gradient interface at every cut, and a seed.
 
-    A module whose own interface is of that name keeps its options; ``mixed`` and its parts,
-    ``synthetic`` and ``local``, hand theirs to each other.
+    Where only its name is given, a module whose own interface is of that name keeps its options;
+    ``mixed`` and its parts, ``synthetic`` and ``local``, hand theirs to each other.
 
     Raises:
         SpecError: The interface does not fit the chain.
@@ -101,7 +119,11 @@ def variant(prepared: Prepared, interface: str, seed: int) -> Prepared:
     chain = prepared.written
     modules = list(chain.modules)
     for index, module in enumerate(modules[:-1]):
-        choice = _choice(chain.setting(index, "interface"), interface)
+        choice = (
+            _choice(chain.setting(index, "interface"), interface)
+            if isinstance(interface, str)
+            else interface
+        )
         modules[index] = module.model_copy(update={"interface": choice})
     update = {"modules": tuple(modules), "seed": seed}
     return prepare_again(prepared, chain.model_copy(update=update))

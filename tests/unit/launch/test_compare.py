@@ -10,9 +10,9 @@ from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.compare import (
     Point,
     Trial,
-    check_interfaces,
     default_target,
     draw,
+    read_methods,
     seconds_to,
     summarize,
     variant,
@@ -63,11 +63,33 @@ def test_a_variant_keeps_the_options_that_it_can(small: Prepared) -> None:
 def test_an_interface_that_does_not_fit(small: Prepared) -> None:
     with pytest.raises(SpecError, match="nowhere"):
         variant(small, "nowhere:Missing", 5)
-    with pytest.raises(UsageError, match="did you mean 'synthetic'"):
-        check_interfaces(["exact", "sinthetic"])
-    with pytest.raises(UsageError, match="named twice"):
-        check_interfaces(["exact", "exact"])
-    check_interfaces(["exact", "mine:Interface"])
+
+
+@pytest.mark.parametrize(
+    ("names", "labelled", "message"),
+    [
+        (["exact", "sinthetic"], [], "did you mean 'synthetic'"),
+        (["exact", "exact"], [], "another method 'exact'"),
+        (["exact"], ["exact={synthetic: {}}"], "another method 'exact'"),
+        ([], ["backprop=exact"], "another method 'backprop'"),
+        ([], ["a={mixd: {}}"], "did you mean 'mixed'"),
+        ([], ["a={synthetic"], "not a gradient interface"),
+        ([], ["a=[synthetic]"], "not a gradient interface"),
+    ],
+)
+def test_methods_that_cannot_be(names: list[str], labelled: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_methods(names, labelled)
+
+
+def test_methods(small: Prepared) -> None:
+    methods = read_methods(["exact", "mine:Interface"], ["DNI={synthetic: {conditioned: false}}"])
+    assert list(methods) == ["exact", "mine:Interface", "DNI"]
+    chain = variant(small, methods["DNI"], 5).chain
+    for module in chain.modules[:-1]:
+        assert module.interface is not None
+        assert module.interface.args["conditioned"] is False
+        assert module.interface.args["learn_every"] == 1
 
 
 def trial(method: str, seed: int, *values: float) -> Trial:
