@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""The feed-forward experiments of Jaderberg et al. (2016), sec. 3.1; every layer is a module.
+
+MNIST, fully connected: hidden layers of 256 units with BatchNorm and ReLU. For each depth one
+``dnictl compare``: the methods below, backpropagation in one process, and the control whose hidden
+layers are not trained. Adam, batch 256, learning rate 1e-3, times 0.2 after 60 % and 85 % of the
+epochs. What is there already is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = {
+    "none": "none",
+    "DNI": "{synthetic: {conditioned: false, synthesizer: {mlp: {depth: 2}}}}",
+    "cDNI-linear": "{synthetic: {conditioned: true, synthesizer: linear}}",
+    "cDNI": "{synthetic: {conditioned: true}}",
+    "mixed": "mixed",
+    "local": "local",
+    "delayed": "delayed",
+}
+WIDTH = 256
+
+
+def chain_spec(depth: int, epochs: int, window: int, data: str) -> dict[str, Any]:
+    """A chain with ``depth`` hidden layers, each a module; the output layer is the last one's."""
+    modules: list[dict[str, Any]] = []
+    for index in range(depth):
+        features = {"in_features": WIDTH if index else 784, "out_features": WIDTH, "bias": False}
+        layers = [{"Linear": features}, {"BatchNorm1d": {"num_features": WIDTH}}, "ReLU"]
+        modules.append({"name": f"hidden-{index + 1}", "layers": layers})
+    modules[-1]["layers"].append({"Linear": {"in_features": WIDTH, "out_features": 10}})
+    milestones = [round(0.6 * epochs), round(0.85 * epochs)]
+    return {
+        "name": f"mnist-{depth}",
+        "data": {"dataset": "mnist", "path": data, "batch_size": 256, "flatten": True},
+        "epochs": epochs,
+        "checkpoint": {"every_epochs": 0},
+        "links": {"window": window},
+        "defaults": {
+            "optimizer": {"Adam": {"lr": 1e-3}},
+            "schedule": {"MultiStepLR": {"milestones": milestones, "gamma": 0.2}},
+        },
+        "modules": modules,
+    }
+
+
+def compare(arguments: argparse.Namespace, depth: int, data: str) -> dict[str, Any]:
+    """The outcome of ``dnictl compare`` at one depth."""
+    folder = arguments.out / f"mnist-{depth}"
+    result = folder / "result.json"
+    wanted = (len(arguments.methods) + 1) * arguments.seeds
+    if not result.exists():
+        folder.mkdir(parents=True)
+        chain = folder / "chain.yaml"
+        spec = chain_spec(depth, arguments.epochs, arguments.window, data)
+        chain.write_text(json.dumps(spec, indent=1))  # JSON is YAML
+        command = [sys.executable, "-m", "dnictl", "compare", str(chain), "--interfaces", ""]
+        for label in arguments.methods:
+            command += ["--interface", f"{label}={METHODS[label]}"]
+        command += ["--seeds", str(arguments.seeds), "--out", str(folder), "--threads", "1"]
+        done = subprocess.run(command)
+        if done.returncode != 0:
+            sys.exit(done.returncode)
+    document: dict[str, Any] = json.loads(result.read_text())
+    if len(document["trials"]) != wanted:
+        sys.exit(f"{result} holds {len(document['trials'])} of {wanted} trainings: remove {folder}")
+    return document
+
+
+def table(results: dict[int, dict[str, Any]]) -> str:
+    """Test accuracies in per cent, mean and range, as a Markdown table."""
+    lines = [
+        "| hidden layers | " + " | ".join(map(str, results)) + " |",
+        "|---|" + "---|" * len(results),
+    ]
+    labels = [row["method"] for row in next(iter(results.values()))["rows"]]
+    for label in labels:
+        cells = []
+        for document in results.values():
+            (row,) = (row for row in document["rows"] if row["method"] == label)
+            mean, low, high = (100 * row[key] for key in ("mean", "low", "high"))
+            cells.append(f"{mean:.2f} ({low:.2f}-{high:.2f})")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", default="3,4,5,6", help="numbers of hidden layers")
+    parser.add_argument("--methods", default=",".join(METHODS), help="of: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--window", type=int, default=4, help="batches in flight on a link")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "paper")
+    parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
+    arguments = parser.parse_args()
+    arguments.methods = arguments.methods.split(",")
+    for label in arguments.methods:
+        if label not in METHODS:
+            parser.error(f"--methods: no method {label!r}; there are {', '.join(METHODS)}")
+    return arguments
+
+
+def main() -> None:
+    """Train what is missing, and print the table."""
+    arguments = parse()
+    data = arguments.mnist
+    if data is None:
+        fetch = [sys.executable, str(ROOT / "scripts" / "fetch-mnist"), str(ROOT / "build/mnist")]
+        data = subprocess.run(
+            fetch, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.splitlines()[-1]
+    depths = [int(depth) for depth in arguments.layers.split(",")]
+    print(table({depth: compare(arguments, depth, data) for depth in depths}))
+
+
+if __name__ == "__main__":
+    main()
