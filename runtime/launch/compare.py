@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-from pydantic import ValidationError
-
 from dni_runtime.core.interfaces import INTERFACES
-from dni_runtime.errors import DataError, UsageError
+from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import REFERENCE
 from dni_runtime.rundir import read_lines
 from dni_runtime.spec import ChainSpec, Choice
-from dni_runtime.spec.load import suggestion
+from dni_runtime.spec.load import parse_choice, suggestion
 
 TARGET_BELOW = 0.01
 """Without a target of the user's, the time is taken to one point below the reference."""
@@ -91,8 +88,8 @@ def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str
     for text in (*names, *labelled):
         label, _, value = text.partition("=")
         try:
-            choice = Choice.model_validate(yaml.safe_load(value)) if value else Choice(name=label)
-        except (ValidationError, yaml.YAMLError):
+            choice = parse_choice(value) if value else Choice(name=label)
+        except SpecError:
             raise UsageError(
                 f"{value!r} is not a gradient interface", hint="as in 'mlp={synthetic: {…: …}}'"
             ) from None

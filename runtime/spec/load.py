@@ -84,6 +84,18 @@ def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
         raise _explain(error, lines, file) from None
 
 
+def parse_choice(text: str) -> Choice:
+    """A name with keywords, written as in a chain file.
+
+    Raises:
+        SpecError: It is not one.
+    """
+    try:
+        return Choice.model_validate(_parse_yaml(text, text)[0])
+    except ValidationError:
+        raise SpecError(f"{text!r} is not a name with keywords") from None
+
+
 def line_of(text: str, location: Location) -> int | None:
     """The one-based line where ``location`` (keys and indices) stands in a YAML text."""
     return _nearest(_parse_yaml(text, "chain.yaml")[1], location)

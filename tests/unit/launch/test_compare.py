@@ -83,13 +83,17 @@ def test_methods_that_cannot_be(names: list[str], labelled: list[str], message: 
 
 
 def test_methods(small: Prepared) -> None:
-    methods = read_methods(["exact", "mine:Interface"], ["DNI={synthetic: {conditioned: false}}"])
+    methods = read_methods(
+        ["exact", "mine:Interface"],
+        ["DNI={synthetic: {conditioned: false, optimizer: {Adam: {lr: 1e-4}}}}"],
+    )
     assert list(methods) == ["exact", "mine:Interface", "DNI"]
     chain = variant(small, methods["DNI"], 5).chain
     for module in chain.modules[:-1]:
         assert module.interface is not None
         assert module.interface.args["conditioned"] is False
         assert module.interface.args["learn_every"] == 1
+        assert module.interface.args["optimizer"] == {"Adam": {"lr": 1e-4}}
 
 
 def trial(method: str, seed: int, *values: float) -> Trial:
