@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dni_runtime.errors import UsageError
 from dnictl.options import chain_argument, data_option, json_option, print_json
 
 if TYPE_CHECKING:
@@ -80,6 +81,11 @@ def compare(
     names = [name.strip() for name in interfaces.split(",") if name.strip()]
     methods = read_methods(names, labelled)
     prepared = prepare(chain, data=data)
+    if prepared.chain.eval_every == 0:
+        raise UsageError(
+            f"{prepared.place('eval_every')}: 0, so there is nothing to compare",
+            hint="leave it out, or set it to 1",
+        )
     metric = metric_of(prepared.chain)
     numbers = range(prepared.chain.seed, prepared.chain.seed + seeds)
     # All variants are checked before the first one starts.

@@ -201,6 +201,12 @@ def test_compare_names_unknown_interfaces(
     assert not (folder / "c").exists()
 
 
+def test_compare_needs_evaluations(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
+    path = write_chain(("epochs: 2", "epochs: 2\neval_every: 0"))
+    check(dnictl("compare", path, "--out", "c"), 64, ["chain.yaml:5: eval_every", "set it to 1"])
+    assert not (folder / "c").exists()
+
+
 def test_an_unknown_command_and_option(dnictl: Dnictl) -> None:
     assert dnictl("upp").code == 64
     assert "No such command 'upp'" in dnictl("upp").err
