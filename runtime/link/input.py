@@ -247,6 +247,28 @@ class InputLink:
             Message(Kind.REQUEST, self._receiver.run, self._contract.target, body={"what": what})
         )
 
+    def finish(self, deadline_s: float) -> bool:
+        """Wait until the module upstream knows what has been processed, and has said BYE.
+
+        A connection that ends takes with it what the other end has not read yet: whoever leaves
+        right after its last acknowledgement may leave its neighbour waiting for it.
+
+        Returns:
+            Whether it has said BYE; False when the deadline came.
+        """
+        end_s = time.monotonic() + deadline_s
+        while not self._receiver.left:
+            if not self._take():
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._ack_due = True
+                if self._drained:
+                    self.send_drained(self._drained)
+                self._send_due()
+                sockets.wait(self._socket, min(left_s, _POLL_S))
+        return True
+
     def close(self) -> None:
         """Stop listening; waits a second at most for acknowledgements to leave."""
         self._send_due()

@@ -267,6 +267,13 @@ class OutputLink:
                 return False
             sockets.wait(self._socket, min(left_s, _POLL_S))
 
+    def finish(self, deadline_s: float) -> bool:
+        """As :meth:`flush`, then say BYE: the module downstream need not answer any more."""
+        flushed = self.flush(deadline_s)
+        if flushed:
+            sockets.send(self._socket, self._sender.bye())
+        return flushed
+
     def close(self) -> None:
         """Close the socket; what is not acknowledged is lost."""
         sockets.close(self._socket, self._context if self._owns_context else None)

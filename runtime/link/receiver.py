@@ -58,6 +58,7 @@ class Receiver:
         peer: Identity of the accepted peer's connection, or None.
         replies: Handshake messages to send, each with the identity that gets it.
         order: Which messages have been accepted and processed.
+        left: Whether the peer has said BYE.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Receiver:
         self.counters = counters
         self.order = ReceiveOrder(received)
         self.peer: bytes | None = None
+        self.left = False
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
         self._limits = contract.down
         self._session = ""
@@ -91,13 +93,20 @@ class Receiver:
         if message.kind is Kind.HELLO:
             self._hello(identity, message)
             return None
+        if message.kind is Kind.BYE:
+            self._check_origin(message)
+            self.left = True
+            return None
         raise WireError("kind", f"{message.kind.name} from upstream")
 
-    def _stream(self, message: Message) -> Message | None:
+    def _check_origin(self, message: Message) -> None:
         if message.run != self.run:
             raise WireError("run", f"a message of run {message.run!r}")
         if message.source != self.contract.source:
             raise WireError("source", f"a message of module {message.source!r}")
+
+    def _stream(self, message: Message) -> Message | None:
+        self._check_origin(message)
         if message.kind is Kind.BATCH:
             (h, y), (h_bytes, y_bytes) = message.tensors, message.buffers
             activations = self.contract.activation.check(h, nbytes(h_bytes))
@@ -168,6 +177,7 @@ class Receiver:
             if self.peer is not None:
                 self._refuse(self.peer, Refusal(REPLACED, hello.session, self._session))
         self._session = hello.session
+        self.left = False
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:
         self._reply(identity, Kind.REFUSE, refusal.body())

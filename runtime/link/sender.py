@@ -86,6 +86,10 @@ class Sender:
         hello = Hello(self._session, self.window.first, self.contract.agreement)
         return encode(Message(Kind.HELLO, self.run, self.contract.source, body=hello.body()))
 
+    def bye(self) -> list[Buffer]:
+        """The frames of BYE."""
+        return encode(Message(Kind.BYE, self.run, self.contract.source))
+
     def add(self, message: Message, samples: int | None = None) -> None:
         """Put a message into the window.
 

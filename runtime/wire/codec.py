@@ -51,6 +51,7 @@ _USES = {
     Kind.ACK: _Uses(ack=True),
     Kind.DRAINED: _Uses(id=True),
     Kind.REQUEST: _Uses(body=True),
+    Kind.BYE: _Uses(),
 }
 _KINDS = {int(kind): (kind, uses) for kind, uses in _USES.items()}  # ints hash fastest
 _MODES = {int(mode): mode for mode in Mode}

@@ -19,6 +19,7 @@ class Kind(IntEnum):
     ACK = 7
     DRAINED = 8
     REQUEST = 9
+    BYE = 10
 
 
 class Mode(IntEnum):

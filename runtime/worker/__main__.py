@@ -69,6 +69,7 @@ def main() -> None:
             worker.selftest(worker.load_spec(options))
         else:
             worker.serve(options, stop)
+            stop.ignore()
     except DniError as error:
         logging.getLogger("dni_runtime.worker").error("%s", error)
         sys.exit(error.exit_code)

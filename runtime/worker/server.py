@@ -34,6 +34,10 @@ REQUEST_AFTER_S = 1.0
 """A module told to stop asks for a checkpoint only when the head has not made one by itself."""
 
 
+FAREWELL_S = 5.0
+"""Longest wait for the module upstream to hear that all has been processed."""
+
+
 class Outcome(Enum):
     """How serving ended."""
 
@@ -108,11 +112,16 @@ class ModuleServer:
             if self._outcome is not None or not self._may_take() or not self._take():
                 self._sleep()
         self._write_metrics()
-        if self._output is not None:
-            left = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
-            if not self._output.flush(left):
-                log.warning("the module downstream has not acknowledged everything")
+        self._part()
         return self._outcome
+
+    def _part(self) -> None:
+        """Leave when both neighbours know what they have to, or are gone."""
+        left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
+        if self._output is not None and not self._output.finish(left_s):
+            log.warning("the module downstream has not acknowledged everything")
+        if self._input is not None and not self._input.finish(min(left_s, FAREWELL_S)):
+            log.warning("the module upstream has left without a word")
 
     def _may_take(self) -> bool:
         room = self._output is None or self._output.room

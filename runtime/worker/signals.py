@@ -30,6 +30,12 @@ class StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
+    @staticmethod
+    def ignore() -> None:
+        """There is nothing left to stop; Python's own handling ends before the process does."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
     def __call__(self) -> bool:
         """Whether the worker has been told to stop."""
         return self._at_s is not None

@@ -300,6 +300,31 @@ def test_duplicates_that_travel_are_dropped(links: Any, address: str) -> None:
     assert input.counters.duplicates == 2
 
 
+def test_the_last_acknowledgement_outlives_the_connection(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)
+    output.send_mark(1, 0, Mark.END)
+    receive(links, input)
+    input.send_drained(1)
+    input.ack(1)
+
+    def leave() -> None:
+        assert input.finish(links.DEADLINE_S)
+        input.close()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    time.sleep(0.3)  # busy, while what was sent arrives
+    assert output.finish(links.DEADLINE_S)
+    leaving.join()
+    assert output.receive() == [Drained(1)]
+
+
+def test_nobody_waits_for_a_neighbour_that_is_gone(links: Any, address: str) -> None:
+    output, input, _ = links.pair(address)
+    output.close()
+    assert not input.finish(0.3)
+
+
 def test_gradients_for_nobody_are_dropped_and_counted(links: Any, address: str) -> None:
     output, input, _ = links.pair(address)
     send(links, output, 1)

@@ -57,6 +57,7 @@ EXAMPLES = [
     Message(Kind.ACK, "r", "b", ack=9),
     Message(Kind.DRAINED, "r", "b", id=8),
     Message(Kind.REQUEST, "r", "b", body={"what": "checkpoint"}),
+    Message(Kind.BYE, "r", "a"),
 ]
 
 
