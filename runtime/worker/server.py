@@ -87,6 +87,7 @@ class ModuleServer:
         self._asked = False
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
+        self._chain_ends = False
         # Input that cannot be taken yet must not wake the loop up again and again.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
@@ -120,8 +121,8 @@ class ModuleServer:
         left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
         if self._output is not None and not self._output.finish(left_s):
             log.warning("the module downstream has not acknowledged everything")
-        if self._input is not None and not self._input.finish(min(left_s, FAREWELL_S)):
-            log.warning("the module upstream has left without a word")
+        if self._input is not None and self._chain_ends:
+            self._input.finish(min(left_s, FAREWELL_S))
 
     def _may_take(self) -> bool:
         room = self._output is None or self._output.room
@@ -249,9 +250,11 @@ class ModuleServer:
         if self._input is not None:
             self._input.send_drained(marker.id)
             self._input.ack(marker.id)
+        self._chain_ends = bool(marker.mark & (Mark.END | Mark.STOP))
         if Mark.END in marker.mark:
             self._outcome = Outcome.FINISHED
-        elif Mark.STOP in marker.mark or (self._stop() and Mark.CHECKPOINT in marker.mark):
+        elif Mark.STOP in marker.mark or (self._asked and Mark.CHECKPOINT in marker.mark):
+            # Whoever has not asked waits a moment: when all are told to stop, STOP comes.
             self._outcome = Outcome.STOPPED
 
     def _checkpoint(self, cut: int) -> None:
