@@ -112,15 +112,17 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def fetch() -> str:
+    """Get MNIST where it is not there yet; gives its folder."""
+    command = [sys.executable, str(ROOT / "scripts" / "fetch-mnist"), str(ROOT / "build/mnist")]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()[-1]
+
+
 def main() -> None:
     """Train what is missing, and print the table."""
     arguments = parse()
-    data = arguments.mnist
-    if data is None:
-        fetch = [sys.executable, str(ROOT / "scripts" / "fetch-mnist"), str(ROOT / "build/mnist")]
-        data = subprocess.run(
-            fetch, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout.splitlines()[-1]
+    data = arguments.mnist or fetch()
     depths = [int(depth) for depth in arguments.layers.split(",")]
     print(table({depth: compare(arguments, depth, data) for depth in depths}))
 
