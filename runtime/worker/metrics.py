@@ -116,6 +116,7 @@ class Meter:
                 synthesizer_cosine=_finite(float(late.cosine)) if late else None,
                 gradients=counters.gradients,
                 gradients_unpaired=counters.unpaired,
+                cpu_s=round(time.process_time(), 4),
                 waiting_s={key: round(value, 4) for key, value in self.waiting_s.items()},
                 **link,
             )

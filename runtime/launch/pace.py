@@ -1,0 +1,275 @@
+"""Running a chain for a bounded time, and how fast its modules were meanwhile.
+
+Start, warm-up and end are left out: what is read are the differences between two reports of each
+worker (``metrics/MODULE.jsonl``), so nothing has to be asked while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import StoppedError, WorkerError
+from dni_runtime.launch.figures import LineReader
+from dni_runtime.launch.host import Site
+from dni_runtime.launch.prepare import Prepared, prepare_again
+from dni_runtime.launch.processes import LocalStarter
+from dni_runtime.launch.records import create_run
+from dni_runtime.launch.start import failure, plan_here, write_plan
+from dni_runtime.launch.state import RunState
+from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.rundir import RunDir, read_lines
+
+WAITS = ("input", "window", "gradient")
+"""What a worker sleeps for: a batch from upstream, room in its window, a true gradient."""
+
+_ENDLESS = 1_000_000
+_PATIENCE_S = 180.0
+
+
+@dataclass(frozen=True)
+class ModulePace:
+    """One worker between two of its reports.
+
+    Attributes:
+        module: Its name.
+        samples_per_s: Training samples a second.
+        batch_s: Seconds from one training batch to the next.
+        cpu_s: CPU seconds for one batch, all threads of the worker together.
+        cores: Cores that it kept busy.
+        waiting: Shares of the time that it slept, by reason (see ``WAITS``).
+        lag: Batches by which true gradients came late, on average; None where none came.
+    """
+
+    module: str
+    samples_per_s: float
+    batch_s: float
+    cpu_s: float
+    cores: float
+    waiting: dict[str, float]
+    lag: float | None
+
+
+@dataclass(frozen=True)
+class ChainPace:
+    """A chain in its steady state.
+
+    Attributes:
+        seconds: How long it was watched.
+        batches: Training batches that the tail did meanwhile.
+        samples_per_s: Training samples a second at the tail.
+        cores: Cores that all workers together kept busy.
+        cpu_s: CPU seconds of all workers for one sample.
+        modules: The modules, head first.
+    """
+
+    seconds: float
+    batches: int
+    samples_per_s: float
+    cores: float
+    cpu_s: float
+    modules: tuple[ModulePace, ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long a chain is watched.
+
+    Attributes:
+        warmup_s: Seconds that are left out after the tail's first report; more where the links'
+            windows have not been filled twice by then.
+        seconds: Seconds that count.
+        batches: End earlier, after so many batches at the tail.
+    """
+
+    warmup_s: float = 3.0
+    seconds: float = 8.0
+    batches: int | None = None
+
+
+def endless(prepared: Prepared) -> Prepared:
+    """The chain without end, evaluations, checkpoints and schedules: training and nothing else.
+
+    Raises:
+        SpecError: It cannot be used.
+    """
+    chain = prepared.written
+    no_schedule = {"schedule": None, "schedule_every": None}
+    update = {
+        "epochs": _ENDLESS,
+        "steps": None,
+        "eval_every": 0,
+        "checkpoint": chain.checkpoint.model_copy(update={"every_epochs": 0, "every_steps": None}),
+        "defaults": chain.defaults.model_copy(update=no_schedule),
+        "modules": tuple(module.model_copy(update=no_schedule) for module in chain.modules),
+    }
+    return prepare_again(prepared, chain.model_copy(update=update))
+
+
+def measure_chain(
+    root: Path,
+    prepared: Prepared,
+    site: Site,
+    bounds: Bounds,
+    *,
+    prefixes: Mapping[str, Sequence[str]] | None = None,
+    observe: Callable[[RunState], None] | None = None,
+) -> ChainPace:
+    """Train a chain with real workers until its pace is known, then end it.
+
+    Args:
+        root: A run directory to make.
+        prepared: The chain; see :func:`endless`.
+        site: What this host offers.
+        bounds: How long.
+        prefixes: By module, what the worker's command is given to: a program that becomes it, such
+            as ``nsenter``.
+        observe: Called a few times a second with the run's state.
+
+    Raises:
+        WorkerError: A worker failed, or nothing came of it in three minutes.
+        StoppedError: It was told to stop before it was done.
+    """
+    run = create_run(root, prepared, backend=site.backend)
+    plan = plan_here(run.root, prepared.chain, prepared.workers, site, data=prepared.data)
+    wrap = prefixes or {}
+    plan = replace(
+        plan,
+        workers=tuple(
+            replace(worker, argv=(*wrap.get(worker.module, ()), *worker.argv))
+            for worker in plan.workers
+        ),
+    )
+    write_plan(run, plan)
+    supervisor = Supervisor(run, plan, LocalStarter(dict(os.environ)))
+    watch = _Watch(run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.window)
+
+    def look(state: RunState) -> None:
+        if observe is not None:
+            observe(state)
+        if state.active and watch.done():
+            supervisor.interrupt(signal.SIGTERM)
+
+    state = supervisor.run(look)
+    error = failure(run, state)
+    if error is not None:
+        raise error
+    if watch.end is None or watch.begin is None:
+        raise StoppedError("the chain was stopped before its pace was known")
+    return read_pace(run, prepared.modules, watch.begin["time"], watch.end["time"])
+
+
+class _Watch:
+    """Looks at the tail's reports until enough is known; then says so once."""
+
+    def __init__(self, path: Path, bounds: Bounds, fill: int) -> None:
+        self._reader = LineReader(path)
+        self._bounds = bounds
+        self._fill = fill
+        self._patience = time.monotonic() + _PATIENCE_S + bounds.warmup_s + bounds.seconds
+        self._first: dict[str, Any] | None = None
+        self.begin: dict[str, Any] | None = None
+        self.end: dict[str, Any] | None = None
+
+    def done(self) -> bool:
+        if self.end is not None:
+            return False
+        for line in self._reader.new():
+            if line["kind"] == "train" and self._take(line):
+                return True
+        if time.monotonic() > self._patience:
+            raise WorkerError(
+                "the chain is too slow to be measured: the tail has reported "
+                f"{'little' if self._first else 'nothing'} so far"
+            )
+        return False
+
+    def _take(self, line: dict[str, Any]) -> bool:
+        bounds = self._bounds
+        if self._first is None:
+            self._first = line
+        if self.begin is None:
+            since_s = line["time"] - self._first["time"]
+            filled = line["step"] - self._first["step"] >= self._fill
+            if since_s >= bounds.warmup_s and filled:
+                self.begin = line
+            return False
+        enough = bounds.batches is not None and line["step"] - self.begin["step"] >= bounds.batches
+        if line["time"] - self.begin["time"] >= bounds.seconds or enough:
+            self.end = line
+        return self.end is not None
+
+
+def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -> ChainPace:
+    """The chain's pace between two moments, from its run directory.
+
+    Args:
+        run: The run directory.
+        modules: The modules, head first.
+        since: Unix time of a report of the tail.
+        until: Unix time of a later one.
+
+    Raises:
+        WorkerError: A module has not reported twice in between.
+    """
+    paces = []
+    for module in modules:
+        lines = [line for line in read_lines(run.metrics(module)) if line["kind"] == "train"]
+        first, last = (
+            min(lines, key=lambda line: abs(line["time"] - moment), default=None)
+            for moment in (since, until)
+        )
+        if first is None or last is None or last["step"] <= first["step"]:
+            raise WorkerError(f"module {module!r} has reported too seldom: measure for longer")
+        paces.append((module_pace(module, lines, first, last), first, last))
+    _, first, last = paces[-1]
+    tail = paces[-1][0]
+    modules_pace = tuple(pace for pace, _, _ in paces)
+    cores = sum(pace.cores for pace in modules_pace)
+    return ChainPace(
+        seconds=last["time"] - first["time"],
+        batches=last["step"] - first["step"],
+        samples_per_s=tail.samples_per_s,
+        cores=cores,
+        cpu_s=cores / tail.samples_per_s,
+        modules=modules_pace,
+    )
+
+
+def module_pace(
+    module: str, lines: Sequence[dict[str, Any]], first: dict[str, Any], last: dict[str, Any]
+) -> ModulePace:
+    """A worker's pace between two of its reports.
+
+    Args:
+        module: Its name.
+        lines: All its reports.
+        first: One of them.
+        last: A later one.
+    """
+    seconds = last["time"] - first["time"]
+    batches = last["step"] - first["step"]
+    cpu_s = last["cpu_s"] - first["cpu_s"]
+    lags = [
+        line["lag"]
+        for line in lines
+        if first["time"] < line["time"] <= last["time"] and line["lag"] is not None
+    ]
+    waited = {
+        reason: last["waiting_s"].get(reason, 0.0) - first["waiting_s"].get(reason, 0.0)
+        for reason in WAITS
+    }
+    return ModulePace(
+        module=module,
+        samples_per_s=(last["samples"] - first["samples"]) / seconds,
+        batch_s=seconds / batches,
+        cpu_s=cpu_s / batches,
+        cores=cpu_s / seconds,
+        waiting={reason: value / seconds for reason, value in waited.items()},
+        lag=sum(lags) / len(lags) if lags else None,
+    )
