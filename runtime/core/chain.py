@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,13 @@ from dni_runtime.core.training import (
 )
 from dni_runtime.spec import WorkerSpec
 
+Carry: TypeAlias = Callable[[int, Tensor], Tensor]
+"""What arrives of a tensor that crosses the cut below the module with this index."""
+
+
+def _unchanged(cut: int, tensor: Tensor) -> Tensor:
+    return tensor
+
 
 class LocalChain:
     """Modules that hand their tensors to each other directly.
@@ -28,12 +36,23 @@ class LocalChain:
         workers: The modules' specs, head first.
         delay: Training batches by which each true gradient is late at the module it teaches; 0
             hands it over as soon as the module downstream has it.
+        down: What a cut does to activations, such as narrowing them.
+        up: What it does to gradients.
     """
 
-    def __init__(self, workers: Sequence[WorkerSpec], *, delay: int = 0) -> None:
+    def __init__(
+        self,
+        workers: Sequence[WorkerSpec],
+        *,
+        delay: int = 0,
+        down: Carry = _unchanged,
+        up: Carry = _unchanged,
+    ) -> None:
         self.steps = [ModuleStep(worker) for worker in workers]
         self._late: list[deque[tuple[int, Tensor]]] = [deque() for _ in workers]
         self._delay = delay
+        self._down = down
+        self._up = up
         self._id = 0
 
     def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> float:
@@ -45,6 +64,8 @@ class LocalChain:
         self._id += 1
         for index, step in enumerate(self.steps):
             self._teach(index)
+            if index:
+                x_BX = self._down(index - 1, x_BX)
             before = torch.get_rng_state()
             torch.set_rng_state(step.random_state)  # dropout draws as it would in its own process
             x_BX = step.forward(self._id, x_BX)
@@ -64,13 +85,15 @@ class LocalChain:
 
     def predict(self, x_BX: Tensor) -> Tensor:
         """The chain's output in eval mode."""
-        for step in self.steps:
+        for index, step in enumerate(self.steps):
+            if index:
+                x_BX = self._down(index - 1, x_BX)
             x_BX = step.evaluate(x_BX)
         return x_BX
 
     def _pass_up(self, index: int, id: int, g_BX: Tensor | None) -> None:
         if g_BX is not None and index > 0:
-            self._late[index - 1].append((id, g_BX))
+            self._late[index - 1].append((id, self._up(index - 1, g_BX)))
 
     def _teach(self, index: int) -> None:
         late = self._late[index]

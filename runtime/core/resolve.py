@@ -152,6 +152,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
             )
         )
     _check_training(chain, workers)
+    _check_links(chain, workers)
     return tuple(workers)
 
 
@@ -274,6 +275,20 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                     worker.interface,
                     Boundary.of(worker),
                     _place(chain, worker.index, "interface"),
+                )
+
+
+def _check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
+    for field in ("dtype", "gradient_dtype"):
+        if getattr(chain.links, field) != "int8-channel":
+            continue
+        for worker in workers[:-1]:
+            if not worker.output.shape:
+                raise SpecError(
+                    f"'int8-channel' needs channels, but module {worker.module!r} gives "
+                    f"{worker.output}",
+                    location=("links", field),
+                    hint="'int8' has one scale for the whole tensor",
                 )
 
 

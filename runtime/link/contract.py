@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec import Dtype, TensorSpec, WorkerSpec
 from dni_runtime.wire import HEADER_BYTES, Limits, TensorContract
 
 End = Literal["input", "output"]
@@ -47,10 +47,12 @@ class LinkContract:
         if source is None or target is None:
             raise ValueError(f"module {spec.module!r} has no {end} link")
         links = spec.links
-        wire = links.dtype or tensor.dtype
-        activation = TensorContract("h", wire, tensor.shape, spec.batch_limit)
-        label = TensorContract("y", spec.label.dtype, spec.label.shape, spec.batch_limit)
-        gradient = TensorContract("g", links.gradient_dtype or wire, tensor.shape, spec.batch_limit)
+        limit = spec.batch_limit
+        down = links.dtype or tensor.dtype
+        up = links.gradient_dtype or down
+        activation = _on_the_wire("h", links.dtype, tensor, limit)
+        label = TensorContract("y", spec.label.dtype, spec.label.shape, limit)
+        gradient = _on_the_wire("g", links.gradient_dtype or links.dtype, tensor, limit)
         return cls(
             source=source,
             target=target,
@@ -64,8 +66,8 @@ class LinkContract:
                 "target": target,
                 "activation": str(tensor),
                 "label": str(spec.label),
-                "activations on the wire": wire,
-                "gradients on the wire": f"{gradient.dtype}, 1 in {wanted}" if wanted else "none",
+                "activations on the wire": down,
+                "gradients on the wire": f"{up}, 1 in {wanted}" if wanted else "none",
                 "batch limit": str(spec.batch_limit),
                 "hash": spec.link_hash(end=end),
             },
@@ -77,14 +79,15 @@ class LinkContract:
     @property
     def down(self) -> Limits:
         """Limits of what travels down."""
-        return Limits(2, max(self.activation.buffer_bytes, self.label.buffer_bytes))
+        tensors = len(self.activation.names) + len(self.label.names)
+        return Limits(tensors, max(self.activation.buffer_bytes, self.label.buffer_bytes))
 
     @property
     def up(self) -> Limits:
         """Limits of what travels up."""
         if self.gradient is None:
             return Limits(0, 0)
-        return Limits(1, self.gradient.buffer_bytes)
+        return Limits(len(self.gradient.names), self.gradient.buffer_bytes)
 
     def frame_limit(self, end: End) -> int:
         """MAXMSGSIZE of the socket at this end: well above the contract.
@@ -94,3 +97,22 @@ class LinkContract:
         """
         limits = self.down if end == "input" else self.up
         return max(4 * max(limits.buffer_bytes, HEADER_BYTES), 1 << 20)
+
+
+def _on_the_wire(
+    name: str, wire: Dtype | None, tensor: TensorSpec, batch_limit: int
+) -> TensorContract:
+    """The contract of activations or gradients that travel as a type of ``links``."""
+    scale: tuple[int, ...] | None = None
+    dtype = wire or tensor.dtype
+    if wire == "int8":
+        scale = ()
+    elif wire == "int8-channel":
+        dtype, scale = "int8", _channels(tensor.shape)
+    return TensorContract(name, dtype, tensor.shape, batch_limit, scale)
+
+
+def _channels(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of one scale per channel: the last dimension of tokens (T x C), else the first."""
+    channel = 1 if len(shape) == 2 else 0
+    return tuple(size if index == channel else 1 for index, size in enumerate(shape))

@@ -21,14 +21,13 @@ from dni_runtime.link import socketfile, sockets
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.receiver import Receiver
-from dni_runtime.link.tensors import from_buffer, to_buffer
+from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, encode
 
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_CALL = 64
-_FRAMES = 3
 _CONTROL_KEPT = 64
 _POLL_S = 0.2
 
@@ -92,6 +91,7 @@ class InputLink:
     ) -> None:
         self._contract = LinkContract.of(spec, "input")
         self._label_dtype = spec.label.dtype
+        self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
         self.counters = LinkCounters()
         self._receiver = Receiver(
             self._contract, run=run, received=received, counters=self.counters
@@ -219,15 +219,15 @@ class InputLink:
             return
         order = self._receiver.order
         order.acknowledge(ack)
-        entry, buffer = to_buffer(g, contract)
+        entries, buffers = to_buffers(g, contract)
         message = Message(
             Kind.GRADIENT,
             self._receiver.run,
             self._contract.target,
             id=id,
             ack=order.acked,
-            tensors=(entry,),
-            buffers=(buffer,),
+            tensors=entries,
+            buffers=buffers,
         )
         if self._send(encode(message)):
             self.counters.gradients += 1
@@ -278,7 +278,7 @@ class InputLink:
 
     def _take(self) -> Message | bool:
         """Take one message: a new one of the stream, else whether there was any."""
-        frames = sockets.receive(self._socket, 1 + _FRAMES)
+        frames = sockets.receive(self._socket, self._frames)
         if frames is None:
             return False
         identity, *rest = sockets.buffers(frames)
@@ -294,13 +294,13 @@ class InputLink:
     def _item(self, message: Message) -> Batch | Marker:
         if message.kind is Kind.MARK:
             return Marker(message.id, message.epoch, message.mark, dict(message.body))
-        (h, y), (h_buffer, y_buffer) = message.tensors, message.buffers
+        tensors, buffers = message.tensors, message.buffers
         return Batch(
             message.id,
             message.epoch,
             message.mode,
-            from_buffer(h, h_buffer, self._contract.dtype),
-            from_buffer(y, y_buffer, self._label_dtype),
+            from_buffers(tensors[:-1], buffers[:-1], self._contract.dtype),
+            from_buffers(tensors[-1:], buffers[-1:], self._label_dtype),
         )
 
     def _reply(self) -> None:

@@ -20,7 +20,7 @@ from dni_runtime.link import sockets
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.sender import Sender, State
-from dni_runtime.link.tensors import from_buffer, to_buffer
+from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Body, Kind, Mark, Message, Mode
 
@@ -91,6 +91,7 @@ class OutputLink:
         context: sockets.Context | None = None,
     ) -> None:
         self._contract = LinkContract.of(spec, "output")
+        self._frames = 1 + self._contract.up.tensors  # with the header
         self.counters = LinkCounters()
         self._sender = Sender(
             self._contract,
@@ -200,11 +201,11 @@ class OutputLink:
             WireError: A tensor breaks the contract (a bug of the caller).
             ValueError: There is no room, or the id does not grow (a bug of the caller).
         """
-        h_entry, h_buffer = to_buffer(h, self._contract.activation)
-        y_entry, y_buffer = to_buffer(y, self._contract.label)
-        samples = h_entry.shape[0]
-        if y_entry.shape[0] != samples:
-            raise WireError("shape", f"{samples} samples in h but {y_entry.shape[0]} in y")
+        h_entries, h_buffers = to_buffers(h, self._contract.activation)
+        y_entries, y_buffers = to_buffers(y, self._contract.label)
+        samples = len(h)
+        if len(y) != samples:
+            raise WireError("shape", f"{samples} samples in h but {len(y)} in y")
         message = Message(
             Kind.BATCH,
             self._sender.run,
@@ -212,8 +213,8 @@ class OutputLink:
             id=id,
             epoch=epoch,
             mode=mode,
-            tensors=(h_entry, y_entry),
-            buffers=(h_buffer, y_buffer),
+            tensors=h_entries + y_entries,
+            buffers=h_buffers + y_buffers,
         )
         self._sender.add(message, samples)
         self._transmit()
@@ -281,7 +282,7 @@ class OutputLink:
     def _receive(self) -> list[Event]:
         events: list[Event] = []
         for _ in range(MESSAGES_PER_CALL):
-            frames = sockets.receive(self._socket, 2)
+            frames = sockets.receive(self._socket, self._frames)
             if frames is None:
                 break
             try:
@@ -306,8 +307,8 @@ class OutputLink:
 
     def _event(self, message: Message) -> Event:
         if message.kind is Kind.GRADIENT:
-            (entry,), (buffer,) = message.tensors, message.buffers
-            return Gradient(message.id, from_buffer(entry, buffer, self._contract.dtype))
+            g = from_buffers(message.tensors, message.buffers, self._contract.dtype)
+            return Gradient(message.id, g)
         if message.kind is Kind.DRAINED:
             return Drained(message.id)
         return Request(str(message.body["what"]))

@@ -31,7 +31,6 @@ from dni_runtime.wire import (
     decode,
     encode,
     header_version,
-    nbytes,
 )
 
 log = logging.getLogger(__name__)
@@ -108,9 +107,9 @@ class Receiver:
     def _stream(self, message: Message) -> Message | None:
         self._check_origin(message)
         if message.kind is Kind.BATCH:
-            (h, y), (h_bytes, y_bytes) = message.tensors, message.buffers
-            activations = self.contract.activation.check(h, nbytes(h_bytes))
-            labels = self.contract.label.check(y, nbytes(y_bytes))
+            tensors, buffers = message.tensors, message.buffers
+            activations = self.contract.activation.check(tensors[:-1], buffers[:-1])
+            labels = self.contract.label.check(tensors[-1:], buffers[-1:])
             if activations != labels:
                 raise WireError("shape", f"{activations} samples in h but {labels} in y")
         order = self.order

@@ -30,7 +30,6 @@ from dni_runtime.wire import (
     decode,
     encode,
     header_version,
-    nbytes,
 )
 
 SIZES_KEPT = 1 << 14
@@ -198,7 +197,7 @@ class Sender:
     def _check_gradient(self, message: Message) -> None:
         if self.contract.gradient is None:
             raise WireError("kind", "a gradient, though this module wants none")
-        samples = self.contract.gradient.check(message.tensors[0], nbytes(message.buffers[0]))
+        samples = self.contract.gradient.check(message.tensors, message.buffers)
         due = self._sizes.get(message.id)
         if due is None:
             raise WireError("id", f"a gradient of batch {message.id}, which is not known here")

@@ -27,7 +27,8 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0
 
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|(cuda|rocm)(:\d{1,2})?)$")]
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["float32", "bfloat16", "float16", "int8", "int8-channel"]
+"""Types on the wire; ``int8`` is quantized with one scale per tensor, or one per channel."""
 
 IMPORT_KEY = "import"
 

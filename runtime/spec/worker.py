@@ -154,7 +154,7 @@ class WorkerSpec(Frozen):
         """SHA-256 of what the image must hold: host paths and link timing are left out."""
         document = self.model_dump(mode="json")
         document.pop("stop_grace_s")
-        document["links"] = {"dtype": document["links"]["dtype"]}
+        document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
             document["head"]["data"].pop("path")
         return _digest(document)

@@ -4,7 +4,14 @@ Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles a
 """
 
 from dni_runtime.wire.codec import decode, encode, header_version
-from dni_runtime.wire.contract import HEADER_BYTES, ITEM_BYTES, Limits, TensorContract
+from dni_runtime.wire.contract import (
+    HEADER_BYTES,
+    ITEM_BYTES,
+    SCALE_DTYPE,
+    Limits,
+    TensorContract,
+    scale_name,
+)
 from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
 from dni_runtime.wire.message import Body, Buffer, Message, TensorEntry, nbytes
 
@@ -12,6 +19,7 @@ __all__ = [
     "HEADER_BYTES",
     "ITEM_BYTES",
     "PROTOCOL_VERSION",
+    "SCALE_DTYPE",
     "Body",
     "Buffer",
     "Kind",
@@ -25,4 +33,5 @@ __all__ = [
     "encode",
     "header_version",
     "nbytes",
+    "scale_name",
 ]

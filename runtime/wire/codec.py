@@ -38,16 +38,16 @@ class _Uses:
     mark: bool = False
     ack: bool = False
     body: bool = False
-    tensors: tuple[str, ...] = ()
+    tensors: tuple[tuple[str, ...], ...] = ((),)  # each way in which they may come
 
 
 _USES = {
     Kind.HELLO: _Uses(body=True),
     Kind.WELCOME: _Uses(ack=True, body=True),
     Kind.REFUSE: _Uses(body=True),
-    Kind.BATCH: _Uses(id=True, epoch=True, mode=True, tensors=("h", "y")),
+    Kind.BATCH: _Uses(id=True, epoch=True, mode=True, tensors=(("h", "y"), ("h", "h_scale", "y"))),
     Kind.MARK: _Uses(id=True, epoch=True, mark=True, body=True),
-    Kind.GRADIENT: _Uses(id=True, ack=True, tensors=("g",)),
+    Kind.GRADIENT: _Uses(id=True, ack=True, tensors=(("g",), ("g", "g_scale"))),
     Kind.ACK: _Uses(ack=True),
     Kind.DRAINED: _Uses(id=True),
     Kind.REQUEST: _Uses(body=True),
@@ -143,7 +143,7 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
     if wrong:
         raise WireError("kind", f"{kind.name} with the wrong {wrong}")
     tensors = _table(table, frames, limits)
-    if tuple([entry.name for entry in tensors]) != uses.tensors:
+    if tuple([entry.name for entry in tensors]) not in uses.tensors:
         raise WireError("count", f"{kind.name} with the tensors {brief(table)}")
     return Message(
         kind,

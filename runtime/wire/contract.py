@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dni_runtime.errors import WireError
-from dni_runtime.wire.message import TensorEntry
+from dni_runtime.wire.message import Buffer, TensorEntry, nbytes
 
 HEADER_BYTES = 1 << 16
 """The largest header."""
@@ -24,6 +27,8 @@ ITEM_BYTES = {
     "bool": 1,
 }
 """Bytes of one element of each dtype that can travel (torch's names)."""
+
+SCALE_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +55,22 @@ class TensorContract:
         dtype: torch's name of its type on the wire.
         shape: Sizes of one sample, without the batch dimension.
         batch_limit: Samples in the largest batch.
+        scale: For a quantized tensor: sizes of its scales, which broadcast to a sample's.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     batch_limit: int
+    scale: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The rows that it takes in the tensor table."""
+        return (self.name,) if self.scale is None else (self.name, scale_name(self.name))
 
     @property
     def sample_bytes(self) -> int:
@@ -68,35 +80,71 @@ class TensorContract:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the largest batch."""
-        return self.batch_limit * self.sample_bytes
+        scales = 0 if self.scale is None else math.prod(self.scale) * ITEM_BYTES[SCALE_DTYPE]
+        return max(self.batch_limit * self.sample_bytes, scales)
 
-    def check(self, entry: TensorEntry, nbytes: int) -> int:
-        """Compare a tensor with the contract, before its bytes are viewed.
+    def check(self, entries: Sequence[TensorEntry], buffers: Sequence[Buffer]) -> int:
+        """Compare a tensor, and its scales, with the contract, before its bytes are viewed.
 
         Args:
-            entry: The tensor's row of the table.
-            nbytes: Bytes in its buffer.
+            entries: Their rows of the table.
+            buffers: Their bytes.
 
         Returns:
             The number of samples.
 
         Raises:
-            WireError: It differs; reasons ``count``, ``dtype``, ``shape``, ``truncated`` and
-                ``oversized``.
+            WireError: They differ; reasons ``count``, ``dtype``, ``shape``, ``truncated``,
+                ``oversized`` and ``scale``.
         """
-        if entry.name != self.name:
-            raise WireError("count", f"tensor {entry.name!r} where {self.name!r} is due")
+        names = tuple([entry.name for entry in entries])
+        if names != self.names:
+            raise WireError("count", f"tensors {names} where {self.names} are due")
+        entry, size = entries[0], nbytes(buffers[0])
         if entry.dtype != self.dtype:
             raise WireError("dtype", f"{self} comes as {entry.dtype!r}")
-        shape = entry.shape
+        samples = self.samples(entry.shape)
+        due = samples * self.sample_bytes
+        if size != due:
+            raise WireError(
+                "truncated" if size < due else "oversized",
+                f"{self} with B = {samples} has {due} bytes, not {size}",
+            )
+        if self.scale is not None:
+            self._check_scale(entries[1], buffers[1])
+        return samples
+
+    def samples(self, shape: tuple[int, ...]) -> int:
+        """The number of samples in a tensor of these sizes.
+
+        Raises:
+            WireError: ``shape``: they are not the contract's.
+        """
         if not shape or shape[1:] != self.shape or not 1 <= shape[0] <= self.batch_limit:
             raise WireError(
                 "shape", f"{self}, B from 1 to {self.batch_limit}, comes with sizes {shape}"
             )
-        due = shape[0] * self.sample_bytes
-        if nbytes != due:
-            raise WireError(
-                "truncated" if nbytes < due else "oversized",
-                f"{self} with B = {shape[0]} has {due} bytes, not {nbytes}",
-            )
         return shape[0]
+
+    def _check_scale(self, entry: TensorEntry, buffer: Buffer) -> None:
+        if entry.dtype != SCALE_DTYPE:
+            raise WireError("dtype", f"the scales of {self} come as {entry.dtype!r}")
+        assert self.scale is not None
+        if entry.shape != self.scale:
+            raise WireError(
+                "shape", f"the scales of {self} have the sizes {self.scale}, not {entry.shape}"
+            )
+        due = math.prod(self.scale) * ITEM_BYTES[SCALE_DTYPE]
+        if nbytes(buffer) != due:
+            raise WireError(
+                "truncated" if nbytes(buffer) < due else "oversized",
+                f"the scales of {self} have {due} bytes, not {nbytes(buffer)}",
+            )
+        values = np.frombuffer(buffer, "<f4")
+        if (values < 0).any() or np.isposinf(values).any():  # NaN may come: see docs/wire.md
+            raise WireError("scale", f"{self} has a scale that is negative or infinite")
+
+
+def scale_name(name: str) -> str:
+    """The row in which a tensor's scales travel."""
+    return f"{name}_scale"

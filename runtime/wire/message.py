@@ -26,7 +26,7 @@ class TensorEntry:
     """One row of a message's tensor table.
 
     Attributes:
-        name: What the tensor is: ``h``, ``y`` or ``g``.
+        name: What the tensor is: ``h``, ``y`` or ``g``; ``h_scale`` or ``g_scale``.
         dtype: torch's name of the type.
         shape: Sizes, the batch dimension included.
     """

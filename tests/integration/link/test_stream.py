@@ -19,6 +19,7 @@ import zmq
 
 from dni_runtime.errors import HandshakeError, StoppedError, UnavailableError, WorkerError
 from dni_runtime.link import Batch, Drained, Gradient, Marker, Request, sockets
+from dni_runtime.link.tensors import dequantize, quantize
 from dni_runtime.spec import LinksSpec, TensorSpec
 from dni_runtime.wire import Mark, Mode
 
@@ -102,6 +103,35 @@ def test_large_tensors_of_narrow_type(links: Any, address: str) -> None:
     input.send_gradient(1, h, 1)
     (gradient,) = events(links, output, 1)
     assert torch.equal(gradient.g, h.to(torch.float16).float())
+
+
+@pytest.mark.parametrize(
+    ("down", "up"), [("int8", "int8"), ("int8-channel", "float32"), ("float32", "int8-channel")]
+)
+def test_quantized_tensors(links: Any, address: str, down: Any, up: Any) -> None:
+    tensor = TensorSpec(shape=(8, 16, 16), dtype="float32")
+    spec = LinksSpec(dtype=down, gradient_dtype=up)
+    output, input, _ = links.pair(address, links=spec, input=tensor, output=tensor)
+    h = torch.randn(8, 8, 16, 16)
+    given = h.clone()
+    for id, mode in ((1, Mode.TRAIN), (2, Mode.EVAL)):
+        output.send_batch(id, 0, mode, h, torch.arange(8))
+        batch = receive(links, input)
+        assert torch.equal(batch.h, rounded(h, down))
+        assert torch.equal(batch.y, torch.arange(8))
+    input.send_gradient(1, h, 1)
+    (gradient,) = events(links, output, 1)
+    assert torch.equal(gradient.g, rounded(h, up))
+    assert torch.equal(h, given)
+    assert not output.counters.refused
+    assert not input.counters.refused
+
+
+def rounded(x_BCHW: torch.Tensor, dtype: str) -> torch.Tensor:
+    """What arrives of a tensor that travels as ``dtype``."""
+    if dtype == "float32":
+        return x_BCHW
+    return dequantize(*quantize(x_BCHW, () if dtype == "int8" else (8, 1, 1)))
 
 
 def test_the_window_bounds_what_is_in_flight(links: Any, address: str) -> None:

@@ -47,6 +47,33 @@ def test_delayed_without_delay_is_backprop(small: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_what_a_cut_does_to_tensors_is_what_the_next_module_gets(small: Any) -> None:
+    """Half of each activation and double of each gradient: the same as another scale of weights."""
+    seen: list[tuple[str, int, tuple[int, ...]]] = []
+
+    def down(cut: int, h: Tensor) -> Tensor:
+        seen.append(("h", cut, tuple(h.shape)))
+        return h * (cut == 1)
+
+    def up(cut: int, g: Tensor) -> Tensor:
+        seen.append(("g", cut, tuple(g.shape)))
+        return g * (cut == 1)
+
+    chain = LocalChain(small("exact"), down=down, up=up)
+    before = [[p.clone() for p in step.layers.parameters()] for step in chain.steps]
+    ((x, y),) = batches(1)
+    chain.train_batch(x, y)
+    shape = (16, 8)
+    assert seen == [("h", 0, shape), ("h", 1, shape), ("g", 1, shape), ("g", 0, shape)]
+    moved = [
+        [not torch.equal(*pair) for pair in zip(step.layers.parameters(), old, strict=True)]
+        for step, old in zip(chain.steps, before, strict=True)
+    ]
+    # zeros reach b and so c: only c's bias learns
+    assert moved == [[False] * 3, [False] * 3, [False, True]]
+    assert torch.equal(chain.predict(x), chain.predict(torch.zeros_like(x)))
+
+
 def test_delayed_updates_only_when_the_gradient_comes(small: Any) -> None:
     chain = LocalChain(small("delayed"), delay=3)
     before = [p.clone() for p in chain.steps[0].layers.parameters()]

@@ -130,6 +130,47 @@ def test_errors_say_where_and_what_is_allowed(
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["dtype", "gradient_dtype"])
+def test_one_scale_per_channel_needs_channels(field: str) -> None:
+    layers = "[Flatten, {Linear: {in_features: 256, out_features: 1}}, {Flatten: {start_dim: 0}}]"
+    chain = f"""\
+name: scalars
+links: {{{field}: int8-channel}}
+loss: MSELoss
+metrics: [mse]
+modules:
+  - {{name: a, layers: {layers}, interface: exact}}
+  - {{name: b, layers: [Identity]}}
+"""
+    info = DataInfo(
+        sample=TensorSpec(shape=(256,), dtype="float32"),
+        label=TensorSpec(shape=(), dtype="float32"),
+    )
+    with pytest.raises(SpecError, match="module 'a' gives float32\\[B\\]") as caught:
+        worker_specs(parse_chain(chain), info)
+    assert caught.value.path == f"links.{field}"
+    worker_specs(parse_chain(chain.replace("int8-channel", "int8")), info)
+
+
+def test_integers_are_not_quantized() -> None:
+    chain = """\
+name: tokens
+links: {dtype: int8}
+modules:
+  - {name: a, layers: [Identity]}
+  - name: b
+    layers: [{Embedding: {num_embeddings: 4, embedding_dim: 10}}]
+"""
+    info = DataInfo(
+        sample=TensorSpec(shape=(), dtype="int64"),
+        label=TensorSpec(shape=(), dtype="int64"),
+        classes=10,
+    )
+    with pytest.raises(SpecError, match=r"gives int64\[B\], which has no gradient") as caught:
+        worker_specs(parse_chain(chain), info)
+    assert caught.value.path == "modules[0].layers"
+
+
 def test_schema_lists_the_names() -> None:
     schema = json_schema()
     assert "Linear" in schema["$defs"]["LayerSpec"]["anyOf"][0]["enum"]

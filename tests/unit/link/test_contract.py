@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from dni_runtime.link.contract import LinkContract
-from dni_runtime.spec import LinksSpec, WorkerSpec
+from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import HEADER_BYTES, TensorContract
 
 MakeSpec = Callable[..., WorkerSpec]
@@ -40,6 +40,34 @@ def test_types_on_the_wire(
     assert contract.gradient is not None
     assert contract.gradient.dtype == gradient
     assert contract.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((4,), (4,)), ((3, 8, 8), (3, 1, 1)), ((16, 4), (1, 4)), ((3, 2, 8, 8), (3, 1, 1, 1))],
+)
+def test_scales_of_quantized_tensors(
+    make_spec: MakeSpec, shape: tuple[int, ...], channels: tuple[int, ...]
+) -> None:
+    links = LinksSpec(dtype="int8", gradient_dtype="int8-channel")
+    output = TensorSpec(shape=shape, dtype="float32")
+    contract = LinkContract.of(make_spec(links=links, output=output), "output")
+    assert contract.activation == TensorContract("h", "int8", shape, 8, scale=())
+    assert contract.gradient == TensorContract("g", "int8", shape, 8, scale=channels)
+    assert (contract.down.tensors, contract.up.tensors) == (3, 2)
+    assert contract.agreement["activations on the wire"] == "int8"
+    assert contract.agreement["gradients on the wire"] == "int8-channel, 1 in 1"
+
+
+def test_gradients_travel_as_activations_do(make_spec: MakeSpec) -> None:
+    contract = LinkContract.of(make_spec(links=LinksSpec(dtype="int8-channel")), "output")
+    assert contract.gradient is not None
+    assert contract.gradient.scale == (4,)
+
+
+def test_integers_that_a_module_gives_are_not_quantized(make_spec: MakeSpec) -> None:
+    spec = make_spec(output=TensorSpec(shape=(4,), dtype="int8"), gradients_in=0)
+    assert LinkContract.of(spec, "output").activation == TensorContract("h", "int8", (4,), 8)
 
 
 def test_no_gradients_where_none_are_wanted(make_spec: MakeSpec) -> None:

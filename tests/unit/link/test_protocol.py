@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -144,7 +145,14 @@ def test_batches_travel_in_order(pair: Pair) -> None:
         ("activation", {}, {"input": TensorSpec(shape=(4,), dtype="bfloat16")}),
         ("label", {"label": TensorSpec(shape=(2,), dtype="int64")}, {}),
         ("activations on the wire", {"links": LinksSpec(dtype="bfloat16")}, {}),
+        ("activations on the wire", {"links": LinksSpec(dtype="int8")}, {}),
+        (
+            "activations on the wire",
+            {"links": LinksSpec(dtype="int8")},
+            {"links": LinksSpec(dtype="int8-channel")},
+        ),
         ("gradients on the wire", {"links": LinksSpec(gradient_dtype="float16")}, {}),
+        ("gradients on the wire", {"links": LinksSpec(gradient_dtype="int8")}, {}),
         ("gradients on the wire", {"gradients_in": 0}, {}),
         ("batch limit", {"batch_limit": 16}, {}),
     ],
@@ -392,6 +400,35 @@ def test_what_downstream_may_not_send(pair: Pair, message: Message, reason: str)
     pair.send(1)
     assert refused_up(pair, message) == reason
     assert len(pair.sender.window) == 1
+
+
+def test_broken_scales_are_refused_and_change_nothing(make_spec: MakeSpec) -> None:
+    links = LinksSpec(dtype="int8")
+    pair = Pair(
+        make_sender(make_spec("stem", links=links)), make_receiver(make_spec("tail", links=links))
+    )
+    pair.probe()
+    h, scale = TensorEntry("h", "int8", (2, 4)), TensorEntry("h_scale", "float32", ())
+    g, g_scale = replace(h, name="g"), replace(scale, name="g_scale")
+    good, bad = bytes(4), struct.pack("<f", -1.0)
+
+    def down(data: bytes) -> Message:
+        return batch(1, tensors=(h, scale, Y), buffers=(bytes(8), data, bytes(16)))
+
+    def up(data: bytes) -> Message:
+        return gradient(1, tensors=(g, g_scale), buffers=(bytes(8), data))
+
+    assert refused(pair, encode(down(bad))) == "scale"
+    assert refused(pair, encode(batch(1))) == "count"
+    assert pair.receiver.order.received == 0
+    pair.sender.add(down(good), 2)
+    pair.settle()
+    assert pair.got == [1]
+    assert refused_up(pair, up(bad)) == "scale"
+    assert refused_up(pair, gradient(1)) == "count"
+    assert len(pair.sender.window) == 1
+    assert pair.up(up(good)) is not None
+    assert len(pair.sender.window) == 0
 
 
 @pytest.mark.parametrize("body", [{}, {"received": -1}, {"received": True}, {"received": "1"}])

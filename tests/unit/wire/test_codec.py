@@ -26,7 +26,7 @@ from dni_runtime.wire import (
     header_version,
 )
 
-LIMITS = Limits(tensors=2, buffer_bytes=1 << 12)
+LIMITS = Limits(tensors=3, buffer_bytes=1 << 12)
 
 BATCH = Message(
     Kind.BATCH,
@@ -58,6 +58,27 @@ EXAMPLES = [
     Message(Kind.DRAINED, "r", "b", id=8),
     Message(Kind.REQUEST, "r", "b", body={"what": "checkpoint"}),
     Message(Kind.BYE, "r", "a"),
+    Message(
+        Kind.BATCH,
+        "r",
+        "a",
+        id=7,
+        tensors=(
+            TensorEntry("h", "int8", (2, 3)),
+            TensorEntry("h_scale", "float32", (3,)),
+            TensorEntry("y", "int64", (2,)),
+        ),
+        buffers=(bytes(6), bytes(12), bytes(16)),
+    ),
+    Message(
+        Kind.GRADIENT,
+        "r",
+        "b",
+        id=7,
+        ack=7,
+        tensors=(TensorEntry("g", "int8", (2, 3)), TensorEntry("g_scale", "float32", ())),
+        buffers=(bytes(6), bytes(4)),
+    ),
 ]
 
 
@@ -337,10 +358,28 @@ BIG = bytes((1 << 12) + 1)
             id="swapped tensors",
         ),
         pytest.param(
+            with_field(
+                EXAMPLES[10],
+                9,
+                [["h", "int8", [2, 3]], ["g_scale", "float32", [3]], ["y", "int64", [2]]],
+            ),
+            "count",
+            id="scales of another tensor",
+        ),
+        pytest.param(
+            with_field(
+                EXAMPLES[10],
+                9,
+                [["h", "int8", [2, 3]], ["y", "float32", [3]], ["h_scale", "int64", [2]]],
+            ),
+            "count",
+            id="scales at the end",
+        ),
+        pytest.param(
             with_field(BATCH, 9, [["h", "float32", [2, 3]]]), "count", id="table too short"
         ),
         pytest.param(
-            with_field(BATCH, 9, [["h", "float32", [2, 3]]] * 3), "count", id="table too long"
+            with_field(BATCH, 9, [["h", "float32", [2, 3]]] * 4), "count", id="table too long"
         ),
     ],
 )

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""What narrow types on the wire cost in accuracy: MNIST, four hidden layers, each a module.
+
+One process, without sockets: whatever crosses a cut goes through the link's own encoding, and true
+gradients come a fixed number of batches late. So a seed gives the same figures each time. The
+chain is that of ``reproduce_paper.py``. Evaluation goes through the cuts, too, as in a run. What is
+there already is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from reproduce_paper import ROOT, chain_spec
+from torch import Tensor, nn
+
+from dni_runtime.core.chain import Carry, LocalChain, evaluate
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.data import describe, open_data
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.tensors import from_buffers, to_buffers
+from dni_runtime.spec import DataInfo, Dtype, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.wire import TensorContract, nbytes
+
+PLAIN = "float32"
+MNIST = DataInfo(
+    sample=TensorSpec(shape=(784,), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=10,
+)
+SIDES = {"activations": (1, 0), "gradients": (0, 1), "both": (1, 1)}
+
+
+class Whole(nn.Module):
+    """The chain as one network."""
+
+    def __init__(self, chain: LocalChain) -> None:
+        super().__init__()
+        self.chain = chain
+
+    def forward(self, x_BX: Tensor) -> Tensor:
+        return self.chain.predict(x_BX)
+
+
+def carry(contracts: list[TensorContract]) -> Carry:
+    """Send a tensor through the wire's encoding."""
+
+    def through(cut: int, tensor: Tensor) -> Tensor:
+        return from_buffers(*to_buffers(tensor, contracts[cut]), "float32")
+
+    return through
+
+
+def contracts(workers: tuple[WorkerSpec, ...]) -> tuple[list[TensorContract], list[TensorContract]]:
+    """What travels down and up at each cut."""
+    cuts = [LinkContract.of(worker, "output") for worker in workers[:-1]]
+    return [cut.activation for cut in cuts], [cut.gradient or cut.activation for cut in cuts]
+
+
+def train(arguments: argparse.Namespace, interface: str, down: str, up: str, seed: int) -> float:
+    """The test accuracy of one training, in per cent."""
+    spec = chain_spec(arguments.layers, arguments.epochs, arguments.delay, arguments.mnist)
+    spec["seed"] = seed
+    spec["defaults"]["interface"] = interface
+    spec["links"] |= {"dtype": down, "gradient_dtype": up}
+    chain = parse_chain(json.dumps(spec))  # JSON is YAML
+    workers = worker_specs(chain, describe(chain.data, ROOT))
+    activations, gradients = contracts(workers)
+    local = LocalChain(workers, delay=arguments.delay, down=carry(activations), up=carry(gradients))
+    source = open_data(chain.data, ROOT, seed=seed)
+    for epoch in range(1, chain.epochs + 1):
+        for x_BX, y_BY in source.train_batches(epoch):
+            local.train_batch(x_BX, y_BY)
+        local.end_epoch()
+    return 100 * evaluate(Whole(local), source.eval_batches(), workers[-1])["accuracy"]
+
+
+def bytes_per_batch(dtype: str) -> int:
+    """Bytes of one batch's activations (or gradients) at a cut, with their scales."""
+    spec = chain_spec(2, 1, 1, "")
+    spec["links"] |= {"dtype": dtype}
+    chain = parse_chain(json.dumps(spec))
+    (contract, *_), _ = contracts(worker_specs(chain, MNIST))
+    _, buffers = to_buffers(torch.zeros(chain.data.batch_size, *contract.shape), contract)
+    return sum(map(nbytes, buffers))
+
+
+def table(results: list[dict[str, Any]], interfaces: list[str], dtypes: list[str]) -> str:
+    """Test accuracies in per cent, mean and range, as a Markdown table."""
+    accuracies = defaultdict(list)
+    for result in results:
+        accuracies[result["interface"], result["down"], result["up"]].append(result["accuracy"])
+
+    def cell(interface: str, down: str, up: str) -> str:
+        values = accuracies[interface, down, up]
+        if not values:
+            return ""
+        return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+    heads = [f"{interface}, {side}" for interface in interfaces for side in SIDES]
+    lines = [
+        f"| on the wire | bytes per batch | {' | '.join(heads)} |",
+        f"|---|---|{'---|' * len(heads)}",
+    ]
+    for dtype in [PLAIN, *dtypes]:
+        cells = [
+            cell(interface, dtype if down else PLAIN, dtype if up else PLAIN)
+            for interface in interfaces
+            for down, up in SIDES.values()
+        ]
+        lines.append(f"| {dtype} | {bytes_per_batch(dtype):,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = [dtype for dtype in get_args(Dtype) if dtype != PLAIN]
+    parser.add_argument("--interfaces", default="mixed,delayed")
+    parser.add_argument("--dtypes", default=",".join(known), help="of: %(default)s")
+    parser.add_argument("--layers", type=int, default=4, help="hidden layers")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--delay", type=int, default=4, help="batches that gradients are late")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "dtypes.jsonl")
+    parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
+    arguments = parser.parse_args()
+    arguments.interfaces = arguments.interfaces.split(",")
+    arguments.dtypes = arguments.dtypes.split(",")
+    for dtype in arguments.dtypes:
+        if dtype not in known:
+            parser.error(f"--dtypes: no type {dtype!r}; there are {', '.join(known)}")
+    return arguments
+
+
+def main() -> None:
+    """Train what is missing, and print the table."""
+    arguments = parse()
+    torch.set_num_threads(1)
+    if arguments.mnist is None:
+        fetch = [sys.executable, str(ROOT / "scripts" / "fetch-mnist"), str(ROOT / "build/mnist")]
+        arguments.mnist = subprocess.run(
+            fetch, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.splitlines()[-1]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    same = {key: getattr(arguments, key) for key in ("layers", "epochs", "delay")}
+    wanted = [
+        {**same, "interface": interface, "down": down, "up": up, "seed": seed}
+        for seed, interface in itertools.product(range(arguments.seeds), arguments.interfaces)
+        for down, up in [
+            (PLAIN, PLAIN),
+            *(
+                (dtype if down else PLAIN, dtype if up else PLAIN)
+                for dtype in arguments.dtypes
+                for down, up in SIDES.values()
+            ),
+        ]
+    ]
+    done = []
+    if arguments.out.exists():
+        done = [json.loads(line) for line in arguments.out.read_text().splitlines()]
+    results = []
+    for one in wanted:
+        result = next((old for old in done if one.items() <= old.items()), None)
+        if result is None:
+            accuracy = train(arguments, one["interface"], one["down"], one["up"], one["seed"])
+            result = {**one, "accuracy": accuracy}
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(json.dumps(result), file=sys.stderr, flush=True)
+        results.append(result)
+    print(table(results, arguments.interfaces, arguments.dtypes))
+
+
+if __name__ == "__main__":
+    main()
