@@ -41,8 +41,9 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float],
             local.train_batch(x_BX, y_BY)
             if epoch == chain.epochs:
                 for step, values in zip(local.steps, cosines, strict=False):
-                    if step.counters.late is not None:
-                        values.append(float(step.counters.late.cosine))
+                    cosine = step.counters.cosine.take()
+                    if cosine is not None:
+                        values.append(cosine)
                     step.measure_late = True
         local.end_epoch()
     took = time.perf_counter() - began

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from dni_runtime.core.interfaces import (
     Boundary,
     GradientInterface,
-    LateSignal,
     build_interface,
 )
 from dni_runtime.core.interfaces.base import Pending
 from dni_runtime.core.layers import build_layers
+from dni_runtime.core.mean import Mean
 from dni_runtime.core.training import (
+    METRICS,
     build_loss,
     build_optimizer,
     build_schedule,
@@ -42,16 +43,22 @@ class StepCounters:
         unpaired: Late gradients whose batch was no longer stored.
         given_up: Batches whose true gradient did not come before the store was full.
         lag: Sum of the ages of late gradients, in batches.
+        lag_max: The largest of these ages since this was last set to 0.
         loss: The module's own loss (tail: the chain's; local head: its), newest.
-        late: What the newest measured late gradient taught.
+        error: Of synthetic gradients, where measured (``LateSignal``).
+        cosine: The same.
+        head_accuracy: Of an early head on training batches, where measured.
     """
 
     gradients: int = 0
     unpaired: int = 0
     given_up: int = 0
     lag: int = 0
+    lag_max: int = 0
     loss: Tensor | None = None
-    late: LateSignal | None = field(default=None)
+    error: Mean = field(default_factory=Mean)
+    cosine: Mean = field(default_factory=Mean)
+    head_accuracy: Mean = field(default_factory=Mean)
 
 
 class ModuleStep:
@@ -65,6 +72,13 @@ class ModuleStep:
         spec: The module.
         device: Where it computes.
 
+    Attributes:
+        counters: What has been counted and measured.
+        batches: Updates so far.
+        measure_late: Whether to measure what the next late gradient teaches.
+        measure_head: Whether to measure the early head on the next training batch.
+        classifies: Whether predictions are scores of classes, of which accuracies can be told.
+
     Raises:
         SpecError: A layer, optimizer or interface cannot be made.
     """
@@ -74,7 +88,9 @@ class ModuleStep:
         self.device = torch.device(device)
         self.counters = StepCounters()
         self.batches = 0
-        self.measure_late = True
+        self.measure_late = self.measure_head = True
+        scores = spec.prediction.shape[:1]
+        self.classifies = spec.classes is not None and bool(scores) and scores[0] >= spec.classes
         with seeded(module_seed(spec.seed, spec.index)) as state:
             self.layers = build_layers(spec.layers, ("layers",)).to(self.device)
             self.interface: GradientInterface | None = None
@@ -157,6 +173,9 @@ class ModuleStep:
         signal = self.interface.signal(h_detached_BH, y_BY)
         if signal.loss is not None:
             self.counters.loss = signal.loss
+        if self.measure_head and self.classifies and signal.p_BP is not None:
+            self.counters.head_accuracy.add(METRICS["accuracy"](signal.p_BP, y_BY))
+            self.measure_head = False
         if due(id, self.spec.gradients_in):
             self._keep(id, Pending(h_detached_BH, y_BY))
         return self._descend(h_BH, signal.g_BH / len(h_BH), x_BX)
@@ -176,12 +195,15 @@ class ModuleStep:
         if stored is None or self.interface is None:
             self.counters.unpaired += 1
             return None
-        self.counters.lag += self._newest - id
+        lag = self._newest - id
+        self.counters.lag += lag
+        self.counters.lag_max = max(self.counters.lag_max, lag)
         if stored.x_BX is not None:
             return self._descend(stored.h_BH, g_BH / len(g_BH), stored.x_BX)
         late = self.interface.learn(stored.h_BH, stored.y_BY, g_BH, measure=self.measure_late)
         if late is not None:
-            self.counters.late = late
+            self.counters.error.add(late.error)
+            self.counters.cosine.add(late.cosine)
             self.measure_late = False
         return None
 
@@ -198,6 +220,17 @@ class ModuleStep:
                 return cast("Tensor", self.layers(x_BX).to(self._output_dtype))
         finally:
             self.layers.train()
+
+    def predict(self, h_BH: Tensor) -> Tensor | None:
+        """What the module predicts: the tail the chain's output, others by their early heads.
+
+        Args:
+            h_BH: The activation from :meth:`evaluate`.
+
+        Returns:
+            Predictions in the shape of the chain's; None where the module has no head.
+        """
+        return h_BH if self.interface is None else self.interface.predict(h_BH)
 
     def end_epoch(self) -> None:
         """Step a schedule that counts epochs."""

@@ -165,6 +165,7 @@ def _serve(
         if stop():
             raise StoppedError("stopped before training began")
         meter.set_state("running")
+        meter.start_from_here()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
             spec.module, device, spec.input, spec.output, cut,
@@ -243,7 +244,6 @@ def _resume(
         log.info("module %s resumes at %d of the stream, step %d", spec.module, cut, step.batches)
     # What an earlier attempt wrote after this cut would mix with what comes now.
     checkpoint.forget(run, spec.module, lambda other: other > cut)
-    meter.start_from_here()
     return cut, position
 
 

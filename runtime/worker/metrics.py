@@ -1,25 +1,32 @@
-"""What a worker measures, as JSON lines, and the state that it shows to the outside."""
+"""What a worker measures, as JSON lines, and the state that it shows to the outside.
+
+Every field of a line is described in docs/metrics.md.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.training import METRICS
+from dni_runtime.core.mean import Mean
+from dni_runtime.core.step import ModuleStep, StepCounters
 from dni_runtime.rundir import RunDir, append_line, write_json
 from dni_runtime.spec import WorkerSpec
 
 INTERVAL_S = 1.0
+"""A line of metrics is written about this often."""
+
+SAMPLE_S = 0.25
+"""What costs passes over activations is measured on one batch in so many seconds."""
 
 
 @dataclass
@@ -48,7 +55,8 @@ class Meter:
         spec: The module.
         attempt: Which start of the module this is.
         progress: Kept up to date by the server.
-        waiting_s: Seconds spent waiting, by reason.
+        waiting_s: Seconds spent waiting, by reason: ``data`` (the head's source), ``input``,
+            ``window``, ``gradient``.
     """
 
     run: RunDir
@@ -61,14 +69,15 @@ class Meter:
 
     def __post_init__(self) -> None:
         self._due = time.monotonic() + INTERVAL_S
-        self._last = (time.monotonic(), 0, 0)
-        self._loss_sum: Tensor | None = None
-        self._loss_count = 0
-        self._gradients = (0, 0)
+        self._sample_due = 0.0
+        self._loss = Mean()
+        self._fill = self._fills = 0
+        self._evaluation: dict[str, Any] | None = None
+        self.start_from_here()
 
     def start_from_here(self) -> None:
-        """Measure rates from the present progress on (after a checkpoint was loaded)."""
-        self._last = (time.monotonic(), self.progress.step, self.progress.samples)
+        """Measure rates and shares from now, and from the present progress, on."""
+        self._last = self._reading(StepCounters())
 
     def set_state(self, state: str, error: str | None = None) -> None:
         """Show a state: starting, connecting, running, stopping, finished, stopped or failed."""
@@ -78,65 +87,94 @@ class Meter:
     def count_loss(self, loss: Tensor | None) -> None:
         """Add a batch's loss to the interval's mean (without waiting for a device)."""
         if loss is not None:
-            self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
-            self._loss_count += 1
+            self._loss.add(loss)
 
-    @property
-    def due(self) -> bool:
-        """Whether a line is due."""
-        return time.monotonic() >= self._due
+    def count_window(self, in_flight: int) -> None:
+        """Add to the interval's mean how many messages are under way, one just sent included."""
+        self._fill += in_flight
+        self._fills += 1
 
-    def write(self, step: ModuleStep, link: dict[str, Any]) -> None:
+    def due(self, step: ModuleStep) -> bool:
+        """Ask the module for measurements when it is time to; tells whether a line is due."""
+        now = time.monotonic()
+        if now >= self._sample_due:
+            self._sample_due = now + SAMPLE_S
+            step.measure_late = step.measure_head = True
+        return now >= self._due
+
+    def write(self, step: ModuleStep, links: LinkFigures) -> None:
         """Write one line about training, and the state.
 
         Args:
             step: The module.
-            link: What the links counted.
+            links: What the links have counted.
         """
-        now = time.monotonic()
-        then, steps, samples = self._last
-        progress, counters = self.progress, step.counters
-        if progress.step > steps:
-            took = max(now - then, 1e-9)
-            gradients, lag = counters.gradients - self._gradients[0], counters.lag
-            late = counters.late
+        progress, counters, then = self.progress, step.counters, self._last
+        if progress.step > then.step:
+            now = self._last = self._reading(counters)
+            took = max(now.time_s - then.time_s, 1e-9)
+            paired, given_up = now.paired - then.paired, now.given_up - then.given_up
             self._append(
                 kind="train",
                 id=progress.id,
                 epoch=progress.epoch,
                 step=progress.step,
                 samples=progress.samples,
-                batches_per_s=round((progress.step - steps) / took, 3),
-                samples_per_s=round((progress.samples - samples) / took, 3),
-                loss=_finite(float(self._loss_sum) / self._loss_count)
-                if self._loss_sum is not None
-                else None,
-                lag=round((lag - self._gradients[1]) / gradients, 3) if gradients else None,
-                synthesizer_error=_finite(float(late.error)) if late else None,
-                synthesizer_cosine=_finite(float(late.cosine)) if late else None,
+                interval_s=round(took, 4),
+                batches_per_s=round((now.step - then.step) / took, 3),
+                samples_per_s=round((now.samples - then.samples) / took, 3),
+                loss=_finite(self._loss.take()),
+                head_accuracy=_finite(counters.head_accuracy.take()),
+                synthesizer_error=_finite(counters.error.take()),
+                synthesizer_cosine=_finite(counters.cosine.take()),
+                lag=round((now.lag - then.lag) / paired, 3) if paired else None,
+                lag_max=counters.lag_max if paired else None,
+                gradients_lost=_share(given_up, given_up + paired),
                 gradients=counters.gradients,
                 gradients_unpaired=counters.unpaired,
-                cpu_s=round(time.process_time(), 4),
-                waiting_s={key: round(value, 4) for key, value in self.waiting_s.items()},
-                **link,
+                gradients_given_up=counters.given_up,
+                gradients_dropped=links.gradients_dropped,
+                window=links.window,
+                window_fill=_share(self._fill, self._fills * (links.window or 0)),
+                in_flight=links.in_flight,
+                waiting={
+                    reason: round((value - then.waiting_s.get(reason, 0.0)) / took, 4)
+                    for reason, value in now.waiting_s.items()
+                },
+                waiting_s={reason: round(value, 4) for reason, value in now.waiting_s.items()},
+                cpu_s=round(now.cpu_s, 4),
+                cpu=round((now.cpu_s - then.cpu_s) / took, 3),
+                **_memory(),
+                refused=links.refused,
             )
-            step.measure_late = True
-            self._gradients = (counters.gradients, lag)
-            self._last = (now, progress.step, progress.samples)
-            self._loss_sum, self._loss_count = None, 0
-        self._due = now + INTERVAL_S
+            counters.lag_max = self._fill = self._fills = 0
+        self._due = time.monotonic() + INTERVAL_S
         self._write_state()
 
     def evaluated(self, result: dict[str, float], samples: int) -> None:
-        """Write one line about an evaluation of the whole chain (the tail's)."""
+        """Write one line about an evaluation: the tail's of the chain, another's of its head."""
         progress = self.progress
+        figures = {key: _finite(value) for key, value in result.items()}
         self._append(
             kind="eval",
             id=progress.id,
             epoch=progress.epoch,
             step=progress.step,
             samples=samples,
-            **{key: _finite(value) for key, value in result.items()},
+            **figures,
+        )
+        self._evaluation = {"epoch": progress.epoch, "step": progress.step, **figures}
+
+    def _reading(self, counters: StepCounters) -> _Reading:
+        return _Reading(
+            time_s=time.monotonic(),
+            cpu_s=time.process_time(),
+            step=self.progress.step,
+            samples=self.progress.samples,
+            paired=counters.gradients - counters.unpaired,
+            given_up=counters.given_up,
+            lag=counters.lag,
+            waiting_s=dict(self.waiting_s),
         )
 
     def _append(self, **values: Any) -> None:
@@ -158,36 +196,58 @@ class Meter:
                 "epoch": progress.epoch,
                 "step": progress.step,
                 "samples": progress.samples,
+                "evaluation": self._evaluation,
                 "error": self.error,
             },
         )
 
 
-class Evaluation:
-    """Sums of the tail's loss and metrics over one evaluation.
+@dataclass(frozen=True)
+class LinkFigures:
+    """What a worker's links have counted.
 
-    Args:
-        loss: The chain's loss.
-        metrics: Names of the metrics.
+    Attributes:
+        window: Most messages that may be under way downstream; None for the tail.
+        in_flight: How many are.
+        gradients_dropped: Gradients that could not be sent upstream.
+        refused: Messages refused, by reason.
     """
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], metrics: tuple[str, ...]) -> None:
-        self._functions = {"loss": loss, **{name: METRICS[name] for name in metrics}}
-        self.samples = 0
-        self._sums = dict.fromkeys(self._functions, 0.0)
-
-    def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
-        """Count one batch of predictions."""
-        with torch.no_grad():
-            for name, function in self._functions.items():
-                self._sums[name] += float(function(p_BP, y_BY)) * len(p_BP)
-        self.samples += len(p_BP)
-
-    def result(self) -> dict[str, float]:
-        """Means over all samples."""
-        return {name: total / max(self.samples, 1) for name, total in self._sums.items()}
+    window: int | None = None
+    in_flight: int = 0
+    gradients_dropped: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
 
 
-def _finite(value: float) -> float | None:
+class _Reading(NamedTuple):
+    """Counters at one time; lines tell what has happened between two."""
+
+    time_s: float
+    cpu_s: float
+    step: int
+    samples: int
+    paired: int
+    given_up: int
+    lag: int
+    waiting_s: dict[str, float]
+
+
+def _memory() -> dict[str, int]:
+    """Resident memory of this process, proc_pid_statm(5), and its peak, getrusage(2)."""
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    except OSError:  # /proc is hidden
+        return {"memory_peak_bytes": peak_bytes}
+    now_bytes = pages * resource.getpagesize()
+    # The kernel counts both in bunches, each its own.
+    return {"memory_bytes": now_bytes, "memory_peak_bytes": max(peak_bytes, now_bytes)}
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
+def _finite(value: float | None) -> float | None:
     """JSON has no NaN: a diverged figure is null."""
-    return round(value, 6) if math.isfinite(value) else None
+    return round(value, 6) if value is not None and math.isfinite(value) else None

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any
 
 import zmq
 from torch import Tensor
@@ -21,7 +20,8 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter, snapshot
-from dni_runtime.worker.metrics import Evaluation, Meter
+from dni_runtime.worker.evaluation import Evaluation
+from dni_runtime.worker.metrics import LinkFigures, Meter
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Position
 
@@ -108,7 +108,7 @@ class ModuleServer:
             self._collect()
             if self._stop():
                 self._heed_stop()
-            elif self._meter.due:
+            elif self._meter.due(self._step):
                 self._write_metrics()
             if self._outcome is not None or not self._may_take() or not self._take():
                 self._sleep()
@@ -147,7 +147,9 @@ class ModuleServer:
             self._handle_marker(Marker(id, self._meter.progress.epoch, mark, {}))
             return True
         assert self._stream is not None
+        began = time.monotonic()
         item = next(self._stream)
+        self._meter.waiting_s["data"] += time.monotonic() - began
         if item.x_BX is None or item.y_BY is None:
             self._position = item.position
             self._handle_marker(Marker(id, item.epoch, item.mark, {}))
@@ -171,11 +173,11 @@ class ModuleServer:
             h_BH = step.evaluate(x_BX)
             self._send_on(batch, h_BH)
             g_BX = None
-            if step.spec.tail is not None:
+            p_BP = step.predict(h_BH)
+            if p_BP is not None:
                 if self._evaluation is None:
-                    assert step.loss is not None
-                    self._evaluation = Evaluation(step.loss, step.spec.tail.metrics)
-                self._evaluation.add(h_BH, y_BY)
+                    self._evaluation = Evaluation.of(step)
+                self._evaluation.add(p_BP, y_BY)
         if item is not None:
             self._position = item.position
         progress.id, progress.epoch = batch.id, batch.epoch
@@ -185,6 +187,7 @@ class ModuleServer:
         if self._output is not None:
             h_BH = h_BH.to("cpu")
             self._output.send_batch(batch.id, batch.epoch, batch.mode, h_BH, batch.y)
+            self._meter.count_window(self._output.in_flight)
 
     def _answer(self, id: int, g_BX: Tensor | None) -> None:
         """Acknowledge up to ``id``, with the gradient for upstream where there is one."""
@@ -243,7 +246,10 @@ class ModuleServer:
             self._evaluation = None
             self._meter.evaluated(result, samples)
             log.info(
-                "epoch %d: %s", marker.epoch, ", ".join(f"{k} {v:.4f}" for k, v in result.items())
+                "epoch %d%s: %s",
+                marker.epoch,
+                ", early head" if self._step.spec.tail is None else "",
+                ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
             )
         if Mark.CHECKPOINT in marker.mark:
             self._checkpoint(marker.id)
@@ -283,12 +289,13 @@ class ModuleServer:
             self._outcome = Outcome.STOPPED
 
     def _write_metrics(self) -> None:
-        links: dict[str, Any] = {"in_flight": 0, "gradients_dropped": 0, "refused": {}}
-        if self._output is not None:
-            links["in_flight"] = self._output.in_flight
-        if self._input is not None:
-            links["gradients_dropped"] = self._input.counters.gradients_dropped
-            links["refused"] = dict(self._input.counters.refused)
+        input, output = self._input, self._output
+        links = LinkFigures(
+            window=None if output is None else self._step.spec.links.window,
+            in_flight=0 if output is None else output.in_flight,
+            gradients_dropped=0 if input is None else input.counters.gradients_dropped,
+            refused={} if input is None else dict(input.counters.refused),
+        )
         self._meter.write(self._step, links)
 
     def _sleep(self) -> None:

@@ -60,10 +60,12 @@ class Signal(NamedTuple):
     Attributes:
         g_BH: Per-sample gradient dL_b/dh_b, in the activation's shape.
         loss: A local loss (mean over the batch), where the interface has one.
+        p_BP: The early head's predictions that the loss is of, detached.
     """
 
     g_BH: Tensor
     loss: Tensor | None = None
+    p_BP: Tensor | None = None
 
 
 class LateSignal(NamedTuple):
@@ -72,7 +74,9 @@ class LateSignal(NamedTuple):
     Attributes:
         error: Squared error of the prediction over the gradient's squared norm; 1 is a prediction
             of zero.
-        cosine: Cosine between prediction and gradient.
+        cosine: Cosine between prediction and gradient, each of the whole batch as one vector:
+            samples weigh by their gradients, as in an update. (The mean of the samples' own cosines
+            falls while training succeeds: the gradients of samples that are solved are noise.)
     """
 
     error: Tensor
@@ -144,6 +148,16 @@ class GradientInterface(nn.Module):
             y_BY: The labels of that batch.
             g_BH: The per-sample gradient at h.
             measure: Whether to report the prediction's error, which costs two passes over it.
+        """
+        return None
+
+    def predict(self, h_BH: Tensor) -> Tensor | None:
+        """The early exit's predictions, in the shape of the chain's; None where there is none.
+
+        Changes nothing: neither statistics of BatchNorm nor random numbers.
+
+        Args:
+            h_BH: The activation in eval mode.
         """
         return None
 

@@ -53,17 +53,21 @@ class Local(GradientInterface):
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         h_BH = h_BH.detach().requires_grad_()
-        loss = self.loss(self.head(h_BH), y_BY)
+        p_BP = self.head(h_BH)
+        loss = self.loss(p_BP, y_BY)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self._optimizer.step()
         assert h_BH.grad is not None
-        return Signal(h_BH.grad.mul_(len(h_BH)), loss.detach())
+        return Signal(h_BH.grad.mul_(len(h_BH)), loss.detach(), p_BP.detach())
 
     def predict(self, h_BH: Tensor) -> Tensor:
-        """The early exit's prediction, in the shape of the chain's."""
-        with torch.no_grad():
-            return cast("Tensor", self.head(h_BH))
+        self.head.eval()
+        try:
+            with torch.no_grad():
+                return cast("Tensor", self.head(h_BH))
+        finally:
+            self.head.train()
 
     def optimizers(self) -> dict[str, Any]:
         return {"head": self._optimizer}

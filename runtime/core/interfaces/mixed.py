@@ -51,13 +51,18 @@ class Mixed(GradientInterface):
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         predicted = self.synthetic.signal(h_BH, y_BY)
         local = self.local.signal(h_BH, y_BY)
-        return Signal(predicted.g_BH.add(local.g_BH, alpha=self.local_weight), local.loss)
+        g_BH = predicted.g_BH.add(local.g_BH, alpha=self.local_weight)
+        return Signal(g_BH, local.loss, local.p_BP)
 
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
         late: LateSignal | None = self.synthetic.learn(h_BH, y_BY, g_BH, measure=measure)
         return late
+
+    def predict(self, h_BH: Tensor) -> Tensor | None:
+        p_BP: Tensor | None = self.local.predict(h_BH)
+        return p_BP
 
     def optimizers(self) -> dict[str, Any]:
         return {**self.synthetic.optimizers(), **self.local.optimizers()}

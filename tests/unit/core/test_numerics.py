@@ -271,3 +271,64 @@ def test_evaluation_changes_nothing(small: Any) -> None:
     step.evaluate(torch.randn(16, 12))
     assert all(torch.equal(v, before[k]) for k, v in step.layers.state_dict().items())
     assert step.layers.training
+
+
+@pytest.mark.parametrize("interface", ["local", "mixed: {local: {hidden: 6}}"])
+def test_an_early_head_predicts_and_changes_nothing(interface: str, small: Any) -> None:
+    step = ModuleStep(small("{" + interface + (": {}}" if ":" not in interface else "}"))[0])
+    for id, (x, y) in enumerate(batches(20), start=1):
+        step.forward(id, x)
+        step.update(y)
+    assert step.interface is not None
+    before = {k: v.clone() for k, v in step.interface.state_dict().items()}
+    random = torch.get_rng_state()
+    [(x, y)] = batches(1, seed=1)
+    p = step.predict(step.evaluate(x))
+    assert p is not None
+    assert p.shape == (16, 3)
+    assert not p.requires_grad
+    assert float((p.argmax(1) == y).float().mean()) > 1 / 3
+    torch.testing.assert_close(step.predict(step.evaluate(x[:1])), p[:1])
+    assert all(torch.equal(v, before[k]) for k, v in step.interface.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(module.training for module in step.interface.modules())
+
+
+def test_who_predicts(small: Any) -> None:
+    h = torch.randn(16, 8)
+    assert ModuleStep(small("synthetic")[0]).predict(h) is None
+    assert ModuleStep(small("mixed")[2]).predict(h) is h
+
+
+def test_the_heads_accuracy_is_measured_when_asked(small: Any) -> None:
+    step = ModuleStep(small("local")[0])
+    for id, (x, y) in enumerate(batches(3), start=1):
+        step.forward(id, x)
+        step.update(y)
+    first = step.counters.head_accuracy.take()
+    assert first is not None
+    assert first * 16 == round(first * 16), "of one batch"
+    assert step.counters.head_accuracy.take() is None
+    step.measure_head = True
+    step.forward(4, x)
+    step.update(y)
+    assert step.counters.head_accuracy.take() is not None
+
+
+def test_a_head_without_classes_has_no_accuracy(small: Any) -> None:
+    step = ModuleStep(small("local")[0].model_copy(update={"classes": None}))
+    [(x, y)] = batches(1)
+    step.forward(1, x)
+    step.update(y)
+    assert step.counters.head_accuracy.take() is None
+    assert not step.classifies
+
+
+def test_ages_of_late_gradients(small: Any) -> None:
+    step = ModuleStep(small("synthetic")[0])
+    for id, (x, y) in enumerate(batches(5), start=1):
+        step.forward(id, x)
+        step.update(y)
+    for id in (2, 4, 5):
+        step.late_gradient(id, torch.randn(16, 8))
+    assert (step.counters.lag, step.counters.lag_max) == (4, 3)

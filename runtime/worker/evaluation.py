@@ -1,0 +1,47 @@
+"""Loss and metrics of one evaluation, at the tail or at an early head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.training import METRICS, build_loss
+
+
+class Evaluation:
+    """Sums of a loss and metrics over one evaluation, on the predictions' device.
+
+    Args:
+        loss: The chain's loss.
+        metrics: Names of the metrics.
+    """
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], metrics: tuple[str, ...]) -> None:
+        self._functions = {"loss": loss, **{name: METRICS[name] for name in metrics}}
+        self.samples = 0
+        self._sums: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, step: ModuleStep) -> Self:
+        """Of the chain at its tail, else of the module's early head."""
+        if step.spec.tail is not None:
+            assert step.loss is not None
+            return cls(step.loss, step.spec.tail.metrics)
+        loss = build_loss(step.spec.loss).to(step.device)
+        return cls(loss, ("accuracy",) if step.classifies else ())
+
+    def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
+        """Count one batch of predictions, without waiting for a device."""
+        with torch.no_grad():
+            for name, function in self._functions.items():
+                total = function(p_BP, y_BY).double() * len(p_BP)
+                self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self.samples += len(p_BP)
+
+    def result(self) -> dict[str, float]:
+        """Means over all samples."""
+        return {name: float(total) / max(self.samples, 1) for name, total in self._sums.items()}

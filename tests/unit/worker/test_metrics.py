@@ -1,0 +1,236 @@
+"""What a worker writes about itself: lines of metrics, evaluations."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dni_runtime.core.interfaces import LateSignal
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.worker import metrics
+from dni_runtime.worker.evaluation import Evaluation
+from dni_runtime.worker.metrics import LinkFigures, Meter
+
+CHAIN = """\
+name: small
+data: {batch_size: 4}
+links: {window: 4}
+defaults: {interface: {%s: {}}}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}, ReLU]}
+  - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
+"""
+INFO = DataInfo(
+    sample=TensorSpec(shape=(6,), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=3,
+)
+X, Y = torch.arange(24.0).reshape(4, 6) / 24, torch.tensor([0, 1, 2, 0])
+
+
+def workers(interface: str = "mixed") -> tuple[WorkerSpec, ...]:
+    return worker_specs(parse_chain(CHAIN % interface), INFO)
+
+
+class Clock:
+    """Wall and CPU time that pass when told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_s = self.cpu_s = 100.0
+        patch.setattr(metrics.time, "monotonic", lambda: self.now_s)
+        patch.setattr(metrics.time, "process_time", lambda: self.cpu_s)
+
+
+class Worker:
+    """A module, its meter, and what the server does with both."""
+
+    def __init__(self, root: Path, spec: WorkerSpec) -> None:
+        self.run = RunDir(root)
+        self.run.create()
+        self.step, self.meter = ModuleStep(spec), Meter(self.run, spec, 1)
+        self.id = 0
+
+    def train(self) -> int:
+        self.id += 1
+        self.meter.due(self.step)
+        self.step.forward(self.id, X[:, : self.step.spec.input.shape[0]])
+        self.step.update(Y)
+        self.meter.progress.step += 1
+        self.meter.progress.samples += len(X)
+        self.meter.count_loss(self.step.counters.loss)
+        return self.id
+
+    def late(self, id: int) -> None:
+        self.step.late_gradient(id, torch.ones(4, 5))
+
+    def line(self, **links: Any) -> dict[str, Any]:
+        self.meter.write(self.step, LinkFigures(**links))
+        return list(read_lines(self.run.metrics(self.step.spec.module)))[-1]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def worker(tmp_path: Path, clock: Clock) -> Worker:
+    return Worker(tmp_path, workers()[0])
+
+
+def test_rates_and_shares_are_of_the_interval(worker: Worker, clock: Clock) -> None:
+    clock.now_s += 7  # connecting is no training
+    worker.meter.start_from_here()
+    for _ in range(3):
+        worker.train()
+        worker.meter.count_window(2)
+    worker.meter.waiting_s["input"] += 0.5
+    clock.now_s, clock.cpu_s = clock.now_s + 2, clock.cpu_s + 1.5
+    first = worker.line(window=4, in_flight=1, gradients_dropped=3, refused={"shape": 1})
+    assert (first["interval_s"], first["batches_per_s"], first["samples_per_s"]) == (2, 1.5, 6)
+    assert (first["waiting"], first["waiting_s"]) == ({"input": 0.25}, {"input": 0.5})
+    assert (first["window"], first["window_fill"], first["in_flight"]) == (4, 0.5, 1)
+    assert (first["cpu"], first["gradients_dropped"], first["refused"]) == (0.75, 3, {"shape": 1})
+    assert 1 << 20 < first["memory_bytes"] <= first["memory_peak_bytes"]
+
+    worker.train()
+    worker.meter.count_window(4)
+    worker.meter.waiting_s["window"] += 1
+    clock.now_s += 4
+    second = worker.line(window=4)
+    assert second["waiting"] == {"input": 0, "window": 0.25}
+    assert second["waiting_s"] == {"input": 0.5, "window": 1}
+    assert (second["window_fill"], second["cpu"], second["samples"]) == (1, 0, 16)
+
+
+def test_no_line_without_training(worker: Worker, clock: Clock) -> None:
+    worker.train()
+    worker.line()
+    clock.now_s += 3
+    worker.line()
+    worker.train()
+    assert worker.line()["interval_s"] == 3, "lines leave no time out"
+    assert len(list(read_lines(worker.run.metrics("a")))) == 2
+
+
+def test_ages_and_losses_of_gradients(worker: Worker) -> None:
+    store = worker.step.interface.store if worker.step.interface else 0
+    for _ in range(4):
+        worker.train()
+    worker.late(1)
+    worker.late(4)
+    line = worker.line()
+    assert (line["lag"], line["lag_max"], line["gradients_lost"]) == (1.5, 3, 0)
+    for _ in range(store):  # 2 and 3 are given up at last, and 2 comes after all
+        worker.train()
+    worker.late(2)
+    worker.late(worker.id)
+    worker.late(worker.id - 1)
+    line = worker.line()
+    assert (line["gradients_given_up"], line["gradients_unpaired"]) == (2, 1)
+    assert line["gradients_lost"] == 0.5
+    assert (line["lag"], line["lag_max"], line["gradients"]) == (0.5, 1, 5)
+    worker.train()
+    line = worker.line()
+    assert (line["lag"], line["lag_max"], line["gradients_lost"]) == (None, None, None)
+
+
+def test_measurements_are_means_over_few_batches(
+    worker: Worker, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[float] = []
+    interface = worker.step.interface
+    assert interface is not None
+    learn = interface.learn
+
+    def spy(*arguments: Any, measure: bool) -> LateSignal | None:
+        late = learn(*arguments, measure=measure)
+        if late is not None:
+            errors.append(float(late.error))
+        return late
+
+    monkeypatch.setattr(interface, "learn", spy)
+    for _ in range(3):
+        worker.late(worker.train())
+    assert len(errors) == 1, "measuring costs time"
+    line = worker.line()
+    assert line["synthesizer_error"] == 1, "of a synthesizer that starts at zero"
+    assert line["synthesizer_cosine"] == 0
+    assert line["head_accuracy"] in (0, 0.25, 0.5, 0.75, 1)
+    worker.late(worker.train())
+    line = worker.line()
+    assert (line["synthesizer_error"], line["head_accuracy"]) == (None, None), "too early"
+    for _ in range(2):
+        clock.now_s += metrics.SAMPLE_S
+        worker.late(worker.train())
+    assert 0 < errors[2] < errors[1] < 1
+    line = worker.line()
+    assert line["synthesizer_error"] == pytest.approx(sum(errors[1:]) / 2, abs=1e-5)
+    assert line["head_accuracy"] is not None
+
+
+def test_what_does_not_apply_is_null(tmp_path: Path, clock: Clock) -> None:
+    worker = Worker(tmp_path, workers()[1])
+    worker.train()
+    line = worker.line()
+    for key in ("lag", "lag_max", "gradients_lost", "window", "window_fill", "head_accuracy",
+                "synthesizer_error", "synthesizer_cosine"):  # fmt: skip
+        assert line[key] is None
+    assert line["loss"] > 0
+
+
+def test_a_diverged_loss_is_null(worker: Worker) -> None:
+    worker.train()
+    worker.meter.count_loss(torch.tensor(math.inf))
+    assert worker.line()["loss"] is None
+
+
+def test_every_field_is_documented(worker: Worker) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text()
+    worker.train()
+    worker.meter.evaluated({"loss": 1.0, "accuracy": 0.5}, 8)
+    fields = set(worker.line())
+    for line in read_lines(worker.run.metrics("a")):
+        fields |= set(line)
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
+
+
+def test_an_evaluation_is_told_and_shown(worker: Worker) -> None:
+    evaluation = Evaluation.of(worker.step)
+    p = torch.tensor([[9.0, 0, 0], [9.0, 0, 0], [0, 0, 9.0], [0, 9.0, 0]])
+    evaluation.add(p, Y)
+    evaluation.add(p[:1], Y[:1])
+    result = evaluation.result()
+    assert result["accuracy"] == pytest.approx(3 / 5)
+    every, labels = torch.cat([p, p[:1]]), torch.cat([Y, Y[:1]])
+    assert result["loss"] == pytest.approx(float(nn.functional.cross_entropy(every, labels)))
+    worker.meter.evaluated(result, evaluation.samples)
+    (line,) = read_lines(worker.run.metrics("a"))
+    assert (line["kind"], line["samples"], line["accuracy"]) == ("eval", 5, 0.6)
+    worker.meter.set_state("running")
+    shown = read_json(worker.run.worker("a"))
+    assert shown is not None
+    assert shown["evaluation"]["accuracy"] == 0.6
+
+
+def test_the_tail_is_evaluated_by_the_chains_metrics() -> None:
+    evaluation = Evaluation.of(ModuleStep(workers()[1]))
+    evaluation.add(torch.eye(3), torch.arange(3))
+    assert set(evaluation.result()) == {"loss", "accuracy"}
+    assert evaluation.result()["accuracy"] == 1
+
+
+def test_a_line_is_due_once_a_second(worker: Worker, clock: Clock) -> None:
+    assert not worker.meter.due(worker.step)
+    clock.now_s += metrics.INTERVAL_S
+    assert worker.meter.due(worker.step)
+    worker.meter.write(worker.step, LinkFigures())
+    assert not worker.meter.due(worker.step)
