@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if abs(value) < 1 else f"{value:.{max(digits - 2, 1)}f}"
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int = 2) -> str:
     """A share, or a dash."""
-    return "-" if value is None else f"{100 * value:.2f} %"
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def duration(seconds: float | None) -> str:
@@ -84,28 +84,47 @@ def duration(seconds: float | None) -> str:
 
 
 MODULE_COLUMNS = (
-    "module", "state", "epoch", "step", "batches/s", "loss", "lag", "synth. error", "in flight",
+    "module", "state", "step", "samples/s", "loss", "accuracy", "cosine", "lag", "lost", "waits",
 )  # fmt: skip
-_RIGHT = frozenset(MODULE_COLUMNS[2:])
+"""Accuracy: of the early head, at the tail of the chain, by evaluations; the rest: lately."""
+_RIGHT = frozenset(MODULE_COLUMNS[2:-1])
+_IDLE = 0.005
 
 
 def modules_table(figures: RunFigures) -> Table:
     """One row per module."""
-    return table(MODULE_COLUMNS, [_row(module) for module in figures.modules], _RIGHT)
+    tail = figures.modules[-1]
+    return table(
+        MODULE_COLUMNS,
+        [
+            _row(module, figures.accuracy if module is tail else module.head_accuracy)
+            for module in figures.modules
+        ],
+        _RIGHT,
+    )
 
 
-def _row(module: ModuleFigures) -> list[RenderableType]:
+def _row(module: ModuleFigures, accuracy: float | None) -> list[RenderableType]:
     return [
         module.module,
         state(module.state if module.signal is None else f"{module.state} ({module.signal})"),
-        "-" if module.epoch is None else str(module.epoch),
         "-" if module.step is None else f"{module.step:,}",
-        number(module.batches_per_s),
+        number(module.samples_per_s),
         number(module.loss),
+        percent(accuracy),
+        "-" if module.synthesizer_cosine is None else f"{module.synthesizer_cosine:.2f}",
         number(module.lag),
-        number(module.synthesizer_error),
-        "-" if module.in_flight is None else str(module.in_flight),
+        percent(module.gradients_lost, 1),
+        waits(module.waiting),
     ]
+
+
+def waits(waiting: Mapping[str, float]) -> str:
+    """What a module waits for most, and for what share of its time."""
+    reason = max(waiting, key=waiting.__getitem__, default="")
+    if not reason or waiting[reason] < _IDLE:
+        return "-"
+    return f"{reason} {percent(waiting[reason], 0)}"
 
 
 def chain_line(figures: RunFigures) -> str:

@@ -20,6 +20,9 @@ _TAIL_BYTES = 1 << 18
 class ModuleFigures:
     """Figures of one module; None where not known or not applicable.
 
+    "Lately" is the interval of the newest line of metrics (docs/metrics.md): about a second, or one
+    batch where that takes longer.
+
     Attributes:
         module: Its name.
         state: Its worker's phase.
@@ -31,11 +34,22 @@ class ModuleFigures:
         samples: Training samples so far.
         batches_per_s: Training batches a second, lately.
         samples_per_s: Training samples a second, lately.
-        loss: Mean loss since the measurement before (the tail's, or of a local head).
-        lag: Batches by which true gradients come late, on average.
-        synthesizer_error: Error of the synthesizer, relative to the true gradient.
-        synthesizer_cosine: Cosine between predicted and true gradient.
+        loss: Mean training loss lately: the tail's, or an early head's.
+        head_loss: Of the early head, in the newest evaluation.
+        head_accuracy: The same.
+        head_train_accuracy: Of the early head on training batches, lately.
+        synthesizer_error: Error of the synthesizer, relative to the true gradient, lately.
+        synthesizer_cosine: Cosine between predicted and true gradient, lately.
+        lag: Batches by which true gradients come late, on average, lately.
+        lag_max: The same of the latest one.
+        gradients_lost: Share of true gradients that came too late or never, lately.
+        window: Most batches that may be under way to the next module.
+        window_fill: Mean share of the window in use, lately.
         in_flight: Batches that are under way to the next module, while it runs.
+        waiting: Share of the time spent waiting, by reason, lately.
+        cpu: CPU time over time, lately.
+        memory_bytes: Resident memory.
+        memory_peak_bytes: The largest it has been.
         refused: Messages refused, by reason.
         exit_code: How the worker ended.
         signal: Name of the signal it died of.
@@ -54,10 +68,21 @@ class ModuleFigures:
     batches_per_s: float | None = None
     samples_per_s: float | None = None
     loss: float | None = None
-    lag: float | None = None
+    head_loss: float | None = None
+    head_accuracy: float | None = None
+    head_train_accuracy: float | None = None
     synthesizer_error: float | None = None
     synthesizer_cosine: float | None = None
+    lag: float | None = None
+    lag_max: int | None = None
+    gradients_lost: float | None = None
+    window: int | None = None
+    window_fill: float | None = None
     in_flight: int | None = None
+    waiting: dict[str, float] = field(default_factory=dict)
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
     refused: dict[str, int] = field(default_factory=dict)
     exit_code: int | None = None
     signal: str | None = None
@@ -205,7 +230,8 @@ class Gauge:
             self._metrics[name] = LineReader(path, last_bytes=None if is_tail else _TAIL_BYTES)
         for line in self._metrics[name].new():
             if line.get("kind") == "eval":
-                self._evaluated(line)
+                if is_tail:  # others report their early heads
+                    self._evaluated(line)
             elif line.get("attempt") == attempt:
                 self._train[name] = line
                 if is_tail and (self._first is None or self._first["attempt"] != attempt):
@@ -225,6 +251,7 @@ class Gauge:
         if known is not None and report.get("attempt") != known.attempt:
             report = {}
         train = self._train.get(name, {})
+        early = report.get("evaluation") if name != self._record.modules[-1] else None
         return ModuleFigures(
             module=name,
             state=known.state if known else report.get("state", "new"),
@@ -237,10 +264,21 @@ class Gauge:
             batches_per_s=train.get("batches_per_s"),
             samples_per_s=train.get("samples_per_s"),
             loss=train.get("loss"),
-            lag=train.get("lag"),
+            head_loss=early.get("loss") if early else None,
+            head_accuracy=early.get("accuracy") if early else None,
+            head_train_accuracy=train.get("head_accuracy"),
             synthesizer_error=train.get("synthesizer_error"),
             synthesizer_cosine=train.get("synthesizer_cosine"),
+            lag=train.get("lag"),
+            lag_max=train.get("lag_max"),
+            gradients_lost=train.get("gradients_lost"),
+            window=train.get("window"),
+            window_fill=train.get("window_fill"),
             in_flight=train.get("in_flight") if known and known.state == "running" else None,
+            waiting=train.get("waiting") or {},
+            cpu=train.get("cpu"),
+            memory_bytes=train.get("memory_bytes"),
+            memory_peak_bytes=train.get("memory_peak_bytes"),
             refused=train.get("refused") or {},
             exit_code=known.exit_code if known else None,
             signal=known.signal if known else None,

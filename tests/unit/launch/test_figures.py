@@ -73,6 +73,39 @@ def test_figures_of_a_run(record: Record, state: RunState) -> None:
     assert bottom.refused == {"shape": 2}
 
 
+def test_signals_of_a_module(record: Record, state: RunState) -> None:
+    signals: dict[str, Any] = {
+        "synthesizer_error": 0.2, "synthesizer_cosine": 0.9, "lag": 3.5, "lag_max": 7,
+        "gradients_lost": 0.01, "window": 8, "window_fill": 0.75, "in_flight": 6,
+        "waiting": {"input": 0.1, "window": 0.6}, "cpu": 0.3, "memory_bytes": 1 << 20,
+        "memory_peak_bytes": 2 << 20,
+    }  # fmt: skip
+    train(record, "bottom", time.time(), 4, head_accuracy=0.7, **signals)
+    write_json(
+        record.run.worker("bottom"),
+        {"attempt": 1, "state": "running", "evaluation": {"loss": 0.4, "accuracy": 0.8}},
+    )
+    state.modules["bottom"].state = "running"
+    bottom = Gauge(record).read(state).modules[0]
+    assert {name: getattr(bottom, name) for name in signals} == signals
+    assert (bottom.head_loss, bottom.head_accuracy, bottom.head_train_accuracy) == (0.4, 0.8, 0.7)
+
+
+def test_the_tails_evaluation_is_the_chains(record: Record, state: RunState) -> None:
+    """Modules with early heads write evaluations, too."""
+    now = time.time()
+    evaluation(record, now, 1, 0.9)
+    append_line(
+        record.run.metrics("bottom"),
+        {"time": now + 1, "module": "bottom", "attempt": 1, "kind": "eval", "id": 9, "epoch": 1,
+         "step": 8, "loss": 2.0, "accuracy": 0.5, "samples": 100},
+    )  # fmt: skip
+    write_json(record.run.worker("top"), {"attempt": 1, "evaluation": {"accuracy": 0.9}})
+    figures = Gauge(record).read()
+    assert (figures.accuracy, len(figures.evaluations)) == (0.9, 1)
+    assert figures.modules[-1].head_accuracy is None
+
+
 def test_one_measurement_gives_a_pace(record: Record, state: RunState) -> None:
     train(record, "top", time.time(), 4)
     assert Gauge(record).read().samples_per_s == 512.0

@@ -1,0 +1,55 @@
+"""How figures look to people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from rich.console import Console
+
+from dni_runtime.launch.figures import ModuleFigures, RunFigures
+from dnictl.show import modules_table, waits
+
+
+@pytest.mark.parametrize(
+    ("waiting", "shown"),
+    [
+        ({}, "-"),
+        ({"input": 0.002}, "-"),
+        ({"input": 0.1, "window": 0.62}, "window 62 %"),
+        ({"gradient": 1.0}, "gradient 100 %"),
+    ],
+)
+def test_the_reason_that_matters(waiting: Mapping[str, float], shown: str) -> None:
+    assert waits(waiting) == shown
+
+
+def test_a_wide_row_fits_into_100_columns() -> None:
+    busy = ModuleFigures(
+        "lower-half", "stopping", 1, step=1_234_567, samples_per_s=123_456.0, loss=0.001234,
+        head_accuracy=1.0, synthesizer_cosine=-0.0123, lag=14.27, gradients_lost=0.1234,
+        waiting={"gradient": 1.0},
+    )  # fmt: skip
+    tail = ModuleFigures("tail", "running", 1, step=3)
+    figures = RunFigures(
+        run="r", path="", chain="c", backend="process", state="running", attempt=1, created=0,
+        started=0, ended=None, exit_code=None, error=None, epoch=1, epochs=2, step=3,
+        total_steps=None, accuracy=0.5, loss=1, evaluations=(), samples_per_s=None, eta_s=None,
+        modules=(busy, tail),
+    )  # fmt: skip
+    console = Console(width=100, highlight=False)
+    with console.capture() as captured:
+        console.print(modules_table(figures))
+    head, first, last = captured.get().splitlines()
+    assert head.split() == [
+        "module", "state", "step", "samples/s", "loss", "accuracy", "cosine", "lag", "lost",
+        "waits",
+    ]  # fmt: skip
+    assert first.split()[2:] == [
+        *("1,234,567", "123,456", "0.00123", "100.00", "%", "-0.01", "14.3", "12.3", "%"),
+        *("gradient", "100", "%"),
+    ]
+    assert "…" not in first
+    assert last.split() == [
+        "tail", "running", "3", "-", "-", "50.00", "%", "-", "-", "-", "-",
+    ]  # fmt: skip
