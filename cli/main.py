@@ -38,6 +38,7 @@ COMMANDS = {
     "stop": "dnictl.runs",
     "logs": "dnictl.logs",
     "export": "dnictl.runs",
+    "tensorboard": "dnictl.tensorboard",
     "compare": "dnictl.compare",
     "reference": "dnictl.compare",
     "doctor": "dnictl.doctor",

@@ -15,6 +15,7 @@
       logs/MODULE.ATTEMPT.log       what a worker printed
       logs/supervisor.log           what a detached supervisor printed
       metrics/MODULE.jsonl          what a worker measured
+      tensorboard/MODULE/           the same as event files, when asked for
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
 
 A run directory may lie on a shared file system: files appear whole (temporary name, then rename)
@@ -97,6 +98,10 @@ class RunDir:
 
     def metrics(self, module: str) -> Path:
         return self.root / "metrics" / f"{module}.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
 
     def checkpoint(self, cut: int, module: str) -> Path:
         """Path, without ending, of one module's part of the checkpoint at position ``cut``."""

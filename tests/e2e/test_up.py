@@ -187,6 +187,51 @@ def test_a_chain_is_trained_and_taken_home(site: Site) -> None:
     assert "has finished" in site.run("resume", expect=64).stderr
 
 
+def test_signs_that_it_works(site: Site) -> None:
+    """Figures of the synthesizer, late gradients, windows and early heads, here and in events."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    site.run("up", site.write(epochs=30), "--backend", "process", "-d")
+    follower = site.start("tensorboard", "--follow", "--json")
+    site.run("wait")
+    out, err = follower.communicate(timeout=60)
+    assert follower.returncode == 0, err
+    figures = site.json("status")
+    bottom, middle, top = figures["modules"]
+    for module in (bottom, middle):
+        assert module["head_accuracy"] > 0.8
+        assert module["head_train_accuracy"] is None or module["head_train_accuracy"] > 0.8
+        assert 0 < module["window_fill"] <= 1
+        assert module["window"] == 8
+        lines = list(read_lines(site.latest.metrics(module["module"])))
+        train = [line for line in lines if line["kind"] == "train"]
+        measured = [line for line in train if line["synthesizer_cosine"] is not None]
+        assert measured[-1]["synthesizer_error"] < 1
+        assert measured[-1]["synthesizer_cosine"] > 0
+        assert all(line["lag_max"] <= 8 for line in train if line["lag_max"] is not None)
+        evaluations = [line for line in lines if line["kind"] == "eval"]
+        assert [line["epoch"] for line in evaluations] == list(range(1, 31))
+        assert evaluations[-1]["accuracy"] == module["head_accuracy"]
+        assert all(sum(line["waiting"].values()) < 1.05 for line in train)
+    assert top["head_accuracy"] is None
+    assert top["memory_peak_bytes"] >= top["memory_bytes"] > 1 << 20
+    assert "window" not in top["waiting"]
+
+    events = json.loads(out)
+    assert events["events"].keys() == set(MODULES)
+    assert site.json("tensorboard")["events"] == dict.fromkeys(MODULES, 0)
+    read = {}
+    for module in MODULES:
+        read[module] = EventAccumulator(str(Path(events["logdir"]) / module))
+        read[module].Reload()
+    last = read["top"].Scalars("eval/accuracy")[-1]
+    assert (last.step, last.value) == (figures["step"], pytest.approx(figures["accuracy"]))
+    assert len(read["bottom"].Scalars("head/accuracy")) == 30
+    assert {"synthesizer/cosine", "gradients/age", "window/fill"} <= set(
+        read["middle"].Tags()["scalars"]
+    )
+
+
 def test_progress_in_plain_lines(site: Site) -> None:
     done = site.run("up", site.write(epochs=3), "--backend", "process")
     lines = done.stderr.splitlines()

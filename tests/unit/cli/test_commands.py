@@ -19,6 +19,7 @@ from dni_runtime import __version__
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import append_line
 from dnictl.main import ALIASES, COMMANDS, cli
 
 
@@ -216,7 +217,15 @@ def test_one_module_by_hand(dnictl: Dnictl, write_chain: WriteChain) -> None:
 def test_no_runs(dnictl: Dnictl) -> None:
     assert dnictl("ps").code == 0
     assert dnictl("ps", "--json").json == []
-    for command in (["status"], ["logs"], ["stop"], ["wait"], ["resume"], ["export", "-o", "x"]):
+    for command in (
+        ["status"],
+        ["logs"],
+        ["stop"],
+        ["wait"],
+        ["resume"],
+        ["export", "-o", "x"],
+        ["tensorboard"],
+    ):
         result = dnictl(*command)
         assert result.code == 64
         assert "there are no runs in 'runs'" in result.err
@@ -311,6 +320,28 @@ def test_export_overwrites_nothing(dnictl: Dnictl, record: Record, folder: Path)
     (folder / "m.safetensors").write_text("mine")
     assert dnictl("export", "-o", "m.safetensors").code == 64
     assert (folder / "m.safetensors").read_text() == "mine"
+
+
+def test_tensorboard(dnictl: Dnictl, record: Record, folder: Path) -> None:
+    ended(record, "finished", 0)
+    line = {"time": 1.0, "module": "top", "attempt": 1, "kind": "train", "step": 3, "loss": 0.5}
+    append_line(record.run.metrics("top"), line)
+    result = dnictl("tensorboard", "--follow")
+    assert result.out == f"{record.run.tensorboard}: 1 new events of 1 modules\n"
+    assert "tensorboard --logdir" in result.err
+    assert dnictl("tensorboard", "--logdir", "logs", "--json").json == {
+        "run": "small-1", "logdir": "logs/small-1", "events": {"top": 1},
+    }  # fmt: skip
+    assert list((folder / "logs" / "small-1" / "top").iterdir())
+
+
+def test_tensorboard_without_its_package(
+    dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    result = dnictl("tensorboard")
+    assert result.code == 69
+    assert "pip install 'dni-runtime[tensorboard]'" in result.err
 
 
 # --- logs -----------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""``dnictl tensorboard``: a run's metrics for TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+
+_POLL_S = 2.0
+
+
+@click.command()
+@run_argument
+@runs_option
+@click.option(
+    "--logdir", type=click.Path(path_type=Path, file_okay=False),
+    help="Write below DIRECTORY/RUN instead of the run's own folder.",
+)  # fmt: skip
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@json_option
+def tensorboard(
+    run: str | None, runs: Path, logdir: Path | None, follow: bool, as_json: bool
+) -> None:
+    """Write a run's metrics as TensorBoard's event files, one folder per module.
+
+    Only what is new is added, so it can be run again at any time. Workers do not take part. Needs
+    the package tensorboard: pip install 'dni-runtime[tensorboard]'.
+
+    \b
+    Example:
+      dnictl tensorboard --follow &
+      tensorboard --logdir runs
+    """
+    from dni_runtime.launch.state import RunState
+    from dni_runtime.launch.tensorboard import Board
+
+    record = chosen_run(run, runs)
+    board = Board(record, record.run.tensorboard if logdir is None else logdir / record.name)
+    active = True
+    events: dict[str, int] = {}
+    while active:
+        active = follow and RunState.read(record.run).active
+        for module, added in board.update().items():
+            events[module] = events.get(module, 0) + added
+        if active:
+            time.sleep(_POLL_S)
+    if as_json:
+        print_json({"run": record.name, "logdir": str(board.folder), "events": events})
+        return
+    click.echo(f"{board.folder}: {sum(events.values())} new events of {len(events)} modules")
+    click.echo(f"  → tensorboard --logdir {board.folder}", err=True)

@@ -1,0 +1,204 @@
+"""A run's metrics as TensorBoard's event files, made beside the workers, not by them.
+
+One event file per module, one event per line of its metrics. So the file itself tells how far it
+is: to go on, lines that have their event are left out. Needs the package ``tensorboard``, but
+neither TensorFlow nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.launch.figures import LineReader
+from dni_runtime.launch.records import Record
+
+FILE = "events.out.tfevents.0.dnictl"
+"""TensorBoard reads what has ``tfevents`` in its name, and follows files that grow."""
+
+TRAIN_TAGS = {
+    "loss": "train/loss",
+    "samples_per_s": "train/samples_per_s",
+    "batches_per_s": "train/batches_per_s",
+    "head_accuracy": "head/train_accuracy",
+    "synthesizer_error": "synthesizer/error",
+    "synthesizer_cosine": "synthesizer/cosine",
+    "lag": "gradients/age",
+    "lag_max": "gradients/age_max",
+    "gradients_lost": "gradients/lost",
+    "window_fill": "window/fill",
+    "cpu": "process/cpu",
+    "memory_bytes": "process/memory_bytes",
+}
+"""Tags of the fields of ``train`` lines (docs/metrics.md)."""
+
+_HEAD = frozenset(
+    {"time", "module", "attempt", "kind", "id", "epoch", "step", "samples", "trained"}
+)
+_FRAME = struct.Struct("<QI")
+_CRC_BYTES = 4
+
+
+def scalars(line: Mapping[str, Any], *, early: bool) -> dict[str, float]:
+    """The points of one line of metrics, by tag; what is null has none.
+
+    Args:
+        line: The line.
+        early: Whether its module is not the tail, so that evaluations are of an early head.
+    """
+    if line.get("kind") == "eval":
+        group = "head" if early else "eval"
+        found = {f"{group}/{name}": line[name] for name in line if name not in _HEAD}
+    else:
+        found = {tag: line.get(name) for name, tag in TRAIN_TAGS.items()}
+        found |= {f"waiting/{reason}": share for reason, share in line.get("waiting", {}).items()}
+    return {tag: float(value) for tag, value in found.items() if value is not None}
+
+
+class Board:
+    """The event files of a run.
+
+    Args:
+        record: The run.
+        folder: Where they lie, a folder per module.
+
+    Raises:
+        UnavailableError: The package ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, record: Record, folder: Path) -> None:
+        self.folder = folder
+        self._metrics = record.run.metrics("x").parent
+        self._early = frozenset(record.modules[:-1])
+        self._proto = _Proto()
+        self._files: dict[str, _EventFile] = {}
+
+    def update(self) -> dict[str, int]:
+        """Add what is new.
+
+        Returns:
+            How many events were added, by module.
+
+        Raises:
+            UsageError: The folder cannot be written.
+        """
+        for path in sorted(self._metrics.glob("*.jsonl")):
+            if path.stem not in self._files:
+                self._files[path.stem] = _EventFile(
+                    path, self.folder / path.stem, self._proto, early=path.stem in self._early
+                )
+        try:
+            return {name: file.update() for name, file in self._files.items()}
+        except OSError as error:
+            raise UsageError(
+                f"event files cannot be written into {str(self.folder)!r}: {error.strerror}",
+                hint="name another folder with --logdir",
+            ) from None
+
+
+class _Proto:
+    """The parts of the package ``tensorboard`` that are used; it has no types."""
+
+    def __init__(self) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise UnavailableError(
+                f"event files need the package 'tensorboard': {error}",
+                hint="pip install 'dni-runtime[tensorboard]'",
+            ) from None
+        self.event: Any = Event
+        self.start: Any = SessionLog.START
+        self.writer: Any = RecordWriter
+
+
+class _EventFile:
+    """The event file of one module."""
+
+    def __init__(self, metrics: Path, folder: Path, proto: _Proto, *, early: bool) -> None:
+        self._metrics = metrics
+        self._path = folder / FILE
+        self._proto = proto
+        self._early = early
+        self._reader = LineReader(metrics)
+        self._size = -1
+        self._attempt: int | None = None
+
+    def update(self) -> int:
+        """Add an event for each line that has none; returns how many."""
+        if _size_of(self._path) != self._size:  # nothing is there, or somebody else writes it, too
+            self._reader = LineReader(self._metrics)
+            lines = self._without_events(list(self._reader.new()))
+        else:
+            lines = list(self._reader.new())
+        if lines:
+            with self._path.open("ab") as file:
+                self._write(file, lines)
+            self._size = _size_of(self._path)
+        return len(lines)
+
+    def _without_events(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The lines that have no events yet; cuts off an event that was not written to its end."""
+        done, end_bytes, last_time = 0, 0, 0.0
+        for end, event in self._events():
+            end_bytes = end
+            if event.HasField("summary"):
+                done, last_time = done + 1, event.wall_time
+        if done > len(lines) or (done and _time_of(lines[done - 1]) != last_time):
+            done = end_bytes = 0  # of another run with the same name
+        self._attempt = lines[done - 1].get("attempt") if done else None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
+        os.truncate(self._path, end_bytes)
+        if not end_bytes:
+            with self._path.open("ab") as file:
+                first = self._proto.event(wall_time=time.time(), file_version="brain.Event:2")
+                self._proto.writer(file).write(first.SerializeToString())
+        self._size = _size_of(self._path)
+        return lines[done:]
+
+    def _write(self, file: BinaryIO, lines: list[dict[str, Any]]) -> None:
+        writer = self._proto.writer(file)
+        for line in lines:
+            when, step = _time_of(line), int(line.get("step", 0))
+            if line.get("attempt") != self._attempt:
+                # A resumed run goes over some ground again: what was there is taken back.
+                self._attempt = line.get("attempt")
+                event = self._proto.event(wall_time=when, step=step)
+                event.session_log.status = self._proto.start
+                writer.write(event.SerializeToString())
+            event = self._proto.event(wall_time=when, step=step)
+            event.summary.SetInParent()
+            for tag, value in scalars(line, early=self._early).items():
+                event.summary.value.add(tag=tag, simple_value=value)
+            writer.write(event.SerializeToString())
+
+    def _events(self) -> Iterator[tuple[int, Any]]:
+        """The whole events that are there, and where each ends."""
+        end = 0
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            while len(head := file.read(_FRAME.size)) == _FRAME.size:
+                size, _ = _FRAME.unpack(head)
+                body = file.read(size + _CRC_BYTES)
+                if len(body) < size + _CRC_BYTES:
+                    return
+                end += len(head) + len(body)
+                yield end, self._proto.event.FromString(body[:size])
+
+
+def _time_of(line: Mapping[str, Any]) -> float:
+    return float(line.get("time", 0))
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

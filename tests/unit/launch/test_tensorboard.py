@@ -1,0 +1,145 @@
+"""Event files, read back by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.tensorboard import FILE, Board, scalars
+from dni_runtime.rundir import append_line
+
+Points = dict[str, list[tuple[int, float]]]
+
+
+def read(folder: Path) -> Points:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {
+        tag: [(point.step, round(point.value, 4)) for point in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+def train(record: Record, module: str, step: int, attempt: int = 1, **more: Any) -> None:
+    line = {"time": time.time(), "module": module, "attempt": attempt, "kind": "train"}
+    line |= {"id": step, "epoch": 1, "step": step, "samples": 64 * step, "loss": 1 / step}
+    append_line(record.run.metrics(module), line | more)
+
+
+def evaluation(record: Record, module: str, step: int, **figures: float) -> None:
+    line = {"time": time.time(), "module": module, "attempt": 1, "kind": "eval"}
+    line |= {"id": step, "epoch": 1, "step": step, "samples": 360}
+    append_line(record.run.metrics(module), line | figures)
+
+
+@pytest.fixture
+def board(record: Record) -> Board:
+    return Board(record, record.run.tensorboard)
+
+
+def test_tags() -> None:
+    line = {
+        "time": 1.0, "module": "a", "attempt": 1, "kind": "train", "id": 3, "epoch": 1, "step": 2,
+        "samples": 128, "interval_s": 1.0, "loss": 0.5, "lag": None, "synthesizer_cosine": 0.75,
+        "waiting": {"input": 0.25, "window": 0.5}, "refused": {},
+    }  # fmt: skip
+    assert scalars(line, early=True) == {
+        "train/loss": 0.5,
+        "synthesizer/cosine": 0.75,
+        "waiting/input": 0.25,
+        "waiting/window": 0.5,
+    }
+    line = {"time": 1.0, "kind": "eval", "step": 2, "samples": 9, "loss": None, "accuracy": 0.5}
+    assert scalars(line, early=True) == {"head/accuracy": 0.5}
+    assert scalars(line, early=False) == {"eval/accuracy": 0.5}
+    assert scalars({"kind": "start", "time": 1.0}, early=False) == {}
+
+
+def test_a_folder_per_module(record: Record, board: Board) -> None:
+    train(record, "bottom", 2, lag=3.0, synthesizer_cosine=0.5, window_fill=0.9)
+    evaluation(record, "bottom", 2, loss=2.0, accuracy=0.25)
+    train(record, "top", 4)
+    evaluation(record, "top", 4, loss=1.5, accuracy=0.75)
+    assert board.update() == {"bottom": 2, "top": 2}
+    assert read(board.folder / "bottom") == {
+        "train/loss": [(2, 0.5)],
+        "gradients/age": [(2, 3.0)],
+        "synthesizer/cosine": [(2, 0.5)],
+        "window/fill": [(2, 0.9)],
+        "head/loss": [(2, 2.0)],
+        "head/accuracy": [(2, 0.25)],
+    }
+    assert read(board.folder / "top") == {
+        "train/loss": [(4, 0.25)],
+        "eval/loss": [(4, 1.5)],
+        "eval/accuracy": [(4, 0.75)],
+    }
+
+
+def test_only_news_is_added(record: Record, board: Board) -> None:
+    train(record, "bottom", 1)
+    assert board.update() == {"bottom": 1}
+    before = (board.folder / "bottom" / FILE).read_bytes()
+    again = Board(record, record.run.tensorboard)
+    assert (board.update(), again.update()) == ({"bottom": 0}, {"bottom": 0})
+    assert (board.folder / "bottom" / FILE).read_bytes() == before
+    train(record, "bottom", 2)
+    train(record, "top", 1)
+    assert again.update() == {"bottom": 1, "top": 1}
+    train(record, "bottom", 4)
+    assert board.update() == {"bottom": 1, "top": 0}, "the other has written meanwhile"
+    assert read(board.folder / "bottom") == {"train/loss": [(1, 1.0), (2, 0.5), (4, 0.25)]}
+
+
+def test_a_torn_event_is_written_again(record: Record, board: Board) -> None:
+    for step in (1, 2):
+        train(record, "bottom", step)
+    board.update()
+    file = board.folder / "bottom" / FILE
+    whole = file.read_bytes()
+    for cut in (1, 5, len(whole) - 3):
+        file.write_bytes(whole[:-cut])
+        Board(record, record.run.tensorboard).update()
+        assert read(file.parent) == {"train/loss": [(1, 1.0), (2, 0.5)]}
+
+
+def test_another_run_of_the_same_name_starts_over(record: Record, board: Board) -> None:
+    for step in (1, 2, 4):
+        train(record, "bottom", step)
+    board.update()
+    record.run.metrics("bottom").unlink()
+    train(record, "bottom", 8)
+    assert Board(record, record.run.tensorboard).update() == {"bottom": 1}
+    assert read(board.folder / "bottom") == {"train/loss": [(8, 0.125)]}
+
+
+def test_a_resumed_run_takes_back_what_comes_again(record: Record, board: Board) -> None:
+    for step in (1, 2, 4, 8):
+        train(record, "bottom", step)
+    board.update()
+    train(record, "bottom", 2, attempt=2, loss=9.0)
+    Board(record, record.run.tensorboard).update()
+    train(record, "bottom", 4, attempt=2, loss=8.0)
+    Board(record, record.run.tensorboard).update()
+    assert read(board.folder / "bottom") == {"train/loss": [(1, 1.0), (2, 9.0), (4, 8.0)]}
+
+
+def test_a_folder_that_cannot_be_made(record: Record, tmp_path: Path) -> None:
+    train(record, "bottom", 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--logdir"):
+        Board(record, tmp_path / "file" / "logs").update()
+
+
+def test_without_the_package(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(UnavailableError, match=r"pip install 'dni-runtime\[tensorboard\]'"):
+        Board(record, record.run.tensorboard)
