@@ -21,7 +21,7 @@ from reproduce_paper import ROOT, chain_spec, fetch
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import parse_choice
 
-NESTEROV = {"NAdam": {"lr": 1e-3, "betas": [0.99, 0.999]}}
+NESTEROV = {"NAdam": {"lr": 2e-3, "betas": [0.99, 0.999]}}
 METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "delayed": ("delayed", None),
     "delayed-nadam": ("delayed", NESTEROV),

@@ -45,6 +45,7 @@ def make_spec() -> MakeSpec:
             "upstream": None if head else "stem",
             "downstream": "tail" if head else None,
             "gradients_in": int(head),
+            "late": 4 * int(head),
             "gradients_out": int(not head),
             "links": LinksSpec(window=4),
             "keep": 2,

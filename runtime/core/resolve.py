@@ -59,7 +59,7 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
             choice = chain.setting(index, "interface") or Choice(name=DEFAULT)
-            interface = find_interface(choice, at)[0]
+            interface = find_interface(choice, at).choice
         modules.append(
             ModuleSpec(
                 name=module.name,
@@ -99,10 +99,15 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 location=("metrics", number),
                 hint=suggestion(metric, list(METRICS)),
             )
-    every = [
-        0 if module.interface is None else find_interface(module.interface)[1]
+    interfaces = [
+        None if module.interface is None else find_interface(module.interface)
         for module in full.modules
     ]
+    every = [0 if interface is None else interface.every for interface in interfaces]
+    late = [0] * len(interfaces)
+    for index in range(len(interfaces) - 2, -1, -1):
+        below = interfaces[index + 1]
+        late[index] = full.links.window + (late[index + 1] if below and below.defers else 0)
     workers = []
     last = len(full.modules) - 1
     for index, module in enumerate(full.modules):
@@ -135,6 +140,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 upstream=full.modules[index - 1].name if index else None,
                 downstream=full.modules[index + 1].name if index < last else None,
                 gradients_in=every[index],
+                late=late[index],
                 gradients_out=every[index - 1] if index else 0,
                 links=full.links,
                 keep=full.checkpoint.keep,

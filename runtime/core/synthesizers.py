@@ -190,15 +190,25 @@ class Classifier(Synthesizer):
         return cast("Tensor", self.out(difference)).view_as(h_BH)
 
 
+class _BatchNorm(nn.BatchNorm1d):
+    """BatchNorm that takes a batch of one sample by its running statistics."""
+
+    def forward(self, h_BH: Tensor) -> Tensor:
+        if len(h_BH) > 1:
+            return super().forward(h_BH)
+        mean, variance = self.running_mean, self.running_var
+        return F.batch_norm(h_BH, mean, variance, self.weight, self.bias, eps=self.eps)
+
+
 class MLPOptions(Frozen):
     """Options of the multi-layer synthesizer.
 
     Attributes:
-        hidden: Width of the hidden layers (default: the activation's, 1024 at most).
+        hidden: Width of the hidden layers.
         depth: Number of hidden layers.
     """
 
-    hidden: int | None = Field(default=None, ge=1, le=65536)
+    hidden: int = Field(default=64, ge=1, le=65536)
     depth: int = Field(default=1, ge=1, le=8)
 
 
@@ -215,10 +225,10 @@ class MLP(Synthesizer):
         options: MLPOptions,
     ) -> None:
         super().__init__(activation, label, classes, options)
-        width = options.hidden or min(self.features, 1024)
+        width = options.hidden
         self.first = nn.Linear(self.features, width)
         self.label = self._label_term(width)
-        norm = nn.LayerNorm if self.tokens else nn.BatchNorm1d
+        norm = nn.LayerNorm if self.tokens else _BatchNorm
         body: list[nn.Module] = [norm(width), nn.ReLU()]
         for _ in range(options.depth - 1):
             body += [nn.Linear(width, width), norm(width), nn.ReLU()]
@@ -305,12 +315,15 @@ SYNTHESIZERS: dict[str, type[Synthesizer]] = {
 def auto_synthesizer(
     activation: TensorSpec, label: TensorSpec | None, classes: int | None
 ) -> Choice:
-    """The default: shaped like a classifier where there are classes, else by the activation.
+    """The default, by the activation's shape; docs/results.md has the measurements behind it.
 
-    Feature maps get convolutions, vectors and tokens a linear map, of low rank where it is wide.
+    Vectors get a narrow hidden layer, feature maps convolutions; tokens what is shaped like a
+    classifier where there are classes, else a linear map, of low rank where it is wide.
     """
     if len(activation.shape) == 3:
         return Choice(name="conv")
+    if len(activation.shape) == 1:
+        return Choice(name="mlp")
     if classes is not None and label is not None:
         return Choice(name="classifier")
     return Choice(name="linear" if activation.shape[-1] <= LINEAR_UP_TO else "low-rank")

@@ -98,6 +98,7 @@ class WorkerSpec(Frozen):
         downstream: Name of the module after, or None.
         gradients_in: Of which batches the true gradient comes from downstream: every so-many-th by
             id; 0: of none.
+        late: Batches by which they may come late.
         gradients_out: The same for what the module upstream wants.
         links: How to talk to the neighbours.
         keep: How many complete checkpoints to keep.
@@ -129,6 +130,7 @@ class WorkerSpec(Frozen):
     upstream: str | None
     downstream: str | None
     gradients_in: int = Field(ge=0)
+    late: int = Field(ge=0)
     gradients_out: int = Field(ge=0)
     links: LinksSpec
     keep: int
@@ -154,6 +156,7 @@ class WorkerSpec(Frozen):
         """SHA-256 of what the image must hold: host paths and link timing are left out."""
         document = self.model_dump(mode="json")
         document.pop("stop_grace_s")
+        document.pop("late")
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
             document["head"]["data"].pop("path")

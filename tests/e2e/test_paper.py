@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -41,3 +42,35 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
     assert accuracy["none"] < accuracy["cDNI"]
     again = run(command)
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1], "nothing is trained again"
+
+
+def test_staleness(mnist: Path, tmp_path: Path) -> None:
+    results = tmp_path / "staleness.jsonl"
+    command = [
+        sys.executable, ROOT / "scripts" / "compare_staleness.py", "--layers", "2", "--seeds", "1",
+        "--epochs", "1", "--delays", "0,40", "--methods", "delayed-nadam,mixed", "--mnist", mnist,
+        "--results", results,
+    ]  # fmt: skip
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    header, _, *rows = (line.split("|")[1:-1] for line in done.stdout.splitlines())
+    assert [cell.strip() for cell in header] == ["delay in batches", "0", "40"]
+    assert [row[0].strip() for row in rows] == ["delayed-nadam", "mixed"]
+    assert all(90 < float(cell) < 100 for row in rows for cell in row[1:])
+    written = results.read_text()
+    assert run(command).stdout == done.stdout
+    assert results.read_text() == written, "nothing is trained again"
+
+
+def test_growth(tmp_path: Path) -> None:
+    figures = tmp_path / "growth.json"
+    command = [
+        sys.executable, ROOT / "scripts" / "bench_growth.py", "--modules", "2,3", "--windows", "2",
+        "--seconds", "3", "--json", figures,
+    ]  # fmt: skip
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(figures.read_text())
+    assert [row["modules"] for row in document["growth"]] == [2, 3]
+    assert all(row["worker_us"] > row["step_us"] > 0 for row in document["growth"])
+    assert all(share < 0.05 for share in document["idle"].values()), "whoever is blocked must sleep"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
 from dni_runtime.core.interfaces.delayed import Delayed, Exact
@@ -34,12 +36,23 @@ __all__ = [
 ]
 
 
-def resolve_interface(choice: Choice, location: Location = ()) -> tuple[Choice, int]:
-    """Fill in an interface's options.
+class Resolved(NamedTuple):
+    """A gradient interface's choice, checked.
 
-    Returns:
-        The choice with all options, and of which batches it wants the true gradient
-        (:meth:`GradientInterface.gradient_every`).
+    Attributes:
+        choice: With all options.
+        every: Of which batches it wants the true gradient
+            (:meth:`GradientInterface.gradient_every`).
+        defers: As :attr:`GradientInterface.defers`.
+    """
+
+    choice: Choice
+    every: int
+    defers: bool
+
+
+def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
+    """Fill in an interface's options.
 
     Raises:
         SpecError: Unknown interface or option, or a value that is not allowed.
@@ -47,7 +60,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> tuple[Choice, 
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return full, cls.gradient_every(options)
+    return Resolved(full, cls.gradient_every(options), cls.defers)
 
 
 def build_interface(

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
 from dni_runtime.spec.model import Frozen
 
+MARGIN = 8
+"""Batches kept beyond those that are late: acknowledgements travel, gradients wait in buffers."""
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -29,7 +32,7 @@ class Boundary:
         classes: Number of classes, when labels are class indices.
         loss: The chain's loss.
         optimizer: The module's optimizer, for parts that train like the module.
-        window: Batches in flight on the link: late gradients are about that late.
+        late: Batches by which true gradients may come late.
     """
 
     activation: TensorSpec
@@ -38,7 +41,7 @@ class Boundary:
     classes: int | None
     loss: Choice
     optimizer: Choice
-    window: int = 8
+    late: int = 8
 
     @classmethod
     def of(cls, worker: WorkerSpec) -> Self:
@@ -50,7 +53,7 @@ class Boundary:
             classes=worker.classes,
             loss=worker.loss,
             optimizer=worker.optimizer,
-            window=worker.links.window,
+            late=worker.late,
         )
 
 
@@ -104,6 +107,7 @@ class GradientInterface(nn.Module):
     Attributes:
         Options: The model of its options in the spec.
         trains: Whether the module is trained at all.
+        defers: Whether the gradient for upstream waits for the module's own true gradient.
         pending: How many batches may wait for the true gradient that updates the module: 0 when the
             signal comes at once.
         blocks: Whether the module takes no new batch while ``pending`` are waiting; otherwise the
@@ -114,6 +118,7 @@ class GradientInterface(nn.Module):
     Options: ClassVar[type[Frozen]] = Frozen
 
     trains: bool = True
+    defers: ClassVar[bool] = False
     pending: int = 0
     blocks: bool = False
     store: int = 0

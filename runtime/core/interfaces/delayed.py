@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface
+from dni_runtime.core.interfaces.base import MARGIN, Boundary, GradientInterface
 from dni_runtime.spec.model import Frozen
 
 
 class Exact(GradientInterface):
     """Plain backpropagation through the chain: the next batch waits for the true gradient."""
 
+    defers = True
     pending = 1
     blocks = True
 
@@ -23,8 +24,8 @@ class DelayedOptions(Frozen):
     """Options of the delayed interface.
 
     Attributes:
-        store: Batches whose activations are kept for their true gradient (default: the link's
-            window and a margin); when it is full the oldest is given up.
+        store: Batches whose activations are kept for their true gradient (default: as many as it
+            may be late, and a margin); when it is full the oldest is given up.
     """
 
     store: int | None = Field(default=None, ge=1, le=1 << 16)
@@ -39,6 +40,8 @@ class Delayed(GradientInterface):
 
     Options = DelayedOptions
 
+    defers = True
+
     def __init__(self, boundary: Boundary, options: DelayedOptions) -> None:
         super().__init__(boundary, options)
-        self.store = self.pending = options.store or boundary.window + 8
+        self.store = self.pending = options.store or boundary.late + MARGIN

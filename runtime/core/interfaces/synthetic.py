@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
+from dni_runtime.core.interfaces.base import (
+    MARGIN,
+    Boundary,
+    GradientInterface,
+    LateSignal,
+    Signal,
+)
 from dni_runtime.core.synthesizers import build_synthesizer
 from dni_runtime.core.training import build_optimizer
 from dni_runtime.spec import Choice
 from dni_runtime.spec.model import Frozen
-
-MARGIN = 8
-"""Batches kept beyond the link's window: acknowledgements travel, gradients wait in buffers."""
 
 
 class SyntheticOptions(Frozen):
@@ -30,7 +33,7 @@ class SyntheticOptions(Frozen):
         scale: Factor on the predicted gradient.
         learn_every: Learn from the true gradient of every so-many-th batch; the module downstream
             does not compute the others (the paper's sparse updates, sec. 3.1).
-        store: Batches kept for late gradients (default: those of the link's window and a margin).
+        store: Batches kept for late gradients (default: as many as they may be late, and a margin).
     """
 
     synthesizer: Choice = Choice(name="auto")
@@ -56,7 +59,7 @@ class Synthetic(GradientInterface):
             ("synthesizer",),
         )
         self.options = options
-        self.store = options.store or -(-(boundary.window + MARGIN) // options.learn_every)
+        self.store = options.store or -(-(boundary.late + MARGIN) // options.learn_every)
         self._optimizer = build_optimizer(
             options.optimizer, self.synthesizer.parameters(), ("optimizer",)
         )

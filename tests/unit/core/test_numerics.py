@@ -172,6 +172,8 @@ def test_synthesizers_start_at_zero_and_fit(name: str, kind: str, classes: int |
         error.backward()
         optimizer.step()
     assert float(error.detach()) < 0.8 * float(target.square().mean())
+    alone = synthesizer(h[:1], y[:1])
+    assert alone.shape == (1, *activation.shape), "a last batch may hold one sample"
 
 
 def test_the_label_changes_the_prediction_only_when_conditioned() -> None:

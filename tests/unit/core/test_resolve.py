@@ -6,7 +6,7 @@ import pytest
 
 from dni_runtime.core.resolve import json_schema, parameter_counts, resolved_chain, worker_specs
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import DataInfo, LinksSpec, TensorSpec, parse_chain
 
 INFO = DataInfo(
     sample=TensorSpec(shape=(1, 8, 8), dtype="float32"),
@@ -51,6 +51,17 @@ def test_local_interfaces_want_no_gradients() -> None:
     chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
     a, b, _ = worker_specs(chain, INFO)
     assert (a.gradients_in, b.gradients_out) == (0, 0)
+
+
+def test_how_late_gradients_may_be() -> None:
+    def late(interface: str) -> list[int]:
+        text = CHAIN.replace("    interface: mixed\n", "")
+        chain = parse_chain(f"defaults: {{interface: {interface}}}\n{text}")
+        return [worker.late for worker in worker_specs(chain, INFO)]
+
+    window = LinksSpec().window
+    assert late("mixed") == [window, window, 0]
+    assert late("delayed") == [2 * window, window, 0], "it passes the delay of the module below"
 
 
 def test_one_changed_layer_changes_one_hash() -> None:

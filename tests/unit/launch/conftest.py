@@ -69,6 +69,7 @@ def _worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
         upstream=NAMES[index - 1] if index else None,
         downstream=NAMES[index + 1] if index < last else None,
         gradients_in=int(index < last),
+        late=0,
         gradients_out=int(index > 0),
         links=chain.links,
         keep=2,
