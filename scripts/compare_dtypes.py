@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from dni_runtime.core.chain import Carry, LocalChain, evaluate
 from dni_runtime.core.resolve import worker_specs
-from dni_runtime.data import describe, open_data
+from dni_runtime.data import DataSource, open_data
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.tensors import from_buffers, to_buffers
-from dni_runtime.spec import DataInfo, Dtype, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import ChainSpec, DataInfo, Dtype, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.wire import TensorContract, nbytes
 
 PLAIN = "float32"
@@ -66,22 +66,91 @@ def contracts(workers: tuple[WorkerSpec, ...]) -> tuple[list[TensorContract], li
     return [cut.activation for cut in cuts], [cut.gradient or cut.activation for cut in cuts]
 
 
-def train(arguments: argparse.Namespace, interface: str, down: str, up: str, seed: int) -> float:
-    """The test accuracy of one training, in per cent."""
+def chain_of(
+    arguments: argparse.Namespace, interface: str, down: str, up: str, seed: int
+) -> ChainSpec:
+    """The chain, with its gradient interface and types on the wire."""
     spec = chain_spec(arguments.layers, arguments.epochs, arguments.delay, arguments.mnist)
     spec["seed"] = seed
     spec["defaults"]["interface"] = interface
     spec["links"] |= {"dtype": down, "gradient_dtype": up}
-    chain = parse_chain(json.dumps(spec))  # JSON is YAML
-    workers = worker_specs(chain, describe(chain.data, ROOT))
-    activations, gradients = contracts(workers)
-    local = LocalChain(workers, delay=arguments.delay, down=carry(activations), up=carry(gradients))
-    source = open_data(chain.data, ROOT, seed=seed)
+    return parse_chain(json.dumps(spec))  # JSON is YAML
+
+
+def fit(local: LocalChain, chain: ChainSpec, source: DataSource) -> None:
+    """Train for the chain's epochs."""
     for epoch in range(1, chain.epochs + 1):
         for x_BX, y_BY in source.train_batches(epoch):
             local.train_batch(x_BX, y_BY)
         local.end_epoch()
+
+
+def train(arguments: argparse.Namespace, interface: str, down: str, up: str, seed: int) -> float:
+    """The test accuracy of one training, in per cent."""
+    chain = chain_of(arguments, interface, down, up, seed)
+    workers = worker_specs(chain, MNIST)
+    activations, gradients = contracts(workers)
+    local = LocalChain(workers, delay=arguments.delay, down=carry(activations), up=carry(gradients))
+    source = open_data(chain.data, ROOT, seed=seed)
+    fit(local, chain, source)
     return 100 * evaluate(Whole(local), source.eval_batches(), workers[-1])["accuracy"]
+
+
+def errors(arguments: argparse.Namespace) -> str:
+    """What arrives of activations and gradients, as a Markdown table.
+
+    The chains are trained with float32 on the wire; every fiftieth tensor is sent as each type.
+    Per type: the norm of the error over that of the tensor, and the share of elements that arrive
+    as zero without being it.
+    """
+    cells = defaultdict(list)
+    for interface in arguments.interfaces:
+        chain = chain_of(arguments, interface, PLAIN, PLAIN, 0)
+        sides: dict[str, Carry] = {}
+        for side in (0, 1):
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in arguments.dtypes}
+            sides["up" if side else "down"] = watch(arguments, interface, side, found)
+            for dtype, values in found.items():
+                cells[dtype].append(values)
+        fit(
+            LocalChain(worker_specs(chain, MNIST), delay=arguments.delay, **sides),
+            chain,
+            open_data(chain.data, ROOT, seed=0),
+        )
+    heads = [f"{i}, {side}" for i in arguments.interfaces for side in ("activations", "gradients")]
+    lines = [f"| on the wire | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for dtype, columns in cells.items():
+        means = [[100 * statistics.fmean(part) for part in zip(*c, strict=True)] for c in columns]
+        shown = [f"{error:.2f} % ({zeroed:.0f} %)" for error, zeroed in means]
+        lines.append(f"| {dtype} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def watch(
+    arguments: argparse.Namespace,
+    interface: str,
+    side: int,
+    found: dict[str, list[tuple[float, float]]],
+) -> Carry:
+    """Let tensors pass, and note what narrow types would do to some of them."""
+    carries = {
+        dtype: carry(
+            contracts(worker_specs(chain_of(arguments, interface, dtype, dtype, 0), MNIST))[side]
+        )
+        for dtype in found
+    }
+    calls = itertools.count()
+
+    def through(cut: int, tensor: Tensor) -> Tensor:
+        if next(calls) % 50 == 0:
+            for dtype, values in found.items():
+                back = carries[dtype](cut, tensor)
+                error = (back - tensor).norm() / tensor.norm()
+                zeroed = ((back == 0) & (tensor != 0)).float().mean()
+                values.append((float(error), float(zeroed)))
+        return tensor
+
+    return through
 
 
 def bytes_per_batch(dtype: str) -> int:
@@ -134,6 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--delay", type=int, default=4, help="batches that gradients are late")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "dtypes.jsonl")
+    parser.add_argument("--errors", action="store_true", help="only how much narrow types change")
     parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
     arguments = parser.parse_args()
     arguments.interfaces = arguments.interfaces.split(",")
@@ -153,6 +223,9 @@ def main() -> None:
         arguments.mnist = subprocess.run(
             fetch, check=True, stdout=subprocess.PIPE, text=True
         ).stdout.splitlines()[-1]
+    if arguments.errors:
+        print(errors(arguments))
+        return
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     same = {key: getattr(arguments, key) for key in ("layers", "epochs", "delay")}
     wanted = [

@@ -1,4 +1,4 @@
-"""The script that reproduces the paper's experiments, in its smallest form on real MNIST."""
+"""Scripts that measure on real MNIST, in their smallest forms."""
 
 from __future__ import annotations
 
@@ -74,3 +74,23 @@ def test_growth(tmp_path: Path) -> None:
     assert [row["modules"] for row in document["growth"]] == [2, 3]
     assert all(row["worker_us"] > row["step_us"] > 0 for row in document["growth"])
     assert all(share < 0.05 for share in document["idle"].values()), "whoever is blocked must sleep"
+
+
+def test_types_on_the_wire(mnist: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, ROOT / "scripts" / "compare_dtypes.py", "--layers", "2", "--seeds", "1",
+        "--epochs", "1", "--interfaces", "delayed", "--dtypes", "int8", "--mnist", mnist,
+    ]  # fmt: skip
+    done = run([*command, "--out", tmp_path / "trained.jsonl"])
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
+    cells = {row[0].strip(): [cell.split()[0] for cell in row[1:]] for row in rows[1:]}
+    assert (cells["float32"][0], cells["int8"][0]) == ("262,144", "65,540")
+    plain, narrow = float(cells["float32"][1]), float(cells["int8"][3])
+    assert plain > 90
+    assert abs(plain - narrow) < 1
+    again = run([*command, "--out", tmp_path / "trained.jsonl"])
+    assert (again.stdout, again.stderr) == (done.stdout, ""), "nothing is trained again"
+    errors = run([*command, "--errors"])
+    assert errors.returncode == 0, errors.stderr
+    assert errors.stdout.splitlines()[-1].startswith("| int8 | ")
