@@ -34,6 +34,7 @@ clean: ## Remove what was built here (the image cache in ~/.cache/dnictl stays)
 system:
 	@scripts/setup-python >/dev/null
 	@scripts/setup-apptainer >/dev/null
+	@[ "$$(id -u)" -ne 0 ] || [ ! -c /dev/net/tun ] || chmod 666 /dev/net/tun # as udev has it; for slow lines
 
 $(VENV)/ready: pyproject.toml scripts/setup-venv
 	@scripts/setup-venv $(VENV)

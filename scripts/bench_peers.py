@@ -44,7 +44,7 @@ from typing import Any
 from peers.chain import CHAINS, measure_chain, window_for
 from peers.networks import NETWORKS, write_data
 from peers.report import Contender, Outcome, draw, summarize, table
-from peers.slow_link import Line, LinkError, build_slow_link, open_link, probe
+from peers.slow_link import Line, LinkError, PrivilegeError, build_slow_link, open_link, probe
 from peers.synchronous import SCHEDULES, SINGLE, Measured, Timing, measure_synchronous
 
 from dni_runtime.errors import DniError
@@ -344,7 +344,7 @@ def main() -> int:
                         progress(f"{line}: {_shown(probed[line])}")
             except LinkError as error:
                 progress(f"no slow line can be made here: {error}")
-                return 69
+                return 77 if isinstance(error, PrivilegeError) else 69  # as in sysexits(3)
         # The chain's window is chosen by its modules' pace, about twice that of one process.
         alone = max(
             measure_synchronous("single-1", arguments.network, folder, short, None, None).rate

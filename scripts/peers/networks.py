@@ -98,17 +98,17 @@ def data_spec(network: Network, folder: Path) -> dict[str, Any]:
     }
 
 
-def write_data(folder: Path) -> None:
+def write_data(folder: Path, samples: int = SAMPLES) -> None:
     """Random images of Fashion-MNIST's shape, type and number."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (SAMPLES + 256, 28, 28), dtype=np.uint8)
-    labels = rng.integers(0, 10, SAMPLES + 256, dtype=np.uint8)
+    images = rng.integers(0, 256, (samples + 256, 1, 28, 28), dtype=np.uint8)
+    labels = rng.integers(0, 10, samples + 256, dtype=np.uint8)
     np.savez(
         folder / "data.npz",
-        x_train=images[:SAMPLES],
-        y_train=labels[:SAMPLES],
-        x_eval=images[SAMPLES:],
-        y_eval=labels[SAMPLES:],
+        x_train=images[:samples],
+        y_train=labels[:samples],
+        x_eval=images[samples:],
+        y_eval=labels[samples:],
     )

@@ -126,6 +126,9 @@ static int make_end(const char *address, const char **congestion) {
     /* Large from the start: on long lines the kernel (6.18) sometimes never widens the window. */
     if (put("/proc/sys/net/ipv4/tcp_rmem", "4096 33554432 67108864") != 0) die("tcp_rmem");
     if (put("/proc/sys/net/ipv4/tcp_wmem", "4096 33554432 67108864") != 0) die("tcp_wmem");
+    /* Nothing is lost, so nothing need be sent twice because a queue is long (where the kernel can). */
+    put("/proc/sys/net/ipv4/tcp_rto_min_us", "1000000");
+    put("/proc/sys/net/ipv4/tcp_early_retrans", "0");
     return fd;
 }
 
