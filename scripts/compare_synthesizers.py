@@ -48,7 +48,7 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float],
         local.end_epoch()
     took = time.perf_counter() - began
     result = evaluate(_Whole(local), source.eval_batches(), workers[-1])
-    return 100 * result["accuracy"], [statistics.fmean(v[1:]) for v in cosines], took
+    return 100 * result["accuracy"], [statistics.fmean(v[1:]) for v in cosines if v[1:]], took
 
 
 def main() -> None:
