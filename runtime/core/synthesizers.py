@@ -206,14 +206,20 @@ class MLPOptions(Frozen):
     Attributes:
         hidden: Width of the hidden layers.
         depth: Number of hidden layers.
+        grid: For feature maps: side of the grid to which they are averaged first, and whose cells
+            the prediction fills; the cost falls with its square.
     """
 
     hidden: int = Field(default=64, ge=1, le=65536)
     depth: int = Field(default=1, ge=1, le=8)
+    grid: int = Field(default=7, ge=1, le=256)
 
 
 class MLP(Synthesizer):
-    """Hidden layers with BatchNorm and ReLU, as in the paper's appendix (features or tokens)."""
+    """Hidden layers with BatchNorm and ReLU, as in the paper's appendix.
+
+    Tokens share one map; feature maps are seen, and predicted, on a coarse grid.
+    """
 
     Options = MLPOptions
 
@@ -225,23 +231,28 @@ class MLP(Synthesizer):
         options: MLPOptions,
     ) -> None:
         super().__init__(activation, label, classes, options)
-        width = options.hidden
-        self.first = nn.Linear(self.features, width)
+        width, features = options.hidden, self.features
+        self.grid: tuple[int, int] | None = None
+        if len(activation.shape) == 3:
+            channels, height, breadth = activation.shape
+            self.grid = min(options.grid, height), min(options.grid, breadth)
+            features = channels * math.prod(self.grid)
+        self.first = nn.Linear(features, width)
         self.label = self._label_term(width)
         norm = nn.LayerNorm if self.tokens else _BatchNorm
         body: list[nn.Module] = [norm(width), nn.ReLU()]
         for _ in range(options.depth - 1):
             body += [nn.Linear(width, width), norm(width), nn.ReLU()]
         self.body = nn.Sequential(*body)
-        self.out = _zeroed(nn.Linear(width, self.features))
+        self.out = _zeroed(nn.Linear(width, features))
         if self.label is not None and self.label.table is not None:
-            nn.init.normal_(
-                self.label.table.weight, std=1.0
-            )  # a hidden layer must tell labels apart
+            nn.init.normal_(self.label.table.weight)  # a hidden layer must tell labels apart
 
     def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
-        hidden = self._add_label(self.first(self._vectors(h_BH)), y_BY)
-        return cast("Tensor", self.out(self.body(hidden))).view_as(h_BH)
+        coarse = h_BH if self.grid is None else F.adaptive_avg_pool2d(h_BH, self.grid)
+        hidden = self._add_label(self.first(self._vectors(coarse)), y_BY)
+        out = cast("Tensor", self.out(self.body(hidden))).view_as(coarse)
+        return out if self.grid is None else F.interpolate(out, h_BH.shape[2:])
 
 
 class ConvOptions(Frozen):

@@ -145,7 +145,7 @@ ACTIVATIONS = {
     "tokens": TensorSpec(shape=(5, 6), dtype="float32"),
     "maps": TensorSpec(shape=(4, 5, 5), dtype="float32"),
 }
-ONLY_FOR = {"mlp": ("vector", "tokens"), "conv": ("maps",)}
+ONLY_FOR = {"conv": ("maps",)}
 FITS = [
     (name, kind, classes)
     for name in SYNTHESIZERS
