@@ -39,6 +39,7 @@ COMMANDS = {
     "logs": "dnictl.logs",
     "export": "dnictl.runs",
     "tensorboard": "dnictl.tensorboard",
+    "bench": "dnictl.bench",
     "compare": "dnictl.compare",
     "reference": "dnictl.compare",
     "doctor": "dnictl.doctor",

@@ -122,7 +122,7 @@ def measure_chain(
     Raises:
         dni_runtime.errors.DniError: It failed.
     """
-    from dni_runtime.launch import pace
+    from dni_runtime.bench import chain as pace
     from dni_runtime.launch.host import Site
     from dni_runtime.launch.prepare import prepare
 

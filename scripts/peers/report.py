@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dni_runtime.bench.spread import Spread
 from peers.chain import CHAINS
 from peers.slow_link import Line
 from peers.synchronous import SCHEDULES, SINGLE, Measured
@@ -55,15 +56,13 @@ Outcomes = Mapping[Contender, Outcome]
 
 def ratios(rates: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
     """Quotients within each repetition."""
-    pairs = zip(rates, base, strict=False)  # one may be a repetition ahead
+    pairs = zip(rates, base, strict=True)
     return [a / b for a, b in pairs if a is not None and b is not None]
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
     """Median, lowest and highest."""
-    if not values:
-        return None
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+    return asdict(Spread.of(values)) if values else None
 
 
 def best_peer(outcomes: Outcomes) -> Contender | None:

@@ -16,6 +16,7 @@ LEVELS = [
     {"worker"},
     {"image"},
     {"launch"},
+    {"bench"},
     {"dnictl"},
 ]
 """Lowest first; modules of one level do not import each other."""

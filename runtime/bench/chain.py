@@ -1,4 +1,4 @@
-"""Running a chain for a bounded time, and how fast its modules were meanwhile.
+"""A chain with real workers for a bounded time, and how fast its modules were meanwhile.
 
 Start, warm-up and end are left out: what is read are the differences between two reports of each
 worker (``metrics/MODULE.jsonl``), so nothing has to be asked while it runs.
@@ -147,7 +147,7 @@ def measure_chain(
     )
     write_plan(run, plan)
     supervisor = Supervisor(run, plan, LocalStarter(dict(os.environ)))
-    watch = _Watch(run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.window)
+    watch = Watch(run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.window)
 
     def look(state: RunState) -> None:
         if observe is not None:
@@ -164,7 +164,7 @@ def measure_chain(
     return read_pace(run, prepared.modules, watch.begin["time"], watch.end["time"])
 
 
-class _Watch:
+class Watch:
     """Looks at the tail's reports until enough is known; then says so once."""
 
     def __init__(self, path: Path, bounds: Bounds, fill: int) -> None:
@@ -220,24 +220,23 @@ def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -
     paces = []
     for module in modules:
         lines = [line for line in read_lines(run.metrics(module)) if line["kind"] == "train"]
+        # Each worker reports about once a second, but not when the others do.
         first, last = (
             min(lines, key=lambda line: abs(line["time"] - moment), default=None)
             for moment in (since, until)
         )
         if first is None or last is None or last["step"] <= first["step"]:
             raise WorkerError(f"module {module!r} has reported too seldom: measure for longer")
-        paces.append((module_pace(module, lines, first, last), first, last))
-    _, first, last = paces[-1]
-    tail = paces[-1][0]
-    modules_pace = tuple(pace for pace, _, _ in paces)
-    cores = sum(pace.cores for pace in modules_pace)
+        paces.append(module_pace(module, lines, first, last))
+    tail = paces[-1]
+    cores = sum(pace.cores for pace in paces)
     return ChainPace(
-        seconds=last["time"] - first["time"],
-        batches=last["step"] - first["step"],
+        seconds=until - since,
+        batches=round((until - since) / tail.batch_s),
         samples_per_s=tail.samples_per_s,
         cores=cores,
         cpu_s=cores / tail.samples_per_s,
-        modules=modules_pace,
+        modules=tuple(paces),
     )
 
 

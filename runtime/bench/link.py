@@ -1,0 +1,502 @@
+"""One link between two processes: bytes a second and latency, beside bare ZeroMQ.
+
+The link is the one that modules use, with its window, acknowledgements and checks. Bare ZeroMQ is a
+pair of sockets with the same high-water mark that sends one frame without copying it. Both end in
+a tensor over the received memory. The receiver is a process of its own: this module as a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol, Self
+
+import torch
+import zmq
+
+from dni_runtime.bench.spread import Spread, ratios
+from dni_runtime.errors import UsageError, WorkerError
+from dni_runtime.link import Batch, InputLink, OutputLink
+from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.wire import Mode
+
+Kind = Literal["link", "raw"]
+Transport = Literal["ipc", "tcp"]
+
+SMALL_BYTES = 1024
+"""The message whose latency is measured."""
+
+_KINDS: tuple[Kind, ...] = ("link", "raw")
+_UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_LARGEST = 1 << 30
+_DEADLINE_S = 60.0
+_RUN = "bench"
+_LAST = -1
+_LEAST = 20  # messages that are timed at least
+_PINGS, _FIRST_PINGS = 300, 50
+_STUCK = WorkerError(f"nothing has arrived for {_DEADLINE_S:.0f} s")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Batches of one size in one direction.
+
+    Attributes:
+        transport: ``ipc`` or ``tcp`` (loopback).
+        bytes: Size of a batch's activation.
+        link: Megabytes (1e6) a second through the link.
+        raw: The same through bare ZeroMQ.
+        ratio: Link over bare ZeroMQ, within a repetition.
+        source_cpu_us: CPU microseconds of the link's sender for one batch, ZeroMQ's thread too.
+        sink_cpu_us: The same of its receiver.
+    """
+
+    transport: Transport
+    bytes: int
+    link: Spread
+    raw: Spread
+    ratio: Spread
+    source_cpu_us: Spread
+    sink_cpu_us: Spread
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Small batches, one at a time, from being sent to being a tensor at the other end.
+
+    Attributes:
+        transport: ``ipc`` or ``tcp`` (loopback).
+        bytes: Size of a batch's activation.
+        link: Microseconds through the link, one way.
+        raw: The same through bare ZeroMQ.
+        ratio: Link over bare ZeroMQ, within a repetition.
+    """
+
+    transport: Transport
+    bytes: int
+    link: Spread
+    raw: Spread
+    ratio: Spread
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``64KB``, ``1MB`` or ``4096`` (KB is 1024 bytes).
+
+    Raises:
+        UsageError: It is no size, or one that no float32 tensor has.
+    """
+    number, unit = text.strip().upper(), "B"
+    for name in sorted(_UNITS, key=len, reverse=True):
+        if number.endswith(name):
+            number, unit = number.removesuffix(name).strip(), name
+            break
+    try:
+        size = float(number) * _UNITS[unit]
+    except ValueError:
+        size = 0.0
+    if not (4 <= size <= _LARGEST and size % 4 == 0):
+        raise UsageError(
+            f"{text!r} is no size of a batch",
+            hint="write 64KB, 1MB or 16MB: multiples of 4 bytes, up to 1GB",
+        )
+    return int(size)
+
+
+def measure_links(
+    sizes: Sequence[int],
+    transports: Sequence[Transport],
+    *,
+    repetitions: int,
+    seconds: float,
+    window: int,
+    observe: Callable[[str], None] | None = None,
+) -> tuple[list[Throughput], list[Latency]]:
+    """Measure the link and bare ZeroMQ in turns.
+
+    Args:
+        sizes: Bytes of a batch.
+        transports: Which transports.
+        repetitions: How often each is measured.
+        seconds: How long each time, at least; more where few batches fit in.
+        window: Unacknowledged batches, and bare ZeroMQ's high-water mark.
+        observe: Told what was measured, as it goes.
+
+    Raises:
+        WorkerError: The receiver failed.
+    """
+    torch.set_num_threads(1)
+    found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    with _Receiver() as receiver, tempfile.TemporaryDirectory(prefix="dni-") as folder:
+        for repetition in range(repetitions):
+            for transport in transports:
+                address = f"ipc://{folder}/link" if transport == "ipc" else "tcp://127.0.0.1:*"
+                for size in (0, *sizes):  # 0: the small ones' latency
+                    # Who comes first changes, so that neither always follows the other.
+                    for kind in _KINDS[:: -1 if repetition % 2 else 1]:
+                        nbytes = size or SMALL_BYTES
+                        job = _Job(kind, address, nbytes, window, latency=size == 0)
+                        for name, value in _run(receiver, job, seconds).items():
+                            found[transport, size, f"{kind} {name}"].append(value)
+                if observe is not None:
+                    observe(f"{repetition + 1}/{repetitions} {transport}")
+
+    def spread(transport: str, size: int, name: str) -> Spread:
+        return Spread.of(found[transport, size, name])
+
+    def ratio(transport: str, size: int, name: str) -> Spread:
+        both = [found[transport, size, f"{kind} {name}"] for kind in _KINDS]
+        return Spread.of(ratios(*both))
+
+    throughputs = [
+        Throughput(
+            transport=transport,
+            bytes=size,
+            link=spread(transport, size, "link mb_per_s"),
+            raw=spread(transport, size, "raw mb_per_s"),
+            ratio=ratio(transport, size, "mb_per_s"),
+            source_cpu_us=spread(transport, size, "link source_cpu_us"),
+            sink_cpu_us=spread(transport, size, "link sink_cpu_us"),
+        )
+        for transport in transports
+        for size in sizes
+    ]
+    latencies = [
+        Latency(
+            transport=transport,
+            bytes=SMALL_BYTES,
+            link=spread(transport, 0, "link latency_us"),
+            raw=spread(transport, 0, "raw latency_us"),
+            ratio=ratio(transport, 0, "latency_us"),
+        )
+        for transport in transports
+    ]
+    return throughputs, latencies
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One measurement, as both processes know it."""
+
+    kind: Kind
+    address: str
+    bytes: int
+    window: int
+    latency: bool
+
+    @property
+    def floats(self) -> int:
+        return self.bytes // 4
+
+    @property
+    def discard(self) -> int:
+        """Batches that are not timed: more than windows and the kernel's buffers hold."""
+        return _FIRST_PINGS if self.latency else self.window + 16
+
+
+class _Source(Protocol):
+    """The sending end."""
+
+    def send(self, label: int) -> None:
+        """Send a batch, as soon as there is room for it."""
+
+    def settle(self) -> None:
+        """Wait until all that was sent has been taken."""
+
+
+class _Sink(Protocol):
+    """The receiving end."""
+
+    address: str
+
+    def take(self) -> int:
+        """Wait for a batch, acknowledge it, and give its label."""
+
+
+def _run(receiver: _Receiver, job: _Job, seconds: float) -> dict[str, float]:
+    """Send what a job says; what was measured at both ends."""
+    address = receiver.begin(job)
+    with _opened(_LinkSource if job.kind == "link" else _RawSource, job, address) as source:
+        if job.latency:
+            for _ in range(job.discard + _PINGS):
+                source.send(time.monotonic_ns())
+                source.settle()
+            source.send(_LAST)
+            source.settle()
+            return receiver.end()
+        sent, cpu_s = 0, time.process_time()
+        until = time.perf_counter() + seconds
+        while sent < job.discard + _LEAST or time.perf_counter() < until:
+            source.send(0)
+            sent += 1
+        source.send(_LAST)
+        source.settle()
+        cpu_s = time.process_time() - cpu_s
+        answer = receiver.end()
+    return {
+        "mb_per_s": job.bytes * answer["batches"] / answer["seconds"] / 1e6,
+        "source_cpu_us": cpu_s / sent * 1e6,
+        "sink_cpu_us": answer["cpu_s"] / answer["batches"] * 1e6,
+    }
+
+
+def _receive(sink: _Sink, job: _Job) -> dict[str, float]:
+    """Take what a job sends, and time it."""
+    if job.latency:
+        trips: list[int] = []
+        while (label := sink.take()) != _LAST:
+            trips.append(time.monotonic_ns() - label)  # one clock for both processes
+        return {"latency_us": Spread.of(trips[job.discard :]).median / 1000}
+    for _ in range(job.discard):
+        sink.take()
+    began, cpu_s, batches = time.perf_counter(), time.process_time(), 0
+    while sink.take() != _LAST:
+        batches += 1
+    return {
+        "batches": batches,
+        "seconds": time.perf_counter() - began,
+        "cpu_s": time.process_time() - cpu_s,
+    }
+
+
+def _spec(job: _Job, module: str) -> WorkerSpec:
+    """One of two modules whose link carries the job's batches, of one sample each."""
+    tensor = TensorSpec(shape=(job.floats,), dtype="float32")
+    head = module == "source"
+    return WorkerSpec(
+        chain="bench",
+        module=module,
+        index=0 if head else 1,
+        layers=(LayerSpec(type="Identity"),),
+        interface=None,
+        optimizer=Choice(name="SGD"),
+        schedule=None,
+        schedule_every="epoch",
+        loss=Choice(name="MSELoss"),
+        seed=0,
+        device="cpu",
+        precision="float32",
+        cpus=1,
+        input=tensor,
+        output=tensor,
+        label=TensorSpec(shape=(), dtype="int64"),
+        prediction=tensor,
+        classes=None,
+        batch_limit=1,
+        upstream=None if head else "source",
+        downstream="sink" if head else None,
+        gradients_in=0,
+        gradients_out=0,
+        links=LinksSpec(window=job.window),
+        keep=1,
+        stop_grace_s=5.0,
+        head=None,
+        tail=None,
+    )
+
+
+class _LinkSource:
+    def __init__(self, job: _Job, address: str) -> None:
+        self._link = OutputLink(_spec(job, "source"), run=_RUN)
+        self._link.connect(address, deadline_s=_DEADLINE_S)
+        self._poller = zmq.Poller()
+        self._poller.register(self._link.socket, zmq.POLLIN)
+        self._h = torch.randn(1, job.floats)
+        self._id = 0
+
+    def send(self, label: int) -> None:
+        self._wait(lambda: self._link.room)
+        self._id += 1
+        self._link.send_batch(self._id, 0, Mode.TRAIN, self._h, torch.tensor([label]))
+
+    def settle(self) -> None:
+        self._wait(lambda: not self._link.in_flight)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + _DEADLINE_S
+        self._link.receive()
+        while not done():
+            if time.monotonic() > until:
+                raise _STUCK
+            self._poller.poll(1000)
+            self._link.receive()
+
+    def close(self) -> None:
+        self._link.finish(1.0)
+        self._link.close()
+
+
+class _LinkSink:
+    def __init__(self, job: _Job) -> None:
+        self._link = InputLink(_spec(job, "sink"), run=_RUN)
+        self.address = self._link.bind(job.address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._link.socket, zmq.POLLIN)
+
+    def take(self) -> int:
+        while not isinstance(batch := self._link.receive(), Batch):
+            self._poller.poll(1000)
+        self._link.ack(batch.id)
+        return int(batch.y)
+
+    def close(self) -> None:
+        self._link.finish(1.0)
+        self._link.close()
+
+
+class _RawSource:
+    def __init__(self, job: _Job, address: str) -> None:
+        self._context, self._socket = _pair(job.window)
+        self._socket.connect(address)
+        self._latency = job.latency
+        self._h = torch.randn(job.floats)
+        self._buffer = self._h.numpy().data
+
+    def send(self, label: int) -> None:
+        try:
+            if label == _LAST:
+                self._socket.send(b"")
+            elif self._latency:  # nobody else reads the tensor now
+                self._h[:2].view(torch.int64)[0] = label
+                self._socket.send(self._h.numpy().tobytes())
+            else:
+                self._socket.send(self._buffer, copy=False)
+        except zmq.Again:
+            raise _STUCK from None
+
+    def settle(self) -> None:
+        try:
+            self._socket.recv()
+        except zmq.Again:
+            raise _STUCK from None
+
+    def close(self) -> None:
+        _close(self._context, self._socket)
+
+
+class _RawSink:
+    def __init__(self, job: _Job) -> None:
+        self._context, self._socket = _pair(job.window)
+        self._socket.bind(job.address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._latency = job.latency
+
+    def take(self) -> int:
+        frame = self._socket.recv(copy=False)
+        if not len(frame):
+            self._socket.send(b"")
+            return _LAST
+        h = torch.frombuffer(frame.buffer, dtype=torch.float32)
+        if not self._latency:
+            return 0
+        label = int(h[:2].view(torch.int64))
+        self._socket.send(b"")
+        return label
+
+    def close(self) -> None:
+        _close(self._context, self._socket)
+
+
+def _pair(window: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(window)
+    for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+        socket.setsockopt(option, int(1000 * _DEADLINE_S))
+    return context, socket
+
+
+def _close(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    socket.close(linger=1000)
+    context.term()
+
+
+@contextlib.contextmanager
+def _opened(make: Any, *arguments: Any) -> Iterator[Any]:
+    end = make(*arguments)
+    try:
+        yield end
+    finally:
+        end.close()
+
+
+class _Receiver:
+    """The other process, which takes one job after the other."""
+
+    def __enter__(self) -> Self:
+        self._log = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dni_runtime.bench.link"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._out.close()
+        self._log.close()
+
+    @property
+    def _in(self) -> IO[str]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def _out(self) -> IO[str]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def begin(self, job: _Job) -> str:
+        """Let it receive what a job sends; gives the address to send it to."""
+        try:
+            self._in.write(json.dumps(vars(job)) + "\n")
+            self._in.flush()
+        except BrokenPipeError:
+            pass  # the answer will not come either
+        return str(self._answer()["address"])
+
+    def end(self) -> dict[str, float]:
+        """What it measured."""
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._out.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        self._process.wait()
+        self._log.seek(0)
+        lines = [text for text in self._log.read().splitlines() if text.strip()]
+        raise WorkerError(f"the receiving process failed: {lines[-1] if lines else 'no message'}")
+
+
+def _serve() -> None:
+    """What the receiving process does: jobs come in, as JSON lines, measurements go out."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = _Job(**json.loads(line))
+        if job.address.startswith("ipc://"):
+            Path(job.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        with _opened(_LinkSink if job.kind == "link" else _RawSink, job) as sink:
+            print(json.dumps({"address": sink.address}), flush=True)
+            print(json.dumps(_receive(sink, job)), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,272 @@
+"""The cost of each module's parts, one module at a time in this process, without any transport.
+
+Each module gets what it would get in the chain: activations of the modules before it for real
+batches, and true gradients of the module after it.
+
+Shape suffixes: B samples of a batch, X a module's input, H its output, Y a label.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.bench.spread import Spread
+from dni_runtime.core.step import ModuleStep, due
+from dni_runtime.data import open_data
+from dni_runtime.errors import UsageError
+from dni_runtime.launch.prepare import Prepared, importing_from
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.spec.load import suggestion
+from dni_runtime.worker.main import choose_device
+
+_BATCHES = 4
+"""Different batches that are taken in turns."""
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """What one module costs for a batch; microseconds unless they say otherwise.
+
+    Attributes:
+        module: Its name.
+        device: Where it computes.
+        threads: Threads of its computations.
+        batch: Samples in a batch.
+        forward_us: Forward pass.
+        backward_us: Loss (tail), backward pass and the optimizer's step.
+        signal_us: The gradient interface's answer: the synthesizer's forward pass, a local head.
+        learn_us: Learning from one late gradient; 0 where none is learned from.
+        learn_every: Every so many batches there is one to learn from; 0: never.
+        step_us: All of it, for a batch on average.
+        interface_share: Part of ``step_us`` that the gradient interface costs.
+        samples_per_s: Samples a second that a worker for this module could train at most.
+        parameters: Trainable numbers in its layers.
+        interface_parameters: The same in its gradient interface.
+        down_bytes: Activation bytes that it sends downstream for a batch.
+        up_bytes: Gradient bytes that it sends upstream for a batch, on average.
+    """
+
+    module: str
+    device: str
+    threads: int
+    batch: int
+    forward_us: Spread
+    backward_us: Spread
+    signal_us: Spread
+    learn_us: Spread
+    learn_every: int
+    step_us: Spread
+    interface_share: float
+    samples_per_s: float
+    parameters: int
+    interface_parameters: int
+    down_bytes: int
+    up_bytes: float
+
+
+@dataclass(frozen=True)
+class _Feed:
+    """What one module is fed with, for each of a few batches."""
+
+    x_BX: Tensor
+    y_BY: Tensor
+    g_BH: Tensor
+
+
+@dataclass
+class _Sums:
+    """Seconds of one repetition, and how many times each part ran."""
+
+    forward_s: float = 0.0
+    update_s: float = 0.0
+    signal_s: float = 0.0
+    late_s: float = 0.0
+    batches: int = 0
+    late: int = 0
+
+
+def measure_modules(
+    prepared: Prepared,
+    modules: Sequence[str] = (),
+    *,
+    repetitions: int,
+    seconds: float,
+    observe: Callable[[str], None] | None = None,
+) -> list[ModuleCost]:
+    """Measure the modules of a chain in turns.
+
+    Args:
+        prepared: The chain.
+        modules: Names of those wanted; all by default.
+        repetitions: How often each is measured.
+        seconds: How long each time, at least.
+        observe: Told what was measured, as it goes.
+
+    Raises:
+        UsageError: There is no such module.
+        DataError: The data cannot be read.
+        UnavailableError: A device is missing.
+    """
+    for name in modules:
+        if name not in prepared.modules:
+            raise UsageError(
+                f"{prepared.place('modules')}: there is no module {name!r}",
+                hint=suggestion(name, prepared.modules),
+            )
+    with importing_from(prepared.base.absolute()):
+        steps = [ModuleStep(worker, choose_device(worker)) for worker in prepared.workers]
+        feeds = _feeds(prepared, steps)
+        wanted = [k for k, name in enumerate(prepared.modules) if not modules or name in modules]
+        measured: dict[int, list[_Sums]] = {index: [] for index in wanted}
+        for repetition in range(repetitions):
+            for index in wanted:
+                torch.set_num_threads(steps[index].spec.cpus)
+                _measure(steps[index], feeds[index], seconds / 4)  # warm-up
+                measured[index].append(_measure(steps[index], feeds[index], seconds))
+                if observe is not None:
+                    observe(f"{repetition + 1}/{repetitions} {prepared.modules[index]}")
+    batch = len(feeds[0][0].x_BX)
+    return [_cost(steps[index], measured[index], batch) for index in wanted]
+
+
+def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]:
+    """Inputs, labels and true gradients of all modules, for a few real batches."""
+    chain = prepared.chain
+    path = None if prepared.data is None else str(prepared.data)
+    data = chain.data.model_copy(update={"path": path} if path is not None else {})
+    source = open_data(data, prepared.base, seed=chain.seed)
+    feeds: list[list[_Feed]] = [[] for _ in steps]
+    for id, (x_BX, y_BY) in enumerate(islice(source.train_batches(1), _BATCHES), start=1):
+        if feeds[0] and len(x_BX) != len(feeds[0][0].x_BX):
+            break  # the last one of a small data set
+        inputs, outputs, gradients = [], [], []
+        for step in steps:
+            x_BX = x_BX.to(step.device)
+            every = max(step.spec.gradients_out, 1)
+            inputs.append(x_BX)
+            outputs.append(step.forward(id * every, x_BX))
+            gradients.append(step.update(y_BY.to(step.device)))
+            x_BX = outputs[-1]
+        for index, step in enumerate(steps):
+            step.give_up_waiting()
+            # A module that defers its update has no gradient yet for the one before.
+            g_BH = gradients[index + 1] if index + 1 < len(steps) else None
+            if g_BH is None:
+                g_BH = torch.zeros_like(outputs[index])
+            y = y_BY.to(step.device)
+            feeds[index].append(_Feed(inputs[index], y, g_BH.to(step.device)))
+    return feeds
+
+
+def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
+    """Train one module for a while, a round of batches at a time."""
+    clock = _clock(step.device)
+    spec, interface, sums = step.spec, step.interface, _Sums()
+    answers = interface is not None and not interface.pending
+    # Whole rounds, so that the batches whose gradients travel have their right share.
+    round_ids = math.lcm(_BATCHES, max(spec.gradients_in, 1), max(spec.gradients_out, 1))
+    ids, until = _numbers(round_ids), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for id in next(ids):
+            feed = feeds[id % len(feeds)]
+            step.measure_late = False  # the workers do so once a second
+            began = clock()
+            h_BH = step.forward(id, feed.x_BX)
+            forward = clock()
+            step.update(feed.y_BY)
+            updated = clock()
+            sums.forward_s += forward - began
+            sums.update_s += updated - forward
+            if interface is not None and answers:
+                interface.signal(h_BH, feed.y_BY)
+                sums.signal_s += clock() - updated
+            if due(id, spec.gradients_in):
+                late = clock()
+                step.late_gradient(id, feed.g_BH)
+                sums.late_s += clock() - late
+                sums.late += 1
+            sums.batches += 1
+    return sums
+
+
+def _numbers(size: int) -> Iterator[range]:
+    """Ids of batches, in rounds."""
+    first = 1
+    while True:
+        yield range(first, first + size)
+        first += size
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, when the device has done all that it was told to do."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+def _cost(step: ModuleStep, measured: Sequence[_Sums], batch: int) -> ModuleCost:
+    spec, interface = step.spec, step.interface
+    deferred = interface is not None and interface.pending > 0
+    forward = [1e6 * sums.forward_s / sums.batches for sums in measured]
+    signal = [1e6 * sums.signal_s / sums.batches for sums in measured]
+    update = [1e6 * sums.update_s / sums.batches for sums in measured]
+    late = [1e6 * sums.late_s / sums.late if sums.late else 0.0 for sums in measured]
+    every = 0 if deferred else spec.gradients_in
+    # The update asks the interface, too; where it is deferred, the late gradient makes it.
+    backward = [
+        a + b if deferred else max(a - c, 0.0) for a, b, c in zip(update, late, signal, strict=True)
+    ]
+    learn = [0.0] * len(late) if deferred else late
+    share = 1 / every if every else 0.0
+    total = [
+        f + b + s + share * lt for f, b, s, lt in zip(forward, backward, signal, learn, strict=True)
+    ]
+    interfaces = [(s + share * lt) / t for s, lt, t in zip(signal, learn, total, strict=True)]
+    step_us = Spread.of(total)
+    return ModuleCost(
+        module=spec.module,
+        device=str(step.device),
+        threads=spec.cpus,
+        batch=batch,
+        forward_us=Spread.of(forward),
+        backward_us=Spread.of(backward),
+        signal_us=Spread.of(signal),
+        learn_us=Spread.of(learn),
+        learn_every=every,
+        step_us=step_us,
+        interface_share=Spread.of(interfaces).median,
+        samples_per_s=batch / step_us.median * 1e6,
+        parameters=_count(step.layers),
+        interface_parameters=0 if interface is None else _count(interface),
+        down_bytes=_down_bytes(step, batch),
+        up_bytes=_up_bytes(step, batch),
+    )
+
+
+def _down_bytes(step: ModuleStep, batch: int) -> int:
+    if step.spec.downstream is None:
+        return 0
+    return LinkContract.of(step.spec, "output").activation.sample_bytes * batch
+
+
+def _up_bytes(step: ModuleStep, batch: int) -> float:
+    if step.spec.upstream is None:
+        return 0.0
+    gradient = LinkContract.of(step.spec, "input").gradient
+    return 0.0 if gradient is None else gradient.sample_bytes * batch / step.spec.gradients_out
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -1,0 +1,108 @@
+"""Plain backprop of a chain's network in one process, for a bounded time; see ``launch.reference``.
+
+It runs in a process of its own: this module as a program.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dni_runtime.bench.chain import Bounds
+from dni_runtime.core.chain import Backprop
+from dni_runtime.data import DataSource, open_data
+from dni_runtime.errors import WorkerError
+from dni_runtime.launch.prepare import importing_from
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.reference import REFERENCE
+from dni_runtime.launch.start import last_lines
+
+
+@dataclass(frozen=True)
+class ReferencePace:
+    """Plain backprop in its steady state.
+
+    Attributes:
+        seconds: How long it was timed.
+        batches: Training batches meanwhile.
+        samples_per_s: Training samples a second.
+        cores: Cores that it kept busy.
+        cpu_s: CPU seconds for one sample.
+    """
+
+    seconds: float
+    batches: int
+    samples_per_s: float
+    cores: float
+    cpu_s: float
+
+
+def measure_reference(record: Record, threads: int, bounds: Bounds) -> ReferencePace:
+    """Train a run's network in a new process until its pace is known.
+
+    Args:
+        record: A run directory that was made for it.
+        threads: Threads of its computations.
+        bounds: How long.
+
+    Raises:
+        WorkerError: The process failed.
+    """
+    log = record.run.log(REFERENCE, 1)
+    command = [sys.executable, "-P", "-m", "dni_runtime.bench.reference", str(record.run.root)]
+    with log.open("wb") as file:
+        done = subprocess.run(
+            [*command, str(threads), json.dumps(asdict(bounds))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=file,
+        )
+    if done.returncode != 0:
+        lines = "\n".join(f"  | {line}" for line in last_lines(log))
+        raise WorkerError(f"plain backpropagation failed\n  log: {log}\n{lines}")
+    return ReferencePace(**json.loads(done.stdout))
+
+
+def time_reference(record: Record, bounds: Bounds) -> ReferencePace:
+    """Train the concatenated network on the same batches, on the CPU in float32."""
+    chain, workers = record.specs()
+    data = chain.data
+    if record.data is not None:
+        data = data.model_copy(update={"path": str(record.data)})
+    with importing_from(record.run.sources):
+        model = Backprop(workers)
+        batches = _endless(open_data(data, record.run.sources, seed=chain.seed))
+        until = time.perf_counter() + bounds.warmup_s
+        while time.perf_counter() < until:
+            model.train_batch(*next(batches))
+        began, cpu_s, done, samples = time.perf_counter(), time.process_time(), 0, 0
+        while True:
+            x_BX, y_BY = next(batches)
+            model.train_batch(x_BX, y_BY)
+            done += 1
+            samples += len(x_BX)
+            seconds = time.perf_counter() - began
+            if seconds >= bounds.seconds or done == bounds.batches:
+                break
+        cpu_s = time.process_time() - cpu_s
+    return ReferencePace(seconds, done, samples / seconds, cpu_s / seconds, cpu_s / samples)
+
+
+def _endless(source: DataSource) -> Iterator[tuple[Tensor, Tensor]]:
+    for epoch in count(1):
+        yield from source.train_batches(epoch)
+
+
+if __name__ == "__main__":
+    _, root, threads, text = sys.argv
+    torch.set_num_threads(int(threads))
+    print(json.dumps(asdict(time_reference(Record.read(Path(root)), Bounds(**json.loads(text))))))

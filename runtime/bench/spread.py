@@ -1,0 +1,37 @@
+"""A figure that was measured several times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of several measurements, and how far they lie apart.
+
+    Attributes:
+        median: Their median.
+        low: The lowest.
+        high: The highest.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The spread of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Quotients of what was measured in the same repetition.
+
+    A machine's speed changes from minute to minute: the median of such quotients says more than
+    the quotient of the medians.
+    """
+    return [a / b for a, b in zip(values, base, strict=True)]
