@@ -345,16 +345,17 @@ def main() -> int:
             except LinkError as error:
                 progress(f"no slow line can be made here: {error}")
                 return 77 if isinstance(error, PrivilegeError) else 69  # as in sysexits(3)
-        # The chain's window is chosen by its modules' pace, about twice that of one process.
-        alone = max(
-            measure_synchronous("single-1", arguments.network, folder, short, None, None).rate
+        # The chain's window is chosen by its modules' pace on a machine of their own: half of what
+        # one process computes, in CPU time, which other programs do not change.
+        cpu_s = min(
+            measure_synchronous("single-1", arguments.network, folder, short, None, None).cpu_s
             for short in 2 * [Timing(0.5, 1.0)]
         )
         bench = Bench(
             network=arguments.network,
             folder=folder,
             timing=timing,
-            step_s=NETWORKS[arguments.network].batch / alone / 2,
+            step_s=NETWORKS[arguments.network].batch * cpu_s / 2,
             window=arguments.window,
             learn_every=arguments.learn_every,
             quiet=arguments.quiet,
