@@ -293,6 +293,7 @@ def _spec(job: _Job, module: str) -> WorkerSpec:
         upstream=None if head else "source",
         downstream="sink" if head else None,
         gradients_in=0,
+        late=0,
         gradients_out=0,
         links=LinksSpec(window=job.window),
         keep=1,
