@@ -20,7 +20,7 @@ from dni_runtime.data import describe, open_data
 from dni_runtime.spec import ChainSpec, Choice, load_chain
 
 
-class _Whole(nn.Module):
+class Whole(nn.Module):
     def __init__(self, chain: LocalChain) -> None:
         super().__init__()
         self.chain = chain
@@ -47,7 +47,7 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float],
                     step.measure_late = True
         local.end_epoch()
     took = time.perf_counter() - began
-    result = evaluate(_Whole(local), source.eval_batches(), workers[-1])
+    result = evaluate(Whole(local), source.eval_batches(), workers[-1])
     return 100 * result["accuracy"], [statistics.fmean(v[1:]) for v in cosines if v[1:]], took
 
 

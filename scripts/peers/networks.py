@@ -56,7 +56,7 @@ def _mlp(width: int) -> Network:
         cut=6,
         quarters=(3, 6, 9),
         activation=width,
-        synthesizer={"low-rank": {"rank": 64}},
+        synthesizer={"mlp": {}},
     )
 
 
@@ -81,7 +81,7 @@ def _cnn() -> Network:
         cut=7,
         quarters=(3, 7, 10),
         activation=32 * 14 * 14,
-        synthesizer={"conv": {}},
+        synthesizer={"mlp": {}},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +95,23 @@ def test_types_on_the_wire(mnist: Path, tmp_path: Path) -> None:
     errors = run([*command, "--errors"])
     assert errors.returncode == 0, errors.stderr
     assert errors.stdout.splitlines()[-1].startswith("| int8 | ")
+
+
+def test_time_to_accuracy(mnist: Path, tmp_path: Path) -> None:
+    def contender(name: str, window: int | None) -> dict[str, Any]:
+        details = {} if window is None else {"window": window}
+        return {"name": name, "samples_per_s": {"median": 1e4}, "runs": [{"details": details}]}
+
+    line = {"delay_ms": 20, "rate_mbit": None}
+    line["contenders"] = [contender("gpipe-1", None), contender("chain", 8)]  # type: ignore[assignment]
+    figures = tmp_path / "figures.json"
+    figures.write_text(json.dumps({"lines": [line]}))
+    command = [
+        sys.executable, ROOT / "scripts" / "time_to_accuracy.py", figures, "--network", "mlp-256",
+        "--target", "0.9", "--seeds", "1", "--mnist", mnist,
+    ]  # fmt: skip
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert sorted(row[0].strip() for row in rows[1:]) == ["chain", "gpipe-1"]
+    assert all(0 < float(row[3]) < 6 for row in rows[1:]), "60,000 samples at most"
