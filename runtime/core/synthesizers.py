@@ -328,8 +328,8 @@ def auto_synthesizer(
 ) -> Choice:
     """The default, by the activation's shape; docs/results.md has the measurements behind it.
 
-    Vectors and feature maps get a narrow hidden layer; tokens what is shaped like a classifier where
-    there are classes, else a linear map, of low rank where it is wide.
+    Vectors and feature maps get a narrow hidden layer; tokens what is shaped like a classifier
+    where there are classes, else a linear map, of low rank where it is wide.
     """
     if len(activation.shape) != 2:
         return Choice(name="mlp")
