@@ -49,7 +49,7 @@ def samples_needed(
         NETWORKS[network],
         Path(),
         cut=None,
-        window=window,
+        window=max(window, 1),
         learn_every=4,
         remote=False,
     )
