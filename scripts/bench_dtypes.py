@@ -2,9 +2,9 @@
 """What a type on the wire costs: microseconds per MB of float32 to convert, each way.
 
 What is timed is the link's own encoding and decoding, checks included, on one thread, without
-sockets. Medians of repetitions that take turns. The last column is the link speed below which
-sending less is worth the conversion: the bytes saved over the time that both ends spend on top
-of float32's.
+sockets. Lower quartiles of repetitions that take turns: a busy machine disturbs them least. The
+last column is the link speed below which sending less is worth the conversion: the bytes saved
+over the time that both ends spend on top of float32's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import get_args
 
 import torch
 
+from dni_runtime.core.resolve import worker_specs
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.tensors import from_buffers, to_buffers
-from dni_runtime.spec import Choice, Dtype, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec import DataInfo, Dtype, TensorSpec, parse_chain
 from dni_runtime.wire import TensorContract, nbytes
 
 DTYPES = get_args(Dtype)
@@ -30,40 +31,24 @@ SHAPES = {
 }
 
 
+CHAIN = """\
+name: bench
+data: {batch_size: %d, eval_batch_size: 1}
+loss: MSELoss
+metrics: []
+links: {dtype: %s}
+modules:
+  - {name: source, interface: exact, layers: [Identity]}
+  - {name: sink, layers: [Identity]}
+"""
+
+
 def contract(shape: tuple[int, ...], dtype: Dtype) -> TensorContract:
     """What a link of this type carries."""
-    tensor = TensorSpec(shape=shape[1:], dtype="float32")
-    spec = WorkerSpec(
-        chain="bench",
-        module="source",
-        index=0,
-        layers=(LayerSpec(type="Identity"),),
-        interface=None,
-        optimizer=Choice(name="SGD"),
-        schedule=None,
-        schedule_every="epoch",
-        loss=Choice(name="MSELoss"),
-        seed=0,
-        device="cpu",
-        precision="float32",
-        cpus=1,
-        input=tensor,
-        output=tensor,
-        label=TensorSpec(shape=(), dtype="int64"),
-        prediction=tensor,
-        classes=None,
-        batch_limit=shape[0],
-        upstream=None,
-        downstream="sink",
-        gradients_in=0,
-        gradients_out=0,
-        links=LinksSpec(dtype=dtype),
-        keep=1,
-        stop_grace_s=5.0,
-        head=None,
-        tail=None,
-    )
-    return LinkContract.of(spec, "output").activation
+    sample = TensorSpec(shape=shape[1:], dtype="float32")
+    info = DataInfo(sample=sample, label=sample)
+    source, _ = worker_specs(parse_chain(CHAIN % (shape[0], dtype)), info)
+    return LinkContract.of(source, "output").activation
 
 
 def measure(shape: tuple[int, ...], repetitions: int) -> dict[str, tuple[float, float, int]]:
@@ -83,7 +68,7 @@ def measure(shape: tuple[int, ...], repetitions: int) -> dict[str, tuple[float, 
             sizes[dtype] = sum(map(nbytes, buffers))
     result = {}
     for dtype, pairs in taken.items():
-        encode_s, decode_s = map(statistics.median, zip(*pairs, strict=True))
+        encode_s, decode_s = (statistics.quantiles(one, n=4)[0] for one in zip(*pairs, strict=True))
         result[dtype] = (1e6 * encode_s, 1e6 * decode_s, sizes[dtype])
     return result
 
