@@ -61,8 +61,10 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     from dni_runtime.launch.prepare import prepare
 
     prepared = prepare(chain, data=data)
+    from dni_runtime.core.advice import advice
     from dni_runtime.core.resolve import parameter_counts
 
+    warnings = advice(prepared.workers)
     counts = parameter_counts(prepared.workers)
     rows: list[dict[str, Any]] = [
         {
@@ -85,6 +87,7 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
                 "parameters": sum(counts.values()),
                 "batches_per_epoch": prepared.batches_per_epoch,
                 "total_steps": prepared.total_steps,
+                "warnings": warnings,
                 "modules": rows,
             }
         )
@@ -106,6 +109,8 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
         f"{chain}: chain {prepared.chain.name!r} is valid, {len(rows)} modules, "
         f"{sum(counts.values()):,} parameters"
     )
+    for warning in warnings:
+        click.secho(f"warning: {warning}", err=True, fg="yellow")
 
 
 @click.command()

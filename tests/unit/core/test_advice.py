@@ -1,0 +1,41 @@
+"""Advice on valid chains."""
+
+from __future__ import annotations
+
+import pytest
+
+from dni_runtime.core.advice import advice
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+
+INFO = DataInfo(
+    sample=TensorSpec(shape=(16,), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=4,
+)
+CHAIN = """\
+name: net
+defaults: {interface: %s}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 16, out_features: 16}}, %s]}
+  - {name: b, layers: [{Linear: {in_features: 16, out_features: 16}}, ReLU]}
+  - {name: c, layers: [{Linear: {in_features: 16, out_features: 4}}]}
+"""
+NORM = "{Residual: [{BatchNorm1d: {num_features: 16}}]}"
+
+
+@pytest.mark.parametrize(
+    ("interface", "layer", "named"),
+    [
+        ("mixed", "ReLU", "modules 'a', 'b' have"),
+        ("synthetic", NORM, "module 'b' has"),
+        ("local", "ReLU", None),
+        ("delayed", "ReLU", None),
+    ],
+)
+def test_predicted_gradients_want_normalisation(
+    interface: str, layer: str, named: str | None
+) -> None:
+    found = advice(worker_specs(parse_chain(CHAIN % (interface, layer)), INFO))
+    assert len(found) == (named is not None)
+    assert named is None or found[0].startswith(named)
