@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import statistics
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +170,19 @@ def running(spec: ChainSpec) -> Iterator[Running]:
             chain.stop()
 
 
-def step_us(worker: WorkerSpec, batch: int, count: int = 1000) -> float:
+def step_alone_us(worker: WorkerSpec, batch: int) -> float:
+    """:func:`step_us` in as many processes as there are cores, busy as they are in a chain."""
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(
+        cores,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    ) as pool:
+        return statistics.median(pool.map(step_us, cores * [worker], cores * [batch]))
+
+
+def step_us(worker: WorkerSpec, batch: int, count: int = 5000) -> float:
     """CPU per batch of a module's step alone: forward, update, learning from the late gradient."""
     step = ModuleStep(worker)
     x_BX = empty_batch(worker.input, batch, "cpu").uniform_()
@@ -204,7 +218,7 @@ def grow(modules: int, seconds: float) -> Growth:
             rates.append(batches / (until - since))
         start_s = chain.start_s
     worker_us = statistics.median(costs)
-    alone_us = step_us(workers[watched[0]], spec.data.batch_size)
+    alone_us = step_alone_us(workers[watched[0]], spec.data.batch_size)
     overhead_us = worker_us - alone_us
     return Growth(
         modules,

@@ -10,7 +10,7 @@ fused Adam and cross entropy, and reads them through ``dni_runtime.data``:
   on two processes with M micro-batches (gloo); ``gpipe-1`` is plain model parallelism;
 * ``chain``: two modules, each served by a worker of its own, synthetic gradients;
 * ``delayed``: the same, with true gradients that come late, and no synthesizer;
-* ``chain-bf16``, ``delayed-bf16``: the same with bfloat16 on the wire.
+* ``chain-bf16``, ``chain-int8``, ``delayed-bf16``: the same with narrower types on the wire.
 
 Without a delay and a rate the two processes talk through loopback. Otherwise each has a network
 namespace of its own, and all they say to each other goes through ``peers/slow_link.c``, a new one

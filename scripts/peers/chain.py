@@ -18,11 +18,12 @@ from peers.synchronous import Measured, Timing
 CHAINS: Mapping[str, tuple[bool, str]] = {
     "chain": (True, "float32"),
     "chain-bf16": (True, "bfloat16"),
+    "chain-int8": (True, "int8"),
     "delayed": (False, "float32"),
     "delayed-bf16": (False, "bfloat16"),
 }
 LEAST_WINDOW = 8
-_BYTES = {"float32": 4, "bfloat16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 def window_for(network: Network, dtype: str, line: Line, step_s: float, learn_every: int) -> int:
