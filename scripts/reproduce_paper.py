@@ -172,7 +172,7 @@ def fetch(data: str = "mnist") -> str:
 def main() -> None:
     """Train what is missing, and print the table."""
     arguments = parse()
-    data = arguments.mnist or fetch(arguments.data)
+    data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch(arguments.data)
     depths = [int(depth) for depth in arguments.layers.split(",")]
     print(table({depth: compare(arguments, depth, data) for depth in depths}))
 

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    data = arguments.mnist or fetch()
+    data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
     known: dict[tuple[str | None, int], float | None] = {}
 
     def needed(name: str | None, window: int) -> float | None:
