@@ -206,8 +206,9 @@ def test_signs_that_it_works(site: Site) -> None:
         lines = list(read_lines(site.latest.metrics(module["module"])))
         train = [line for line in lines if line["kind"] == "train"]
         measured = [line for line in train if line["synthesizer_cosine"] is not None]
-        assert measured[-1]["synthesizer_error"] < 1
-        assert measured[-1]["synthesizer_cosine"] > 0
+        # In the end the digits are learned, gradients are noise, and nothing predicts them.
+        assert min(line["synthesizer_error"] for line in measured) < 1
+        assert max(line["synthesizer_cosine"] for line in measured) > 0.3
         assert all(line["lag_max"] <= 8 for line in train if line["lag_max"] is not None)
         evaluations = [line for line in lines if line["kind"] == "eval"]
         assert [line["epoch"] for line in evaluations] == list(range(1, 31))
