@@ -187,9 +187,11 @@ def chain(
       dnictl bench chain chain.yaml --seconds 20 --threads 2
     """
     from dni_runtime.bench.chain import Bounds, endless
-    from dni_runtime.bench.comparison import compare_paces, default_threads
+    from dni_runtime.bench.comparison import compare_paces, draw
     from dni_runtime.launch.host import check_host
     from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.reference import default_threads
+    from dnictl.show import picture
 
     prepared = endless(prepare(chain, data=data))
     site = check_host(
@@ -206,7 +208,7 @@ def chain(
             observe=None if as_json else _say,
         )  # fmt: skip
     if plot is not None:
-        _draw(found, prepared.chain.name, plot)
+        picture(plot, lambda: draw(found, prepared.chain.name, plot))
     if as_json:
         print_json({"chain": prepared.chain.name, **asdict(found)})
         return
@@ -225,17 +227,6 @@ def _names(text: str, allowed: tuple[str, ...], what: str) -> list[Any]:
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
-
-
-def _draw(found: Comparison, title: str, path: Path) -> None:
-    from dni_runtime.bench.comparison import draw
-
-    try:
-        draw(found, title, path)
-    except ImportError:
-        click.echo("no picture without matplotlib: pip install 'dni-runtime[plot]'", err=True)
-    else:
-        click.echo(str(path), err=True)
 
 
 def _print_links(throughputs: list[Throughput], latencies: list[Latency]) -> None:

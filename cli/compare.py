@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -69,14 +68,16 @@ def compare(
     """
     from dni_runtime.launch.compare import (
         default_target,
+        draw,
         metric_of,
         read_methods,
         summarize,
         variant,
     )
     from dni_runtime.launch.prepare import prepare
-    from dni_runtime.launch.reference import REFERENCE
+    from dni_runtime.launch.reference import REFERENCE, default_threads
     from dni_runtime.rundir import write_json
+    from dnictl.show import picture
 
     names = [name.strip() for name in interfaces.split(",") if name.strip()]
     methods = read_methods(names, labelled)
@@ -95,8 +96,7 @@ def compare(
         for label, interface in methods.items()
     ]
     references = [(REFERENCE, seed, variant(prepared, "exact", seed)) for seed in numbers]
-    cores = len(os.sched_getaffinity(0))
-    threads = threads or min(sum(worker.cpus for worker in prepared.workers), cores)
+    threads = threads or default_threads(prepared)
     folder = out or Path(f"compare-{prepared.chain.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     trials: list[Trial] = []
     document: dict[str, Any] = {}
@@ -121,12 +121,13 @@ def compare(
                 f"{metric} {value:.4f}, {trials[-1].samples_per_s:,.0f} samples/s",
                 err=True,
             )
-    picture = _draw(trials, metric, prepared.chain.name, folder / "curves.png")
+    curves = folder / "curves.png"
+    picture(curves, lambda: draw(trials, metric, prepared.chain.name, curves))
     if as_json:
         print_json(document)
         return
     _print(document)
-    click.echo(f"{folder / 'result.json'}{f', {picture}' if picture else ''}", err=True)
+    click.echo(str(folder / "result.json"), err=True)
 
 
 @click.command(hidden=True)
@@ -183,17 +184,6 @@ def _train(
         click.echo(f"stopped; what was finished is in {folder / 'result.json'}", err=True)
         sys.exit(state.exit_code or 75)
     return read_trial(record, method, seed, metric)
-
-
-def _draw(trials: list[Trial], metric: str, title: str, path: Path) -> Path | None:
-    from dni_runtime.launch.compare import draw
-
-    try:
-        draw(trials, metric, title, path)
-    except ImportError:
-        click.echo("no picture without matplotlib: pip install 'dni-runtime[plot]'", err=True)
-        return None
-    return path
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import click
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,6 +52,16 @@ def print_table(
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDE)
     console.print(table(columns, rows, right))
+
+
+def picture(path: Path, draw: Callable[[], None]) -> None:
+    """Draw a picture where matplotlib is, and say where."""
+    try:
+        draw()
+    except ImportError:
+        click.echo("no picture without matplotlib: pip install 'dni-runtime[plot]'", err=True)
+    else:
+        click.echo(str(path), err=True)
 
 
 def state(word: str) -> RenderableType:

@@ -250,7 +250,7 @@ def contenders_of(
     return list(found)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
 
     def listed(kind: Any) -> Any:
@@ -306,7 +306,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw rates against delays")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     layers = len(NETWORKS[arguments.network].layers)
     for cut in (*arguments.peer_split, *arguments.chain_split):
         if cut is not None and not 0 < cut < layers:
@@ -319,9 +319,9 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    arguments = parse()
+    arguments = parse(argv)
     contenders = contenders_of(arguments.contenders, arguments.peer_split, arguments.chain_split)
     lines = [Line(delay, rate) for rate in arguments.rate for delay in arguments.delay_ms]
     timing = Timing(arguments.warmup, arguments.seconds)

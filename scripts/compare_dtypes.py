@@ -13,17 +13,17 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from reproduce_paper import ROOT, chain_spec
-from torch import Tensor, nn
+from reproduce_paper import ROOT, chain_spec, fetch
+from torch import Tensor
 
-from dni_runtime.core.chain import Carry, LocalChain, evaluate
+from dni_runtime.core.chain import Carry, LocalChain
+from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.link.contract import LinkContract
@@ -38,17 +38,6 @@ MNIST = DataInfo(
     classes=10,
 )
 SIDES = {"activations": (1, 0), "gradients": (0, 1), "both": (1, 1)}
-
-
-class Whole(nn.Module):
-    """The chain as one network."""
-
-    def __init__(self, chain: LocalChain) -> None:
-        super().__init__()
-        self.chain = chain
-
-    def forward(self, x_BX: Tensor) -> Tensor:
-        return self.chain.predict(x_BX)
 
 
 def carry(contracts: list[TensorContract]) -> Carry:
@@ -93,7 +82,7 @@ def train(arguments: argparse.Namespace, interface: str, down: str, up: str, see
     local = LocalChain(workers, delay=arguments.delay, down=carry(activations), up=carry(gradients))
     source = open_data(chain.data, ROOT, seed=seed)
     fit(local, chain, source)
-    return 100 * evaluate(Whole(local), source.eval_batches(), workers[-1])["accuracy"]
+    return 100 * evaluate(local.predict, source.eval_batches(), workers[-1])["accuracy"]
 
 
 def errors(arguments: argparse.Namespace) -> str:
@@ -218,11 +207,7 @@ def main() -> None:
     """Train what is missing, and print the table."""
     arguments = parse()
     torch.set_num_threads(1)
-    if arguments.mnist is None:
-        fetch = [sys.executable, str(ROOT / "scripts" / "fetch-mnist"), str(ROOT / "build/mnist")]
-        arguments.mnist = subprocess.run(
-            fetch, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout.splitlines()[-1]
+    arguments.mnist = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
     if arguments.errors:
         print(errors(arguments))
         return

@@ -11,22 +11,13 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
-from dni_runtime.core.chain import Backprop, LocalChain, evaluate
+from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.synthesizers import SYNTHESIZERS
 from dni_runtime.data import describe, open_data
 from dni_runtime.spec import ChainSpec, Choice, load_chain
-
-
-class Whole(nn.Module):
-    def __init__(self, chain: LocalChain) -> None:
-        super().__init__()
-        self.chain = chain
-
-    def forward(self, x_BX: Tensor) -> Tensor:
-        return self.chain.predict(x_BX)
 
 
 def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float], float]:
@@ -47,7 +38,7 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float],
                     step.measure_late = True
         local.end_epoch()
     took = time.perf_counter() - began
-    result = evaluate(Whole(local), source.eval_batches(), workers[-1])
+    result = evaluate(local.predict, source.eval_batches(), workers[-1])
     return 100 * result["accuracy"], [statistics.fmean(v[1:]) for v in cosines if v[1:]], took
 
 
@@ -72,7 +63,7 @@ def main() -> None:
             reference.train_batch(x_BX, y_BY)
         reference.end_epoch()
     plain = time.perf_counter() - began
-    accuracy = 100 * evaluate(reference.model, source.eval_batches(), workers[-1])["accuracy"]
+    accuracy = 100 * evaluate(reference.predict, source.eval_batches(), workers[-1])["accuracy"]
     print(f"{'backprop':<12} {accuracy:6.2f} %  time 1.00")
     for name in given.names or [name for name in SYNTHESIZERS if name != "conv"]:
         interface = Choice(name="synthetic", args={"synthesizer": name})

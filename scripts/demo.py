@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from dni_runtime import load
-from dni_runtime.core.chain import Backprop, evaluate
+from dni_runtime.core.chain import Backprop
+from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.rundir import RunDir, read_lines
@@ -69,7 +70,7 @@ def train_backprop(chain: ChainSpec) -> list[float]:
         for x_BX, y_BY in source.train_batches(epoch):
             reference.train_batch(x_BX, y_BY)
         reference.end_epoch()
-        result = evaluate(reference.model, source.eval_batches(), workers[-1])
+        result = evaluate(reference.predict, source.eval_batches(), workers[-1])
         curve.append(100 * result["accuracy"])
     return curve
 
@@ -115,7 +116,7 @@ def main() -> None:
     dnictl("export", run.root, "-o", model, "--force")
     source = open_data(chain.data, OUT, seed=chain.seed)
     workers = worker_specs(chain, describe(chain.data, OUT))
-    exported = 100 * evaluate(load(model), source.eval_batches(), workers[-1])["accuracy"]
+    exported = 100 * evaluate(load(model).eval(), source.eval_batches(), workers[-1])["accuracy"]
     draw(curve, backprop, OUT / "curves.png")
     gap = backprop[-1] - curve[-1]
     rows = [

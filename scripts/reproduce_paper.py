@@ -94,7 +94,7 @@ def convolutional_spec(arguments: argparse.Namespace, depth: int, data: str) -> 
 def compare(arguments: argparse.Namespace, depth: int, data: str) -> dict[str, Any]:
     """The outcome of ``dnictl compare`` at one depth."""
     methods = METHODS | (CONVOLUTIONAL if arguments.network == "conv" else {})
-    folder = arguments.out / (f"{arguments.data}-{arguments.network}-{depth}")
+    folder = arguments.out / f"{arguments.data}-{arguments.network}-{depth}"
     result = folder / "result.json"
     wanted = (len(arguments.methods) + 1) * arguments.seeds
     if not result.exists():

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_synthesizers import Whole
 from peers.chain import CHAINS, chain_spec
 from peers.networks import NETWORKS
 from peers.slow_link import Line
 from reproduce_paper import fetch
 
-from dni_runtime.core.chain import Backprop, LocalChain, evaluate
+from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.spec import ChainSpec
@@ -65,7 +65,6 @@ def samples_needed(
     workers = worker_specs(chain, describe(chain.data, Path()))
     source = open_data(chain.data, Path(), seed=seed)
     trained = Backprop(workers) if name is None else LocalChain(workers, delay=window)
-    model = trained.model if isinstance(trained, Backprop) else Whole(trained)
     samples = batches = 0
     for epoch in range(1, limit + 1):
         for x_BX, y_BY in source.train_batches(epoch):
@@ -73,7 +72,7 @@ def samples_needed(
             samples += len(x_BX)
             batches += 1
             if batches % EVERY == 0:
-                found = evaluate(model, source.eval_batches(), workers[-1])
+                found = evaluate(trained.predict, source.eval_batches(), workers[-1])
                 if found["accuracy"] >= target:
                     return samples
         trained.end_epoch()

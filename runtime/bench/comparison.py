@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -198,9 +197,3 @@ def draw(found: Comparison, title: str, path: Path) -> None:
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def default_threads(prepared: Prepared) -> int:
-    """As many threads as all workers together have, but no more than there are cores."""
-    cores = len(os.sched_getaffinity(0))
-    return min(sum(worker.cpus for worker in prepared.workers), cores)

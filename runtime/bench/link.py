@@ -1,8 +1,6 @@
 """One link between two processes: bytes a second and latency, beside bare ZeroMQ.
 
-The link is the one that modules use, with its window, acknowledgements and checks. Bare ZeroMQ is a
-pair of sockets with the same high-water mark that sends one frame without copying it. Both end in
-a tensor over the received memory. The receiver is a process of its own: this module as a program.
+What is measured is in ``ends``. The receiver is a process of its own: this module as a program.
 """
 
 from __future__ import annotations
@@ -14,21 +12,27 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, Self
+from typing import IO, Any, Literal, Self
 
 import torch
-import zmq
 
+from dni_runtime.bench.ends import (
+    LAST,
+    Job,
+    Kind,
+    LinkSink,
+    LinkSource,
+    RawSink,
+    RawSource,
+    Sink,
+    opened,
+)
 from dni_runtime.bench.spread import Spread, ratios
 from dni_runtime.errors import UsageError, WorkerError
-from dni_runtime.link import Batch, InputLink, OutputLink
-from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
-from dni_runtime.wire import Mode
 
-Kind = Literal["link", "raw"]
 Transport = Literal["ipc", "tcp"]
 
 SMALL_BYTES = 1024
@@ -37,12 +41,8 @@ SMALL_BYTES = 1024
 _KINDS: tuple[Kind, ...] = ("link", "raw")
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _LARGEST = 1 << 30
-_DEADLINE_S = 60.0
-_RUN = "bench"
-_LAST = -1
 _LEAST = 20  # messages that are timed at least
-_PINGS, _FIRST_PINGS = 300, 50
-_STUCK = WorkerError(f"nothing has arrived for {_DEADLINE_S:.0f} s")
+_PINGS = 300
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def measure_links(
                     # Who comes first changes, so that neither always follows the other.
                     for kind in _KINDS[:: -1 if repetition % 2 else 1]:
                         nbytes = size or SMALL_BYTES
-                        job = _Job(kind, address, nbytes, window, latency=size == 0)
+                        job = Job(kind, address, nbytes, window, latency=size == 0)
                         for name, value in _run(receiver, job, seconds).items():
                             found[transport, size, f"{kind} {name}"].append(value)
                 if observe is not None:
@@ -181,54 +181,15 @@ def measure_links(
     return throughputs, latencies
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One measurement, as both processes know it."""
-
-    kind: Kind
-    address: str
-    bytes: int
-    window: int
-    latency: bool
-
-    @property
-    def floats(self) -> int:
-        return self.bytes // 4
-
-    @property
-    def discard(self) -> int:
-        """Batches that are not timed: more than windows and the kernel's buffers hold."""
-        return _FIRST_PINGS if self.latency else self.window + 16
-
-
-class _Source(Protocol):
-    """The sending end."""
-
-    def send(self, label: int) -> None:
-        """Send a batch, as soon as there is room for it."""
-
-    def settle(self) -> None:
-        """Wait until all that was sent has been taken."""
-
-
-class _Sink(Protocol):
-    """The receiving end."""
-
-    address: str
-
-    def take(self) -> int:
-        """Wait for a batch, acknowledge it, and give its label."""
-
-
-def _run(receiver: _Receiver, job: _Job, seconds: float) -> dict[str, float]:
+def _run(receiver: _Receiver, job: Job, seconds: float) -> dict[str, float]:
     """Send what a job says; what was measured at both ends."""
     address = receiver.begin(job)
-    with _opened(_LinkSource if job.kind == "link" else _RawSource, job, address) as source:
+    with opened(LinkSource if job.kind == "link" else RawSource, job, address) as source:
         if job.latency:
             for _ in range(job.discard + _PINGS):
                 source.send(time.monotonic_ns())
                 source.settle()
-            source.send(_LAST)
+            source.send(LAST)
             source.settle()
             return receiver.end()
         sent, cpu_s = 0, time.process_time()
@@ -236,7 +197,7 @@ def _run(receiver: _Receiver, job: _Job, seconds: float) -> dict[str, float]:
         while sent < job.discard + _LEAST or time.perf_counter() < until:
             source.send(0)
             sent += 1
-        source.send(_LAST)
+        source.send(LAST)
         source.settle()
         cpu_s = time.process_time() - cpu_s
         answer = receiver.end()
@@ -247,185 +208,23 @@ def _run(receiver: _Receiver, job: _Job, seconds: float) -> dict[str, float]:
     }
 
 
-def _receive(sink: _Sink, job: _Job) -> dict[str, float]:
+def _receive(sink: Sink, job: Job) -> dict[str, float]:
     """Take what a job sends, and time it."""
     if job.latency:
         trips: list[int] = []
-        while (label := sink.take()) != _LAST:
+        while (label := sink.take()) != LAST:
             trips.append(time.monotonic_ns() - label)  # one clock for both processes
         return {"latency_us": Spread.of(trips[job.discard :]).median / 1000}
     for _ in range(job.discard):
         sink.take()
     began, cpu_s, batches = time.perf_counter(), time.process_time(), 0
-    while sink.take() != _LAST:
+    while sink.take() != LAST:
         batches += 1
     return {
         "batches": batches,
         "seconds": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu_s,
     }
-
-
-def _spec(job: _Job, module: str) -> WorkerSpec:
-    """One of two modules whose link carries the job's batches, of one sample each."""
-    tensor = TensorSpec(shape=(job.floats,), dtype="float32")
-    head = module == "source"
-    return WorkerSpec(
-        chain="bench",
-        module=module,
-        index=0 if head else 1,
-        layers=(LayerSpec(type="Identity"),),
-        interface=None,
-        optimizer=Choice(name="SGD"),
-        schedule=None,
-        schedule_every="epoch",
-        loss=Choice(name="MSELoss"),
-        seed=0,
-        device="cpu",
-        precision="float32",
-        cpus=1,
-        input=tensor,
-        output=tensor,
-        label=TensorSpec(shape=(), dtype="int64"),
-        prediction=tensor,
-        classes=None,
-        batch_limit=1,
-        upstream=None if head else "source",
-        downstream="sink" if head else None,
-        gradients_in=0,
-        late=0,
-        gradients_out=0,
-        links=LinksSpec(window=job.window),
-        keep=1,
-        stop_grace_s=5.0,
-        head=None,
-        tail=None,
-    )
-
-
-class _LinkSource:
-    def __init__(self, job: _Job, address: str) -> None:
-        self._link = OutputLink(_spec(job, "source"), run=_RUN)
-        self._link.connect(address, deadline_s=_DEADLINE_S)
-        self._poller = zmq.Poller()
-        self._poller.register(self._link.socket, zmq.POLLIN)
-        self._h = torch.randn(1, job.floats)
-        self._id = 0
-
-    def send(self, label: int) -> None:
-        self._wait(lambda: self._link.room)
-        self._id += 1
-        self._link.send_batch(self._id, 0, Mode.TRAIN, self._h, torch.tensor([label]))
-
-    def settle(self) -> None:
-        self._wait(lambda: not self._link.in_flight)
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        until = time.monotonic() + _DEADLINE_S
-        self._link.receive()
-        while not done():
-            if time.monotonic() > until:
-                raise _STUCK
-            self._poller.poll(1000)
-            self._link.receive()
-
-    def close(self) -> None:
-        self._link.finish(1.0)
-        self._link.close()
-
-
-class _LinkSink:
-    def __init__(self, job: _Job) -> None:
-        self._link = InputLink(_spec(job, "sink"), run=_RUN)
-        self.address = self._link.bind(job.address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._link.socket, zmq.POLLIN)
-
-    def take(self) -> int:
-        while not isinstance(batch := self._link.receive(), Batch):
-            self._poller.poll(1000)
-        self._link.ack(batch.id)
-        return int(batch.y)
-
-    def close(self) -> None:
-        self._link.finish(1.0)
-        self._link.close()
-
-
-class _RawSource:
-    def __init__(self, job: _Job, address: str) -> None:
-        self._context, self._socket = _pair(job.window)
-        self._socket.connect(address)
-        self._latency = job.latency
-        self._h = torch.randn(job.floats)
-        self._buffer = self._h.numpy().data
-
-    def send(self, label: int) -> None:
-        try:
-            if label == _LAST:
-                self._socket.send(b"")
-            elif self._latency:  # nobody else reads the tensor now
-                self._h[:2].view(torch.int64)[0] = label
-                self._socket.send(self._h.numpy().tobytes())
-            else:
-                self._socket.send(self._buffer, copy=False)
-        except zmq.Again:
-            raise _STUCK from None
-
-    def settle(self) -> None:
-        try:
-            self._socket.recv()
-        except zmq.Again:
-            raise _STUCK from None
-
-    def close(self) -> None:
-        _close(self._context, self._socket)
-
-
-class _RawSink:
-    def __init__(self, job: _Job) -> None:
-        self._context, self._socket = _pair(job.window)
-        self._socket.bind(job.address)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._latency = job.latency
-
-    def take(self) -> int:
-        frame = self._socket.recv(copy=False)
-        if not len(frame):
-            self._socket.send(b"")
-            return _LAST
-        h = torch.frombuffer(frame.buffer, dtype=torch.float32)
-        if not self._latency:
-            return 0
-        label = int(h[:2].view(torch.int64))
-        self._socket.send(b"")
-        return label
-
-    def close(self) -> None:
-        _close(self._context, self._socket)
-
-
-def _pair(window: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    context = zmq.Context(io_threads=1)
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(window)
-    for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
-        socket.setsockopt(option, int(1000 * _DEADLINE_S))
-    return context, socket
-
-
-def _close(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
-    socket.close(linger=1000)
-    context.term()
-
-
-@contextlib.contextmanager
-def _opened(make: Any, *arguments: Any) -> Iterator[Any]:
-    end = make(*arguments)
-    try:
-        yield end
-    finally:
-        end.close()
 
 
 class _Receiver:
@@ -463,7 +262,7 @@ class _Receiver:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def begin(self, job: _Job) -> str:
+    def begin(self, job: Job) -> str:
         """Let it receive what a job sends; gives the address to send it to."""
         try:
             self._in.write(json.dumps(vars(job)) + "\n")
@@ -491,10 +290,10 @@ def _serve() -> None:
     """What the receiving process does: jobs come in, as JSON lines, measurements go out."""
     torch.set_num_threads(1)
     for line in sys.stdin:
-        job = _Job(**json.loads(line))
+        job = Job(**json.loads(line))
         if job.address.startswith("ipc://"):
             Path(job.address.removeprefix("ipc://")).unlink(missing_ok=True)
-        with _opened(_LinkSink if job.kind == "link" else _RawSink, job) as sink:
+        with opened(LinkSink if job.kind == "link" else RawSink, job) as sink:
             print(json.dumps({"address": sink.address}), flush=True)
             print(json.dumps(_receive(sink, job)), flush=True)
 

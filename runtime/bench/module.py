@@ -139,9 +139,7 @@ def measure_modules(
 def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]:
     """Inputs, labels and true gradients of all modules, for a few real batches."""
     chain = prepared.chain
-    path = None if prepared.data is None else str(prepared.data)
-    data = chain.data.model_copy(update={"path": path} if path is not None else {})
-    source = open_data(data, prepared.base, seed=chain.seed)
+    source = open_data(chain.data.at(prepared.data), prepared.base, seed=chain.seed)
     feeds: list[list[_Feed]] = [[] for _ in steps]
     for id, (x_BX, y_BY) in enumerate(islice(source.train_batches(1), _BATCHES), start=1):
         if feeds[0] and len(x_BX) != len(feeds[0][0].x_BX):

@@ -6,7 +6,6 @@ It runs in a process of its own: this module as a program.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,17 +13,12 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from dni_runtime.bench.chain import Bounds
-from dni_runtime.core.chain import Backprop
-from dni_runtime.data import DataSource, open_data
-from dni_runtime.errors import WorkerError
-from dni_runtime.launch.prepare import importing_from
+from dni_runtime.data import DataSource
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.reference import REFERENCE
-from dni_runtime.launch.start import last_lines
+from dni_runtime.launch.reference import in_new_process, opened
 
 
 @dataclass(frozen=True)
@@ -57,30 +51,15 @@ def measure_reference(record: Record, threads: int, bounds: Bounds) -> Reference
     Raises:
         WorkerError: The process failed.
     """
-    log = record.run.log(REFERENCE, 1)
-    command = [sys.executable, "-P", "-m", "dni_runtime.bench.reference", str(record.run.root)]
-    with log.open("wb") as file:
-        done = subprocess.run(
-            [*command, str(threads), json.dumps(asdict(bounds))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=file,
-        )
-    if done.returncode != 0:
-        lines = "\n".join(f"  | {line}" for line in last_lines(log))
-        raise WorkerError(f"plain backpropagation failed\n  log: {log}\n{lines}")
-    return ReferencePace(**json.loads(done.stdout))
+    arguments = [str(record.run.root), str(threads), json.dumps(asdict(bounds))]
+    answer = in_new_process(record, ["dni_runtime.bench.reference", *arguments])
+    return ReferencePace(**json.loads(answer))
 
 
-def time_reference(record: Record, bounds: Bounds) -> ReferencePace:
+def time_reference(record: Record, threads: int, bounds: Bounds) -> ReferencePace:
     """Train the concatenated network on the same batches, on the CPU in float32."""
-    chain, workers = record.specs()
-    data = chain.data
-    if record.data is not None:
-        data = data.model_copy(update={"path": str(record.data)})
-    with importing_from(record.run.sources):
-        model = Backprop(workers)
-        batches = _endless(open_data(data, record.run.sources, seed=chain.seed))
+    with opened(record, threads) as (_, _, model, source):
+        batches = _endless(source)
         until = time.perf_counter() + bounds.warmup_s
         while time.perf_counter() < until:
             model.train_batch(*next(batches))
@@ -104,5 +83,5 @@ def _endless(source: DataSource) -> Iterator[tuple[Tensor, Tensor]]:
 
 if __name__ == "__main__":
     _, root, threads, text = sys.argv
-    torch.set_num_threads(int(threads))
-    print(json.dumps(asdict(time_reference(Record.read(Path(root)), Bounds(**json.loads(text))))))
+    pace = time_reference(Record.read(Path(root)), int(threads), Bounds(**json.loads(text)))
+    print(json.dumps(asdict(pace)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from dni_runtime.core.layers import build_layers
 from dni_runtime.core.step import ModuleStep, seeded
 from dni_runtime.core.training import (
-    METRICS,
     build_loss,
     build_optimizer,
     build_schedule,
@@ -144,29 +143,11 @@ class Backprop:
         for schedule in self._schedules["epoch"]:
             schedule.step()
 
-
-def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], worker: WorkerSpec
-) -> dict[str, float]:
-    """Loss and metrics of a whole network, weighted by batch size.
-
-    Args:
-        model: The network, from samples to predictions; put in eval mode and back.
-        batches: Pairs of samples and labels.
-        worker: The tail's spec, for loss and metrics.
-    """
-    assert worker.tail is not None
-    loss = build_loss(worker.loss)
-    sums = dict.fromkeys(("loss", *worker.tail.metrics), 0.0)
-    samples = 0
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        for x_BX, y_BY in batches:
-            p_BP = model(x_BX)
-            samples += len(x_BX)
-            sums["loss"] += float(loss(p_BP, y_BY)) * len(x_BX)
-            for name in worker.tail.metrics:
-                sums[name] += float(METRICS[name](p_BP, y_BY)) * len(x_BX)
-    model.train(training)
-    return {name: total / max(samples, 1) for name, total in sums.items()}
+    def predict(self, x_BX: Tensor) -> Tensor:
+        """The network's output in eval mode."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return cast("Tensor", self.model(x_BX))
+        finally:
+            self.model.train()

@@ -92,8 +92,7 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
     """
     written = load_chain(path)
     if data is not None:
-        found = written.data.model_copy(update={"path": str(data.absolute())})
-        written = written.model_copy(update={"data": found})
+        written = written.model_copy(update={"data": written.data.at(data.absolute())})
     with naming_file(path), importing_from(path.parent.absolute()):
         from dni_runtime.core.resolve import resolved_chain, worker_specs
         from dni_runtime.data import describe, locate

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from dni_runtime.core.chain import Backprop, evaluate
-from dni_runtime.data import open_data
+from dni_runtime.core.chain import Backprop
+from dni_runtime.core.evaluation import evaluate
+from dni_runtime.data import DataSource, open_data
 from dni_runtime.errors import WorkerError
-from dni_runtime.launch.prepare import importing_from
+from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.start import last_lines
 from dni_runtime.rundir import append_line
+from dni_runtime.spec import ChainSpec, WorkerSpec
 
 REFERENCE = "backprop"
+
+
+def default_threads(prepared: Prepared) -> int:
+    """As many threads as all workers together have, but no more than there are cores."""
+    cores = len(os.sched_getaffinity(0))
+    return min(sum(worker.cpus for worker in prepared.workers), cores)
 
 
 def run_reference(record: Record, threads: int) -> None:
@@ -29,18 +40,40 @@ def run_reference(record: Record, threads: int) -> None:
     Raises:
         WorkerError: The process failed.
     """
+    in_new_process(record, ["dnictl", "reference", str(record.run.root), "--threads", str(threads)])
+
+
+def in_new_process(record: Record, module: Sequence[str]) -> str:
+    """Run a module of Python, with a log in the run directory; gives what it printed.
+
+    Raises:
+        WorkerError: The process failed.
+    """
     log = record.run.log(REFERENCE, 1)
-    command = [sys.executable, "-P", "-m", "dnictl", "reference", str(record.run.root)]
     with log.open("wb") as file:
         done = subprocess.run(
-            [*command, "--threads", str(threads)],
+            [sys.executable, "-P", "-m", *module],
             stdin=subprocess.DEVNULL,
-            stdout=file,
+            stdout=subprocess.PIPE,
             stderr=file,
+            text=True,
         )
     if done.returncode != 0:
         lines = "\n".join(f"  | {line}" for line in last_lines(log))
         raise WorkerError(f"plain backpropagation failed\n  log: {log}\n{lines}")
+    return done.stdout
+
+
+@contextmanager
+def opened(
+    record: Record, threads: int
+) -> Iterator[tuple[ChainSpec, tuple[WorkerSpec, ...], Backprop, DataSource]]:
+    """A run's chain, what its workers would serve, their network in one piece, and the data."""
+    torch.set_num_threads(threads)
+    chain, workers = record.specs()
+    with importing_from(record.run.sources):
+        source = open_data(chain.data.at(record.data), record.run.sources, seed=chain.seed)
+        yield chain, workers, Backprop(workers), source
 
 
 def train_reference(record: Record, threads: int) -> None:
@@ -52,14 +85,7 @@ def train_reference(record: Record, threads: int) -> None:
         record: The run directory.
         threads: Threads of the computations.
     """
-    torch.set_num_threads(threads)
-    chain, workers = record.specs()
-    data = chain.data
-    if record.data is not None:
-        data = data.model_copy(update={"path": str(record.data)})
-    with importing_from(record.run.sources):
-        reference = Backprop(workers)
-        source = open_data(data, record.run.sources, seed=chain.seed)
+    with opened(record, threads) as (chain, workers, reference, source):
         step = samples = 0
 
         def tell(**values: object) -> None:
@@ -78,7 +104,7 @@ def train_reference(record: Record, threads: int) -> None:
                 reference.end_epoch()
             last = epoch == chain.epochs or step == chain.steps
             if last or (chain.eval_every and epoch % chain.eval_every == 0):
-                result = evaluate(reference.model, source.eval_batches(), workers[-1])
+                result = evaluate(reference.predict, source.eval_batches(), workers[-1])
                 tell(kind="eval", epoch=epoch, step=step, trained=samples, **result)
             if step == chain.steps:
                 break

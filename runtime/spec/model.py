@@ -167,6 +167,10 @@ class DataSpec(Frozen):
     eval_limit: Annotated[int, Field(ge=1)] | None = None
     args: dict[str, Any] = Field(default_factory=dict)
 
+    def at(self, path: object | None) -> Self:
+        """The same data at another place; None: where it is."""
+        return self if path is None else self.model_copy(update={"path": str(path)})
+
     @property
     def largest_batch(self) -> int:
         """Samples in the largest batch that can travel."""

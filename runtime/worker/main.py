@@ -142,9 +142,7 @@ def _serve(
     cut, position = _resume(options, spec, run, step, meter, chain)
     source = None
     if spec.head is not None:
-        data = spec.head.data
-        if options.data is not None:
-            data = data.model_copy(update={"path": options.data})
+        data = spec.head.data.at(options.data)
         source = open_data(data, _source_root(run), seed=spec.seed)
     input, output = None, None
     name = str(record.get("run", options.run.name))

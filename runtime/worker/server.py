@@ -16,11 +16,11 @@ from enum import Enum
 import zmq
 from torch import Tensor
 
+from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter, snapshot
-from dni_runtime.worker.evaluation import Evaluation
 from dni_runtime.worker.metrics import LinkFigures, Meter
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Position
@@ -32,7 +32,6 @@ POLL_MS = 500
 
 REQUEST_AFTER_S = 1.0
 """A module told to stop asks for a checkpoint only when the head has not made one by itself."""
-
 
 FAREWELL_S = 5.0
 """Longest wait for the module upstream to hear that all has been processed."""

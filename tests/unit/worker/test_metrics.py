@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.interfaces import LateSignal
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
-from dni_runtime.worker.evaluation import Evaluation
 from dni_runtime.worker.metrics import LinkFigures, Meter
 
 CHAIN = """\

@@ -1,8 +1,8 @@
-"""Loss and metrics of one evaluation, at the tail or at an early head."""
+"""Loss and metrics over evaluation samples, at the tail or at an early head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import METRICS, build_loss
+from dni_runtime.spec import WorkerSpec
 
 
 class Evaluation:
@@ -45,3 +46,23 @@ class Evaluation:
     def result(self) -> dict[str, float]:
         """Means over all samples."""
         return {name: float(total) / max(self.samples, 1) for name, total in self._sums.items()}
+
+
+def evaluate(
+    predict: Callable[[Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    worker: WorkerSpec,
+) -> dict[str, float]:
+    """Loss and metrics of a whole network, weighted by batch size.
+
+    Args:
+        predict: The network in eval mode, from samples to predictions.
+        batches: Pairs of samples and labels.
+        worker: The tail's spec, for loss and metrics.
+    """
+    assert worker.tail is not None
+    evaluation = Evaluation(build_loss(worker.loss), worker.tail.metrics)
+    with torch.no_grad():
+        for x_BX, y_BY in batches:
+            evaluation.add(predict(x_BX), y_BY)
+    return evaluation.result()

@@ -1,0 +1,233 @@
+"""The two ends of a measured link, and of bare ZeroMQ beside it.
+
+The link is the one that modules use, with its window, acknowledgements and checks. Bare ZeroMQ is a
+pair of sockets with the same high-water mark that sends one frame without copying it. Both end in
+a tensor over the received memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import zmq
+
+from dni_runtime.errors import WorkerError
+from dni_runtime.link import Batch, InputLink, OutputLink
+from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.wire import Mode
+
+Kind = Literal["link", "raw"]
+
+LAST = -1
+"""The label of a job's last batch."""
+
+_DEADLINE_S = 60.0
+_FIRST_PINGS = 50
+_RUN = "bench"
+_STUCK = WorkerError(f"nothing has arrived for {_DEADLINE_S:.0f} s")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement, as both processes know it."""
+
+    kind: Kind
+    address: str
+    bytes: int
+    window: int
+    latency: bool
+
+    @property
+    def floats(self) -> int:
+        return self.bytes // 4
+
+    @property
+    def discard(self) -> int:
+        """Batches that are not timed: more than windows and the kernel's buffers hold."""
+        return _FIRST_PINGS if self.latency else self.window + 16
+
+
+class Source(Protocol):
+    """The sending end."""
+
+    def send(self, label: int) -> None:
+        """Send a batch, as soon as there is room for it."""
+
+    def settle(self) -> None:
+        """Wait until all that was sent has been taken."""
+
+
+class Sink(Protocol):
+    """The receiving end."""
+
+    address: str
+
+    def take(self) -> int:
+        """Wait for a batch, acknowledge it, and give its label."""
+
+
+def _spec(job: Job, module: str) -> WorkerSpec:
+    """One of two modules whose link carries the job's batches, of one sample each."""
+    tensor = TensorSpec(shape=(job.floats,), dtype="float32")
+    head = module == "source"
+    return WorkerSpec(
+        chain="bench",
+        module=module,
+        index=0 if head else 1,
+        layers=(LayerSpec(type="Identity"),),
+        interface=None,
+        optimizer=Choice(name="SGD"),
+        schedule=None,
+        schedule_every="epoch",
+        loss=Choice(name="MSELoss"),
+        seed=0,
+        device="cpu",
+        precision="float32",
+        cpus=1,
+        input=tensor,
+        output=tensor,
+        label=TensorSpec(shape=(), dtype="int64"),
+        prediction=tensor,
+        classes=None,
+        batch_limit=1,
+        upstream=None if head else "source",
+        downstream="sink" if head else None,
+        gradients_in=0,
+        late=0,
+        gradients_out=0,
+        links=LinksSpec(window=job.window),
+        keep=1,
+        stop_grace_s=5.0,
+        head=None,
+        tail=None,
+    )
+
+
+class LinkSource:
+    def __init__(self, job: Job, address: str) -> None:
+        self._link = OutputLink(_spec(job, "source"), run=_RUN)
+        self._link.connect(address, deadline_s=_DEADLINE_S)
+        self._poller = zmq.Poller()
+        self._poller.register(self._link.socket, zmq.POLLIN)
+        self._h = torch.randn(1, job.floats)
+        self._id = 0
+
+    def send(self, label: int) -> None:
+        self._wait(lambda: self._link.room)
+        self._id += 1
+        self._link.send_batch(self._id, 0, Mode.TRAIN, self._h, torch.tensor([label]))
+
+    def settle(self) -> None:
+        self._wait(lambda: not self._link.in_flight)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + _DEADLINE_S
+        self._link.receive()
+        while not done():
+            if time.monotonic() > until:
+                raise _STUCK
+            self._poller.poll(1000)
+            self._link.receive()
+
+    def close(self) -> None:
+        self._link.finish(1.0)
+        self._link.close()
+
+
+class LinkSink:
+    def __init__(self, job: Job) -> None:
+        self._link = InputLink(_spec(job, "sink"), run=_RUN)
+        self.address = self._link.bind(job.address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._link.socket, zmq.POLLIN)
+
+    def take(self) -> int:
+        while not isinstance(batch := self._link.receive(), Batch):
+            self._poller.poll(1000)
+        self._link.ack(batch.id)
+        return int(batch.y)
+
+    def close(self) -> None:
+        self._link.finish(1.0)
+        self._link.close()
+
+
+class RawSource:
+    def __init__(self, job: Job, address: str) -> None:
+        self._context, self._socket = _pair(job.window)
+        self._socket.connect(address)
+        self._latency = job.latency
+        self._h = torch.randn(job.floats)
+        self._buffer = self._h.numpy().data
+
+    def send(self, label: int) -> None:
+        try:
+            if label == LAST:
+                self._socket.send(b"")
+            elif self._latency:  # nobody else reads the tensor now
+                self._h[:2].view(torch.int64)[0] = label
+                self._socket.send(self._h.numpy().tobytes())
+            else:
+                self._socket.send(self._buffer, copy=False)
+        except zmq.Again:
+            raise _STUCK from None
+
+    def settle(self) -> None:
+        try:
+            self._socket.recv()
+        except zmq.Again:
+            raise _STUCK from None
+
+    def close(self) -> None:
+        _close(self._context, self._socket)
+
+
+class RawSink:
+    def __init__(self, job: Job) -> None:
+        self._context, self._socket = _pair(job.window)
+        self._socket.bind(job.address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._latency = job.latency
+
+    def take(self) -> int:
+        frame = self._socket.recv(copy=False)
+        if not len(frame):
+            self._socket.send(b"")
+            return LAST
+        h = torch.frombuffer(frame.buffer, dtype=torch.float32)
+        if not self._latency:
+            return 0
+        label = int(h[:2].view(torch.int64))
+        self._socket.send(b"")
+        return label
+
+    def close(self) -> None:
+        _close(self._context, self._socket)
+
+
+def _pair(window: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(window)
+    for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+        socket.setsockopt(option, int(1000 * _DEADLINE_S))
+    return context, socket
+
+
+def _close(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    socket.close(linger=1000)
+    context.term()
+
+
+@contextlib.contextmanager
+def opened(make: Any, *arguments: Any) -> Iterator[Any]:
+    end = make(*arguments)
+    try:
+        yield end
+    finally:
+        end.close()
