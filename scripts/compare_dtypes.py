@@ -13,12 +13,12 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from remember import accuracies, cell
 from reproduce_paper import ROOT, chain_spec, fetch
 from torch import Tensor
 
@@ -74,13 +74,13 @@ def fit(local: LocalChain, chain: ChainSpec, source: DataSource) -> None:
         local.end_epoch()
 
 
-def train(arguments: argparse.Namespace, interface: str, down: str, up: str, seed: int) -> float:
+def train(arguments: argparse.Namespace, one: dict[str, Any]) -> float:
     """The test accuracy of one training, in per cent."""
-    chain = chain_of(arguments, interface, down, up, seed)
+    chain = chain_of(arguments, one["interface"], one["down"], one["up"], one["seed"])
     workers = worker_specs(chain, MNIST)
     activations, gradients = contracts(workers)
     local = LocalChain(workers, delay=arguments.delay, down=carry(activations), up=carry(gradients))
-    source = open_data(chain.data, ROOT, seed=seed)
+    source = open_data(chain.data, ROOT, seed=chain.seed)
     fit(local, chain, source)
     return 100 * evaluate(local.predict, source.eval_batches(), workers[-1])["accuracy"]
 
@@ -154,15 +154,9 @@ def bytes_per_batch(dtype: str) -> int:
 
 def table(results: list[dict[str, Any]], interfaces: list[str], dtypes: list[str]) -> str:
     """Test accuracies in per cent, mean and range, as a Markdown table."""
-    accuracies = defaultdict(list)
+    accuracies_of = defaultdict(list)
     for result in results:
-        accuracies[result["interface"], result["down"], result["up"]].append(result["accuracy"])
-
-    def cell(interface: str, down: str, up: str) -> str:
-        values = accuracies[interface, down, up]
-        if not values:
-            return ""
-        return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+        accuracies_of[result["interface"], result["down"], result["up"]].append(result["accuracy"])
 
     heads = [f"{interface}, {side}" for interface in interfaces for side in SIDES]
     lines = [
@@ -171,7 +165,7 @@ def table(results: list[dict[str, Any]], interfaces: list[str], dtypes: list[str
     ]
     for dtype in [PLAIN, *dtypes]:
         cells = [
-            cell(interface, dtype if down else PLAIN, dtype if up else PLAIN)
+            cell(accuracies_of[interface, dtype if down else PLAIN, dtype if up else PLAIN])
             for interface in interfaces
             for down, up in SIDES.values()
         ]
@@ -211,7 +205,6 @@ def main() -> None:
     if arguments.errors:
         print(errors(arguments))
         return
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     same = {key: getattr(arguments, key) for key in ("layers", "epochs", "delay")}
     wanted = [
         {**same, "interface": interface, "down": down, "up": up, "seed": seed}
@@ -225,19 +218,7 @@ def main() -> None:
             ),
         ]
     ]
-    done = []
-    if arguments.out.exists():
-        done = [json.loads(line) for line in arguments.out.read_text().splitlines()]
-    results = []
-    for one in wanted:
-        result = next((old for old in done if one.items() <= old.items()), None)
-        if result is None:
-            accuracy = train(arguments, one["interface"], one["down"], one["up"], one["seed"])
-            result = {**one, "accuracy": accuracy}
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(result) + "\n")
-            print(json.dumps(result), file=sys.stderr, flush=True)
-        results.append(result)
+    results = accuracies(arguments.out, wanted, lambda one: train(arguments, one))
     print(table(results, arguments.interfaces, arguments.dtypes))
 
 

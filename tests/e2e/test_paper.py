@@ -63,6 +63,19 @@ def test_staleness(mnist: Path, tmp_path: Path) -> None:
     assert results.read_text() == written, "nothing is trained again"
 
 
+def test_unlocked(mnist: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, ROOT / "scripts" / "reproduce_unlocked.py", "--layers", "2", "--seeds", "1",
+        "--epochs", "1", "--probabilities", "0.3", "--mnist", mnist,
+        "--results", tmp_path / "unlocked.jsonl",
+    ]  # fmt: skip
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row[0].strip() for row in rows[1:]] == ["none", "asynchronous", "unlocked"]
+    assert all(80 < float(row[1]) < 100 for row in rows[1:])
+
+
 def test_growth(tmp_path: Path) -> None:
     figures = tmp_path / "growth.json"
     command = [

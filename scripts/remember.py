@@ -1,0 +1,60 @@
+"""Trainings whose results are kept in a file, so that what is there is not trained again."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+def accuracies(
+    path: Path, wanted: Iterable[dict[str, Any]], train: Callable[[dict[str, Any]], float]
+) -> list[dict[str, Any]]:
+    """The wanted trainings, each with its ``accuracy``.
+
+    Args:
+        path: File of JSON lines; made where it is missing.
+        wanted: What tells one training from another.
+        train: Gives the test accuracy of one, in per cent.
+    """
+    done = []
+    if path.exists():
+        done = [json.loads(line) for line in path.read_text().splitlines()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results = []
+    for one in wanted:
+        result = next((old for old in done if one.items() <= old.items()), None)
+        if result is None:
+            result = {**one, "accuracy": train(one)}
+            with path.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(json.dumps(result), file=sys.stderr, flush=True)
+        results.append(result)
+    return results
+
+
+def cell(values: list[float]) -> str:
+    """Mean and range of accuracies over the seeds, for a table."""
+    if not values:
+        return ""
+    spread = f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread}"
+
+
+def table(corner: str, results: list[dict[str, Any]], row: str, column: str) -> str:
+    """Accuracies by two of their keys, over the seeds, as a Markdown table."""
+    columns = list(dict.fromkeys(one[column] for one in results))
+    lines = [
+        f"| {corner} | {' | '.join(map(str, columns))} |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for name in dict.fromkeys(one[row] for one in results):
+        cells = [
+            cell([one["accuracy"] for one in results if (one[row], one[column]) == (name, other)])
+            for other in columns
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
