@@ -116,7 +116,7 @@ def main() -> None:
     dnictl("export", run.root, "-o", model, "--force")
     source = open_data(chain.data, OUT, seed=chain.seed)
     workers = worker_specs(chain, describe(chain.data, OUT))
-    exported = 100 * evaluate(load(model).eval(), source.eval_batches(), workers[-1])["accuracy"]
+    exported = 100 * evaluate(load(model), source.eval_batches(), workers[-1])["accuracy"]
     draw(curve, backprop, OUT / "curves.png")
     gap = backprop[-1] - curve[-1]
     rows = [
