@@ -63,8 +63,9 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     prepared = prepare(chain, data=data)
     from dni_runtime.core.advice import advice
     from dni_runtime.core.resolve import parameter_counts
+    from dni_runtime.launch.host import exposure
 
-    warnings = advice(prepared.workers)
+    warnings = [*advice(prepared.workers), *filter(None, [exposure(prepared.chain.links)])]
     counts = parameter_counts(prepared.workers)
     rows: list[dict[str, Any]] = [
         {

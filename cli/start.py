@@ -290,8 +290,11 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
 
 
 def _site(prepared: Prepared, backend: Wanted, images: Path) -> Site:
-    from dni_runtime.launch.host import check_host
+    from dni_runtime.launch.host import check_host, exposure
 
+    warning = exposure(prepared.chain.links)
+    if warning is not None:
+        click.secho(f"warning: {warning}", err=True, fg="yellow")
     site = check_host(
         prepared.written,
         prepared.workers,

@@ -13,6 +13,7 @@
     ├── StoppedError             75  EX_TEMPFAIL     stopped before the end; the run can be resumed
     ├── WireError                76  EX_PROTOCOL     a message that cannot be accepted
     ├── HandshakeError           76  EX_PROTOCOL     two modules that do not fit together
+    │   └── EncryptionError      76  EX_PROTOCOL     two modules that cannot agree on encryption
     └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
 
 Exit codes are those of sysexits(3). Errors compose their text in ``__str__`` and say what to do
@@ -120,6 +121,10 @@ class HandshakeError(DniError):
     """The two ends of a link do not belong together (protocol, spec or shapes differ)."""
 
     exit_code = 76
+
+
+class EncryptionError(HandshakeError):
+    """The two ends of a link do not know each other's keys, or only one of them encrypts."""
 
 
 class SpecError(DniError):

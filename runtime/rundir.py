@@ -8,7 +8,8 @@
       plan.json                     the launch plan
       specs/MODULE.json             what each worker serves
       src/                          the user's source files
-      endpoints/MODULE.json         where a worker listens (published atomically)
+      endpoints/MODULE.json         where a worker listens, its public key (published atomically)
+      keys/MODULE.key  .pub         a worker's key pair, its public key; only while it is needed
       workers/MODULE.json           a worker's own state
       state.json  events.jsonl      the supervisor's state and history
       stop.json                     somebody's wish that the run ends early
@@ -89,6 +90,10 @@ class RunDir:
 
     def endpoint(self, module: str) -> Path:
         return self.root / "endpoints" / f"{module}.json"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
 
     def worker(self, module: str) -> Path:
         return self.root / "workers" / f"{module}.json"

@@ -13,7 +13,7 @@ from dni_runtime.image.apptainer import Apptainer, Mount, find_apptainer
 from dni_runtime.image.check import inspect_image
 from dni_runtime.image.lock import read_lock
 from dni_runtime.launch.plan import Backend
-from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 
 Place = Callable[..., str]
 """Gives ``file:line: path`` of a location in the chain file."""
@@ -88,6 +88,16 @@ def check_host(
         return site
     mounts = (*_chain_mounts(chain, place), *infiniband_mounts(chain.infiniband))
     return replace(site, mounts=mounts)
+
+
+def exposure(links: LinksSpec) -> str | None:
+    """What somebody who turned encryption off should know; None where nothing is exposed."""
+    if links.security != "none" or links.transport != "tcp" or links.interface is None:
+        return None
+    return (
+        f"'links.security: none': whoever can reach {links.interface!r} can read this chain's "
+        "activations and labels, and take part in its training (docs/security.md)"
+    )
 
 
 def _check_addresses(workers: Sequence[WorkerSpec], place: Place) -> None:

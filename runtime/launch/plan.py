@@ -60,6 +60,7 @@ class LaunchPlan:
         sockets: Folder of the run's ipc sockets.
         stop_grace_s: Seconds that workers told to stop have.
         workers: One per module, head first.
+        keys: Whether the workers need keys, for links that may be encrypted.
     """
 
     run: str
@@ -67,6 +68,7 @@ class LaunchPlan:
     sockets: str
     stop_grace_s: float
     workers: tuple[WorkerPlan, ...]
+    keys: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON document."""
@@ -148,6 +150,7 @@ def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placem
         sockets=str(placement.sockets),
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(make(worker, placement) for worker in workers),
+        keys=chain.links.transport == "tcp" and chain.links.security != "none",
     )
 
 

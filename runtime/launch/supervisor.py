@@ -108,6 +108,7 @@ class Supervisor:
                 raise
             finally:
                 self._remove_sockets()
+                self._remove_keys()
         return self.state
 
     def interrupt(self, number: int) -> None:
@@ -120,6 +121,8 @@ class Supervisor:
         self._run.create()
         self._run.stop_request.unlink(missing_ok=True)
         socket_folder(self._run.root)
+        if self._plan.keys:
+            self._make_keys()
         for worker in self._plan.workers:  # what an earlier attempt left
             self._run.endpoint(worker.module).unlink(missing_ok=True)
             self._run.worker(worker.module).unlink(missing_ok=True)
@@ -292,6 +295,18 @@ class Supervisor:
             for entry in folder.iterdir():
                 entry.unlink()
             folder.rmdir()
+
+    def _make_keys(self) -> None:
+        from dni_runtime.link import keys  # zmq: only where links may be encrypted
+
+        for worker in self._plan.workers:
+            keys.make(self._run, worker.module)
+
+    def _remove_keys(self) -> None:
+        if self._run.keys.exists():
+            from dni_runtime.link import keys
+
+            keys.remove(self._run)
 
     # --- records -------------------------------------------------------------------------------
 

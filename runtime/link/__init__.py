@@ -4,7 +4,7 @@
 ends with a socket; ``sockets`` is the one place that makes sockets and does I/O.
 """
 
-from dni_runtime.link.address import check_address, listen_address
+from dni_runtime.link.address import check_address, encrypted, listen_address
 from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.input import Batch, InputLink, Marker
 from dni_runtime.link.output import Drained, Gradient, OutputLink, Request
@@ -19,5 +19,6 @@ __all__ = [
     "OutputLink",
     "Request",
     "check_address",
+    "encrypted",
     "listen_address",
 ]

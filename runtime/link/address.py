@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import socket
@@ -14,6 +15,8 @@ from dni_runtime.link.sockets import cannot_listen
 from dni_runtime.spec import LinksSpec
 
 _SIOCGIFADDR = 0x8915  # netdevice(7): the interface's first IPv4 address
+_SIOCGIFCONF = 0x8912  # netdevice(7): all IPv4 addresses, as an array of struct ifreq
+_IFREQ_BYTES = 40
 _ANY_PORT = "*"
 
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -33,19 +36,11 @@ def listen_address(links: LinksSpec, index: int, socket_folder: Path, module: st
 
     Raises:
         UnavailableError: The interface or address is not there.
-        SpecError: Plain TCP beyond loopback without ``security: none``, or no such port.
+        SpecError: That is no address to listen on, or there is no such port.
     """
     if links.transport != "tcp":
         return f"ipc://{socket_folder / module}.sock"
     ip = _resolve(links.interface)
-    if not ip.is_loopback and links.security == "auto":
-        raise SpecError(
-            f"{links.interface!r} ({ip}) is reachable from other hosts, and encrypted links are "
-            "not there yet",
-            location=("links", "security"),
-            hint="'security: none' accepts that others on that network can read and disturb the "
-            "run; leaving out 'interface' stays on loopback",
-        )
     port = _ANY_PORT
     if links.port is not None:
         number = links.port + index
@@ -59,6 +54,23 @@ def listen_address(links: LinksSpec, index: int, socket_folder: Path, module: st
         port = str(number)
     host = f"[{ip}]" if ip.version == 6 else str(ip)
     return f"tcp://{host}:{port}"
+
+
+def encrypted(links: LinksSpec, address: str) -> bool:
+    """Whether a link whose input end listens at an address is encrypted.
+
+    Both ends ask this, and know the same address. ``ipc://`` never is: its sockets lie in a folder
+    that only their owner can enter.
+    """
+    if links.security == "none" or not address.startswith("tcp:"):
+        return False
+    if links.security == "curve":
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True  # a name may lead anywhere
 
 
 def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str) -> str:
@@ -82,9 +94,36 @@ def interfaces() -> dict[str, str | None]:
     return {name: _ipv4(name) for _, name in socket.if_nameindex()}
 
 
+def addresses() -> list[tuple[str, _Ip]]:
+    """This machine's addresses that others can reach by themselves, each with its interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        room = array.array("B", bytes(_IFREQ_BYTES * 256))
+        place, _ = room.buffer_info()
+        size = struct.unpack(
+            "iP", fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(room), place))
+        )[0]
+    found: list[tuple[str, _Ip]] = []
+    for start in range(0, size, _IFREQ_BYTES):
+        entry = room[start : start + _IFREQ_BYTES].tobytes()
+        name = entry[:16].partition(b"\0")[0].decode()
+        found.append((name, ipaddress.IPv4Address(entry[20:24])))
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        number, *_, name = line.split()
+        ip = ipaddress.IPv6Address(bytes.fromhex(number))
+        if not ip.is_link_local:  # which would need its interface's number, too
+            found.append((name, ip))
+    return found
+
+
 def _resolve(interface: str | None) -> _Ip:
     if interface is None:
         return ipaddress.IPv4Address("127.0.0.1")
+    if "/" in interface:
+        return _in_network(interface)
     try:
         ip: _Ip = ipaddress.ip_address(interface)
     except ValueError:
@@ -104,18 +143,39 @@ def _resolve(interface: str | None) -> _Ip:
     return ip
 
 
+def _in_network(text: str) -> _Ip:
+    """This machine's address in a network such as ``10.0.0.0/24``."""
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        raise SpecError(
+            f"{text!r} is no network: {error}",
+            location=("links", "interface"),
+            hint="write it as 10.0.0.0/24, or name an interface",
+        ) from None
+    inside = [ip for _, ip in addresses() if ip in network]
+    if not inside:
+        raise UnavailableError(
+            f"links.interface: this machine has no address in the network {text!r}", hint=_there()
+        )
+    # a wide network may hold loopback too
+    return min(inside, key=lambda ip: ip.is_loopback)
+
+
 def _of_interface(name: str) -> _Ip:
     known = interfaces()
     if name not in known:
         raise UnavailableError(
             f"links.interface: this machine has no network interface {name!r}", hint=_there()
         )
-    address = known[name]
-    if address is None:
+    if known[name] is not None:
+        return ipaddress.ip_address(str(known[name]))
+    others = [ip for there, ip in addresses() if there == name]
+    if not others:
         raise UnavailableError(
-            f"links.interface: the network interface {name!r} has no IPv4 address", hint=_there()
+            f"links.interface: the network interface {name!r} has no address", hint=_there()
         )
-    return ipaddress.ip_address(address)
+    return others[0]
 
 
 def _there() -> str:

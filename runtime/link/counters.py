@@ -17,7 +17,7 @@ class LinkCounters:
     """Counts of one end of a link since it was made.
 
     Attributes:
-        refused: Messages that were not accepted, by reason (docs/wire.md, "Checks").
+        refused: Messages and connections that were refused, by reason (docs/wire.md, "Checks").
         resent: Messages that were transmitted again, to a new connection.
         duplicates: Messages that were dropped because they had come before.
         gaps: Ids that never came.
@@ -50,15 +50,15 @@ class Refusals:
         self._log = log
         self._quiet_until_s = 0.0
 
-    def __call__(self, error: WireError) -> None:
-        """Count one."""
+    def __call__(self, error: WireError, count: int = 1) -> None:
+        """Count one, or several alike."""
         refused = self._counters.refused
-        refused[error.reason] += 1
+        refused[error.reason] += count
         now_s = time.monotonic()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + _QUIET_S
             self._log.warning(
-                "link %s: refused a message (%s): %s; %d refused so far",
+                "link %s: refused (%s): %s; %d refused so far",
                 self._link,
                 error.reason,
                 error.message,

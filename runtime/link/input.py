@@ -18,8 +18,11 @@ from torch import Tensor
 
 from dni_runtime.errors import StoppedError, UnavailableError, WireError
 from dni_runtime.link import socketfile, sockets
+from dni_runtime.link.address import encrypted
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
+from dni_runtime.link.guard import REASONS, AllowList, Guard
+from dni_runtime.link.keys import Keyring
 from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
@@ -75,6 +78,7 @@ class InputLink:
         spec: The module that receives.
         run: The run.
         received: Everything up to this id was processed before (a checkpoint's cut).
+        keys: Its keys, for addresses where links are encrypted.
         context: A ZeroMQ context to share, or None for its own.
 
     Attributes:
@@ -87,6 +91,7 @@ class InputLink:
         *,
         run: str,
         received: int = 0,
+        keys: Keyring | None = None,
         context: sockets.Context | None = None,
     ) -> None:
         self._contract = LinkContract.of(spec, "input")
@@ -104,6 +109,9 @@ class InputLink:
             window=spec.links.window,
             frame_limit=self._contract.frame_limit("input"),
         )
+        self._links = spec.links
+        self._keys = keys
+        self._guard: Guard | None = None
         self._bound: list[tuple[str, tuple[int, int] | None]] = []
         self._ack_due = False
         self._drained = 0
@@ -138,12 +146,32 @@ class InputLink:
             The actual address, with the port that was chosen for ``:*``.
 
         Raises:
-            UnavailableError: It is taken, too long, or not this machine's.
+            UnavailableError: It is taken, too long, or not this machine's; or links are encrypted
+                there, and the module has no keys.
         """
+        secret = encrypted(self._links, address)
+        if address.startswith("tcp:") and self._guard is None:
+            self._guard = self._guarded(address, secret)
         actual = sockets.bind(self._socket, address)
+        if self._guard is not None:
+            self._guard.start(int(actual.rpartition(":")[2]))
         self._bound.append((actual, socketfile.file_id(actual)))
-        log.info("link %s: listening on %s", self._contract, actual)
+        how = ", encrypted" if secret else ""
+        log.info("link %s: listening on %s%s", self._contract, actual, how)
         return actual
+
+    def _guarded(self, address: str, secret: bool) -> Guard:
+        if not secret:
+            return Guard(self._context, self._socket, None)
+        keys, source = self._keys, self._contract.source
+        if keys is None:
+            raise UnavailableError(
+                f"links at {address} are encrypted, and module {self._contract.target!r} has no "
+                "keys",
+                hint="give it a run directory; 'links.security: none' does without encryption",
+            )
+        sockets.encrypt_input(self._socket, keys.own)
+        return Guard(self._context, self._socket, AllowList(lambda: keys.public(source)))
 
     def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> None:
         """Wait until the module upstream has completed HELLO.
@@ -272,21 +300,30 @@ class InputLink:
     def close(self) -> None:
         """Stop listening; waits a second at most for acknowledgements to leave."""
         self._send_due()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         for address, file in self._bound:
             socketfile.remove(address, file)
         sockets.close(self._socket, self._context if self._owns_context else None)
 
     def _take(self) -> Message | bool:
         """Take one message: a new one of the stream, else whether there was any."""
+        if self._guard is not None and self._guard.alarmed:
+            for reason, count in self._guard.take().items():
+                self._refuse(WireError(reason, REASONS[reason]), count)
         frames = sockets.receive(self._socket, self._frames)
         if frames is None:
             return False
         identity, *rest = sockets.buffers(frames)
+        peer = self._receiver.peer
         try:
             message = self._receiver.handle(bytes(identity), rest)
         except WireError as error:
             self._refuse(error)
             message = None
+        if self._guard is not None and self._receiver.peer is not peer:
+            self._guard.keep(sockets.descriptor(frames[0]))
         if self._receiver.replies:
             self._reply()
         return True if message is None else message

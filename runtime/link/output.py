@@ -19,6 +19,8 @@ from dni_runtime.errors import StoppedError, UnavailableError, WireError
 from dni_runtime.link import sockets
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
+from dni_runtime.link.dialer import Dialer
+from dni_runtime.link.keys import Keyring
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
@@ -76,6 +78,7 @@ class OutputLink:
         spec: The module that sends.
         run: The run.
         next_id: The first id that will be sent.
+        keys: Its keys, for addresses where links are encrypted.
         context: A ZeroMQ context to share, or None for its own.
 
     Attributes:
@@ -88,6 +91,7 @@ class OutputLink:
         *,
         run: str,
         next_id: int = 1,
+        keys: Keyring | None = None,
         context: sockets.Context | None = None,
     ) -> None:
         self._contract = LinkContract.of(spec, "output")
@@ -108,7 +112,7 @@ class OutputLink:
             window=spec.links.window,
             frame_limit=self._contract.frame_limit("output"),
         )
-        self._address: str | None = None
+        self._dialer = Dialer(self._context, self._socket, self._contract, spec.links, keys)
         self._greet_again_s = 0.0
         self._events: list[Event] = []
 
@@ -144,26 +148,30 @@ class OutputLink:
         return self._sender.state is State.OPEN
 
     def connect(
-        self, address: str, *, deadline_s: float, stop: Callable[[], bool] | None = None
+        self,
+        address: str,
+        *,
+        deadline_s: float,
+        server_key: bytes | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
         """Connect and shake hands; with another address than before, move the link there.
 
         Args:
             address: Where the module downstream listens.
             deadline_s: Seconds to wait for it.
+            server_key: Its public key, where the link is encrypted (default: the keyring's).
             stop: Asked a few times a second whether to give up.
 
         Raises:
             HandshakeError: The neighbour does not fit.
-            UnavailableError: It did not answer in time.
+            EncryptionError: It refused our key, has another one, or only one end encrypts; raised
+                when the time is over, because keys and addresses may appear late.
+            UnavailableError: It did not answer in time, or its key is not known.
             StoppedError: ``stop`` said so.
         """
-        if address != self._address:
-            if self._address is not None:
-                sockets.disconnect(self._socket, self._address)
+        if self._dialer.dial(address, server_key):
             self._sender.state = State.SILENT
-            sockets.connect(self._socket, address)
-            self._address = address
             self._greet_again_s = time.monotonic() + _GREET_S
         end_s = time.monotonic() + deadline_s
         while True:
@@ -173,6 +181,8 @@ class OutputLink:
                 return
             left_s = end_s - time.monotonic()
             if left_s <= 0:
+                if self._dialer.failure is not None:
+                    raise self._dialer.error(self._dialer.failure)
                 target = self._contract.target
                 raise UnavailableError(
                     f"module {target!r} did not answer at {address} within {deadline_s:g} s "
@@ -277,10 +287,14 @@ class OutputLink:
 
     def close(self) -> None:
         """Close the socket; what is not acknowledged is lost."""
+        self._dialer.close()
         sockets.close(self._socket, self._context if self._owns_context else None)
 
     def _receive(self) -> list[Event]:
         events: list[Event] = []
+        failure = self._dialer.look(connected=self.connected)
+        if failure is not None:
+            self._refuse(WireError(failure.reason, failure.message))
         for _ in range(MESSAGES_PER_CALL):
             frames = sockets.receive(self._socket, self._frames)
             if frames is None:

@@ -1,13 +1,14 @@
 """The one place that makes ZeroMQ sockets and does I/O on them.
 
 Every socket gets its limits here, so that none is without them, and ZeroMQ's errors become this
-package's errors here. Encryption (CURVE) will be set here too.
+package's errors here. Encryption (CURVE, ZeroMQ RFC 25 and 26) is set here too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import zmq
 
 from dni_runtime.errors import UnavailableError, WorkerError
 from dni_runtime.link import socketfile
+from dni_runtime.link.keys import KeyPair
 from dni_runtime.wire import Buffer
 
 Socket = zmq.Socket[bytes]
@@ -24,11 +26,12 @@ _LINGER_MS = 1000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 10_000, 30_000
 _HANDSHAKE_MS = 10_000
-_BACKLOG = 16
+_BACKLOG = 256  # a full queue costs a neighbour a second: the kernel lets it ask again
 _COPY_BYTES = 1 << 16  # below this a copy is cheaper than a shared frame
 # plain integers: operations on zmq's enumerations cost microseconds for each frame
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE = int(zmq.POLLIN)
+_EVENT = struct.Struct("=HI")  # zmq_socket_monitor(3): event, value
 
 
 def open_context() -> Context:
@@ -90,6 +93,52 @@ def _limit(socket: Socket, window: int, frame_limit: int) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.copy_threshold = _COPY_BYTES
+
+
+def encrypt_input(socket: Socket, own: KeyPair) -> None:
+    """Let a socket that will listen accept only CURVE, and only whom a ZAP handler lets in.
+
+    Without ZAP_ENFORCE_DOMAIN libzmq lets everybody in where no handler answers
+    (zmq_setsockopt(3)).
+    """
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"dni")
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def encrypt_output(socket: Socket, own: KeyPair, server: bytes) -> None:
+    """Let a socket connect by CURVE to whoever has a key, and to nobody else."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+
+
+def leave_plain(socket: Socket) -> None:
+    """Let a socket connect without encryption from now on."""
+    socket.setsockopt(zmq.CURVE_SERVER, 0)
+
+
+def monitor(socket: Socket, context: Context, events: int) -> Socket:
+    """A socket that tells events of another one (zmq_socket_monitor(3)); it MUST be read."""
+    address = f"inproc://monitor-{id(socket)}"
+    socket.monitor(address, events)
+    reader = context.socket(zmq.PAIR)
+    reader.setsockopt(zmq.LINGER, 0)
+    reader.connect(address)
+    return reader
+
+
+def next_event(reader: Socket) -> tuple[int, int] | None:
+    """A monitor's next event and its value, or None when there is none."""
+    try:
+        if not int(reader.getsockopt(zmq.EVENTS)) & _READABLE:
+            return None
+        event, _ = reader.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+    number, value = _EVENT.unpack(event)
+    return number, value
 
 
 def bind(socket: Socket, address: str) -> str:
@@ -221,6 +270,11 @@ def receive(socket: Socket, limit: int) -> list[zmq.Frame] | None:
 def buffers(frames: Sequence[zmq.Frame]) -> list[Buffer]:
     """Views of the frames' memory, which they keep alive."""
     return [frame.buffer for frame in frames]
+
+
+def descriptor(frame: zmq.Frame) -> int:
+    """The file descriptor of the connection that a frame came over (zmq_msg_get(3))."""
+    return int(frame.get(zmq.SRCFD))
 
 
 def wait(socket: Socket, timeout_s: float) -> None:

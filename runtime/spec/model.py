@@ -187,12 +187,14 @@ class LinksSpec(Frozen):
 
     Attributes:
         transport: ``ipc`` (same host), ``tcp``, or ``auto`` (ipc where both ends share a host).
-        interface: For tcp: the network interface or address to listen on (default: loopback).
+        interface: For tcp: the network interface, address or network (``10.0.0.0/24``: the host's
+            address in it) to listen on (default: loopback).
         port: For tcp: first port; module *i* listens on ``port + i``. Default: one that is free.
         window: Batches that may be under way on a link before the sender waits.
         dtype: Type of activations on the wire (default: the type the module computes).
         gradient_dtype: Type of gradients on the wire (default: the activations' type).
-        security: ``auto`` refuses plain tcp beyond loopback; ``none`` allows it.
+        security: ``auto`` encrypts tcp beyond loopback and lets in only the neighbour; ``curve``
+            does so on loopback too; ``none`` encrypts nothing and lets everybody in.
         connect_timeout_s: Seconds to wait for a neighbour before giving up.
     """
 
@@ -202,7 +204,7 @@ class LinksSpec(Frozen):
     window: Annotated[int, Field(ge=1, le=4096)] = 8
     dtype: Dtype | None = None
     gradient_dtype: Dtype | None = None
-    security: Literal["auto", "none"] = "auto"
+    security: Literal["auto", "curve", "none"] = "auto"
     connect_timeout_s: Annotated[float, Field(gt=0)] = 120.0
 
     @model_validator(mode="after")

@@ -19,12 +19,14 @@ from dni_runtime.data import open_data
 from dni_runtime.errors import (
     DataError,
     DniError,
+    EncryptionError,
     ImageError,
     StoppedError,
     UnavailableError,
     UsageError,
 )
-from dni_runtime.link import InputLink, OutputLink, listen_address
+from dni_runtime.link import InputLink, OutputLink, encrypted, listen_address
+from dni_runtime.link.keys import RunKeys
 from dni_runtime.rundir import (
     RunDir,
     complete_cuts,
@@ -73,14 +75,16 @@ def serve(options: Options, stop: StopRequest) -> None:
     run.create()
     meter = Meter(run, spec, options.attempt)
     meter.set_state("starting")
+    keys = RunKeys(run, spec.module)
     try:
-        outcome = _serve(options, spec, run, meter, stop)
+        outcome = _serve(options, spec, run, meter, stop, keys)
     except BaseException as error:
         stopped = isinstance(error, StoppedError)
         meter.set_state("stopped" if stopped else "failed", str(error))
         raise
     finally:
         run.endpoint(spec.module).unlink(missing_ok=True)
+        keys.leave()
     meter.set_state(outcome.value)
     if outcome is Outcome.STOPPED:
         raise StoppedError("stopped before the end of the run", hint="resume it to go on")
@@ -130,7 +134,12 @@ def selftest(spec: WorkerSpec) -> None:
 
 
 def _serve(
-    options: Options, spec: WorkerSpec, run: RunDir, meter: Meter, stop: StopRequest
+    options: Options,
+    spec: WorkerSpec,
+    run: RunDir,
+    meter: Meter,
+    stop: StopRequest,
+    keys: RunKeys,
 ) -> Outcome:
     torch.set_num_threads(spec.cpus)
     device = choose_device(spec)
@@ -148,15 +157,15 @@ def _serve(
     name = str(record.get("run", options.run.name))
     try:
         if spec.upstream is not None:
-            input = InputLink(spec, run=name, received=cut)
+            input = InputLink(spec, run=name, received=cut, keys=keys)
             folder = options.ipc or socket_folder(options.run)
             wanted = options.listen or listen_address(spec.links, spec.index, folder, spec.module)
             address = input.bind(wanted)
-            _publish(run, spec, options.attempt, address)
+            _publish(run, spec, options.attempt, address, keys)
             log.info("module %s listens on %s", spec.module, address)
         meter.set_state("connecting")
         if spec.downstream is not None:
-            output = OutputLink(spec, run=name, next_id=cut + 1)
+            output = OutputLink(spec, run=name, next_id=cut + 1, keys=keys)
             _connect(output, input, options, spec, run, stop)
         if input is not None:
             input.wait_for_peer(spec.links.connect_timeout_s, stop)
@@ -266,11 +275,14 @@ def _connect(
 
     deadline = time.monotonic() + spec.links.connect_timeout_s
     path = run.endpoint(spec.downstream)
+    mistrust: EncryptionError | None = None
     while not interrupted():
         left = deadline - time.monotonic()
         record: dict[str, Any] | None = read_json(path)
         address = options.connect or (record["address"] if record is not None else None)
         if left <= 0:
+            if mistrust is not None:
+                raise mistrust
             where = f"at {address}" if address else f"(no endpoint in {str(path)!r})"
             raise UnavailableError(
                 f"module {spec.downstream!r}, downstream of {spec.module!r}, did not answer "
@@ -280,19 +292,31 @@ def _connect(
         if address is None:
             time.sleep(min(0.05, left))
             continue
+        key = (record or {}).get("public_key") if options.connect is None else None
         try:
-            output.connect(address, deadline_s=min(CONNECT_SLICE_S, left), stop=interrupted)
+            output.connect(
+                address,
+                deadline_s=min(CONNECT_SLICE_S, left),
+                server_key=None if key is None else key.encode(),
+                stop=interrupted,
+            )
+        except EncryptionError as error:
+            mistrust = error
+            continue
         except UnavailableError:
+            mistrust = None
             continue
         return
 
 
-def _publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str) -> None:
+def _publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: RunKeys) -> None:
+    public_key = keys.own.public.decode() if encrypted(spec.links, address) else None
     write_json(
         run.endpoint(spec.module),
         {
             "module": spec.module,
             "address": address,
+            "public_key": public_key,
             "attempt": attempt,
             "pid": os.getpid(),
             "host": socket.gethostname(),

@@ -14,6 +14,7 @@ import torch
 import zmq
 
 from dni_runtime.link import InputLink, OutputLink
+from dni_runtime.link.keys import KeyPair, KnownKeys
 from dni_runtime.spec import WorkerSpec
 
 MakeSpec = Callable[..., WorkerSpec]
@@ -26,6 +27,12 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/tail.sock" if request.param == "ipc" else "tcp://127.0.0.1:*"
 
 
+def two_rings() -> tuple[KnownKeys, KnownKeys]:
+    """Keys of the two modules, each with the other one's public key."""
+    stem, tail = KeyPair.new(), KeyPair.new()
+    return KnownKeys(stem, {"tail": tail.public}), KnownKeys(tail, {"stem": stem.public})
+
+
 class Links:
     """Makes links, closes them all at the end, and helps to drive them."""
 
@@ -35,17 +42,23 @@ class Links:
         self._make_spec = make_spec
         self._stack = stack
 
-    def output(self, *, run: str = "run", next_id: int = 1, **fields: Any) -> OutputLink:
+    def output(
+        self, *, run: str = "run", next_id: int = 1, keys: Any = None, **fields: Any
+    ) -> OutputLink:
         spec = self._make_spec("stem", **fields)
-        return self._stack.enter_context(OutputLink(spec, run=run, next_id=next_id))
+        return self._stack.enter_context(OutputLink(spec, run=run, next_id=next_id, keys=keys))
 
-    def input(self, *, run: str = "run", received: int = 0, **fields: Any) -> InputLink:
+    def input(
+        self, *, run: str = "run", received: int = 0, keys: Any = None, **fields: Any
+    ) -> InputLink:
         spec = self._make_spec("tail", **fields)
-        return self._stack.enter_context(InputLink(spec, run=run, received=received))
+        return self._stack.enter_context(InputLink(spec, run=run, received=received, keys=keys))
 
-    def pair(self, address: str, **fields: Any) -> tuple[OutputLink, InputLink, str]:
+    def pair(
+        self, address: str, *, keys: tuple[Any, Any] = (None, None), **fields: Any
+    ) -> tuple[OutputLink, InputLink, str]:
         """Two links that have shaken hands, and where."""
-        input, output = self.input(**fields), self.output(**fields)
+        input, output = self.input(keys=keys[1], **fields), self.output(keys=keys[0], **fields)
         actual = input.bind(address)
         self.shake(output, input, actual)
         return output, input, actual

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from dni_runtime.errors import SpecError, UnavailableError
 from dni_runtime.link import address as address_module
-from dni_runtime.link import check_address, listen_address
+from dni_runtime.link import check_address, encrypted, listen_address
+from dni_runtime.link.address import addresses
 from dni_runtime.spec import LinksSpec
 
 
@@ -67,7 +69,7 @@ def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
 
 def test_an_interface_without_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_module, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": None})
-    with pytest.raises(UnavailableError, match="'ib0' has no IPv4 address") as caught:
+    with pytest.raises(UnavailableError, match="'ib0' has no address") as caught:
         listen_address(tcp(interface="ib0"), 0, tmp_path, "tail")
     assert "ib0 (no IPv4 address)" in str(caught.value.hint)
 
@@ -88,16 +90,72 @@ def test_every_interface_at_once_is_refused(tmp_path: Path, interface: str) -> N
     assert "lo (127.0.0.1)" in str(caught.value.hint)
 
 
-def test_plain_tcp_beyond_loopback_must_be_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("security", ["auto", "none"])
+def test_tcp_beyond_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, security: Any
 ) -> None:
     monkeypatch.setattr(address_module, "interfaces", lambda: {"eth7": "198.51.100.4"})
-    with pytest.raises(SpecError, match=r"links\.security: 'eth7' \(198\.51\.100\.4\)") as caught:
-        listen_address(tcp(interface="eth7"), 0, tmp_path, "tail")
-    assert "encrypted links are not there yet" in caught.value.message
-    assert "'security: none' accepts" in str(caught.value.hint)
-    accepted = tcp(interface="eth7", security="none")
-    assert listen_address(accepted, 0, tmp_path, "tail") == "tcp://198.51.100.4:*"
+    links = tcp(interface="eth7", security=security)
+    address = listen_address(links, 0, tmp_path, "tail")
+    assert address == "tcp://198.51.100.4:*"
+    assert encrypted(links, address) == (security == "auto")
+
+
+@pytest.mark.parametrize(
+    ("address", "security", "expected"),
+    [
+        ("ipc:///run/tail.sock", "auto", False),
+        ("ipc:///run/tail.sock", "curve", False),
+        ("tcp://127.0.0.1:5000", "auto", False),
+        ("tcp://127.0.0.1:5000", "curve", True),
+        ("tcp://[::1]:5000", "auto", False),
+        ("tcp://[fd00::2]:5000", "auto", True),
+        ("tcp://10.0.0.1:*", "auto", True),
+        ("tcp://localhost:5000", "auto", True),  # a name may lead anywhere
+        ("tcp://*:5000", "auto", True),
+        ("tcp://10.0.0.1:5000", "none", False),
+    ],
+)
+def test_what_is_encrypted(address: str, security: Any, expected: bool) -> None:
+    assert encrypted(tcp(security=security), address) == expected
+
+
+@pytest.mark.parametrize(
+    ("interface", "expected"),
+    [
+        ("127.0.0.0/8", "tcp://127.0.0.1:*"),
+        ("127.0.0.1/32", "tcp://127.0.0.1:*"),
+        ("198.51.100.0/24", "tcp://198.51.100.4:*"),
+        ("0.0.0.0/0", "tcp://198.51.100.4:*"),  # loopback comes last
+        ("fd00::/8", "tcp://[fd00::2]:*"),
+    ],
+)
+def test_the_address_in_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str, expected: str
+) -> None:
+    ips = [("lo", "127.0.0.1"), ("eth0", "198.51.100.4"), ("eth0", "fd00::2")]
+    there = [(name, ipaddress.ip_address(ip)) for name, ip in ips]
+    monkeypatch.setattr(address_module, "addresses", lambda: there)
+    assert listen_address(tcp(interface=interface), 0, tmp_path, "tail") == expected
+
+
+def test_this_machines_addresses() -> None:
+    there = addresses()
+    assert ("lo", ipaddress.ip_address("127.0.0.1")) in there
+    for name, ip in there:
+        assert name in {name for _, name in socket.if_nameindex()}
+        check_address(tcp(interface=str(ip)), 0, Path(), "tail")
+
+
+def test_a_network_without_this_machine(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"no address in the network '192\.0\.2\.128/30'"):
+        listen_address(tcp(interface="192.0.2.128/30"), 0, tmp_path, "tail")
+
+
+@pytest.mark.parametrize("interface", ["10.0.0.5/24", "10.0.0.0/64", "eth0/24"])
+def test_what_is_no_network(tmp_path: Path, interface: str) -> None:
+    with pytest.raises(SpecError, match=r"links\.interface: .* is no network"):
+        listen_address(tcp(interface=interface), 0, tmp_path, "tail")
 
 
 def test_a_port_that_is_in_use(tmp_path: Path, links: Any, taken: int) -> None:
@@ -119,7 +177,7 @@ def test_ports_end_somewhere(tmp_path: Path) -> None:
 
 def test_an_address_that_this_machine_does_not_have(links: Any) -> None:
     with pytest.raises(UnavailableError, match=r"cannot listen on tcp://192\.0\.2\.1:5000"):
-        links.input().bind("tcp://192.0.2.1:5000")
+        links.input(links=tcp(security="none")).bind("tcp://192.0.2.1:5000")
 
 
 @pytest.mark.parametrize("address", ["udp://127.0.0.1:5000", "nonsense", "tcp://127.0.0.1:x"])

@@ -174,7 +174,9 @@ def test_a_frame_beyond_the_limit_ends_the_strangers_connection(
     stranger.connect(stream.address)
     stranger.send_multipart([HEADER, bytes(8 << 20), bytes(16)])
     stream.drive(50)
-    assert not stream.input.counters.refused
+    if address.startswith("tcp"):  # nobody watches the sockets that only their owner can reach
+        stream.settle(1)
+    assert set(stream.input.counters.refused) <= {"connection"}
 
 
 def test_a_stranger_that_does_not_speak_zeromq(links: Any) -> None:

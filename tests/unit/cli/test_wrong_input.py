@@ -125,16 +125,15 @@ def test_a_port_that_is_taken(dnictl: Dnictl, write_chain: WriteChain, folder: P
     assert not (folder / "runs").exists()
 
 
-def test_plain_tcp_beyond_loopback(
-    dnictl: Dnictl, write_chain: WriteChain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dni_runtime.link.address.interfaces", lambda: {"eth9": "192.0.2.7"})
-    path = write_chain(("epochs: 2", "epochs: 2\nlinks: {transport: tcp, interface: eth9}"))
-    check(
-        dnictl("up", path, "--backend", "process"),
-        78,
-        ["chain.yaml:5", "'eth9' (192.0.2.7)", "security: none"],
-    )
+def test_links_without_encryption_are_warned_about(dnictl: Dnictl, write_chain: WriteChain) -> None:
+    links = "links: {transport: tcp, interface: 127.0.0.1, security: none}"
+    path = write_chain(("epochs: 2", f"epochs: 2\n{links}"))
+    for command in (["validate", path], ["up", path, "--backend", "process", "--dry-run"]):
+        result = dnictl(*command)
+        assert result.code == 0
+        assert "warning: 'links.security: none': whoever can reach '127.0.0.1'" in result.err
+    path = write_chain(("epochs: 2", f"epochs: 2\n{links.replace('none', 'curve')}"))
+    assert "security" not in dnictl("validate", path).err
 
 
 def test_cuda_without_a_gpu(

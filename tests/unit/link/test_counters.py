@@ -23,7 +23,7 @@ def test_counts_all_and_logs_the_first(
     refuse(WireError("version", "new"))
     assert counts.refused == {"shape": 5, "version": 1}
     assert [record.getMessage() for record in caplog.records] == [
-        "link stem → tail: refused a message (shape): wrong; 1 refused so far"
+        "link stem → tail: refused (shape): wrong; 1 refused so far"
     ]
     now_s += 11
     refuse(WireError("kind", "odd"))

@@ -1,0 +1,196 @@
+"""Connects an output end, and tells why its handshakes fail: libzmq tries again, or gives up.
+
+It does both silently. After a handshake that failed for good (a mechanism or a key that does not
+fit) it does not connect again (session_base.cpp, ``engine_error``): the owner of the socket has to.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from dni_runtime.errors import EncryptionError, UnavailableError
+from dni_runtime.link import sockets
+from dni_runtime.link.address import encrypted
+from dni_runtime.link.contract import LinkContract
+from dni_runtime.link.keys import Keyring
+from dni_runtime.spec import LinksSpec
+
+_LOOK_S = 1.0
+_REDIAL_S = 1.0
+
+_FAILED_AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_FAILED_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_OTHER_MECHANISM = 0x11000002  # zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the newest handshake failed.
+
+    Attributes:
+        reason: A word for counters.
+        message: What the other end did.
+        final: Whether libzmq will not try again by itself.
+    """
+
+    reason: str
+    message: str
+    final: bool
+
+
+class Dialer:
+    """The connection of an output end; used by the thread that uses the socket.
+
+    Args:
+        context: The socket's context.
+        socket: The socket, which has not been connected.
+        contract: The link's contract.
+        links: The module's link settings.
+        keys: The module's keys, for addresses that want encryption.
+
+    Attributes:
+        address: Where the module downstream listens; None before :meth:`dial`.
+        failure: Why handshakes fail, since the last one that succeeded; None where they do not.
+            What says most is kept when less follows.
+    """
+
+    def __init__(
+        self,
+        context: sockets.Context,
+        socket: sockets.Socket,
+        contract: LinkContract,
+        links: LinksSpec,
+        keys: Keyring | None,
+    ) -> None:
+        self.address: str | None = None
+        self.failure: Failure | None = None
+        self._socket = socket
+        self._contract = contract
+        self._links = links
+        self._keys = keys
+        self._server_key: bytes | None = None
+        self._encrypted = False
+        self._redial_s: float | None = None
+        self._look_s = 0.0
+        self._monitor = sockets.monitor(
+            socket, context, _FAILED_AUTH | _FAILED_PROTOCOL | _FAILED | _SUCCEEDED
+        )
+
+    def dial(self, address: str, server_key: bytes | None = None) -> bool:
+        """Start to connect to an address; leaves another one.
+
+        Args:
+            address: Where the module downstream listens.
+            server_key: Its public key; by default the keyring's.
+
+        Returns:
+            Whether that is another address, or another key, than before.
+
+        Raises:
+            UnavailableError: That is no address, or its module's key is not known.
+        """
+        if (address, server_key) == (self.address, self._server_key):
+            return False
+        if self.address is not None:
+            sockets.disconnect(self._socket, self.address)
+            self.address = self.failure = self._redial_s = None
+        self._dial(address, server_key)
+        self.address, self._server_key = address, server_key
+        return True
+
+    def look(self, *, connected: bool) -> Failure | None:
+        """Take what has happened, without waiting; dial again where libzmq has given up.
+
+        Args:
+            connected: Whether the link is in use: then once a second is enough.
+
+        Returns:
+            The newest failure that came now, or None.
+        """
+        now_s = time.monotonic()
+        if self.address is None or (connected and now_s < self._look_s):
+            return None
+        self._look_s = now_s + _LOOK_S
+        newest: Failure | None = None
+        while (event := sockets.next_event(self._monitor)) is not None:
+            kind, value = event
+            if kind == _SUCCEEDED:
+                self.failure = newest = None
+                continue
+            failure = _failure(kind, value, self._encrypted)
+            if failure is None:
+                continue
+            newest = failure
+            if newest.final or self.failure is None:
+                self.failure = newest
+            if newest.final and self._redial_s is None:
+                self._redial_s = now_s + _REDIAL_S
+        if self._redial_s is not None and now_s >= self._redial_s:
+            self._redial_s = None
+            sockets.disconnect(self._socket, self.address)
+            self._dial(self.address, self._server_key)
+        return newest
+
+    def error(self, failure: Failure) -> EncryptionError:
+        """What a failure means for the module."""
+        source, target = self._contract.source, self._contract.target
+        return EncryptionError(
+            f"modules {source!r} and {target!r} cannot agree on encryption at {self.address}: "
+            f"{failure.message}",
+            hint="both must read the same run directory, with the keys of this run, and have the "
+            "same 'links.security' (docs/security.md)",
+        )
+
+    def close(self) -> None:
+        """Stop, before the socket is closed."""
+        if not self._monitor.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+
+    def _dial(self, address: str, server_key: bytes | None) -> None:
+        self._encrypted = encrypted(self._links, address)
+        if self._encrypted:
+            self._encrypt(address, server_key)
+        else:
+            sockets.leave_plain(self._socket)
+        sockets.connect(self._socket, address)
+
+    def _encrypt(self, address: str, server_key: bytes | None) -> None:
+        target = self._contract.target
+        key = server_key
+        if key is None and self._keys is not None:
+            key = self._keys.public(target)
+        if key is None or self._keys is None:
+            raise UnavailableError(
+                f"module {target!r} listens at {address}, where links are encrypted, and its "
+                "public key is not there",
+                hint="start both modules with the same run directory; 'links.security: none' does "
+                "without encryption",
+            )
+        sockets.encrypt_output(self._socket, self._keys.own, key)
+
+
+def _failure(kind: int, value: int, encrypted: bool) -> Failure | None:
+    """What an event says about encryption; None for a plain connection that came to nothing."""
+    if kind == _FAILED_AUTH:
+        return Failure("unauthorised", "it refused our key", final=True)
+    if kind == _FAILED_PROTOCOL and value == _OTHER_MECHANISM:
+        what = "it speaks without encryption" if encrypted else "it speaks only with encryption"
+        return Failure("encryption", what, final=True)
+    if kind == _FAILED_PROTOCOL:
+        return Failure("encryption", "its answer does not fit its public key", final=True)
+    if not encrypted:
+        return None
+    if value == errno.EAGAIN:
+        return Failure("silent", "it does not answer", final=False)
+    what = (
+        "it ended the handshake: it has another key than its public one here, or speaks without "
+        "encryption"
+    )
+    return Failure("connection", what, final=False)

@@ -1,0 +1,262 @@
+"""Key pairs of a run's workers: files that only their owner may read (docs/security.md).
+
+``RUN/keys/MODULE.key`` holds a worker's pair, ``MODULE.pub`` its public key for its neighbours, in
+Z85 (ZeroMQ RFC 32). Secrets are in no argument, environment, log or record. A file is believed only
+if nobody else can have written or read it, as ssh does with its keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from dni_runtime.errors import DataError, UnavailableError
+from dni_runtime.rundir import RunDir, write_atomic
+
+_Z85_CHARS = 40
+_FILE_BYTES = 1024  # more than a key file ever has
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair, in Z85. Its ``repr`` does not show the secret.
+
+    Attributes:
+        public: What neighbours know.
+        secret: What nobody else knows.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        """A new pair.
+
+        Raises:
+            UnavailableError: This libzmq was built without encryption.
+        """
+        try:
+            return cls(*zmq.curve_keypair())
+        except zmq.ZMQError as error:
+            raise UnavailableError(
+                f"no keys can be made: {error.strerror}",
+                hint="install pyzmq with a libzmq that has CURVE (its wheels do), or accept "
+                "'links.security: none'",
+            ) from None
+
+
+class Keyring(Protocol):
+    """What one worker knows of its run's keys."""
+
+    @property
+    def own(self) -> KeyPair:
+        """Its own pair."""
+
+    def public(self, module: str) -> bytes | None:
+        """A module's public key; None where it is not known (yet)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKeys:
+    """Keys that need no run directory, for measurements.
+
+    Attributes:
+        own: The worker's own pair.
+        publics: Public keys by module.
+    """
+
+    own: KeyPair
+    publics: Mapping[str, bytes]
+
+    def public(self, module: str) -> bytes | None:
+        """A module's public key; None where it is not known."""
+        return self.publics.get(module)
+
+
+class RunKeys:
+    """The keys of one worker in a run directory; nothing is read or made before it is needed.
+
+    Args:
+        run: The run.
+        module: The worker's module.
+    """
+
+    def __init__(self, run: RunDir, module: str) -> None:
+        self._run = run
+        self._module = module
+        self._own: KeyPair | None = None
+        self._made = False
+
+    @property
+    def own(self) -> KeyPair:
+        """The worker's own pair; made where the launcher has made none.
+
+        Raises:
+            DataError: It is damaged, or not its owner's alone.
+        """
+        if self._own is None:
+            self._made = make(self._run, self._module)
+            self._own = load(self._run, self._module)
+        return self._own
+
+    def public(self, module: str) -> bytes | None:
+        """A module's public key, as :func:`public` gives it."""
+        return public(self._run, module)
+
+    def leave(self) -> None:
+        """Remove what was made here: whoever makes keys removes them."""
+        if self._made:
+            remove(self._run, self._module)
+
+
+def make(run: RunDir, module: str) -> bool:
+    """Make a module's key pair, unless there is one.
+
+    Returns:
+        Whether it was made here.
+
+    Raises:
+        DataError: The folder, or the pair that is there, is not its owner's alone.
+    """
+    path = _pair_file(run, module)
+    try:
+        run.keys.mkdir(mode=0o700, exist_ok=True)
+        made = not path.is_symlink() and not path.exists() and _create(path)
+        pair = load(run, module)
+        if public(run, module) != pair.public:
+            write_atomic(_public_file(run, module), pair.public + b"\n")
+    except OSError as error:
+        raise DataError(
+            f"keys cannot be made in {str(run.keys)!r}: {error.strerror}",
+            hint="the run directory must lie on a file system with hard links and file modes",
+        ) from None
+    return made
+
+
+def _create(path: Path) -> bool:
+    """Write a new pair: whole at once, and never in place of another one."""
+    pair = KeyPair.new()
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    try:
+        write_atomic(temporary, pair.public + b"\n" + pair.secret + b"\n")
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def load(run: RunDir, module: str) -> KeyPair:
+    """A module's own pair.
+
+    Raises:
+        DataError: It is missing, damaged, or not its owner's alone.
+    """
+    path = _pair_file(run, module)
+    lines = _read(path).split(b"\n")
+    if len(lines) != 3 or [len(line) for line in lines] != [_Z85_CHARS, _Z85_CHARS, 0]:
+        raise _damaged(path)
+    pair = KeyPair(lines[0], lines[1])
+    try:
+        if zmq.curve_public(pair.secret) != pair.public:
+            raise _damaged(path)
+    except zmq.ZMQError:
+        raise _damaged(path) from None
+    return pair
+
+
+def public(run: RunDir, module: str) -> bytes | None:
+    """A module's public key, or None where there is none yet.
+
+    Raises:
+        DataError: The file is damaged, or not its owner's alone.
+    """
+    path = _public_file(run, module)
+    if not path.parent.is_dir():
+        return None
+    try:
+        key = _read(path).removesuffix(b"\n")
+    except FileNotFoundError:
+        return None
+    if len(key) != _Z85_CHARS:
+        raise _damaged(path)
+    return key
+
+
+def remove(run: RunDir, module: str | None = None) -> None:
+    """Remove a module's keys, or those of all; what is not there is no error."""
+    with contextlib.suppress(OSError):
+        for path in run.keys.iterdir():
+            if module is None or path in (_pair_file(run, module), _public_file(run, module)):
+                path.unlink(missing_ok=True)
+        run.keys.rmdir()
+
+
+def _pair_file(run: RunDir, module: str) -> Path:
+    return run.keys / f"{module}.key"
+
+
+def _public_file(run: RunDir, module: str) -> Path:
+    return run.keys / f"{module}.pub"
+
+
+def _read(path: Path) -> bytes:
+    """A key file's content, if nobody else can have touched it.
+
+    Both the folder and the file are opened without following links, and looked at when open.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            _check(path.parent, os.fstat(folder))
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path.name, flags, dir_fd=folder)
+        finally:
+            os.close(folder)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _unsafe(path, "is not a plain file")
+            _check(path, status)
+            return file.read(_FILE_BYTES)
+    except FileNotFoundError:
+        if path.suffix == ".pub":
+            raise
+        raise DataError(
+            f"the key file {str(path)!r} is missing",
+            hint="start the run with 'dnictl up' or 'dnictl resume', which make its keys",
+        ) from None
+    except OSError as error:
+        raise _unsafe(path, f"cannot be opened as a plain file ({error.strerror})") from None
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise _unsafe(path, f"belongs to user {status.st_uid}, not to {os.geteuid()}")
+    if status.st_mode & 0o077:
+        raise _unsafe(path, f"is open to others (mode {stat.S_IMODE(status.st_mode):04o})")
+
+
+def _unsafe(path: Path, why: str) -> DataError:
+    return DataError(
+        f"the key file {str(path)!r} is not used: it {why}"
+        if path.suffix
+        else f"the folder of keys {str(path)!r} is not used: it {why}",
+        hint="stop the run, remove its folder 'keys', and start it again: it gets new keys",
+    )
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError(
+        f"the key file {str(path)!r} is damaged",
+        hint="stop the run, remove its folder 'keys', and start it again: it gets new keys",
+    )

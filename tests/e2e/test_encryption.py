@@ -1,0 +1,186 @@
+"""Whole runs over encrypted tcp: trained to the end, keys that leave no trace, strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from dni_runtime.link import keys
+from dni_runtime.link.address import addresses
+from dni_runtime.rundir import RunDir, read_json, read_lines
+from tests.e2e.test_up import Site, eventually, processes_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CHAIN = """\
+name: digits
+seed: 3
+data: {dataset: digits, batch_size: 64, flatten: true}
+epochs: %d
+stop_grace_s: 20
+links: {transport: tcp, connect_timeout_s: 60, %s}
+defaults: {optimizer: {Adam: {lr: 0.002}}}
+modules:
+  - name: bottom
+    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
+  - name: top
+    layers: [{Linear: {in_features: 64, out_features: 10}}]
+"""
+
+
+def beyond_loopback() -> str:
+    """Links over an address that other hosts can reach, where this machine has one."""
+    for _, ip in addresses():
+        if not ip.is_loopback:
+            return f"interface: '{ip}'"
+    return "security: curve"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    try:
+        yield made
+        eventually("no process is left behind", lambda: not processes_of(tmp_path), 15)
+    finally:
+        for pid in processes_of(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in made.started:
+            process.kill()
+            process.communicate(timeout=30)
+
+
+def write(site: Site, epochs: int, links: str) -> Path:
+    path = site.folder / "chain.yaml"
+    path.write_text(CHAIN % (epochs, links))
+    return path
+
+
+def traces(secret: bytes, run: RunDir) -> list[str]:
+    """Where a secret can be found, other than in its key file."""
+    found = [
+        str(path)
+        for path in run.root.rglob("*")
+        if path.is_file() and path.suffix != ".key" and secret in path.read_bytes()
+    ]
+    for pid in processes_of(run.root):
+        for name in ("cmdline", "environ"):
+            place = Path(f"/proc/{pid}/{name}")
+            if secret in place.read_bytes():
+                found.append(str(place))
+    return found
+
+
+def test_a_chain_over_encrypted_links(site: Site) -> None:
+    site.run("up", write(site, 8, beyond_loopback()), "--backend", "process", "-d")
+    run = site.latest
+    eventually("both modules run", lambda: site.json("status")["state"] in ("running", "finished"))
+    endpoint = read_json(run.endpoint("top")) or {}
+    assert endpoint["public_key"].encode() == keys.public(run, "top")
+    site.run("wait")
+    figures = site.json("status")
+    assert figures["accuracy"] > 0.9
+    assert figures["step"] == figures["total_steps"]
+    assert "encrypted" in run.log("top", 1).read_text()
+    assert not run.keys.exists()
+
+
+def test_keys_leave_no_trace_and_strangers_are_counted(site: Site) -> None:
+    site.run("up", write(site, 100_000, beyond_loopback()), "--backend", "process", "-d")
+    run = site.latest
+    eventually("both modules run", lambda: site.json("status")["state"] == "running")
+    assert stat.S_IMODE(run.keys.stat().st_mode) == 0o700
+    assert sorted(path.name for path in run.keys.iterdir()) == [
+        "bottom.key", "bottom.pub", "top.key", "top.pub",
+    ]  # fmt: skip
+    assert {stat.S_IMODE(path.stat().st_mode) for path in run.keys.iterdir()} == {0o600}
+    secrets = [keys.load(run, module).secret for module in ("bottom", "top")]
+    assert len(processes_of(run.root)) >= 3
+
+    endpoint = read_json(run.endpoint("top")) or {}
+    context = zmq.Context()
+    stranger, plain = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.curve_serverkey = endpoint["public_key"].encode()
+    try:
+        for one in (stranger, plain):
+            one.setsockopt(zmq.LINGER, 0)
+            one.connect(endpoint["address"])
+
+        def refused() -> dict[str, int]:
+            lines = [x for x in read_lines(run.metrics("top")) if x["kind"] == "train"]
+            return dict(lines[-1]["refused"]) if lines else {}
+
+        eventually("counted", lambda: {"unauthorised", "connection"} <= refused().keys())
+    finally:
+        stranger.close()
+        plain.close()
+        context.term()
+    (top,) = [one for one in site.json("status")["modules"] if one["module"] == "top"]
+    assert top["refused"]["unauthorised"] >= 1
+    assert ": refused (" in run.log("top", 1).read_text()
+    before = site.json("status")["step"]
+    eventually("training goes on", lambda: site.json("status")["step"] > before)
+
+    for secret in secrets:
+        assert traces(secret, run) == []
+    site.run("stop", expect=75)
+    assert not run.keys.exists()
+    for secret in secrets:
+        assert traces(secret, run) == []
+
+
+def test_modules_by_hand_make_and_remove_their_own_keys(site: Site) -> None:
+    write(site, 8, "security: curve")
+    folder = site.folder / "by hand"
+    workers = [
+        site.start("run", module, "--run-dir", folder, "--backend", "process")
+        for module in ("top", "bottom")
+    ]
+    run = RunDir(folder)
+    eventually("keys", lambda: len(list(run.keys.glob("*.pub"))) == 2)
+    for worker in workers:
+        _, err = worker.communicate(timeout=120)
+        assert worker.returncode == 0, err
+    assert not run.keys.exists()
+
+
+def test_modules_that_disagree_about_encryption(site: Site) -> None:
+    """One that encrypts, one that does not: an error at the deadline, that says so."""
+    write(site, 8, "security: curve")
+    folder = site.folder / "by hand"
+    # the first one makes the run; the second one gets a spec of its own
+    top = site.start("run", "top", "--run-dir", folder, "--backend", "process")
+    eventually("top listens", lambda: RunDir(folder).endpoint("top").exists())
+    spec = read_json(RunDir(folder).spec("bottom")) or {}
+    spec["links"] |= {"security": "none", "connect_timeout_s": 5}
+    own = site.folder / "bottom.json"
+    own.write_text(json.dumps(spec))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "dni_runtime.worker", "--run", str(folder)),
+            *("--module", "bottom", "--spec", str(own)),
+        ],
+        cwd=site.folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 76, done.stderr
+    assert "cannot agree on encryption" in done.stderr
+    assert "it speaks only with encryption" in done.stderr
+    top.terminate()
+    assert top.wait(30) == 75
