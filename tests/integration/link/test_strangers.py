@@ -156,8 +156,9 @@ def test_replayed_frames(chain: Chain, dial: Any, share: float) -> None:
     assert len(recorded) > 50 * 100
     refused = chain.input.counters.refused
     stranger = dial()
-    stranger.sendall(recorded[: int(share * len(recorded))])
-    stranger.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # the other end may have hung up already
+        stranger.sendall(recorded[: int(share * len(recorded))])
+        stranger.shutdown(socket.SHUT_WR)
     chain._links.until(lambda: chain.step() or sum(refused.values()) > 0, f"a count, {refused}")
     chain.drive(50)
     assert chain.input.counters.handshakes == 1
