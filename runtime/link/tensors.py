@@ -103,9 +103,8 @@ def quantize(x_BX: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     largest = torch.maximum(x_BX.amax(shared), x_BX.amin(shared).neg_())
     scale = largest.div_(_STEPS).reshape(sizes)
     scale.add_(scale.mul(0))  # an infinity becomes NaN
-    # a scale may be zero or below what has a finite inverse: such values become zeros
-    inverse = scale.clamp_min(_TINY).reciprocal_()
-    return x_BX.mul(inverse).round_().to(torch.int8), scale
+    scale.clamp_min_(_TINY)  # what has no finite inverse, such as zero, is no scale
+    return x_BX.mul(scale.reciprocal()).round_().to(torch.int8), scale
 
 
 def dequantize(q_BX: Tensor, scale: Tensor) -> Tensor:
