@@ -120,8 +120,8 @@ class Traffic:
                 self.sent.setdefault(id(socket), []).append(self._open.pop(id(socket)))
             return result
 
-        def count_recv(socket: Any, flags: int = 0, copy: bool = True) -> Any:
-            result = recv(socket, flags, copy=copy)
+        def count_recv(socket: Any, flags: int = 0, copy: bool = True, **more: Any) -> Any:
+            result = recv(socket, flags, copy=copy, **more)
             self._count("recv", socket, copy)
             return result
 
