@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dni_runtime.bench.spread import Spread
 
 _TRANSPORTS = ("ipc", "tcp")
+_SECURITIES = ("none", "curve")
 
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -58,18 +59,27 @@ def bench() -> None:
               help="Sizes of a batch.")  # fmt: skip
 @click.option("--transport", default="ipc,tcp", show_default=True, metavar="NAME,…",
               help="ipc, or tcp over loopback.")  # fmt: skip
+@click.option("--security", default="none,curve", show_default=True, metavar="NAME,…",
+              help="none, or curve: tcp as it is encrypted between hosts.")  # fmt: skip
 @click.option("--window", type=click.IntRange(1, 4096), default=8, show_default=True,
               help="Unacknowledged batches.")  # fmt: skip
 @_repetitions(5)
 @_seconds(0.5, "How long each is measured each time, at least.")
 @json_option
 def link(
-    sizes: str, transport: str, window: int, repetitions: int, seconds: float, as_json: bool
+    sizes: str,
+    transport: str,
+    security: str,
+    window: int,
+    repetitions: int,
+    seconds: float,
+    as_json: bool,
 ) -> None:
     """Measure a link between two processes, beside bare ZeroMQ with the same messages.
 
     MB are millions of bytes, one way; the link checks and acknowledges every batch. Both are
-    measured in turns, and the ratio is the median of those within a repetition.
+    measured in turns, and a ratio is the median of those within a repetition. 'of plain' is an
+    encrypted link over one that is not.
 
     \b
     Example:
@@ -81,6 +91,7 @@ def link(
     throughputs, latencies = measure_links(
         [parse_size(text) for text in sizes.split(",")],
         names,
+        securities=_names(security, _SECURITIES, "security"),
         repetitions=repetitions,
         seconds=seconds,
         window=window,
@@ -232,13 +243,16 @@ def _say(text: str) -> None:
 def _print_links(throughputs: list[Throughput], latencies: list[Latency]) -> None:
     from dnictl.show import print_table
 
-    columns = ["link", "batch", "MB/s", "range", "bare ZeroMQ", "range", "ratio", "CPU µs/batch"]
+    columns = [
+        "link", "batch", "MB/s", "range", "bare ZeroMQ", "range", "ratio", "of plain",
+        "CPU µs/batch",
+    ]  # fmt: skip
     _table(
         columns,
         [
             [
-                one.transport, _size(one.bytes), *_both(one.link, 0), *_both(one.raw, 0),
-                f"{one.ratio.median:.2f}",
+                _way(one), _size(one.bytes), *_both(one.link, 0), *_both(one.raw, 0),
+                f"{one.ratio.median:.2f}", _of_plain(one),
                 f"{one.source_cpu_us.median:,.0f} + {one.sink_cpu_us.median:,.0f}",
             ]
             for one in throughputs
@@ -246,16 +260,24 @@ def _print_links(throughputs: list[Throughput], latencies: list[Latency]) -> Non
     )  # fmt: skip
     click.echo()
     print_table(
-        ["link", "batch", "one way, µs", "range ", "bare ZeroMQ", "range", "ratio"],
+        ["link", "batch", "one way, µs", "range ", "bare ZeroMQ", "range", "ratio", "of plain"],
         [
             [
-                one.transport, _size(one.bytes), *_both(one.link, 0), *_both(one.raw, 0),
-                f"{one.ratio.median:.2f}",
+                _way(one), _size(one.bytes), *_both(one.link, 0), *_both(one.raw, 0),
+                f"{one.ratio.median:.2f}", _of_plain(one),
             ]
             for one in latencies
         ],
-        right={"batch", "one way, µs", "range ", "bare ZeroMQ", "range", "ratio"},
+        right={"batch", "one way, µs", "range ", "bare ZeroMQ", "range", "ratio", "of plain"},
     )  # fmt: skip
+
+
+def _way(one: Throughput | Latency) -> str:
+    return one.transport if one.security == "none" else f"{one.transport}, {one.security}"
+
+
+def _of_plain(one: Throughput | Latency) -> str:
+    return "" if one.of_plain is None else f"{one.of_plain.median:.2f}"
 
 
 def _print_modules(costs: list[ModuleCost]) -> None:

@@ -2,7 +2,7 @@
 
 The link is the one that modules use, with its window, acknowledgements and checks. Bare ZeroMQ is a
 pair of sockets with the same high-water mark that sends one frame without copying it. Both end in
-a tensor over the received memory.
+a tensor over the received memory, and both are encrypted where a job says so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch
 import zmq
 
 from dni_runtime.errors import WorkerError
-from dni_runtime.link import Batch, InputLink, OutputLink
+from dni_runtime.link import Batch, InputLink, OutputLink, sockets
+from dni_runtime.link.keys import KnownKeys
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import Mode
 
 Kind = Literal["link", "raw"]
+Security = Literal["none", "curve"]
 
 LAST = -1
 """The label of a job's last batch."""
@@ -40,7 +42,9 @@ class Job:
     address: str
     bytes: int
     window: int
+    security: Security
     latency: bool
+    source_key: str = ""
 
     @property
     def floats(self) -> int:
@@ -100,7 +104,7 @@ def _spec(job: Job, module: str) -> WorkerSpec:
         gradients_in=0,
         late=0,
         gradients_out=0,
-        links=LinksSpec(window=job.window),
+        links=LinksSpec(window=job.window, security=job.security),
         keep=1,
         stop_grace_s=5.0,
         head=None,
@@ -109,8 +113,8 @@ def _spec(job: Job, module: str) -> WorkerSpec:
 
 
 class LinkSource:
-    def __init__(self, job: Job, address: str) -> None:
-        self._link = OutputLink(_spec(job, "source"), run=_RUN)
+    def __init__(self, job: Job, address: str, keys: KnownKeys) -> None:
+        self._link = OutputLink(_spec(job, "source"), run=_RUN, keys=keys)
         self._link.connect(address, deadline_s=_DEADLINE_S)
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
@@ -140,8 +144,8 @@ class LinkSource:
 
 
 class LinkSink:
-    def __init__(self, job: Job) -> None:
-        self._link = InputLink(_spec(job, "sink"), run=_RUN)
+    def __init__(self, job: Job, keys: KnownKeys) -> None:
+        self._link = InputLink(_spec(job, "sink"), run=_RUN, keys=keys)
         self.address = self._link.bind(job.address)
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
@@ -158,8 +162,10 @@ class LinkSink:
 
 
 class RawSource:
-    def __init__(self, job: Job, address: str) -> None:
+    def __init__(self, job: Job, address: str, keys: KnownKeys) -> None:
         self._context, self._socket = _pair(job.window)
+        if job.security == "curve":
+            sockets.encrypt_output(self._socket, keys.own, keys.publics["sink"])
         self._socket.connect(address)
         self._latency = job.latency
         self._h = torch.randn(job.floats)
@@ -188,8 +194,12 @@ class RawSource:
 
 
 class RawSink:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, keys: KnownKeys) -> None:
         self._context, self._socket = _pair(job.window)
+        if job.security == "curve":
+            # without a list of who may connect: only the encryption is measured
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
         self._socket.bind(job.address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._latency = job.latency

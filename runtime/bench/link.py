@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -27,11 +27,13 @@ from dni_runtime.bench.ends import (
     LinkSource,
     RawSink,
     RawSource,
+    Security,
     Sink,
     opened,
 )
 from dni_runtime.bench.spread import Spread, ratios
 from dni_runtime.errors import UsageError, WorkerError
+from dni_runtime.link.keys import KeyPair, KnownKeys
 
 Transport = Literal["ipc", "tcp"]
 
@@ -51,19 +53,23 @@ class Throughput:
 
     Attributes:
         transport: ``ipc`` or ``tcp`` (loopback).
+        security: Whether it is encrypted.
         bytes: Size of a batch's activation.
         link: Megabytes (1e6) a second through the link.
         raw: The same through bare ZeroMQ.
         ratio: Link over bare ZeroMQ, within a repetition.
+        of_plain: An encrypted link over one that is not, within a repetition; None for others.
         source_cpu_us: CPU microseconds of the link's sender for one batch, ZeroMQ's thread too.
         sink_cpu_us: The same of its receiver.
     """
 
     transport: Transport
+    security: Security
     bytes: int
     link: Spread
     raw: Spread
     ratio: Spread
+    of_plain: Spread | None
     source_cpu_us: Spread
     sink_cpu_us: Spread
 
@@ -74,17 +80,21 @@ class Latency:
 
     Attributes:
         transport: ``ipc`` or ``tcp`` (loopback).
+        security: Whether it is encrypted.
         bytes: Size of a batch's activation.
         link: Microseconds through the link, one way.
         raw: The same through bare ZeroMQ.
         ratio: Link over bare ZeroMQ, within a repetition.
+        of_plain: An encrypted link over one that is not, within a repetition; None for others.
     """
 
     transport: Transport
+    security: Security
     bytes: int
     link: Spread
     raw: Spread
     ratio: Spread
+    of_plain: Spread | None
 
 
 def parse_size(text: str) -> int:
@@ -114,6 +124,7 @@ def measure_links(
     sizes: Sequence[int],
     transports: Sequence[Transport],
     *,
+    securities: Sequence[Security] = ("none",),
     repetitions: int,
     seconds: float,
     window: int,
@@ -124,6 +135,7 @@ def measure_links(
     Args:
         sizes: Bytes of a batch.
         transports: Which transports.
+        securities: Whether they are encrypted; ipc never is.
         repetitions: How often each is measured.
         seconds: How long each time, at least; more where few batches fit in.
         window: Unacknowledged batches, and bare ZeroMQ's high-water mark.
@@ -133,58 +145,77 @@ def measure_links(
         WorkerError: The receiver failed.
     """
     torch.set_num_threads(1)
-    found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    ways = [
+        (transport, security)
+        for transport in transports
+        for security in securities
+        if transport == "tcp" or security == "none"
+    ]
+    found: dict[tuple[str, str, int, str], list[float]] = defaultdict(list)
     with _Receiver() as receiver, tempfile.TemporaryDirectory(prefix="dni-") as folder:
         for repetition in range(repetitions):
-            for transport in transports:
+            for transport, security in ways:
                 address = f"ipc://{folder}/link" if transport == "ipc" else "tcp://127.0.0.1:*"
                 for size in (0, *sizes):  # 0: the small ones' latency
                     # Who comes first changes, so that neither always follows the other.
                     for kind in _KINDS[:: -1 if repetition % 2 else 1]:
                         nbytes = size or SMALL_BYTES
-                        job = Job(kind, address, nbytes, window, latency=size == 0)
+                        job = Job(kind, address, nbytes, window, security, latency=size == 0)
                         for name, value in _run(receiver, job, seconds).items():
-                            found[transport, size, f"{kind} {name}"].append(value)
+                            found[transport, security, size, f"{kind} {name}"].append(value)
                 if observe is not None:
-                    observe(f"{repetition + 1}/{repetitions} {transport}")
+                    observe(f"{repetition + 1}/{repetitions} {transport}, {security}")
 
-    def spread(transport: str, size: int, name: str) -> Spread:
-        return Spread.of(found[transport, size, name])
+    def spread(way: tuple[str, str], size: int, name: str) -> Spread:
+        return Spread.of(found[*way, size, name])
 
-    def ratio(transport: str, size: int, name: str) -> Spread:
-        both = [found[transport, size, f"{kind} {name}"] for kind in _KINDS]
+    def ratio(way: tuple[str, str], size: int, name: str) -> Spread:
+        both = [found[*way, size, f"{kind} {name}"] for kind in _KINDS]
+        return Spread.of(ratios(*both))
+
+    def of_plain(way: tuple[str, str], size: int, name: str) -> Spread | None:
+        transport, security = way
+        if security == "none" or (transport, "none") not in ways:
+            return None
+        both = [found[transport, one, size, f"link {name}"] for one in (security, "none")]
         return Spread.of(ratios(*both))
 
     throughputs = [
         Throughput(
-            transport=transport,
+            *way,
             bytes=size,
-            link=spread(transport, size, "link mb_per_s"),
-            raw=spread(transport, size, "raw mb_per_s"),
-            ratio=ratio(transport, size, "mb_per_s"),
-            source_cpu_us=spread(transport, size, "link source_cpu_us"),
-            sink_cpu_us=spread(transport, size, "link sink_cpu_us"),
+            link=spread(way, size, "link mb_per_s"),
+            raw=spread(way, size, "raw mb_per_s"),
+            ratio=ratio(way, size, "mb_per_s"),
+            of_plain=of_plain(way, size, "mb_per_s"),
+            source_cpu_us=spread(way, size, "link source_cpu_us"),
+            sink_cpu_us=spread(way, size, "link sink_cpu_us"),
         )
-        for transport in transports
+        for way in ways
         for size in sizes
     ]
     latencies = [
         Latency(
-            transport=transport,
+            *way,
             bytes=SMALL_BYTES,
-            link=spread(transport, 0, "link latency_us"),
-            raw=spread(transport, 0, "raw latency_us"),
-            ratio=ratio(transport, 0, "latency_us"),
+            link=spread(way, 0, "link latency_us"),
+            raw=spread(way, 0, "raw latency_us"),
+            ratio=ratio(way, 0, "latency_us"),
+            of_plain=of_plain(way, 0, "latency_us"),
         )
-        for transport in transports
+        for way in ways
     ]
     return throughputs, latencies
 
 
 def _run(receiver: _Receiver, job: Job, seconds: float) -> dict[str, float]:
     """Send what a job says; what was measured at both ends."""
-    address = receiver.begin(job)
-    with opened(LinkSource if job.kind == "link" else RawSource, job, address) as source:
+    own = KeyPair.new()
+    job = replace(job, source_key=own.public.decode())
+    address, sink_key = receiver.begin(job)
+    keys = KnownKeys(own, {"sink": sink_key})
+    make = LinkSource if job.kind == "link" else RawSource
+    with opened(make, job, address, keys) as source:
         if job.latency:
             for _ in range(job.discard + _PINGS):
                 source.send(time.monotonic_ns())
@@ -262,14 +293,15 @@ class _Receiver:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def begin(self, job: Job) -> str:
-        """Let it receive what a job sends; gives the address to send it to."""
+    def begin(self, job: Job) -> tuple[str, bytes]:
+        """Let it receive what a job sends; gives the address to send it to, and its key."""
         try:
             self._in.write(json.dumps(vars(job)) + "\n")
             self._in.flush()
         except BrokenPipeError:
             pass  # the answer will not come either
-        return str(self._answer()["address"])
+        answer = self._answer()
+        return str(answer["address"]), str(answer["public_key"]).encode()
 
     def end(self) -> dict[str, float]:
         """What it measured."""
@@ -293,8 +325,10 @@ def _serve() -> None:
         job = Job(**json.loads(line))
         if job.address.startswith("ipc://"):
             Path(job.address.removeprefix("ipc://")).unlink(missing_ok=True)
-        with opened(LinkSink if job.kind == "link" else RawSink, job) as sink:
-            print(json.dumps({"address": sink.address}), flush=True)
+        keys = KnownKeys(KeyPair.new(), {"source": job.source_key.encode()})
+        with opened(LinkSink if job.kind == "link" else RawSink, job, keys) as sink:
+            begun = {"address": sink.address, "public_key": keys.own.public.decode()}
+            print(json.dumps(begun), flush=True)
             print(json.dumps(_receive(sink, job)), flush=True)
 
 

@@ -37,15 +37,18 @@ def test_link(shell: Dnictl) -> None:
     found = shell.json(
         "bench", "link", "--size", "4KB,1MB", "--repetitions", "2", "--seconds", "0.02"
     )
-    sizes = [(one["transport"], one["bytes"]) for one in found["throughput"]]
-    assert sizes == [("ipc", 4096), ("ipc", 1 << 20), ("tcp", 4096), ("tcp", 1 << 20)]
+    ways = [("ipc", "none"), ("tcp", "none"), ("tcp", "curve")]
+    measured = [(one["transport"], one["security"], one["bytes"]) for one in found["throughput"]]
+    assert measured == [(*way, size) for way in ways for size in (4096, 1 << 20)]
     for one in found["throughput"]:
         spread(one["ratio"])
         # Nothing moves a terabyte a second, and more than some bytes of what is sent arrives.
         assert 0.1 < spread(one["link"]) < 1e6
         assert 0.1 < spread(one["raw"]) < 1e6
         assert spread(one["source_cpu_us"]) < 1e6
-    assert [one["transport"] for one in found["latency"]] == ["ipc", "tcp"]
+    assert [(one["transport"], one["security"]) for one in found["latency"]] == ways
+    for one in [*found["throughput"], *found["latency"]]:
+        assert (one["of_plain"] is None) == (one["security"] == "none")
     for one in found["latency"]:
         assert 1 < spread(one["link"]) < 1e6
         assert 1 < spread(one["raw"]) < 1e6
