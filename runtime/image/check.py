@@ -103,13 +103,7 @@ def verify_image(
         DataError: The image or its lock is missing.
     """
     entry = lock_entry(image)
-    sha256 = sha256_file(image)
-    if sha256 != entry.sha256:
-        raise ImageError(
-            f"{image} is not the image that was built: its SHA-256 is {sha256[:16]}…, "
-            f"{LOCK_NAME} says {entry.sha256[:16]}…",
-            hint="copy it again from where it was built, or build it: dnictl build",
-        )
+    sha256 = verify_hash(image, entry)
     if entry.signed is None and not require_signature and key is None:
         return Verified(image, sha256, signed=False)
     if entry.signed is None:
@@ -121,6 +115,22 @@ def verify_image(
         )
     verify_signature(tool or apptainer.find_apptainer(), image, key=key)
     return Verified(image, sha256, signed=True)
+
+
+def verify_hash(image: Path, entry: LockedImage) -> str:
+    """Compare an image's SHA-256 with its lock; gives it.
+
+    Raises:
+        ImageError: It is another one.
+    """
+    sha256 = sha256_file(image)
+    if sha256 != entry.sha256:
+        raise ImageError(
+            f"{image} is not the image that was built: its SHA-256 is {sha256[:16]}…, "
+            f"{LOCK_NAME} says {entry.sha256[:16]}…",
+            hint="copy it again from where it was built, or build it: dnictl build",
+        )
+    return sha256
 
 
 def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:

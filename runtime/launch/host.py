@@ -10,7 +10,7 @@ from typing import Literal
 
 from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount, find_apptainer
-from dni_runtime.image.check import inspect_image
+from dni_runtime.image.check import inspect_image, verify_hash, verify_signature
 from dni_runtime.image.lock import read_lock
 from dni_runtime.launch.plan import Backend
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
@@ -80,7 +80,7 @@ def check_host(
         raise DataError(
             f"{place('data')}: {str(data)!r} is not there", hint="set data.path, or give --data"
         )
-    site = _choose(workers, wanted, images)
+    site = _choose(workers, wanted, images, chain.image.require_signed)
     check_devices(chain, workers, site.backend, place)
     if chain.links.transport == "tcp":
         _check_addresses(workers, place)
@@ -126,7 +126,9 @@ def _chain_mounts(chain: ChainSpec, place: Place) -> Iterator[Mount]:
         yield Mount(str(source), mount.target or str(source), mount.read_only)
 
 
-def _choose(workers: Sequence[WorkerSpec], wanted: str, images: Path) -> Site:
+def _choose(
+    workers: Sequence[WorkerSpec], wanted: str, images: Path, require_signed: bool | str
+) -> Site:
     if wanted == "process":
         return Site("process")
     try:
@@ -147,19 +149,30 @@ def _choose(workers: Sequence[WorkerSpec], wanted: str, images: Path) -> Site:
         raise UnavailableError(
             problem, hint="run this as an ordinary user, or use --backend process"
         )
-    return Site("apptainer", tool, check_images(tool, workers, images))
+    return Site("apptainer", tool, check_images(tool, workers, images, require_signed))
 
 
 def _image(folder: Path, worker: WorkerSpec) -> Path:
     return folder / f"{worker.module}.sif"
 
 
-def check_images(tool: Apptainer, workers: Sequence[WorkerSpec], folder: Path) -> dict[str, Path]:
-    """The image of each module, of this very spec.
+def check_images(
+    tool: Apptainer,
+    workers: Sequence[WorkerSpec],
+    folder: Path,
+    require_signed: bool | str = False,
+) -> dict[str, Path]:
+    """The image of each module, of this very spec, and as it was built.
+
+    Args:
+        tool: The container program.
+        workers: What each worker serves.
+        folder: Where the images are, and their lock.
+        require_signed: Whether each image must have a good signature, or the public key for it.
 
     Raises:
         UnavailableError: An image is missing.
-        ImageError: An image is of another spec.
+        ImageError: An image is of another spec, is not what the lock says, or lacks a signature.
     """
     lock = read_lock(folder)
     found: dict[str, Path] = {}
@@ -171,9 +184,10 @@ def check_images(tool: Apptainer, workers: Sequence[WorkerSpec], folder: Path) -
                 hint="build the images with 'dnictl build', or use --backend process",
             )
         entry = None if lock is None else lock.modules.get(worker.module)
-        if entry is not None and entry.size_bytes == image.stat().st_size:
+        if entry is not None:
+            verify_hash(image, entry)
             its_hash = entry.module_hash
-        else:  # not the image that the lock was written for: ask the image itself
+        else:  # nobody has written down what it is: ask the image itself
             its_hash = WorkerSpec.model_validate(inspect_image(tool, image).module).hash
         if its_hash != worker.hash:
             raise ImageError(
@@ -181,6 +195,9 @@ def check_images(tool: Apptainer, workers: Sequence[WorkerSpec], folder: Path) -
                 f"(image {its_hash[:12]}, chain {worker.hash[:12]})",
                 hint="build the images again with 'dnictl build'",
             )
+        if require_signed:
+            key = Path(require_signed).expanduser() if isinstance(require_signed, str) else None
+            verify_signature(tool, image, key=key)
         found[worker.module] = image.absolute()
     return found
 

@@ -269,6 +269,8 @@ class ImageSpec(Frozen):
         requirements: Further Python requirements, for user layers and data sets.
         packages: Further distribution packages.
         environment: Environment variables set in the image.
+        require_signed: Start only images whose signature is good: by the local PGP keyring, or by
+            the public key in PEM form at this path.
     """
 
     base: BaseSpec = BaseSpec()
@@ -277,6 +279,7 @@ class ImageSpec(Frozen):
     requirements: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
+    require_signed: bool | str = False
 
 
 class MountSpec(Frozen):

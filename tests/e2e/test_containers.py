@@ -97,6 +97,20 @@ def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert accuracy == pytest.approx(summary["accuracy"], abs=1e-6)
 
 
+def test_up_over_encrypted_links_in_containers(site: Path, tmp_path: Path) -> None:
+    """Keys that the launcher makes are good inside: the same user sees them with the same modes."""
+    (tmp_path / "mine.py").write_text(BLOCK)
+    links = "links: {transport: tcp, security: curve}\nmodules:"
+    (tmp_path / "chain.yaml").write_text(CHAIN.replace("modules:", links))
+    dnictl(tmp_path, "build")
+    summary = json.loads(dnictl(tmp_path, "up", "--backend", "apptainer", "--json"))
+    assert summary["state"] == "finished"
+    assert summary["accuracy"] > 0.9
+    run = RunDir(Path(summary["path"]))
+    assert "encrypted" in run.log("top", 1).read_text()
+    assert not run.keys.exists()
+
+
 def test_exact_is_backprop_on_the_demos_chain(
     tool: Apptainer, fashion_mnist: Path, tmp_path: Path
 ) -> None:

@@ -149,6 +149,20 @@ def test_signature_and_hash_are_verified(images: Path, dnictl: Dnictl) -> None:
     assert "signature" in done.stderr
 
 
+def test_up_starts_only_signed_images_where_that_is_required(images: Path, dnictl: Dnictl) -> None:
+    stranger = Dnictl(dnictl.folder, {"APPTAINER_KEYSDIR": str(dnictl.folder / "no-keys")})
+    start = ["up", "--backend", "apptainer", "--dry-run"]
+    document = yaml.safe_load((dnictl.folder / "chain.yaml").read_text())
+    stranger.run(*start)
+    try:
+        image = {**document["image"], "require_signed": True}
+        write(dnictl.folder, {**document, "image": image})
+        dnictl.run(*start)
+        assert "signature" in stranger.run(*start, expect=65).stderr
+    finally:
+        write(dnictl.folder, document)
+
+
 def test_tampered_image_is_refused(images: Path, dnictl: Dnictl, tmp_path: Path) -> None:
     copy = tmp_path / "images"
     copy.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -66,15 +67,21 @@ def apptainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
-def write_images(folder: Path, workers: tuple[WorkerSpec, ...]) -> None:
-    """Files that pass for images, and their lock."""
+def write_images(
+    folder: Path,
+    workers: tuple[WorkerSpec, ...],
+    locked: tuple[WorkerSpec, ...] | None = None,
+) -> None:
+    """Files that pass for images, and the lock of all of them or of some."""
     folder.mkdir()
     modules = {}
     for worker in workers:
         (folder / f"{worker.module}.sif").write_bytes(b"sif")
+        if worker not in (locked or workers):
+            continue
         modules[worker.module] = LockedImage(
             image=f"{worker.module}.sif",
-            sha256="0" * 64,
+            sha256=hashlib.sha256(b"sif").hexdigest(),
             size_bytes=3,
             content="1" * 64,
             module_hash=worker.hash,
@@ -132,8 +139,7 @@ def test_an_image_that_the_lock_does_not_know_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "images"
-    write_images(folder, workers)
-    (folder / "middle.sif").write_bytes(b"another")
+    write_images(folder, workers, locked=(workers[0], workers[2]))
     asked: list[Path] = []
 
     class Answer:
@@ -146,6 +152,41 @@ def test_an_image_that_the_lock_does_not_know_is_asked(
     monkeypatch.setattr(host, "inspect_image", inspect)
     check_images(TOOL, workers, folder)
     assert asked == [folder / "middle.sif"]
+
+
+def test_an_image_that_was_altered(tmp_path: Path, workers: tuple[WorkerSpec, ...]) -> None:
+    folder = tmp_path / "images"
+    write_images(folder, workers)
+    (folder / "middle.sif").write_bytes(b"siF")  # of the same size
+    with pytest.raises(ImageError, match=r"middle\.sif is not the image that was built"):
+        check_images(TOOL, workers, folder)
+
+
+@pytest.mark.parametrize(
+    ("required", "words"),
+    [(True, ["verify", "--local"]), ("public.pem", ["verify", "--key", "public.pem"])],
+)
+def test_signatures_that_are_required(
+    tmp_path: Path, workers: tuple[WorkerSpec, ...], required: bool | str, words: list[str]
+) -> None:
+    """The container program is asked for each image, and has the last word."""
+    folder = tmp_path / "images"
+    write_images(folder, workers)
+    program = tmp_path / "apptainer"
+    asked = tmp_path / "asked"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {asked}\n'
+        'case "$*" in *middle*) echo "FATAL: no" >&2; exit 255;; esac\n'
+    )
+    program.chmod(0o755)
+    tool = Apptainer(program, "apptainer", (1, 4, 5))
+    with pytest.raises(ImageError, match=r"signature of .*middle\.sif cannot be confirmed: no"):
+        check_images(tool, workers, folder, required)
+    asked_for = [line.split() for line in asked.read_text().splitlines()]
+    assert asked_for == [[*words, str(folder / f"{name}.sif")] for name in ("bottom", "middle")]
+    asked.unlink()
+    check_images(tool, workers, folder)
+    assert not asked.exists()
 
 
 @pytest.mark.usefixtures("apptainer")
