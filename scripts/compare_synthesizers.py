@@ -1,6 +1,10 @@
 """Compare synthesizers on one chain, in one process: accuracy, cosine with the true gradient, cost.
 
-Usage: scripts/compare_synthesizers.py CHAIN [--epochs N] [--delay BATCHES] [NAME ...]
+Usage: scripts/compare_synthesizers.py CHAIN [--epochs N] [--delay BATCHES] [--seeds N] [METHOD ...]
+
+A method is a synthesizer's name, or a gradient interface as chain.yaml has it: local, none,
+'{local: {pool: 2}}', '{synthetic: {synthesizer: {critic: {grid: 4}}}}'. Times are CPU times over
+that of backpropagation.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +23,7 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.synthesizers import SYNTHESIZERS
 from dni_runtime.data import describe, open_data
 from dni_runtime.spec import ChainSpec, Choice, load_chain
+from dni_runtime.spec.load import parse_choice
 
 
 def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float], float]:
@@ -26,7 +32,7 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float],
     source = open_data(chain.data, base, seed=chain.seed)
     local = LocalChain(workers, delay=delay)
     cosines: list[list[float]] = [[] for _ in local.steps[:-1]]
-    began = time.perf_counter()
+    began = time.process_time()
     for epoch in range(1, chain.epochs + 1):
         for x_BX, y_BY in source.train_batches(epoch):
             local.train_batch(x_BX, y_BY)
@@ -37,43 +43,65 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float],
                         values.append(cosine)
                     step.measure_late = True
         local.end_epoch()
-    took = time.perf_counter() - began
+    took = time.process_time() - began
     result = evaluate(local.predict, source.eval_batches(), workers[-1])
     return 100 * result["accuracy"], [statistics.fmean(v[1:]) for v in cosines if v[1:]], took
 
 
+def backprop(chain: ChainSpec, base: Path) -> tuple[float, float]:
+    """Train by backpropagation; gives accuracy (%) and seconds."""
+    workers = worker_specs(chain, describe(chain.data, base))
+    source = open_data(chain.data, base, seed=chain.seed)
+    reference = Backprop(workers)
+    began = time.process_time()
+    for epoch in range(1, chain.epochs + 1):
+        for x_BX, y_BY in source.train_batches(epoch):
+            reference.train_batch(x_BX, y_BY)
+        reference.end_epoch()
+    took = time.process_time() - began
+    return 100 * evaluate(reference.predict, source.eval_batches(), workers[-1])["accuracy"], took
+
+
+def with_interface(chain: ChainSpec, method: str) -> ChainSpec:
+    """The chain with one gradient interface at each cut."""
+    if method in SYNTHESIZERS:
+        interface = Choice(name="synthetic", args={"synthesizer": method})
+    else:
+        interface = parse_choice(method)
+    modules = [m.model_copy(update={"interface": interface}) for m in chain.modules[:-1]]
+    return chain.model_copy(update={"modules": (*modules, chain.modules[-1])})
+
+
 def main() -> None:
-    """Print one line per synthesizer, backpropagation first."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print one line per method, backpropagation first."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("chain", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all but conv")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all but conv")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--delay", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(1)
     chain, base = load_chain(given.chain), given.chain.parent
     if given.epochs:
         chain = chain.model_copy(update={"epochs": given.epochs})
-    workers = worker_specs(chain, describe(chain.data, base))
-    source = open_data(chain.data, base, seed=chain.seed)
-    reference = Backprop(workers)
-    began = time.perf_counter()
-    for epoch in range(1, chain.epochs + 1):
-        for x_BX, y_BY in source.train_batches(epoch):
-            reference.train_batch(x_BX, y_BY)
-        reference.end_epoch()
-    plain = time.perf_counter() - began
-    accuracy = 100 * evaluate(reference.predict, source.eval_batches(), workers[-1])["accuracy"]
-    print(f"{'backprop':<12} {accuracy:6.2f} %  time 1.00")
-    for name in given.names or [name for name in SYNTHESIZERS if name != "conv"]:
-        interface = Choice(name="synthetic", args={"synthesizer": name})
-        modules = [m.model_copy(update={"interface": interface}) for m in chain.modules[:-1]]
-        changed = chain.model_copy(update={"modules": (*modules, chain.modules[-1])})
-        accuracy, cosines, took = train(changed, base, given.delay)
-        shown = " ".join(f"{cosine:.3f}" for cosine in cosines)
-        print(
-            f"{name:<12} {accuracy:6.2f} %  time {took / plain:4.2f}  cosines {shown}", flush=True
-        )
+    chains = [chain.model_copy(update={"seed": seed}) for seed in range(given.seeds)]
+    references = [backprop(chain, base) for chain in chains]
+    plain = statistics.fmean(took for _, took in references)
+    print(line("backprop", [accuracy for accuracy, _ in references]), "time 1.00", flush=True)
+    for method in given.methods or [name for name in SYNTHESIZERS if name != "conv"]:
+        trained = [train(with_interface(chain, method), base, given.delay) for chain in chains]
+        accuracies, cosines, times = zip(*trained, strict=True)
+        means = " ".join(f"{statistics.fmean(cut):.3f}" for cut in zip(*cosines, strict=True))
+        time_ratio = statistics.fmean(times) / plain
+        print(line(method, accuracies), f"time {time_ratio:4.2f}  cosines {means}", flush=True)
+
+
+def line(method: str, accuracies: Sequence[float]) -> str:
+    mean, low, high = statistics.fmean(accuracies), min(accuracies), max(accuracies)
+    return f"{method:<12} {mean:6.2f} ({low:.2f}-{high:.2f}) % "
 
 
 if __name__ == "__main__":

@@ -1,20 +1,22 @@
 """Synthesizers: small networks that predict a module's gradient from its activation (and label).
 
 Jaderberg et al. 2016, section 2.1 (synthetic gradients) and appendix A (conditioning on the label:
-cDNI). Every synthesizer starts at zero, so that training starts without a wrong signal; only its
-last map and the label's part are zero, which still lets its first gradient through.
+cDNI). All but the critic start at zero, so that training starts without a wrong signal; only the
+last map and the label's part are zero, which still lets the first gradient through.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location, find_class, parse_options
+from dni_runtime.core.pooling import pooling
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 from dni_runtime.spec.model import Frozen
@@ -51,6 +53,18 @@ class LabelTerm(nn.Module):
         return cast("Tensor", self.map(y_BY.flatten(1).to(self.map.weight.dtype)))
 
 
+class Lesson(NamedTuple):
+    """What a synthesizer is to learn from a true gradient.
+
+    Attributes:
+        g_BH: The prediction.
+        loss: What to descend.
+    """
+
+    g_BH: Tensor
+    loss: Tensor
+
+
 class Synthesizer(nn.Module):
     """Base: predicts per-sample gradients in the shape of the activation.
 
@@ -78,6 +92,17 @@ class Synthesizer(nn.Module):
         self.label: LabelTerm | None = None
         self._label = label
         self._classes = classes
+
+    def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
+        """The squared error of the prediction, summed over features and averaged over the batch.
+
+        Args:
+            h_BH: The activation, detached.
+            y_BY: The labels.
+            g_BH: The true per-sample gradient at h.
+        """
+        predicted_BH = self(h_BH, y_BY)
+        return Lesson(predicted_BH, F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH))
 
     def _label_term(self, features: int) -> LabelTerm | None:
         return None if self._label is None else LabelTerm(features, self._label, self._classes)
@@ -188,6 +213,68 @@ class Classifier(Synthesizer):
         known = F.one_hot(y_BY.clamp_min(0), self.classes).to(logits.dtype).unsqueeze(-2)
         difference = (logits.softmax(-1) - known).flatten(-2)
         return cast("Tensor", self.out(difference)).view_as(h_BH)
+
+
+class CriticOptions(Frozen):
+    """Options of the critic.
+
+    Attributes:
+        grid: Side of the grid to which feature maps are averaged first; of tokens, their number.
+        label_weight: Weight of the label's loss beside the error of the gradient.
+    """
+
+    grid: int = Field(default=7, ge=1, le=256)
+    label_weight: float = Field(default=1.0, ge=0)
+
+
+class Critic(Synthesizer):
+    """The gradient of a small classifier's own loss: ``g = d CE(V pool(h) + b, y) / dh``.
+
+    The classifier learns from the label, as a local head does, and from the error of its gradient,
+    differentiated once more (Sobolev Training, Czarnecki et al. 2017, arXiv:1706.04859, sec. 4.3).
+    Either alone teaches the module less than both (docs/results.md, Convolutions).
+    """
+
+    Options = CriticOptions
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: CriticOptions,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        if classes is None or label is None:
+            raise ValueError("needs class labels and 'conditioned: true'")
+        if label.shape:
+            raise ValueError(f"needs one label for a sample, not {label}")
+        self.label_weight = options.label_weight
+        layers, features = pooling(activation, options.grid)
+        self.guess = nn.Sequential(*layers, nn.Linear(features, classes))
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        with torch.enable_grad():
+            g_BH, _ = self._judge(h_BH, y_BY, learning=False)
+        return g_BH
+
+    def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
+        """The label's loss, and the error of its gradient.
+
+        The error is relative to the sizes of both gradients: it is at most 2 whether the true ones
+        are still zero, as from a synthesizer downstream that has not learned yet, or already small.
+        """
+        predicted_BH, loss = self._judge(h_BH, y_BY, learning=True)
+        size = predicted_BH.detach().square().sum() + g_BH.square().sum()
+        error = (predicted_BH - g_BH).square().sum() / size.clamp_min(1e-30)
+        return Lesson(predicted_BH, error + self.label_weight * loss / len(g_BH))
+
+    def _judge(self, h_BH: Tensor, y_BY: Tensor | None, *, learning: bool) -> tuple[Tensor, Tensor]:
+        assert y_BY is not None
+        h_BH = h_BH.detach().requires_grad_()
+        loss = F.cross_entropy(self.guess(h_BH), y_BY, reduction="sum")
+        (g_BH,) = torch.autograd.grad(loss, h_BH, create_graph=learning)
+        return g_BH, loss
 
 
 class _BatchNorm(nn.BatchNorm1d):
@@ -318,6 +405,7 @@ SYNTHESIZERS: dict[str, type[Synthesizer]] = {
     "linear": Linear,
     "low-rank": LowRank,
     "classifier": Classifier,
+    "critic": Critic,
     "mlp": MLP,
     "conv": Conv,
 }
@@ -326,11 +414,15 @@ SYNTHESIZERS: dict[str, type[Synthesizer]] = {
 def auto_synthesizer(
     activation: TensorSpec, label: TensorSpec | None, classes: int | None
 ) -> Choice:
-    """The default, by the activation's shape; docs/results.md has the measurements behind it.
+    """The default, by shapes; docs/results.md has the measurements behind it.
 
-    Vectors and feature maps get a narrow hidden layer; tokens what is shaped like a classifier
-    where there are classes, else a linear map, of low rank where it is wide.
+    Vectors get a narrow hidden layer. Feature maps and tokens get a critic where each sample has
+    one class label. Otherwise maps get a narrow hidden layer; tokens what is shaped like a
+    classifier where there are classes, else a linear map, of low rank where it is wide.
     """
+    per_sample = classes is not None and label is not None and not label.shape
+    if per_sample and len(activation.shape) in (2, 3):
+        return Choice(name="critic")
     if len(activation.shape) != 2:
         return Choice(name="mlp")
     if classes is not None and label is not None:

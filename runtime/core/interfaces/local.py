@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal
+from dni_runtime.core.pooling import pooling
 from dni_runtime.core.training import build_loss, build_optimizer
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
@@ -25,12 +26,13 @@ class LocalOptions(Frozen):
 
     Attributes:
         hidden: Width of a hidden layer in the head, or None for a linear head.
-        pool: Side of the grid to which feature maps are averaged before the head.
+        pool: Side of the grid to which feature maps are averaged before the head; of tokens, their
+            number.
         optimizer: The head's optimizer (default: the module's).
     """
 
     hidden: int | None = Field(default=None, ge=1, le=65536)
-    pool: int = Field(default=2, ge=1, le=64)
+    pool: int = Field(default=7, ge=1, le=64)
     optimizer: Choice | None = None
 
 
@@ -78,38 +80,22 @@ def build_head(
 ) -> nn.Sequential:
     """An auxiliary head from an activation to the chain's prediction.
 
-    Vectors: linear. Maps (C x H x W): averaged to a small grid, then linear. Tokens (T x C): linear
-    per token where the prediction is per token, else over their mean.
+    Linear, or with a hidden layer; maps (C x H x W) and tokens (T x C) are averaged to a grid
+    first.
 
     Raises:
         SpecError: The prediction has a shape that no such head produces.
     """
-    shape, outputs = activation.shape, math.prod(prediction.shape)
-    layers: list[nn.Module] = []
-    if len(shape) == 3:
-        grid = min(options.pool, *shape[1:])
-        layers += [nn.AdaptiveAvgPool2d(grid), nn.Flatten()]
-        features = shape[0] * grid * grid
-    elif len(shape) == 2 and len(prediction.shape) == 2:
+    if len(activation.shape) == 2 and len(prediction.shape) == 2:
         raise SpecError(
             f"no local head from {activation} to a prediction per token, {prediction}",
             hint="bring your own interface by import path, or use 'synthetic'",
         )
-    elif len(shape) == 2:
-        layers += [_MeanTokens()]
-        features = shape[1]
-    else:
-        layers += [nn.Flatten()] if len(shape) > 1 else []
-        features = math.prod(shape)
+    layers, features = pooling(activation, options.pool)
     if options.hidden:
         layers += [nn.Linear(features, options.hidden), nn.BatchNorm1d(options.hidden), nn.ReLU()]
         features = options.hidden
-    layers.append(nn.Linear(features, outputs))
+    layers.append(nn.Linear(features, math.prod(prediction.shape)))
     if len(prediction.shape) != 1:
         layers.append(nn.Unflatten(1, prediction.shape))
     return nn.Sequential(*layers)
-
-
-class _MeanTokens(nn.Module):
-    def forward(self, h_BTC: Tensor) -> Tensor:
-        return h_BTC.mean(1)

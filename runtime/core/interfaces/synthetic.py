@@ -26,8 +26,8 @@ class SyntheticOptions(Frozen):
     """Options of the synthetic gradient interface.
 
     Attributes:
-        synthesizer: ``auto``, ``classifier``, ``linear``, ``low-rank``, ``mlp``, ``conv`` or a
-            user class.
+        synthesizer: ``auto``, ``critic``, ``classifier``, ``linear``, ``low-rank``, ``mlp``,
+            ``conv`` or a user class.
         conditioned: Whether the synthesizer sees the label (cDNI).
         optimizer: The synthesizer's optimizer.
         scale: Factor on the predicted gradient.
@@ -45,7 +45,7 @@ class SyntheticOptions(Frozen):
 
 
 class Synthetic(GradientInterface):
-    """Predicts the gradient; late true gradients are the targets of a regression."""
+    """Predicts the gradient; late true gradients are what the synthesizer learns from."""
 
     Options = SyntheticOptions
 
@@ -76,18 +76,17 @@ class Synthetic(GradientInterface):
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
-        """One step on the squared error, summed over features and averaged over the batch."""
-        predicted_BH = self.synthesizer(h_BH, y_BY)
-        error = F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH)
+        """One step of the synthesizer's lesson."""
+        predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
         self._optimizer.zero_grad(set_to_none=True)
-        error.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         self._optimizer.step()
         if not measure:
             return None
         with torch.no_grad():
-            norm = g_BH.square().sum() / len(g_BH)
+            error = F.mse_loss(predicted_BH, g_BH, reduction="sum")
             cosine = F.cosine_similarity(predicted_BH.flatten(), g_BH.flatten(), dim=0)
-            return LateSignal(error.detach() / norm.clamp_min(1e-30), cosine)
+            return LateSignal(error / g_BH.square().sum().clamp_min(1e-30), cosine)
 
     def optimizers(self) -> dict[str, Any]:
         return {"synthesizer": self._optimizer}

@@ -5,13 +5,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.interfaces import Boundary
 from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.synthesizers import SYNTHESIZERS, build_synthesizer
+from dni_runtime.core.synthesizers import (
+    SYNTHESIZERS,
+    Critic,
+    auto_synthesizer,
+    build_synthesizer,
+)
+from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 
 LABEL = TensorSpec(shape=(), dtype="int64")
@@ -149,6 +156,7 @@ ONLY_FOR = {"conv": ("maps",)}
 FITS = [
     (name, kind, classes)
     for name in SYNTHESIZERS
+    if name != "critic"
     for kind in ONLY_FOR.get(name, ACTIVATIONS)
     for classes in (3, None)
     if not (name == "classifier" and classes is None)
@@ -174,6 +182,101 @@ def test_synthesizers_start_at_zero_and_fit(name: str, kind: str, classes: int |
     assert float(error.detach()) < 0.8 * float(target.square().mean())
     alone = synthesizer(h[:1], y[:1])
     assert alone.shape == (1, *activation.shape), "a last batch may hold one sample"
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "classes", "expected"),
+    [
+        ("vector", (), 3, "mlp"),
+        ("tokens", (), 3, "critic"),
+        ("maps", (), 3, "critic"),
+        ("tokens", (5,), 3, "classifier"),
+        ("tokens", (2,), None, "linear"),
+        ("tokens", None, 3, "linear"),
+        ("maps", (2,), None, "mlp"),
+        ("maps", None, 3, "mlp"),
+    ],
+)
+def test_the_default_synthesizer_is_chosen_by_shapes(
+    kind: str, label: tuple[int, ...] | None, classes: int | None, expected: str
+) -> None:
+    of_label = None if label is None else TensorSpec(shape=label, dtype="int64")
+    assert auto_synthesizer(ACTIVATIONS[kind], of_label, classes).name == expected
+
+
+@pytest.mark.parametrize("label", [None, TensorSpec(shape=(5,), dtype="int64")])
+def test_a_critic_needs_one_label_for_a_sample(label: TensorSpec | None) -> None:
+    with pytest.raises(SpecError, match="critic' needs"):
+        build_synthesizer(Choice(name="critic"), ACTIVATIONS["tokens"], label, 3)
+
+
+def critic(kind: str, **args: float) -> Critic:
+    torch.manual_seed(0)
+    choice = Choice(name="critic", args=args)
+    synthesizer = build_synthesizer(choice, ACTIVATIONS[kind], LABEL, 3)
+    assert isinstance(synthesizer, Critic)
+    return synthesizer
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_critic_predicts_its_own_losss_gradient(kind: str) -> None:
+    """By finite differences, in double precision."""
+    synthesizer = critic(kind, grid=2).double()
+    h = torch.randn(4, *ACTIVATIONS[kind].shape, dtype=torch.double)
+    y = torch.tensor([0, 1, 2, 0])
+    direction = torch.randn_like(h)
+    with torch.no_grad():
+        g = synthesizer(h, y)
+
+        def loss(step: float) -> Tensor:
+            return cross_entropy(synthesizer.guess(h + step * direction), y, reduction="sum")
+
+        slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
+    assert not g.requires_grad
+    torch.testing.assert_close((g * direction).sum(), slope, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_critic_fits_gradients_of_another_classifier(kind: str) -> None:
+    """Through the gradient's error alone: the label has no weight."""
+    other = critic(kind, label_weight=0)
+    guess = other.guess[-1]
+    assert isinstance(guess, nn.Linear)
+    nn.init.normal_(guess.weight, std=0.3)
+    synthesizer = critic(kind, label_weight=0)
+    h, y = torch.randn(256, *ACTIVATIONS[kind].shape), torch.randint(0, 3, (256,))
+    g = other(h, y)
+    optimizer = torch.optim.Adam(synthesizer.parameters(), 0.02)
+
+    def error(h: Tensor, y: Tensor, g: Tensor) -> float:
+        return float((synthesizer(h, y) - g).square().sum() / g.square().sum())
+
+    assert error(h, y, g) > 0.5
+    for _ in range(200):
+        optimizer.zero_grad()
+        synthesizer.lesson(h, y, g).loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert error(h, y, g) < 0.05
+    alone = h[:1], y[:1], g[:1]
+    assert error(*alone) < 0.5, "a last batch may hold one sample"
+
+
+def test_a_critic_learns_from_the_label_too() -> None:
+    h, y, g = torch.randn(32, 6), torch.randint(0, 3, (32,)), torch.randn(32, 6)
+    with_label, without = (critic("vector", label_weight=w).lesson(h, y, g).loss for w in (2, 0))
+    own = cross_entropy(critic("vector").guess(h), y)
+    torch.testing.assert_close(with_label - without, 2 * own)
+
+
+def test_a_critic_stands_gradients_that_are_still_zero() -> None:
+    """Those of a synthesizer downstream that has not learned yet."""
+    synthesizer = critic("maps", label_weight=0)
+    h, y = torch.randn(8, *ACTIVATIONS["maps"].shape), torch.randint(0, 3, (8,))
+    predicted, loss = synthesizer.lesson(h, y, torch.zeros_like(h))
+    assert predicted.abs().max() > 0
+    torch.testing.assert_close(loss, torch.tensor(1.0))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is None or p.grad.isfinite().all() for p in synthesizer.parameters())
 
 
 def test_the_label_changes_the_prediction_only_when_conditioned() -> None:
