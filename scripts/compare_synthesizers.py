@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--delay", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     chain, base = load_chain(given.chain), given.chain.parent
     if given.epochs:
