@@ -14,13 +14,14 @@ from peers.networks import LEARNING_RATE, NETWORKS, Layer, Network, data_spec
 from peers.slow_link import INTERFACE, Line, Link
 from peers.synchronous import Measured, Timing
 
-# name -> whether gradients are predicted, type on the wire
-CHAINS: Mapping[str, tuple[bool, str]] = {
-    "chain": (True, "float32"),
-    "chain-bf16": (True, "bfloat16"),
-    "chain-int8": (True, "int8"),
-    "delayed": (False, "float32"),
-    "delayed-bf16": (False, "bfloat16"),
+# name -> gradient interface, type on the wire
+CHAINS: Mapping[str, tuple[str, str]] = {
+    "chain": ("synthetic", "float32"),
+    "chain-bf16": ("synthetic", "bfloat16"),
+    "chain-int8": ("synthetic", "int8"),
+    "mixed": ("mixed", "float32"),
+    "delayed": ("delayed", "float32"),
+    "delayed-bf16": ("delayed", "bfloat16"),
 }
 LEAST_WINDOW = 8
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -65,11 +66,16 @@ def chain_spec(
         learn_every: Of how many late gradients the synthesizer learns from one.
         remote: Whether the modules are on different hosts.
     """
-    predicted, dtype = CHAINS[name]
+    interface, dtype = CHAINS[name]
     synthetic = {
         "synthesizer": network.synthesizer,
         "conditioned": True,
         "learn_every": learn_every,
+    }
+    interfaces: dict[str, Any] = {
+        "synthetic": {"synthetic": synthetic},
+        "mixed": {"mixed": {"synthetic": synthetic}},
+        "delayed": "delayed",
     }
     links: dict[str, Any] = {"window": window}
     if dtype != "float32":
@@ -85,7 +91,7 @@ def chain_spec(
         "name": "bench",
         "data": {**data_spec(network, folder), "drop_last": True},
         "defaults": {
-            "interface": {"synthetic": synthetic} if predicted else "delayed",
+            "interface": interfaces[interface],
             "optimizer": {"Adam": {"lr": LEARNING_RATE, "fused": True}},
             "cpus": 1,
         },

@@ -81,7 +81,7 @@ def _cnn() -> Network:
         cut=7,
         quarters=(3, 7, 10),
         activation=32 * 14 * 14,
-        synthesizer={"mlp": {}},
+        synthesizer={"critic": {}},
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal
-from dni_runtime.core.pooling import pooling
+from dni_runtime.core.pooling import Grid
 from dni_runtime.core.training import build_loss, build_optimizer
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
@@ -91,7 +91,9 @@ def build_head(
             f"no local head from {activation} to a prediction per token, {prediction}",
             hint="bring your own interface by import path, or use 'synthetic'",
         )
-    layers, features = pooling(activation, options.pool)
+    grid = Grid(activation, options.pool)
+    layers: list[nn.Module] = [grid]
+    features = grid.features
     if options.hidden:
         layers += [nn.Linear(features, options.hidden), nn.BatchNorm1d(options.hidden), nn.ReLU()]
         features = options.hidden

@@ -229,7 +229,9 @@ def test_a_critic_predicts_its_own_losss_gradient(kind: str) -> None:
         g = synthesizer(h, y)
 
         def loss(step: float) -> Tensor:
-            return cross_entropy(synthesizer.guess(h + step * direction), y, reduction="sum")
+            return cross_entropy(
+                synthesizer.guess(synthesizer.grid(h + step * direction)), y, reduction="sum"
+            )
 
         slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
     assert not g.requires_grad
@@ -240,30 +242,46 @@ def test_a_critic_predicts_its_own_losss_gradient(kind: str) -> None:
 def test_a_critic_fits_gradients_of_another_classifier(kind: str) -> None:
     """Through the gradient's error alone: the label has no weight."""
     other = critic(kind, label_weight=0)
-    guess = other.guess[-1]
-    assert isinstance(guess, nn.Linear)
-    nn.init.normal_(guess.weight, std=0.3)
+    nn.init.normal_(other.guess.weight, std=0.3)
     synthesizer = critic(kind, label_weight=0)
     h, y = torch.randn(256, *ACTIVATIONS[kind].shape), torch.randint(0, 3, (256,))
-    g = other(h, y)
+    g = other(h, y).detach()
     optimizer = torch.optim.Adam(synthesizer.parameters(), 0.02)
 
     def error(h: Tensor, y: Tensor, g: Tensor) -> float:
-        return float((synthesizer(h, y) - g).square().sum() / g.square().sum())
+        with torch.no_grad():
+            return float((synthesizer(h, y) - g).square().sum() / g.square().sum())
 
     assert error(h, y, g) > 0.5
     for _ in range(200):
         optimizer.zero_grad()
-        synthesizer.lesson(h, y, g).loss.backward()  # type: ignore[no-untyped-call]
+        synthesizer.lesson(h, y, g).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert error(h, y, g) < 0.05
     alone = h[:1], y[:1], g[:1]
     assert error(*alone) < 0.5, "a last batch may hold one sample"
 
 
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_critics_error_is_that_of_its_prediction(kind: str) -> None:
+    """Though it is summed up on the grid; its gradient is autograd's, differentiated twice."""
+    synthesizer = critic(kind, grid=2, label_weight=0).double()
+    shape = ACTIVATIONS[kind].shape
+    h, g = torch.randn(2, 4, *shape, dtype=torch.double).requires_grad_()
+    y = torch.tensor([0, 1, 2, 0])
+    loss = cross_entropy(synthesizer.guess(synthesizer.grid(h)), y, reduction="sum")
+    (predicted,) = torch.autograd.grad(loss, h, create_graph=True)
+    error = (predicted - g).square().sum() / (predicted.detach().square().sum() + g.square().sum())
+    parameters = list(synthesizer.parameters())
+    expected = torch.autograd.grad(error, parameters)
+    lesson = synthesizer.lesson(h, y, g)
+    torch.testing.assert_close(lesson, error)
+    torch.testing.assert_close(torch.autograd.grad(lesson, parameters), expected)
+
+
 def test_a_critic_learns_from_the_label_too() -> None:
     h, y, g = torch.randn(32, 6), torch.randint(0, 3, (32,)), torch.randn(32, 6)
-    with_label, without = (critic("vector", label_weight=w).lesson(h, y, g).loss for w in (2, 0))
+    with_label, without = (critic("vector", label_weight=w).lesson(h, y, g) for w in (2, 0))
     own = cross_entropy(critic("vector").guess(h), y)
     torch.testing.assert_close(with_label - without, 2 * own)
 
@@ -272,8 +290,7 @@ def test_a_critic_stands_gradients_that_are_still_zero() -> None:
     """Those of a synthesizer downstream that has not learned yet."""
     synthesizer = critic("maps", label_weight=0)
     h, y = torch.randn(8, *ACTIVATIONS["maps"].shape), torch.randint(0, 3, (8,))
-    predicted, loss = synthesizer.lesson(h, y, torch.zeros_like(h))
-    assert predicted.abs().max() > 0
+    loss = synthesizer.lesson(h, y, torch.zeros_like(h))
     torch.testing.assert_close(loss, torch.tensor(1.0))
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is None or p.grad.isfinite().all() for p in synthesizer.parameters())

@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
 
-from dni_runtime.core.pooling import pooling
+from dni_runtime.core.pooling import Grid
 from dni_runtime.spec import TensorSpec
 
 
-def pooled(shape: tuple[int, ...], grid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two samples, and what is left of them."""
-    layers, features = pooling(TensorSpec(shape=shape, dtype="float32"), grid)
-    h_BH = torch.arange(2.0 * torch.Size(shape).numel()).view(2, *shape)
-    seen = nn.Sequential(*layers)(h_BH)
-    assert seen.shape == (2, features)
-    return h_BH, seen
+def grid(shape: tuple[int, ...], places: int) -> tuple[Grid, torch.Tensor]:
+    """A grid in double precision, and two samples."""
+    torch.manual_seed(0)
+    made = Grid(TensorSpec(shape=shape, dtype="float32"), places).double()
+    return made, torch.randn(2, *shape, dtype=torch.double)
 
 
-def test_maps_are_averaged_to_a_grid_of_places() -> None:
-    h_BCHW, seen = pooled((3, 4, 6), 2)
-    assert seen.shape == (2, 3 * 2 * 2)
-    torch.testing.assert_close(seen[1, 0], h_BCHW[1, 0, :2, :3].mean())
-    torch.testing.assert_close(seen[1, -1], h_BCHW[1, 2, 2:, 3:].mean())
+@pytest.mark.parametrize("shape", [(3, 4, 6), (2, 7, 5), (3, 2, 9)])
+def test_maps_are_averaged_as_torch_does_it(shape: tuple[int, ...]) -> None:
+    made, h_BCHW = grid(shape, 3)
+    size = min(3, shape[1]), min(3, shape[2])
+    torch.testing.assert_close(made(h_BCHW), F.adaptive_avg_pool2d(h_BCHW, size).flatten(1))
 
 
 def test_tokens_are_averaged_to_fewer_of_the_same_width() -> None:
-    h_BTC, seen = pooled((6, 5), 3)
-    assert seen.shape == (2, 3 * 5)
-    torch.testing.assert_close(seen[:, 5:10], h_BTC[:, 2:4].mean(1))
+    made, h_BTC = grid((6, 5), 3)
+    assert made.features == 3 * 5
+    torch.testing.assert_close(made(h_BTC)[:, 5:10], h_BTC[:, 2:4].mean(1))
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 4, 6), (2, 3, 4, 5)])
 def test_what_is_small_enough_stays_as_it_is(shape: tuple[int, ...]) -> None:
-    h_BH, seen = pooled(shape, 6)
-    assert torch.equal(seen, h_BH.flatten(1))
+    made, h_BH = grid(shape, 6)
+    assert torch.equal(made(h_BH), h_BH.flatten(1))
+    assert torch.equal(made.spread(made(h_BH)), h_BH)
+
+
+@pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 5, 7), (2, 3, 4, 5)])
+def test_the_way_back_is_the_gradients(shape: tuple[int, ...]) -> None:
+    made, h_BH = grid(shape, 3)
+    z_BF = made(h_BH.requires_grad_())
+    u_BF = torch.randn_like(z_BF)
+    (expected,) = torch.autograd.grad(z_BF, h_BH, u_BF)
+    torch.testing.assert_close(made.spread(u_BF), expected)
+    torch.testing.assert_close(made.respread(u_BF), made(expected))
