@@ -102,7 +102,7 @@ class Bench:
                 link = stack.enter_context(open_link(self.program, line))
             if name in CHAINS:
                 network, dtype = NETWORKS[self.network], CHAINS[name][1]
-                every = self.learn_every if CHAINS[name][0] else 1
+                every = self.learn_every if CHAINS[name][0] != "delayed" else 1
                 window = self.window or window_for(network, dtype, line, self.step_s, every)
                 measured = measure_chain(
                     name, self.network, self.folder, self.timing,
