@@ -39,6 +39,7 @@ from dni_runtime.spec import (
     WorkerSpec,
 )
 from dni_runtime.spec.load import suggestion
+from dni_runtime.spec.worker import retained
 
 BATCH = 2
 """Samples in the batch that shapes are inferred with: BatchNorm needs more than one."""
@@ -104,6 +105,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         for module in full.modules
     ]
     every = [0 if interface is None else interface.every for interface in interfaces]
+    blocks = [interface is not None and interface.blocks for interface in interfaces]
     late = [0] * len(interfaces)
     for index in range(len(interfaces) - 2, -1, -1):
         below = interfaces[index + 1]
@@ -143,6 +145,9 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 late=late[index],
                 gradients_out=every[index - 1] if index else 0,
                 links=full.links,
+                retain=retained(full, index),
+                blocks=blocks[index],
+                snapshot_s=full.restart.snapshot_s if full.restart.policy != "never" else 0.0,
                 keep=full.checkpoint.keep,
                 stop_grace_s=full.stop_grace_s,
                 head=None

@@ -23,6 +23,7 @@ class LinkCounters:
         gaps: Ids that never came.
         gradients: Gradients received (output end) or sent (input end).
         gradients_dropped: Gradients not sent because the neighbour was slow or gone.
+        missed: Batches not sent, because the neighbour was gone and the window full.
         handshakes: Completed handshakes; more than one means reconnections.
     """
 
@@ -32,6 +33,7 @@ class LinkCounters:
     gaps: int = 0
     gradients: int = 0
     gradients_dropped: int = 0
+    missed: int = 0
     handshakes: int = 0
 
 

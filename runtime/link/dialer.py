@@ -132,10 +132,15 @@ class Dialer:
             if newest.final and self._redial_s is None:
                 self._redial_s = now_s + _REDIAL_S
         if self._redial_s is not None and now_s >= self._redial_s:
+            self.dial_again()
+        return newest
+
+    def dial_again(self) -> None:
+        """Leave the connection, and start to connect to the same address."""
+        if self.address is not None:
             self._redial_s = None
             sockets.disconnect(self._socket, self.address)
             self._dial(self.address, self._server_key)
-        return newest
 
     def error(self, failure: Failure) -> EncryptionError:
         """What a failure means for the module."""

@@ -26,6 +26,7 @@ from dni_runtime.link.keys import Keyring
 from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, encode
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class InputLink:
         run: The run.
         received: Everything up to this id was processed before (a checkpoint's cut).
         keys: Its keys, for addresses where links are encrypted.
+        again: Whether only this module has been restarted: it takes all that the module upstream
+            can still send, also what it has processed before.
         context: A ZeroMQ context to share, or None for its own.
 
     Attributes:
@@ -92,6 +95,7 @@ class InputLink:
         run: str,
         received: int = 0,
         keys: Keyring | None = None,
+        again: bool = False,
         context: sockets.Context | None = None,
     ) -> None:
         self._contract = LinkContract.of(spec, "input")
@@ -99,14 +103,14 @@ class InputLink:
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
         self.counters = LinkCounters()
         self._receiver = Receiver(
-            self._contract, run=run, received=received, counters=self.counters
+            self._contract, run=run, received=received, counters=self.counters, again=again
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
         self._owns_context = context is None
         self._context = sockets.open_context() if context is None else context
         self._socket = sockets.input_socket(
             self._context,
-            window=spec.links.window,
+            window=spec.links.window * (1 + ADJACENT_FAILURES),  # what is retained may come, too
             frame_limit=self._contract.frame_limit("input"),
         )
         self._links = spec.links
@@ -138,6 +142,11 @@ class InputLink:
     def connected(self) -> bool:
         """Whether a peer has completed HELLO (it may have gone since)."""
         return self._receiver.peer is not None
+
+    @property
+    def received(self) -> int:
+        """The highest id that has been accepted."""
+        return self._receiver.order.received
 
     def bind(self, address: str) -> str:
         """Listen at ``address`` (``listen_address``).
@@ -274,6 +283,12 @@ class InputLink:
         self._send_control(
             Message(Kind.REQUEST, self._receiver.run, self._contract.target, body={"what": what})
         )
+
+    def reaches_peer(self) -> bool:
+        """Whether the module upstream is connected now: an acknowledgement can be sent."""
+        self._ack_due = True
+        self._send_due()
+        return not self._ack_due
 
     def finish(self, deadline_s: float) -> bool:
         """Wait until the module upstream knows what has been processed, and has said BYE.

@@ -83,6 +83,7 @@ class OutputLink:
 
     Attributes:
         counters: What has been counted.
+        heard_s: When something last came from downstream (``time.monotonic``).
     """
 
     def __init__(
@@ -103,16 +104,19 @@ class OutputLink:
             window=spec.links.window,
             next_id=next_id,
             counters=self.counters,
+            retain=spec.retain,
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
         self._owns_context = context is None
         self._context = sockets.open_context() if context is None else context
         self._socket = sockets.output_socket(
             self._context,
-            window=spec.links.window,
+            window=spec.links.window + spec.retain,
             frame_limit=self._contract.frame_limit("output"),
         )
         self._dialer = Dialer(self._context, self._socket, self._contract, spec.links, keys)
+        self._dismissed = False
+        self.heard_s = time.monotonic()
         self._greet_again_s = 0.0
         self._events: list[Event] = []
 
@@ -138,6 +142,16 @@ class OutputLink:
         return self._sender.window.room
 
     @property
+    def first(self) -> int:
+        """The lowest id that a neighbour which restarts may ask for."""
+        return self._sender.window.first
+
+    @property
+    def address(self) -> str | None:
+        """Where the module downstream is connected, or looked for."""
+        return self._dialer.address
+
+    @property
     def in_flight(self) -> int:
         """Messages that are not acknowledged."""
         return len(self._sender.window)
@@ -146,6 +160,13 @@ class OutputLink:
     def connected(self) -> bool:
         """Whether the neighbour has said WELCOME; a lost connection shows at the next sending."""
         return self._sender.state is State.OPEN
+
+    @property
+    def lost(self) -> bool:
+        """Whether the neighbour is gone: its connection has ended, and no other one stands."""
+        if self.connected and not self._dismissed and not sockets.has_peer(self._socket):
+            self._lose()
+        return not self.connected and not self._dismissed
 
     def connect(
         self,
@@ -171,8 +192,7 @@ class OutputLink:
             StoppedError: ``stop`` said so.
         """
         if self._dialer.dial(address, server_key):
-            self._sender.state = State.SILENT
-            self._greet_again_s = time.monotonic() + _GREET_S
+            self._lose()
         end_s = time.monotonic() + deadline_s
         while True:
             self._events += self._receive()
@@ -193,6 +213,25 @@ class OutputLink:
             if stop is not None and stop():
                 raise StoppedError(f"stopped while waiting for module {self._contract.target!r}")
             sockets.wait(self._socket, min(left_s, _POLL_S))
+
+    def move(self, address: str, server_key: bytes | None = None) -> None:
+        """Connect anew, here or elsewhere, without waiting for the other end.
+
+        Args:
+            address: Where the module downstream listens.
+            server_key: Its public key, where the link is encrypted (default: the keyring's).
+
+        Raises:
+            UnavailableError: That is no address, or its module's key is not known.
+        """
+        if not self._dialer.dial(address, server_key):
+            self._dialer.dial_again()
+        self._lose()
+
+    def dismiss(self) -> None:
+        """The module downstream has finished: whatever it may be sent counts as acknowledged."""
+        self._dismissed = True
+        self._sender.window.acknowledge(self._sender.window.last)
 
     def send_batch(self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor) -> None:
         """Send a batch downstream, without waiting.
@@ -234,9 +273,11 @@ class OutputLink:
     ) -> None:
         """Send a marker downstream, without waiting; it takes room in the window like a batch.
 
+        It goes into a full window, too: markers are never left out.
+
         Raises:
             WireError: The body is too large, or there is no mark (a bug of the caller).
-            ValueError: There is no room, or the id does not grow (a bug of the caller).
+            ValueError: The id does not grow (a bug of the caller).
         """
         message = Message(
             Kind.MARK,
@@ -247,7 +288,7 @@ class OutputLink:
             mark=mark,
             body=body or {},
         )
-        self._sender.add(message)
+        self._sender.add(message, force=True)
         self._transmit()
 
     def receive(self) -> list[Event]:
@@ -281,7 +322,7 @@ class OutputLink:
     def finish(self, deadline_s: float) -> bool:
         """As :meth:`flush`, then say BYE: the module downstream need not answer any more."""
         flushed = self.flush(deadline_s)
-        if flushed:
+        if flushed and not self._dismissed:
             sockets.send(self._socket, self._sender.bye())
         return flushed
 
@@ -299,6 +340,7 @@ class OutputLink:
             frames = sockets.receive(self._socket, self._frames)
             if frames is None:
                 break
+            self.heard_s = time.monotonic()
             try:
                 message = self._sender.handle(sockets.buffers(frames))
             except WireError as error:
@@ -328,10 +370,16 @@ class OutputLink:
         return Request(str(message.body["what"]))
 
     def _transmit(self) -> None:
+        if self._dismissed:
+            self._sender.window.acknowledge(self._sender.window.last)
+            return
         while (frames := self._sender.pending()) is not None:
             if not sockets.send(self._socket, frames):
                 # high-water marks lie above the window: the connection has gone
-                self._sender.state = State.SILENT
-                self._greet_again_s = time.monotonic() + _GREET_S
+                self._lose()
                 return
             self._sender.transmitted()
+
+    def _lose(self) -> None:
+        self._sender.state = State.SILENT
+        self._greet_again_s = time.monotonic() + _GREET_S

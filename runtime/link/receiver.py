@@ -52,6 +52,8 @@ class Receiver:
         run: The run.
         received: Everything up to this id was accepted and processed before.
         counters: Where to count.
+        again: Whether this module has been restarted, while its neighbours went on: it takes all
+            that the first peer can still send, and sends it on again.
 
     Attributes:
         peer: Identity of the accepted peer's connection, or None.
@@ -61,7 +63,13 @@ class Receiver:
     """
 
     def __init__(
-        self, contract: LinkContract, *, run: str, received: int, counters: LinkCounters
+        self,
+        contract: LinkContract,
+        *,
+        run: str,
+        received: int,
+        counters: LinkCounters,
+        again: bool = False,
     ) -> None:
         self.contract = contract
         self.run = run
@@ -69,6 +77,7 @@ class Receiver:
         self.order = ReceiveOrder(received)
         self.peer: bytes | None = None
         self.left = False
+        self._again = again
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
         self._limits = contract.down
         self._session = ""
@@ -155,7 +164,8 @@ class Receiver:
         if identity != self.peer:
             self.peer = identity
             self.counters.handshakes += 1
-        lost = self.order.skip_to(hello.first)
+        start = self.order.start_at if self._again else self.order.skip_to
+        lost, self._again = start(hello.first), False
         if lost:
             self.counters.gaps = self.order.gaps
             log.warning(

@@ -53,6 +53,7 @@ class Sender:
         window: Unacknowledged messages that are allowed.
         next_id: The first id that will be sent.
         counters: Where to count.
+        retain: Acknowledged messages to keep for a neighbour that restarts.
 
     Attributes:
         state: How far the handshake is.
@@ -68,11 +69,12 @@ class Sender:
         window: int,
         next_id: int,
         counters: LinkCounters,
+        retain: int = 0,
     ) -> None:
         self.contract = contract
         self.run = run
         self.counters = counters
-        self.window = SendWindow(window, next_id=next_id)
+        self.window = SendWindow(window, next_id=next_id, retain=retain)
         self.state = State.SILENT
         self.greeting_due = False
         self._session = secrets.token_hex(8)
@@ -89,17 +91,18 @@ class Sender:
         """The frames of BYE."""
         return encode(Message(Kind.BYE, self.run, self.contract.source))
 
-    def add(self, message: Message, samples: int | None = None) -> None:
+    def add(self, message: Message, samples: int | None = None, *, force: bool = False) -> None:
         """Put a message into the window.
 
         Args:
             message: A BATCH or MARK.
             samples: Samples in a batch.
+            force: Whether it goes in where there is no room, too.
 
         Raises:
             ValueError: There is no room, or its id does not grow (a bug of the caller).
         """
-        self.window.add(message.id, encode(message))
+        self.window.add(message.id, encode(message), force=force)
         if samples is not None:
             self._sizes[message.id] = samples
             if len(self._sizes) > SIZES_KEPT:

@@ -30,7 +30,7 @@ _BACKLOG = 256  # a full queue costs a neighbour a second: the kernel lets it as
 _COPY_BYTES = 1 << 16  # below this a copy is cheaper than a shared frame
 # plain integers: operations on zmq's enumerations cost microseconds for each frame
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_READABLE = int(zmq.POLLIN)
+_READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 _EVENT = struct.Struct("=HI")  # zmq_socket_monitor(3): event, value
 
 
@@ -265,6 +265,11 @@ def receive(socket: Socket, limit: int) -> list[zmq.Frame] | None:
         return None
     except zmq.ZMQError as error:
         raise WorkerError(f"receiving failed: {error.strerror}") from error
+
+
+def has_peer(socket: Socket) -> bool:
+    """Whether an output socket has a connection that takes messages."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _WRITABLE)
 
 
 def buffers(frames: Sequence[zmq.Frame]) -> list[Buffer]:

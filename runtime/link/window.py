@@ -11,7 +11,7 @@ from dni_runtime.wire import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message that is kept until it is acknowledged.
+    """A message that is kept until it is acknowledged, or longer for a neighbour that restarts.
 
     Attributes:
         id: Its position in the stream.
@@ -28,6 +28,8 @@ class SendWindow:
     Args:
         size: How many there may be.
         next_id: The first id that will be added.
+        retain: Acknowledged messages that are kept all the same: a neighbour that restarts has lost
+            what it had sent on and its own neighbour had not got yet.
 
     Attributes:
         size: How many there may be.
@@ -36,41 +38,48 @@ class SendWindow:
         received: Everything up to this id has reached the other end.
     """
 
-    def __init__(self, size: int, *, next_id: int = 1) -> None:
+    def __init__(self, size: int, *, next_id: int = 1, retain: int = 0) -> None:
         self.size = size
+        self.retain = retain
         self.last = next_id - 1
         self.acked = 0
         self.received = 0
         self._kept: deque[Sent] = deque()
+        self._retained = 0  # of the kept ones, counted from the oldest
         self._transmitted = 0  # of the kept ones, counted from the oldest
         self._high = 0  # the highest id that was ever transmitted
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) - self._retained
 
     @property
     def room(self) -> bool:
         """Whether another message may be added."""
-        return len(self._kept) < self.size
+        return len(self) < self.size
 
     @property
     def first(self) -> int:
         """The lowest id that can still be sent."""
         return self._kept[0].id if self._kept else self.last + 1
 
-    def add(self, id: int, frames: Sequence[Buffer]) -> None:
+    def add(self, id: int, frames: Sequence[Buffer], *, force: bool = False) -> None:
         """Keep a message; :meth:`pending` gives it out.
+
+        Args:
+            id: Its position in the stream; grows.
+            frames: Its frames.
+            force: Whether it goes in where there is no room, too.
 
         Raises:
             ValueError: The id does not grow, or there is no room (a bug of the caller).
         """
         if id <= self.last:
             raise ValueError(f"id {id} after {self.last}")
-        if not self.room:
+        if not (self.room or force):
             raise ValueError(f"id {id} does not fit: {self.size} messages are unacknowledged")
         self.last = id
-        if id > self.acked:
-            self._kept.append(Sent(id, frames))
+        self._kept.append(Sent(id, frames))
+        self._settle()
 
     def pending(self) -> Sent | None:
         """The next message to transmit, or None."""
@@ -98,15 +107,22 @@ class SendWindow:
         if id > max(self.last, self.received):
             return False
         self.acked = max(self.acked, id)
-        while self._kept and self._kept[0].id <= id:
-            self._kept.popleft()
-            self._transmitted = max(0, self._transmitted - 1)
+        self._settle()
         return True
 
     def rewind(self, received: int) -> None:
         """A new connection: what lies above ``received`` has to be transmitted (again)."""
         self.received = received
         self._transmitted = 0
+
+    def _settle(self) -> None:
+        """Count what is acknowledged, and forget what is no longer retained."""
+        while self._retained < len(self._kept) and self._kept[self._retained].id <= self.acked:
+            self._retained += 1
+        while self._retained > self.retain:
+            self._kept.popleft()
+            self._retained -= 1
+            self._transmitted = max(0, self._transmitted - 1)
 
 
 class ReceiveOrder:
@@ -146,6 +162,16 @@ class ReceiveOrder:
         if id > self.received:
             raise ValueError(f"id {id} is acknowledged, but {self.received} is the last that came")
         self.acked = max(self.acked, id)
+
+    def start_at(self, first: int) -> int:
+        """A restarted module takes all that the other end can still send, and has partly had.
+
+        Returns:
+            How many ids are lost, as :meth:`skip_to`.
+        """
+        if first <= self.received:
+            self.received = self.acked = first - 1
+        return self.skip_to(first)
 
     def skip_to(self, first: int) -> int:
         """The other end cannot send anything below ``first`` any more.

@@ -195,7 +195,12 @@ class LinksSpec(Frozen):
         gradient_dtype: Type of gradients on the wire (default: the activations' type).
         security: ``auto`` encrypts tcp beyond loopback and lets in only the neighbour; ``curve``
             does so on loopback too; ``none`` encrypts nothing and lets everybody in.
-        connect_timeout_s: Seconds to wait for a neighbour before giving up.
+        connect_timeout_s: Seconds to wait for a neighbour before giving up, at the start.
+        on_loss: What a module does whose neighbour downstream is gone and whose window is full:
+            ``wait`` for it, or ``continue`` training on its own gradient interface; the batches
+            that do not fit are then not sent.
+        replay: Batches that a module keeps, to train on them again while its neighbour upstream is
+            gone; 0 for none.
     """
 
     transport: Literal["auto", "ipc", "tcp"] = "auto"
@@ -206,6 +211,8 @@ class LinksSpec(Frozen):
     gradient_dtype: Dtype | None = None
     security: Literal["auto", "curve", "none"] = "auto"
     connect_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    on_loss: Literal["wait", "continue"] = "wait"
+    replay: Annotated[int, Field(ge=0, le=1 << 16)] = 0
 
     @model_validator(mode="after")
     def _tcp_only(self) -> Self:
@@ -226,6 +233,27 @@ class CheckpointSpec(Frozen):
     every_epochs: Annotated[int, Field(ge=0)] = 1
     every_steps: Annotated[int, Field(ge=1)] | None = None
     keep: Annotated[int, Field(ge=1)] = 2
+
+
+class RestartSpec(Frozen):
+    """What happens when a worker dies.
+
+    Attributes:
+        policy: ``on-failure``: its module is started again; ``never``: the run ends.
+        limit: Starts again of one module, without a healthy stretch between, before the run ends.
+        backoff_s: Seconds before the first start again; each further one waits twice as long.
+        backoff_max_s: The longest wait.
+        healthy_s: A worker that has run this long starts the count anew.
+        snapshot_s: A module keeps a snapshot of its own state at most so often, to go on from when
+            it is restarted; 0 for none (it goes on from its newest checkpoint).
+    """
+
+    policy: Literal["on-failure", "never"] = "on-failure"
+    limit: Annotated[int, Field(ge=0)] = 10
+    backoff_s: Annotated[float, Field(ge=0)] = 0.5
+    backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
+    healthy_s: Annotated[float, Field(gt=0)] = 60.0
+    snapshot_s: Annotated[float, Field(ge=0)] = 10.0
 
 
 class BaseSpec(Frozen):
@@ -348,6 +376,7 @@ class ChainSpec(Frozen):
         modules: The modules, head first.
         links: How neighbours talk.
         checkpoint: When checkpoints are written.
+        restart: What happens when a worker dies.
         image: What the images hold.
         mounts: Host folders inside the containers.
         infiniband: Whether containers get the host's InfiniBand devices.
@@ -367,6 +396,7 @@ class ChainSpec(Frozen):
     modules: Annotated[tuple[ModuleSpec, ...], Field(min_length=1, max_length=1024)]
     links: LinksSpec = LinksSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    restart: RestartSpec = RestartSpec()
     image: ImageSpec = ImageSpec()
     mounts: tuple[MountSpec, ...] = ()
     infiniband: Literal["auto", "required", "off"] = "auto"

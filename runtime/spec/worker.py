@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from dni_runtime.spec.model import (
+    ChainSpec,
     CheckpointSpec,
     Choice,
     DataSpec,
@@ -20,6 +21,21 @@ from dni_runtime.spec.model import (
     LayerSpec,
     LinksSpec,
 )
+
+ADJACENT_FAILURES = 3
+"""So many neighbouring modules may be gone at once without a batch being lost between them."""
+
+
+def retained(chain: ChainSpec, index: int) -> int:
+    """Messages that a module keeps though the next one has acknowledged them.
+
+    A module that dies takes with it what it has acknowledged and the one after it has not received
+    yet: at most a window; and a window more for each further module that is gone at the same time.
+    """
+    if chain.restart.policy == "never":
+        return 0
+    links_beyond = max(len(chain.modules) - 2 - index, 0)
+    return chain.links.window * min(links_beyond, ADJACENT_FAILURES)
 
 
 class TensorSpec(Frozen):
@@ -101,6 +117,10 @@ class WorkerSpec(Frozen):
         late: Batches by which they may come late.
         gradients_out: The same for what the module upstream wants.
         links: How to talk to the neighbours.
+        retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
+        blocks: Whether the module takes no other batch before a true gradient has come: what a
+            neighbour that restarts has lost would be missed for good.
+        snapshot_s: Seconds between snapshots of the module's own state; 0 for none.
         keep: How many complete checkpoints to keep.
         stop_grace_s: Seconds for a checkpoint when told to stop.
         head: What only the head needs.
@@ -133,6 +153,9 @@ class WorkerSpec(Frozen):
     late: int = Field(ge=0)
     gradients_out: int = Field(ge=0)
     links: LinksSpec
+    retain: int = Field(default=0, ge=0)
+    blocks: bool = False
+    snapshot_s: float = Field(default=0.0, ge=0)
     keep: int
     stop_grace_s: float
     head: HeadRole | None
@@ -155,8 +178,8 @@ class WorkerSpec(Frozen):
     def hash(self) -> str:
         """SHA-256 of what the image must hold: host paths and link timing are left out."""
         document = self.model_dump(mode="json")
-        document.pop("stop_grace_s")
-        document.pop("late")
+        for name in ("stop_grace_s", "late", "retain", "blocks", "snapshot_s"):
+            document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
             document["head"]["data"].pop("path")

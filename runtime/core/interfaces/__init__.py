@@ -44,11 +44,13 @@ class Resolved(NamedTuple):
         every: Of which batches it wants the true gradient
             (:meth:`GradientInterface.gradient_every`).
         defers: As :attr:`GradientInterface.defers`.
+        blocks: As :attr:`GradientInterface.blocks`.
     """
 
     choice: Choice
     every: int
     defers: bool
+    blocks: bool
 
 
 def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
@@ -60,7 +62,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return Resolved(full, cls.gradient_every(options), cls.defers)
+    return Resolved(full, cls.gradient_every(options), cls.defers, cls.blocks)
 
 
 def build_interface(

@@ -176,3 +176,38 @@ def test_order_skips_what_cannot_come_any_more() -> None:
     assert order.skip_to(2) == 0
     assert order.skip_to(9) == 5
     assert (order.received, order.acked, order.gaps) == (8, 8, 5)
+
+
+def test_acknowledged_messages_are_retained_for_a_restarted_neighbour() -> None:
+    window = SendWindow(2, retain=3)
+    for id in range(1, 8):
+        window.add(id, [b""])
+        transmit(window)
+        assert window.acknowledge(id)
+    assert (len(window), window.first) == (0, 5)
+    window.add(8, [b""])
+    window.rewind(4)  # the neighbour has lost what it had not sent on
+    assert transmit(window) == [5, 6, 7, 8]
+    assert window.room
+    assert window.acknowledge(6)  # once more: nothing changes
+    assert (len(window), window.first) == (1, 5)
+
+
+def test_markers_go_into_a_full_window() -> None:
+    window = SendWindow(2)
+    for id in (1, 2):
+        window.add(id, [b""])
+    with pytest.raises(ValueError, match="does not fit"):
+        window.add(3, [b""])
+    window.add(3, [b""], force=True)
+    assert (len(window), window.room) == (3, False)
+
+
+def test_a_restarted_receiver_takes_what_can_still_come() -> None:
+    order = ReceiveOrder(10)
+    assert order.start_at(8) == 0
+    assert [order.accept(id) for id in (8, 9, 10, 11)] == [True] * 4
+    assert (order.duplicates, order.gaps) == (0, 0)
+    behind = ReceiveOrder(10)
+    assert behind.start_at(14) == 3
+    assert (behind.received, behind.gaps) == (13, 3)
