@@ -18,6 +18,10 @@
       metrics/MODULE.jsonl          what a worker measured
       tensorboard/MODULE/           the same as event files, when asked for
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
+      snapshots/MODULE.safetensors  a module's own newest state, for its restart
+      ledger/MODULE.json            what a module has processed, over all its attempts
+      marks.jsonl                   markers that the head was asked for, by position
+      requests/restart-MODULE       somebody's wish that a module is started again
 
 A run directory may lie on a shared file system: files appear whole (temporary name, then rename)
 and nothing relies on locks.
@@ -37,6 +41,11 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import DataError
+
+FOLDERS = (
+    *("specs", "src", "endpoints", "workers", "logs", "metrics"),
+    *("checkpoints", "snapshots", "ledger", "requests"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,23 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
+    @property
+    def marks(self) -> Path:
+        return self.root / "marks.jsonl"
+
+    @property
+    def requests(self) -> Path:
+        return self.root / "requests"
+
+    def restart_request(self, module: str) -> Path:
+        return self.requests / f"restart-{module}"
+
+    def snapshot(self, module: str) -> Path:
+        return self.root / "snapshots" / f"{module}.safetensors"
+
+    def ledger(self, module: str) -> Path:
+        return self.root / "ledger" / f"{module}.json"
+
     def spec(self, module: str) -> Path:
         return self.root / "specs" / f"{module}.json"
 
@@ -114,7 +140,7 @@ class RunDir:
 
     def create(self) -> None:
         """Make the folders, readable by their owner alone."""
-        for folder in ("specs", "src", "endpoints", "workers", "logs", "metrics", "checkpoints"):
+        for folder in FOLDERS:
             (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.root.chmod(0o700)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,12 +35,26 @@ class Evaluation:
         loss = build_loss(step.spec.loss).to(step.device)
         return cls(loss, ("accuracy",) if step.classifies else ())
 
+    def to_dict(self) -> dict[str, Any]:
+        """The sums so far; waits for the device."""
+        sums = {name: float(total) for name, total in self._sums.items()}
+        return {"samples": self.samples, "sums": sums}
+
+    def go_on_from(self, document: dict[str, Any]) -> None:
+        """Begin with the sums that :meth:`to_dict` gave."""
+        self.samples = document["samples"]
+        self._sums = {
+            name: torch.tensor(total, dtype=torch.float64)
+            for name, total in document["sums"].items()
+        }
+
     def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
         """Count one batch of predictions, without waiting for a device."""
         with torch.no_grad():
             for name, function in self._functions.items():
                 total = function(p_BP, y_BY).double() * len(p_BP)
-                self._sums[name] = self._sums[name] + total if name in self._sums else total
+                before = self._sums.get(name)
+                self._sums[name] = total if before is None else before.to(total.device) + total
         self.samples += len(p_BP)
 
     def result(self) -> dict[str, float]:

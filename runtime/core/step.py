@@ -7,6 +7,7 @@ wire, :class:`dni_runtime.core.chain.LocalChain` in one process.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -148,6 +149,11 @@ class ModuleStep:
         self._current = (id, x_BX, h_BH)
         return cast("Tensor", h_BH.detach())
 
+    def forward_again(self, x_BX: Tensor) -> Tensor:
+        """The activation of a batch that the weights have been trained on already."""
+        with torch.no_grad(), self._autocast():
+            return cast("Tensor", self.layers(x_BX).to(self._output_dtype))
+
     def update(self, y_BY: Tensor) -> Tensor | None:
         """Train on the batch of the last :meth:`forward`.
 
@@ -179,6 +185,29 @@ class ModuleStep:
         if due(id, self.spec.gradients_in):
             self._keep(id, Pending(h_detached_BH, y_BY))
         return self._descend(h_BH, signal.g_BH / len(h_BH), x_BX)
+
+    @property
+    def replays(self) -> bool:
+        """Whether the module can train on a batch again: its error signal comes at once."""
+        interface = self.interface
+        return self.optimizer is not None and (interface is None or not interface.pending)
+
+    def replay(self, x_BX: Tensor, y_BY: Tensor) -> None:
+        """Train on a batch once more, by the module's own error signal alone.
+
+        Args:
+            x_BX: The input.
+            y_BY: Its labels.
+        """
+        with self._autocast():
+            h_BH = self.layers(x_BX)
+        h_BH = h_BH.to(self._output_dtype)
+        if self.interface is None:
+            assert self.loss is not None
+            self._descend(self.loss(h_BH, y_BY), None, x_BX)
+        else:
+            signal = self.interface.signal(h_BH.detach(), y_BY)
+            self._descend(h_BH, signal.g_BH / len(h_BH), x_BX)
 
     def late_gradient(self, id: int, g_BH: Tensor) -> Tensor | None:
         """Take a true gradient that has arrived.
@@ -234,8 +263,22 @@ class ModuleStep:
 
     def end_epoch(self) -> None:
         """Step a schedule that counts epochs."""
-        if self.schedule is not None and self.spec.schedule_every == "epoch":
-            self.schedule.step()
+        if self.spec.schedule_every == "epoch":
+            self._step_schedule(1)
+
+    def pass_over(self, batches: int) -> None:
+        """Step a schedule that counts batches, for those that were trained on elsewhere."""
+        if self.spec.schedule_every == "batch":
+            self._step_schedule(batches)
+
+    def _step_schedule(self, count: int) -> None:
+        if self.schedule is None:
+            return
+        with warnings.catch_warnings():
+            # A restarted module catches up before its optimizer's first step.
+            warnings.filterwarnings("ignore", "Detected call of", UserWarning)
+            for _ in range(count):
+                self.schedule.step()
 
     def _keep(self, id: int, pending: Pending) -> None:
         assert self.interface is not None

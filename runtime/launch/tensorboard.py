@@ -38,7 +38,7 @@ TRAIN_TAGS = {
 """Tags of the fields of ``train`` lines (docs/metrics.md)."""
 
 _HEAD = frozenset(
-    {"time", "module", "attempt", "kind", "id", "epoch", "step", "samples", "trained"}
+    {"time", "module", "attempt", "kind", "id", "epoch", "step", "samples", "trained", "batches"}
 )
 _FRAME = struct.Struct("<QI")
 _CRC_BYTES = 4

@@ -12,11 +12,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -26,10 +27,13 @@ from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
+"""A module's tensors by name, and the rest as a JSON document."""
 
 
-def snapshot(step: ModuleStep) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def snapshot(step: ModuleStep) -> State:
     """Copy a module's whole state: weights, interface, optimizers, schedule, random numbers.
 
     Returns:
@@ -97,7 +101,7 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         ) from None
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path) -> State:
     """Read a checkpoint.
 
     Args:
@@ -113,6 +117,48 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
 
 
+def read_newest(run: RunDir, module: str) -> State | None:
+    """A module's own newest state: a checkpoint of any cut, or its snapshot.
+
+    A file that is damaged is passed over. What a process that was killed left half-written, is
+    removed.
+
+    Returns:
+        None where there is none.
+    """
+    for folder in (*run.checkpoints.glob("[0-9]*"), run.snapshot(module).parent):
+        for rest in folder.glob(f".{module}.*"):
+            rest.unlink(missing_ok=True)
+    states: list[tuple[int, Callable[[], State]]] = []
+    for path in run.checkpoints.glob(f"[0-9]*/{module}.json"):
+        states.append((int(path.parent.name), partial(read, path.with_suffix(""))))
+    own = run.snapshot(module)
+    with contextlib.suppress(CheckpointError):
+        states.append((_snapshot_document(own)["cut"], partial(_read_snapshot, own)))
+    for _, read_it in sorted(states, key=lambda state: state[0], reverse=True):
+        try:
+            return read_it()
+        except CheckpointError as error:
+            log.warning("%s; an older one is taken", error)
+    return None
+
+
+def _read_snapshot(path: Path) -> State:
+    try:
+        return load(path.read_bytes()), _snapshot_document(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the snapshot {str(path)!r} cannot be read: {error}") from None
+
+
+def _snapshot_document(path: Path) -> dict[str, Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            document: dict[str, Any] = json.loads(file.metadata()["document"])
+            return document
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the snapshot {str(path)!r} cannot be read: {error}") from None
+
+
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, so that training does not wait for the disk.
 
@@ -123,6 +169,10 @@ class CheckpointWriter:
         keep: How many complete cuts to keep.
         on_error: Called in the thread when a checkpoint could not be written; the last good one
             stays.
+        on_written: Called in the thread when one has been written.
+
+    Attributes:
+        failure: Why the newest checkpoint could not be written; None where it was.
     """
 
     def __init__(
@@ -132,20 +182,38 @@ class CheckpointWriter:
         chain: list[str],
         keep: int,
         on_error: Callable[[CheckpointError], None],
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._module = module
         self._chain = chain
         self._keep = keep
         self._on_error = on_error
-        self._queue: queue.Queue[tuple[int, dict[str, Tensor], dict[str, Any]] | None]
+        self._on_written = on_written
+        self.failure: CheckpointError | None = None
+        self._queue: queue.Queue[tuple[State, bool] | None]
         self._queue = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written, or waits for it."""
+        return self._queue.unfinished_tasks > 0
+
     def write(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
         """Have a checkpoint written; waits only while the one before the last is being written."""
-        self._queue.put((cut, tensors, document | {"cut": cut}))
+        self._queue.put(((tensors, document | {"cut": cut}), True))
+
+    def write_snapshot(
+        self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]
+    ) -> None:
+        """Have the module's own snapshot written, in place of the one before; it is no cut."""
+        self._queue.put(((tensors, document | {"cut": cut}), False))
+
+    def flush(self) -> None:
+        """Wait until all that was to be written is on disk, or has failed."""
+        self._queue.join()
 
     def close(self) -> None:
         """Wait until everything is on disk."""
@@ -154,22 +222,36 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            cut, tensors, document = job
+            (tensors, document), is_cut = job
+            cut = document["cut"]
             try:
-                path = self._run.checkpoint(cut, self._module)
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_atomic(path.with_suffix(".safetensors"), save(tensors))
-                # The JSON comes last: where it is, the checkpoint is whole.
-                write_atomic(path.with_suffix(".json"), json.dumps(document) + "\n")
-                log.info("checkpoint at %d written", cut)
-                self._drop_old()
+                if is_cut:
+                    self._write_part(cut, tensors, document)
+                    self.failure = None
+                else:
+                    metadata = {"document": json.dumps(document)}
+                    write_atomic(self._run.snapshot(self._module), save(tensors, metadata))
+                self._on_written()
             except OSError as error:
-                self._on_error(
-                    CheckpointError(
-                        f"the checkpoint at {cut} could not be written: {error}",
-                        hint="the last good checkpoint stays; make room and resume",
-                    )
+                what = "checkpoint" if is_cut else "snapshot"
+                failure = CheckpointError(
+                    f"the {what} at {cut} could not be written: {error}",
+                    hint="the last good checkpoint stays; make room",
                 )
+                if is_cut:
+                    self.failure = failure
+                self._on_error(failure)
+            finally:
+                self._queue.task_done()
+
+    def _write_part(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
+        path = self._run.checkpoint(cut, self._module)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(path.with_suffix(".safetensors"), save(tensors))
+        # The JSON comes last: where it is, the checkpoint is whole.
+        write_atomic(path.with_suffix(".json"), json.dumps(document) + "\n")
+        log.info("checkpoint at %d written", cut)
+        self._drop_old()
 
     def _drop_old(self) -> None:
         complete = complete_cuts(self._run, self._chain)

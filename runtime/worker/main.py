@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -17,34 +13,26 @@ from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.data import open_data
 from dni_runtime.errors import (
+    CheckpointError,
     DataError,
-    DniError,
-    EncryptionError,
     ImageError,
     StoppedError,
     UnavailableError,
     UsageError,
 )
-from dni_runtime.link import InputLink, OutputLink, encrypted, listen_address
+from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.link.keys import RunKeys
-from dni_runtime.rundir import (
-    RunDir,
-    complete_cuts,
-    read_json,
-    socket_folder,
-    write_json,
-)
+from dni_runtime.rundir import RunDir, read_json, socket_folder
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
+from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Position, items
+from dni_runtime.worker.stream import items
 
 log = logging.getLogger(__name__)
-
-CONNECT_SLICE_S = 3.0
-"""A neighbour's endpoint is read again this often while it does not answer."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,7 @@ def serve(options: Options, stop: StopRequest) -> None:
         meter.set_state("stopped" if stopped else "failed", str(error))
         raise
     finally:
-        run.endpoint(spec.module).unlink(missing_ok=True)
+        withdraw(run, spec, options.attempt)
         keys.leave()
     meter.set_state(outcome.value)
     if outcome is Outcome.STOPPED:
@@ -148,59 +136,84 @@ def _serve(
     record = read_json(run.record) or {}
     # By hand nobody wrote a record: the modules are those that have been served here.
     chain = record.get("modules") or sorted(f.stem for f in run.worker("x").parent.glob("*.json"))
-    cut, position = _resume(options, spec, run, step, meter, chain)
+    start, ledger = begin(options.resume, spec, run, step, chain)
+    meter.go_on(ledger.counts, start.epoch)
     source = None
     if spec.head is not None:
         data = spec.head.data.at(options.data)
         source = open_data(data, _source_root(run), seed=spec.seed)
     input, output = None, None
     name = str(record.get("run", options.run.name))
+    again = start.again
+    neighbours = Neighbours(spec, run, address=options.connect, again=again, stop=stop)
     try:
         if spec.upstream is not None:
-            input = InputLink(spec, run=name, received=cut, keys=keys)
+            input = InputLink(spec, run=name, received=start.cut, again=again, keys=keys)
             folder = options.ipc or socket_folder(options.run)
             wanted = options.listen or listen_address(spec.links, spec.index, folder, spec.module)
             address = input.bind(wanted)
-            _publish(run, spec, options.attempt, address, keys)
+            publish(run, spec, options.attempt, address, keys)
             log.info("module %s listens on %s", spec.module, address)
         meter.set_state("connecting")
+        if input is not None and again:
+            # What upstream can still send decides what can be sent on.
+            if not neighbours.wait_for_upstream(input):
+                return _left_behind(spec, start)
+            start.first_id = input.received + 1
+            if input.received:
+                input.send_drained(input.received)
         if spec.downstream is not None:
-            output = OutputLink(spec, run=name, next_id=cut + 1, keys=keys)
-            _connect(output, input, options, spec, run, stop)
-        if input is not None:
-            input.wait_for_peer(spec.links.connect_timeout_s, stop)
+            output = OutputLink(spec, run=name, next_id=start.first_id, keys=keys)
+            neighbours.connect(output, input)
+        if input is not None and not again:
+            neighbours.wait_for_upstream(input)
         if stop():
             raise StoppedError("stopped before training began")
+        meter.progress.id = start.first_id - 1
         meter.set_state("running")
         meter.start_from_here()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
-            spec.module, device, spec.input, spec.output, cut,
+            spec.module, device, spec.input, spec.output, start.cut,
         )  # fmt: skip
-        errors: list[DniError] = []
-        writer = checkpoint.CheckpointWriter(run, spec.module, chain, spec.keep, errors.append)
+        writer = checkpoint.CheckpointWriter(
+            run, spec.module, chain, spec.keep, meter.warn, meter.all_is_well
+        )
         try:
             server = ModuleServer(
                 step,
                 meter=meter,
                 checkpoints=writer,
                 stop=stop,
-                stream=items(source, spec.head, position) if source and spec.head else None,
+                start=start,
+                ledger=ledger,
+                stream=items(source, spec.head, start.position) if source and spec.head else None,
                 input=input,
                 output=output,
-                first_id=cut + 1,
-                position=position,
+                neighbours=neighbours,
             )
             outcome = server.serve()
         finally:
             writer.close()
-        if errors:
-            raise errors[-1]
+        if writer.failure is not None:
+            raise writer.failure
         return outcome
     finally:
+        ledger.close()
         for link in (output, input):
             if link is not None:
                 link.close()
+
+
+def _left_behind(spec: WorkerSpec, start: Start) -> Outcome:
+    """The module upstream has finished: so had this one, or the end of the stream is lost."""
+    if start.over:
+        return Outcome.FINISHED
+    raise CheckpointError(
+        f"module {spec.upstream!r} has finished, but the last checkpoint of {spec.module!r} is "
+        f"of {start.cut} in the stream, before its end",
+        hint="go on from the newest complete checkpoint with 'dnictl resume'",
+    )
 
 
 def choose_device(spec: WorkerSpec) -> torch.device:
@@ -220,109 +233,6 @@ def choose_device(spec: WorkerSpec) -> torch.device:
             hint="run it where a GPU is visible, install torch for it, or set 'device: cpu'",
         )
     return torch.device("cuda", index)
-
-
-def _resume(
-    options: Options,
-    spec: WorkerSpec,
-    run: RunDir,
-    step: ModuleStep,
-    meter: Meter,
-    chain: list[str],
-) -> tuple[int, Position]:
-    """Load a checkpoint where one is wanted; gives the cut and the head's position."""
-    cuts = complete_cuts(run, chain)
-    if options.resume == "none":
-        cut = 0
-    elif options.resume == "auto":
-        cut = cuts[-1] if cuts else 0
-    else:
-        cut = int(options.resume)
-    position = Position()
-    if cut:
-        tensors, document = checkpoint.read(run.checkpoint(cut, spec.module))
-        checkpoint.restore(step, tensors, document)
-        meter.progress.id = cut
-        meter.progress.epoch = document["epoch"]
-        meter.progress.step = document["step"]
-        meter.progress.samples = document["samples"]
-        if spec.head is not None:
-            position = Position(**document["position"])
-        log.info("module %s resumes at %d of the stream, step %d", spec.module, cut, step.batches)
-    # What an earlier attempt wrote after this cut would mix with what comes now.
-    checkpoint.forget(run, spec.module, lambda other: other > cut)
-    return cut, position
-
-
-def _connect(
-    output: OutputLink,
-    input: InputLink | None,
-    options: Options,
-    spec: WorkerSpec,
-    run: RunDir,
-    stop: StopRequest,
-) -> None:
-    """Find the neighbour downstream and shake hands; it may start later, or somewhere else.
-
-    The neighbour upstream gets its answer meanwhile, so that only the one that is missing is named.
-    """
-    assert spec.downstream is not None
-
-    def interrupted() -> bool:
-        if input is not None:
-            input.greet()
-        return stop()
-
-    deadline = time.monotonic() + spec.links.connect_timeout_s
-    path = run.endpoint(spec.downstream)
-    mistrust: EncryptionError | None = None
-    while not interrupted():
-        left = deadline - time.monotonic()
-        record: dict[str, Any] | None = read_json(path)
-        address = options.connect or (record["address"] if record is not None else None)
-        if left <= 0:
-            if mistrust is not None:
-                raise mistrust
-            where = f"at {address}" if address else f"(no endpoint in {str(path)!r})"
-            raise UnavailableError(
-                f"module {spec.downstream!r}, downstream of {spec.module!r}, did not answer "
-                f"{where} within {spec.links.connect_timeout_s:.0f} s",
-                hint=f"see its log, such as {str(run.log(spec.downstream, options.attempt))!r}",
-            )
-        if address is None:
-            time.sleep(min(0.05, left))
-            continue
-        key = (record or {}).get("public_key") if options.connect is None else None
-        try:
-            output.connect(
-                address,
-                deadline_s=min(CONNECT_SLICE_S, left),
-                server_key=None if key is None else key.encode(),
-                stop=interrupted,
-            )
-        except EncryptionError as error:
-            mistrust = error
-            continue
-        except UnavailableError:
-            mistrust = None
-            continue
-        return
-
-
-def _publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: RunKeys) -> None:
-    public_key = keys.own.public.decode() if encrypted(spec.links, address) else None
-    write_json(
-        run.endpoint(spec.module),
-        {
-            "module": spec.module,
-            "address": address,
-            "public_key": public_key,
-            "attempt": attempt,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "time": time.time(),
-        },
-    )
 
 
 def _source_root(run: RunDir) -> Path:

@@ -5,6 +5,7 @@ Every field of a line is described in docs/metrics.md.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import resource
@@ -19,8 +20,12 @@ from torch import Tensor
 
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
+from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, append_line, write_json
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.ledger import Counts
+
+log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 """A line of metrics is written about this often."""
@@ -57,6 +62,10 @@ class Meter:
         progress: Kept up to date by the server.
         waiting_s: Seconds spent waiting, by reason: ``data`` (the head's source), ``input``,
             ``window``, ``gradient``.
+        state: What it is doing.
+        error: What ended it.
+        warning: What has gone wrong while it went on.
+        begun: Whether the module has taken its place in the stream.
     """
 
     run: RunDir
@@ -66,14 +75,31 @@ class Meter:
     waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     state: str = "starting"
     error: str | None = None
+    warning: str | None = None
+    begun: bool = False
 
     def __post_init__(self) -> None:
         self._due = time.monotonic() + INTERVAL_S
         self._sample_due = 0.0
+        self._complained = False
         self._loss = Mean()
         self._fill = self._fills = 0
         self._evaluation: dict[str, Any] | None = None
         self.start_from_here()
+
+    def go_on(self, counts: Counts, epoch: int) -> None:
+        """Begin with what former attempts have counted; from here on the module has a place."""
+        self.begun = True
+        self.progress = Progress(counts.id, epoch, counts.step, counts.samples)
+
+    def warn(self, error: CheckpointError) -> None:
+        """Show that a checkpoint could not be written; training goes on."""
+        log.warning("%s", error)
+        self.warning = str(error)
+
+    def all_is_well(self) -> None:
+        """A checkpoint could be written (again)."""
+        self.warning = None
 
     def start_from_here(self) -> None:
         """Measure rates and shares from now, and from the present progress, on."""
@@ -146,10 +172,33 @@ class Meter:
                 cpu=round((now.cpu_s - then.cpu_s) / took, 3),
                 **_memory(),
                 refused=links.refused,
+                missed=links.missed,
+                replayed=links.replayed,
+                resent=links.resent,
+                duplicates=links.duplicates,
+                gaps=links.gaps,
             )
             counters.lag_max = self._fill = self._fills = 0
         self._due = time.monotonic() + INTERVAL_S
         self._write_state()
+
+    def keep_alive(self) -> None:
+        """Show about once a second that the worker lives, though it does not train."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + INTERVAL_S
+            self._write_state()
+
+    def epoch_ended(self, epoch: int, batches: int) -> None:
+        """Write one line about a training epoch: its batches, each counted once."""
+        progress = self.progress
+        self._append(
+            kind="epoch",
+            id=progress.id,
+            epoch=epoch,
+            step=progress.step,
+            samples=progress.samples,
+            batches=batches,
+        )
 
     def evaluated(self, result: dict[str, float], samples: int) -> None:
         """Write one line about an evaluation: the tail's of the chain, another's of its head."""
@@ -179,27 +228,41 @@ class Meter:
 
     def _append(self, **values: Any) -> None:
         head = {"time": time.time(), "module": self.spec.module, "attempt": self.attempt}
-        append_line(self.run.metrics(self.spec.module), head | values)
+        try:
+            append_line(self.run.metrics(self.spec.module), head | values)
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        """A full disk, or one that is away: no reason to stop training."""
+        if not self._complained:
+            self._complained = True
+            log.warning("the run directory cannot be written: %s", error)
 
     def _write_state(self) -> None:
         progress = self.progress
-        write_json(
-            self.run.worker(self.spec.module),
-            {
-                "module": self.spec.module,
-                "attempt": self.attempt,
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "state": self.state,
-                "time": time.time(),
-                "id": progress.id,
-                "epoch": progress.epoch,
-                "step": progress.step,
-                "samples": progress.samples,
-                "evaluation": self._evaluation,
-                "error": self.error,
-            },
-        )
+        try:
+            write_json(self.run.worker(self.spec.module), self._report(progress))
+        except OSError as error:
+            self._complain(error)
+
+    def _report(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "module": self.spec.module,
+            "attempt": self.attempt,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "state": self.state,
+            "time": time.time(),
+            "id": progress.id,
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "samples": progress.samples,
+            "evaluation": self._evaluation,
+            "error": self.error,
+            "warning": self.warning,
+            "begun": self.begun,
+        }
 
 
 @dataclass(frozen=True)
@@ -211,12 +274,22 @@ class LinkFigures:
         in_flight: How many are.
         gradients_dropped: Gradients that could not be sent upstream.
         refused: Messages refused, by reason.
+        missed: Batches not sent, because the module downstream was gone.
+        replayed: Batches trained on again, because the module upstream was gone.
+        resent: Messages sent again to a neighbour that had been restarted.
+        duplicates: Messages that had come before.
+        gaps: Ids that never came.
     """
 
     window: int | None = None
     in_flight: int = 0
     gradients_dropped: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    missed: int = 0
+    replayed: int = 0
+    resent: int = 0
+    duplicates: int = 0
+    gaps: int = 0
 
 
 class _Reading(NamedTuple):

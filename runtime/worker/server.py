@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 
@@ -20,8 +21,12 @@ from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker.checkpoint import CheckpointWriter, snapshot
+from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
+from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, Meter
+from dni_runtime.worker.neighbours import Neighbours
+from dni_runtime.worker.replay import ReplayBuffer
+from dni_runtime.worker.resume import Start, document, note_mark
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Position
 
@@ -32,6 +37,18 @@ POLL_MS = 500
 
 REQUEST_AFTER_S = 1.0
 """A module told to stop asks for a checkpoint only when the head has not made one by itself."""
+
+ASK_AGAIN_S = 5.0
+"""It asks again after so long: the request may have been lost with a module that died."""
+
+SNAPSHOT_SHARE = 0.02
+"""Copying the module's state for snapshots takes at most this share of the time."""
+
+SILENT_S = 0.5
+"""An input that has been silent for so long may have lost its module."""
+
+FLUSH_SLICE_S = 0.5
+"""While it waits for downstream to have everything, a module looks around this often."""
 
 FAREWELL_S = 5.0
 """Longest wait for the module upstream to hear that all has been processed."""
@@ -52,11 +69,12 @@ class ModuleServer:
         meter: Where measurements go.
         checkpoints: Where checkpoints go.
         stop: Tells that the worker should stop.
+        start: Where the module begins.
+        ledger: What it has processed in the whole run.
         stream: The head's stream from its position on; None for other modules.
         input: The link from upstream; None for the head.
         output: The link to downstream; None for the tail.
-        first_id: The id of the next item in the stream.
-        position: The head's position before the first item.
+        neighbours: Finds the module downstream again when it has been restarted; None: it stays.
     """
 
     def __init__(
@@ -66,11 +84,12 @@ class ModuleServer:
         meter: Meter,
         checkpoints: CheckpointWriter,
         stop: StopRequest,
+        start: Start,
+        ledger: Ledger,
         stream: Iterator[Item] | None = None,
         input: InputLink | None = None,
         output: OutputLink | None = None,
-        first_id: int = 1,
-        position: Position | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._step = step
         self._meter = meter
@@ -79,14 +98,29 @@ class ModuleServer:
         self._stream = stream
         self._input = input
         self._output = output
-        self._next_id = first_id
-        self._position = position
+        self._neighbours = neighbours if output is not None else None
+        self._start = start
+        self._ledger = ledger
+        self._next_id = start.first_id
+        self._position = start.position if input is None else None
+        # The head: positions before all that it may have to send again.
+        self._before: deque[tuple[int, Position]] = deque()
         self._evaluation: Evaluation | None = None
+        if ledger.counts.evaluation is not None:
+            self._evaluation = Evaluation.of(step)
+            self._evaluation.go_on_from(ledger.counts.evaluation)
         self._wanted = Mark(0)
-        self._asked = False
+        self._asked_s: float | None = None
+        self._told_all = False
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
-        self._chain_ends = False
+        self._last: Marker | None = None
+        self._snapshot_id = start.cut
+        self._snapshot_due_s = time.monotonic() + step.spec.snapshot_s
+        self._goes_on_alone = step.spec.links.on_loss == "continue"
+        size = step.spec.links.replay if input is not None and step.replays else 0
+        self._replay = ReplayBuffer(size, step.spec.seed) if size else None
+        self._heard_s = time.monotonic()
         # Input that cannot be taken yet must not wake the loop up again and again.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
@@ -109,6 +143,7 @@ class ModuleServer:
                 self._heed_stop()
             elif self._meter.due(self._step):
                 self._write_metrics()
+                self._snapshot()
             if self._outcome is not None or not self._may_take() or not self._take():
                 self._sleep()
         self._write_metrics()
@@ -116,16 +151,44 @@ class ModuleServer:
         return self._outcome
 
     def _part(self) -> None:
-        """Leave when both neighbours know what they have to, or are gone."""
+        """Leave when both neighbours know what they have to, or are gone.
+
+        The end of the stream is acknowledged last: until then the module upstream stays, so that
+        whoever dies on the way finds it there.
+        """
         left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
-        if self._output is not None and not self._output.finish(left_s):
+        if self._output is not None and not self._flush(self._output, left_s):
             log.warning("the module downstream has not acknowledged everything")
-        if self._input is not None and self._chain_ends:
-            self._input.finish(min(left_s, FAREWELL_S))
+        if self._last is not None:
+            self._checkpoints.flush()
+            self._ledger.processed(self._last.id)
+            if self._input is not None:
+                self._input.ack(self._last.id)
+                self._input.finish(min(left_s, FAREWELL_S))
+
+    def _flush(self, output: OutputLink, left_s: float) -> bool:
+        """Wait until downstream has everything; at the end of the run also for its restart."""
+        end_s = time.monotonic() + left_s
+        downstream = self._step.spec.downstream
+        while not output.finish(min(FLUSH_SLICE_S, left_s)):
+            self._meter.keep_alive()
+            if self._neighbours is not None and downstream is not None:
+                self._neighbours.look(output)
+                over = self._outcome is Outcome.FINISHED and not self._stop()
+                if over and (not output.lost or self._neighbours.expected(downstream)):
+                    continue
+            if time.monotonic() >= end_s:
+                return False
+        return True
 
     def _may_take(self) -> bool:
-        room = self._output is None or self._output.room
-        return room and self._draining is None and not self._step.blocked
+        if self._draining is not None or self._step.blocked:
+            return False
+        return self._output is None or self._output.room or self._alone(self._output)
+
+    def _alone(self, output: OutputLink) -> bool:
+        """Whether training goes on without the module downstream."""
+        return self._goes_on_alone and output.lost
 
     def _take(self) -> bool:
         """Handle the next item, if there is one."""
@@ -133,6 +196,8 @@ class ModuleServer:
             received = self._input.receive()
             if received is None:
                 return False
+            if self._replay is not None:
+                self._heard_s = time.monotonic()
             if isinstance(received, Marker):
                 self._handle_marker(received)
             else:
@@ -140,9 +205,14 @@ class ModuleServer:
             return True
         id = self._next_id
         self._next_id += 1
-        if self._wanted:
-            assert self._position is not None
+        assert self._position is not None
+        self._remember(id, self._position)
+        mark = self._start.marks.get(id)
+        # An id that a former process may have used stands for what it stood for then.
+        if mark is None and self._wanted and id > self._ledger.counts.id + self._start.again:
             mark, self._wanted = self._wanted, Mark(0)
+            note_mark(self._meter.run, id, mark)
+        if mark is not None:
             self._handle_marker(Marker(id, self._meter.progress.epoch, mark, {}))
             return True
         assert self._stream is not None
@@ -156,37 +226,66 @@ class ModuleServer:
             self._handle_batch(Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY), item)
         return True
 
+    def _remember(self, id: int, position: Position) -> None:
+        """Keep the positions of what a restarted head has to send again."""
+        self._before.append((id, position))
+        first = self._output.first if self._output is not None else id
+        while len(self._before) > 1 and self._before[0][0] < first:
+            self._before.popleft()
+
     def _handle_batch(self, batch: Batch, item: Item | None) -> None:
-        step, progress = self._step, self._meter.progress
+        step, progress, ledger = self._step, self._meter.progress, self._ledger
         device = step.device
         x_BX = batch.h.to(device, non_blocking=True)
         y_BY = batch.y.to(device, non_blocking=True)
-        if batch.mode is Mode.TRAIN:
+        g_BX = None
+        if batch.mode is not Mode.TRAIN:
+            h_BH = step.evaluate(x_BX)
+            self._send_on(batch, h_BH)
+            if ledger.new(batch.id):
+                self._evaluate(h_BH, y_BY)
+            ledger.processed(batch.id)
+        elif batch.id <= self._start.cut:  # only sent on: a restarted module was trained on it
+            self._send_on(batch, step.forward_again(x_BX))
+        else:
+            self._end_epochs(batch.epoch - 1)
             h_BH = step.forward(batch.id, x_BX)
             self._send_on(batch, h_BH)
             g_BX = step.update(y_BY)
-            progress.step += 1
-            progress.samples += len(x_BX)
+            ledger.trained(batch.id, batch.epoch, len(x_BX))
+            progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
-        else:
-            h_BH = step.evaluate(x_BX)
-            self._send_on(batch, h_BH)
-            g_BX = None
-            p_BP = step.predict(h_BH)
-            if p_BP is not None:
-                if self._evaluation is None:
-                    self._evaluation = Evaluation.of(step)
-                self._evaluation.add(p_BP, y_BY)
+            if self._replay is not None:
+                self._replay.keep(x_BX, y_BY)
         if item is not None:
             self._position = item.position
         progress.id, progress.epoch = batch.id, batch.epoch
         self._answer(batch.id, g_BX)
 
+    def _evaluate(self, h_BH: Tensor, y_BY: Tensor) -> None:
+        p_BP = self._step.predict(h_BH)
+        if p_BP is None:
+            return
+        if self._evaluation is None:
+            self._evaluation = Evaluation.of(self._step)
+        self._evaluation.add(p_BP, y_BY)
+        self._ledger.counts.evaluation = self._evaluation.to_dict()
+
+    def _end_epochs(self, epoch: int) -> None:
+        """Step schedules to the end of an epoch, past markers that a former process has had."""
+        while self._start.epochs_ended < epoch:
+            self._start.epochs_ended += 1
+            self._step.end_epoch()
+
     def _send_on(self, batch: Batch, h_BH: Tensor) -> None:
-        if self._output is not None:
-            h_BH = h_BH.to("cpu")
-            self._output.send_batch(batch.id, batch.epoch, batch.mode, h_BH, batch.y)
-            self._meter.count_window(self._output.in_flight)
+        output = self._output
+        if output is None:
+            return
+        if not output.room:
+            output.counters.missed += 1
+            return
+        output.send_batch(batch.id, batch.epoch, batch.mode, h_BH.to("cpu"), batch.y)
+        self._meter.count_window(output.in_flight)
 
     def _answer(self, id: int, g_BX: Tensor | None) -> None:
         """Acknowledge up to ``id``, with the gradient for upstream where there is one."""
@@ -201,6 +300,10 @@ class ModuleServer:
         """Take what has come from downstream: gradients, and requests for the head."""
         if self._output is None:
             return
+        if self._neighbours is not None:
+            self._neighbours.look(self._output)
+        if self._draining is not None and self._alone(self._output):
+            self._give_up()
         for event in self._output.receive():
             if isinstance(event, Gradient):
                 g_BH = event.g.to(self._step.device, non_blocking=True)
@@ -209,11 +312,16 @@ class ModuleServer:
                     self._input.send_gradient(event.id, g_BX.to("cpu"), ack=self._acked)
             elif isinstance(event, Drained):
                 if self._draining is not None and event.id >= self._draining.id:
-                    self._step.give_up_waiting()
-                    marker, self._draining = self._draining, None
-                    self._finish_marker(marker)
+                    self._give_up()
             else:
                 self._ask_upstream()
+
+    def _give_up(self) -> None:
+        """No true gradient for a batch before the marker will come any more."""
+        assert self._draining is not None
+        self._step.give_up_waiting()
+        marker, self._draining = self._draining, None
+        self._finish_marker(marker)
 
     @property
     def _acked(self) -> int:
@@ -236,39 +344,64 @@ class ModuleServer:
             self._finish_marker(marker)
 
     def _finish_marker(self, marker: Marker) -> None:
-        progress = self._meter.progress
+        progress, mark = self._meter.progress, marker.mark
         progress.id, progress.epoch = marker.id, max(marker.epoch, progress.epoch)
-        if Mark.EPOCH in marker.mark:
-            self._step.end_epoch()
-        if Mark.EVAL in marker.mark and self._evaluation is not None:
-            result, samples = self._evaluation.result(), self._evaluation.samples
-            self._evaluation = None
-            self._meter.evaluated(result, samples)
-            log.info(
-                "epoch %d%s: %s",
-                marker.epoch,
-                ", early head" if self._step.spec.tail is None else "",
-                ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
-            )
-        if Mark.CHECKPOINT in marker.mark:
-            self._checkpoint(marker.id)
+        new = self._ledger.new(marker.id)
+        if Mark.EPOCH in mark:
+            self._end_epochs(marker.epoch)
+            counts = self._ledger.counts
+            if new and counts.epoch == marker.epoch:
+                self._meter.epoch_ended(marker.epoch, counts.epoch_batches)
+        if Mark.EVAL in mark and self._evaluation is not None:
+            self._report_evaluation(marker.epoch)
+        if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
+            state = self._state(marker.id, over=Mark.END in mark)
+            self._checkpoints.write(marker.id, *state)
+        if mark & (Mark.END | Mark.STOP):
+            self._last = marker
+        else:
+            self._ledger.processed(marker.id)
         if self._input is not None:
             self._input.send_drained(marker.id)
-            self._input.ack(marker.id)
-        self._chain_ends = bool(marker.mark & (Mark.END | Mark.STOP))
-        if Mark.END in marker.mark:
+            if self._last is None:
+                self._input.ack(marker.id)
+        if Mark.END in mark:
             self._outcome = Outcome.FINISHED
-        elif Mark.STOP in marker.mark or (self._asked and Mark.CHECKPOINT in marker.mark):
+        elif Mark.STOP in mark or (self._asked_s is not None and Mark.CHECKPOINT in mark):
             # Whoever has not asked waits a moment: when all are told to stop, STOP comes.
             self._outcome = Outcome.STOPPED
 
-    def _checkpoint(self, cut: int) -> None:
-        tensors, document = snapshot(self._step)
-        progress = self._meter.progress
-        document |= {"epoch": progress.epoch, "step": progress.step, "samples": progress.samples}
-        if self._position is not None:
-            document["position"] = self._position.to_dict()
-        self._checkpoints.write(cut, tensors, document)
+    def _report_evaluation(self, epoch: int) -> None:
+        assert self._evaluation is not None
+        result, samples = self._evaluation.result(), self._evaluation.samples
+        self._evaluation = self._ledger.counts.evaluation = None
+        self._meter.evaluated(result, samples)
+        log.info(
+            "epoch %d%s: %s",
+            epoch,
+            ", early head" if self._step.spec.tail is None else "",
+            ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
+        )
+
+    def _snapshot(self) -> None:
+        """Keep the module's own state for its restart, where that is due and costs little."""
+        spec, id, now_s = self._step.spec, self._meter.progress.id, time.monotonic()
+        if not spec.snapshot_s or now_s < self._snapshot_due_s or self._checkpoints.busy:
+            return
+        if id <= self._snapshot_id or self._draining is not None:
+            return
+        self._checkpoints.write_snapshot(id, *self._state(id))
+        self._snapshot_id = id
+        took_s = time.monotonic() - now_s
+        self._snapshot_due_s = now_s + max(spec.snapshot_s, took_s / SNAPSHOT_SHARE)
+
+    def _state(self, cut: int, *, over: bool = False) -> State:
+        tensors, own = snapshot(self._step)
+        self._start.epoch = self._meter.progress.epoch
+        before = self._before if self._output is None else _from(self._before, self._output.first)
+        return tensors, own | document(
+            self._start, self._ledger, over=over, before=before, position=self._position
+        )
 
     def _heed_stop(self) -> None:
         self._stop.drain()
@@ -276,16 +409,30 @@ class ModuleServer:
             log.info("told to stop: leaving at the next checkpoint")
             self._meter.set_state("stopping")
             if self._input is None:
+                self._wanted |= Mark.CHECKPOINT
+        if self._input is None:
+            if self._stop.alone:
+                self._asked_s = self._stop.age_s
+            elif not self._told_all:
+                self._told_all = True
                 self._wanted |= Mark.CHECKPOINT | Mark.STOP
-        if self._input is not None and not self._asked and self._stop.age_s > REQUEST_AFTER_S:
-            self._asked = True
-            self._input.request("checkpoint")
+        else:
+            self._ask_for_a_checkpoint(self._input)
         if self._stop.age_s > self._step.spec.stop_grace_s:
             log.warning(
                 "no checkpoint marker within %.0f s: leaving without one (the last stays)",
                 self._step.spec.stop_grace_s,
             )
             self._outcome = Outcome.STOPPED
+
+    def _ask_for_a_checkpoint(self, input: InputLink) -> None:
+        age_s = self._stop.age_s
+        due_s = 0.0 if self._stop.alone else REQUEST_AFTER_S
+        if self._asked_s is not None:
+            due_s = self._asked_s + ASK_AGAIN_S
+        if age_s > due_s:
+            self._asked_s = age_s
+            input.request("checkpoint")
 
     def _write_metrics(self) -> None:
         input, output = self._input, self._output
@@ -294,11 +441,18 @@ class ModuleServer:
             in_flight=0 if output is None else output.in_flight,
             gradients_dropped=0 if input is None else input.counters.gradients_dropped,
             refused={} if input is None else dict(input.counters.refused),
+            missed=0 if output is None else output.counters.missed,
+            replayed=0 if self._replay is None else self._replay.replayed,
+            resent=0 if output is None else output.counters.resent,
+            duplicates=0 if input is None else input.counters.duplicates,
+            gaps=0 if input is None else input.counters.gaps,
         )
         self._meter.write(self._step, links)
 
     def _sleep(self) -> None:
         if self._outcome is not None:
+            return
+        if self._may_take() and self._train_again():
             return
         began = time.monotonic()
         if self._may_take():
@@ -308,3 +462,22 @@ class ModuleServer:
             reason, poller = "window" if full else "gradient", self._output_poller
         poller.poll(POLL_MS)
         self._meter.waiting_s[reason] += time.monotonic() - began
+
+    def _train_again(self) -> bool:
+        """Train on a batch of the replay buffer, where the module upstream is gone."""
+        if self._replay is None or self._input is None or self._stop():
+            return False
+        if time.monotonic() - self._heard_s < SILENT_S:
+            return False
+        if self._input.reaches_peer():
+            self._heard_s = time.monotonic()  # it is there, and slow
+            return False
+        chosen = self._replay.choose()
+        if chosen is None:
+            return False
+        self._step.replay(*chosen)
+        return True
+
+
+def _from(before: deque[tuple[int, Position]], first: int) -> Iterator[tuple[int, Position]]:
+    return (entry for entry in before if entry[0] >= first)

@@ -12,13 +12,17 @@ from types import FrameType
 class StopRequest:
     """Remembers the first SIGTERM or SIGINT; the second ends the process at once.
 
+    SIGUSR1 asks for the same, but of this module alone: it will be started again.
+
     Attributes:
+        alone: Whether the other modules go on.
         wakeup: A file descriptor that becomes readable when a signal comes (signal(7) interrupts a
             poll only where the library does not restart it).
     """
 
     def __init__(self) -> None:
         self._at_s: float | None = None
+        self.alone = False
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
@@ -29,11 +33,12 @@ class StopRequest:
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
+        signal.signal(signal.SIGUSR1, self._handle_restart)
 
     @staticmethod
     def ignore() -> None:
         """There is nothing left to stop; Python's own handling ends before the process does."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
 
     def __call__(self) -> bool:
@@ -59,6 +64,12 @@ class StopRequest:
         self._write.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._at_s is not None:
+        if self._at_s is not None and not self.alone:
             os._exit(128 + number)
+        self.alone = False
         self._at_s = time.monotonic()
+
+    def _handle_restart(self, number: int, frame: FrameType | None) -> None:
+        if self._at_s is None:
+            self.alone = True
+            self._at_s = time.monotonic()

@@ -26,12 +26,16 @@ class Position:
         phase: Whether training batches, evaluation batches or the end come next.
         batch: Training batches of this epoch that have been sent.
         step: Training batches of the whole run that have been sent.
+        eval_batch: Evaluation batches of this evaluation that have been sent.
+        saved: Whether the checkpoint that falls on this very step has been asked for.
     """
 
     epoch: int = 1
     phase: Phase = "train"
     batch: int = 0
     step: int = 0
+    eval_batch: int = 0
+    saved: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +74,7 @@ def items(source: DataSource, role: HeadRole, start: Position = Position()) -> I
         if at.phase == "train":
             sends = _left(source, role, at)
             yield from _train(source, role, at, sends)
-            at = replace(at, batch=at.batch + sends, step=at.step + sends)
+            at = replace(at, batch=at.batch + sends, step=at.step + sends, saved=False)
         last = epoch >= role.epochs or at.step == role.steps
         if at.phase == "train":
             evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
@@ -79,7 +83,8 @@ def items(source: DataSource, role: HeadRole, start: Position = Position()) -> I
             at = replace(at, phase="eval") if evaluates else _next(at, last)
             yield Item(epoch, at, mark=Mark.EPOCH | Mark.CHECKPOINT if saves else Mark.EPOCH)
         if at.phase == "eval":
-            for x_BX, y_BY in source.eval_batches():
+            for x_BX, y_BY in islice(source.eval_batches(), at.eval_batch, None):
+                at = replace(at, eval_batch=at.eval_batch + 1)
                 yield Item(epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
             at = _next(at, last)
             yield Item(epoch, at, mark=Mark.EVAL)
@@ -90,12 +95,12 @@ def _train(source: DataSource, role: HeadRole, at: Position, sends: int) -> Iter
     if not sends:
         return
     every = role.checkpoint.every_steps
-    batches = islice(source.train_batches(at.epoch, at.batch), sends)
-    for sent, (x_BX, y_BY) in enumerate(batches, start=1):
-        now = replace(at, batch=at.batch + sent, step=at.step + sent)
-        yield Item(at.epoch, now, x_BX=x_BX, y_BY=y_BY)
-        if every and now.step % every == 0 and sent < sends:
-            yield Item(at.epoch, now, mark=Mark.CHECKPOINT)
+    for x_BX, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
+        if every and at.batch and at.step % every == 0 and not at.saved:
+            at = replace(at, saved=True)
+            yield Item(at.epoch, at, mark=Mark.CHECKPOINT)
+        at = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False)
+        yield Item(at.epoch, at, x_BX=x_BX, y_BY=y_BY)
 
 
 def _left(source: DataSource, role: HeadRole, at: Position) -> int:
@@ -105,4 +110,6 @@ def _left(source: DataSource, role: HeadRole, at: Position) -> int:
 
 
 def _next(at: Position, last: bool) -> Position:
-    return replace(at, phase="end") if last else Position(epoch=at.epoch + 1, step=at.step)
+    if last:
+        return replace(at, phase="end", eval_batch=0)
+    return Position(epoch=at.epoch + 1, step=at.step)

@@ -35,7 +35,9 @@ from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.wire import Kind, nbytes
 from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.ledger import Counts, Ledger
 from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import ModuleServer
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Position
@@ -209,6 +211,8 @@ class Served:
             step.measure_late = False
             writer = CheckpointWriter(run, worker.module, list(MODULES), 1, lambda error: None)
             stack.callback(writer.close)
+            ledger = Ledger(folder / f"{worker.module}.json", Counts())
+            stack.callback(ledger.close)
             server = ModuleServer(
                 step,
                 meter=Meter(run, worker, 1),
@@ -217,7 +221,8 @@ class Served:
                 stream=stream(batches) if worker.head else None,
                 input=self.inputs.get(worker.module),
                 output=self.outputs.get(worker.module),
-                position=Position() if worker.head else None,
+                start=Start(),
+                ledger=ledger,
             )
             self.servers = {worker.module: server, **self.servers}
 

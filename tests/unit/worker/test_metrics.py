@@ -197,6 +197,7 @@ def test_every_field_is_documented(worker: Worker) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text()
     worker.train()
     worker.meter.evaluated({"loss": 1.0, "accuracy": 0.5}, 8)
+    worker.meter.epoch_ended(1, 3)
     fields = set(worker.line())
     for line in read_lines(worker.run.metrics("a")):
         fields |= set(line)

@@ -1,0 +1,111 @@
+"""What a module has processed in the whole run, over all its attempts.
+
+A worker that is killed loses what it had learned since its last snapshot, but not the count of what
+it had acknowledged: the ledger is one small record, written before each acknowledgement into the
+same page of a file, which the kernel keeps when the process is gone (a host that goes down may take
+the newest counts with it).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+log = logging.getLogger(__name__)
+
+RECORD_BYTES = 4096
+"""One page: a write of it is never seen in part."""
+
+
+@dataclass
+class Counts:
+    """What has been counted.
+
+    Attributes:
+        id: The last id that was processed.
+        step: Training batches, each counted once.
+        samples: Training samples.
+        epoch: The newest training epoch.
+        epoch_batches: Training batches of that epoch.
+        evaluation: Sums of an evaluation that is under way (``Evaluation.to_dict``).
+    """
+
+    id: int = 0
+    step: int = 0
+    samples: int = 0
+    epoch: int = 0
+    epoch_batches: int = 0
+    evaluation: dict[str, Any] | None = None
+
+
+class Ledger:
+    """The record of one module.
+
+    Args:
+        path: Its file.
+        counts: What to begin with.
+    """
+
+    def __init__(self, path: Path, counts: Counts) -> None:
+        self.counts = counts
+        self._file: int | None = None
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            log.warning("counts will not outlive this process: %s", error)
+        self.write()
+
+    @classmethod
+    def reopen(cls, path: Path, otherwise: Counts) -> Self:
+        """Go on with the record of a former process, where that is newer than a checkpoint's."""
+        found = otherwise
+        try:
+            document = json.loads(path.read_bytes())
+            known = {one.name for one in fields(Counts)}
+            found = Counts(**{k: v for k, v in document.items() if k in known})
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass
+        return cls(path, found if found.id >= otherwise.id else otherwise)
+
+    def new(self, id: int) -> bool:
+        """Whether a message has not been counted yet."""
+        return id > self.counts.id
+
+    def trained(self, id: int, epoch: int, samples: int) -> None:
+        """Count a training batch, unless it was before."""
+        counts = self.counts
+        if id <= counts.id:
+            return
+        if epoch != counts.epoch:
+            counts.epoch, counts.epoch_batches = epoch, 0
+        counts.step += 1
+        counts.samples += samples
+        counts.epoch_batches += 1
+        self.processed(id)
+
+    def processed(self, id: int) -> None:
+        """Note that everything up to ``id`` is about to be acknowledged."""
+        if id > self.counts.id:
+            self.counts.id = id
+            self.write()
+
+    def write(self) -> None:
+        """Put the record into the file; a full disk is no reason to stop."""
+        if self._file is None:
+            return
+        record = json.dumps(asdict(self.counts), separators=(",", ":")).encode()
+        try:
+            os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
+        except OSError as error:
+            log.warning("counts will not outlive this process: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

@@ -1,0 +1,221 @@
+"""Finding the neighbours: at the start, and again when one of them has been restarted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import DataError, EncryptionError, UnavailableError
+from dni_runtime.link import InputLink, OutputLink, encrypted
+from dni_runtime.link.keys import RunKeys
+from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+CONNECT_SLICE_S = 3.0
+"""A neighbour's endpoint is read again this often while it does not answer."""
+
+LOOK_S = 0.5
+"""The same during training, while the neighbour is silent; a link that lives costs nothing."""
+
+QUIET_S = 2.0
+"""A neighbour that has said nothing for so long, though it has something to say, may have moved."""
+
+_SUPERVISED_S = 60.0
+_GOING_S = 5.0
+_ON_THEIR_WAY = ("restarting", "starting", "connecting")
+
+
+class Neighbours:
+    """The two neighbours of a module, and what the run directory says of them.
+
+    Args:
+        spec: The module.
+        run: The run directory.
+        address: Where the module downstream listens, when not in its endpoint record.
+        again: Whether only this module has been restarted, so that a neighbour may have finished.
+        stop: Tells that the worker should stop.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        run: RunDir,
+        *,
+        address: str | None,
+        again: bool,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._spec = spec
+        self._run = run
+        self._address = address
+        self._again = again
+        self._stop = stop
+        self._attempt: int | None = None
+        self._look_at_s = 0.0
+
+    def connect(self, output: OutputLink, input: InputLink | None) -> None:
+        """Find the neighbour downstream and shake hands; it may start later, or somewhere else.
+
+        The neighbour upstream gets its answer meanwhile, so that only the one that is missing is
+        named.
+
+        Raises:
+            UnavailableError: It has not answered in time, and nobody is about to start it again.
+            EncryptionError: It has, and does not fit.
+        """
+        spec = self._spec
+        assert spec.downstream is not None
+
+        def interrupted() -> bool:
+            if input is not None:
+                input.greet()
+            return self._stop()
+
+        until_s = time.monotonic() + spec.links.connect_timeout_s
+        mistrust: EncryptionError | None = None
+        while not interrupted():
+            left_s = until_s - time.monotonic()
+            address, key = self._find()
+            if self.gone_for_good(spec.downstream):
+                output.dismiss()
+                return
+            if left_s <= 0:
+                if self.expected(spec.downstream):
+                    until_s = time.monotonic() + _GOING_S
+                    continue
+                if mistrust is not None:
+                    raise mistrust
+                where = f"at {address}" if address else f"(no endpoint in {self._record()!r})"
+                raise UnavailableError(
+                    f"module {spec.downstream!r}, downstream of {spec.module!r}, did not answer "
+                    f"{where} within {spec.links.connect_timeout_s:.0f} s",
+                    hint=f"see its log with 'dnictl logs {spec.downstream}'",
+                )
+            if address is None:
+                time.sleep(min(0.05, left_s))
+                continue
+            try:
+                slice_s = min(CONNECT_SLICE_S, left_s)
+                output.connect(address, deadline_s=slice_s, server_key=key, stop=interrupted)
+            except EncryptionError as error:
+                mistrust = error
+                continue
+            except UnavailableError:
+                mistrust = None
+                continue
+            return
+
+    def wait_for_upstream(self, input: InputLink) -> bool:
+        """Wait until the module upstream has said HELLO.
+
+        Returns:
+            False where it has finished and will not come.
+
+        Raises:
+            UnavailableError: It has not come in time, and nobody is about to start it again.
+            StoppedError: The worker was told to stop.
+        """
+        assert self._spec.upstream is not None
+        left_s = self._spec.links.connect_timeout_s
+        while True:
+            slice_s = min(_GOING_S, left_s)
+            left_s -= slice_s
+            try:
+                input.wait_for_peer(slice_s, self._stop)
+            except UnavailableError:
+                if self.gone_for_good(self._spec.upstream):
+                    return False
+                if left_s <= 0:
+                    if not self.expected(self._spec.upstream):
+                        raise
+                    left_s = _GOING_S
+                continue
+            return True
+
+    def look(self, output: OutputLink) -> None:
+        """Follow the module downstream to where it has been started again.
+
+        Reads its record at most twice a second, and only while it is silent.
+        """
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        if output.connected and (not output.in_flight or now_s - output.heard_s < QUIET_S):
+            return
+        assert self._spec.downstream is not None
+        if self.gone_for_good(self._spec.downstream):
+            output.dismiss()
+            return
+        attempt = self._attempt
+        address, key = self._find()
+        if address is None:
+            return
+        moved = address != output.address
+        if moved or (not output.connected and self._attempt != attempt):
+            log.info("module %s is looked for at %s", self._spec.downstream, address)
+            output.move(address, key)
+
+    def gone_for_good(self, neighbour: str) -> bool:
+        """Whether a neighbour of a restarted module has finished: all has reached it."""
+        return self._again and self._read(self._run.worker(neighbour)).get("state") == "finished"
+
+    def expected(self, neighbour: str) -> bool:
+        """Whether a supervisor is starting the neighbour again."""
+        state = self._read(self._run.state)
+        if time.time() - state.get("updated", 0.0) > _SUPERVISED_S:
+            return False
+        module = (state.get("modules") or {}).get(neighbour) or {}
+        return bool(module.get("restarts")) and module.get("state") in _ON_THEIR_WAY
+
+    def _record(self) -> str:
+        return str(self._run.endpoint(str(self._spec.downstream)))
+
+    def _find(self) -> tuple[str | None, bytes | None]:
+        """The address of the module downstream, and its key, as far as they are known."""
+        if self._address is not None:
+            return self._address, None
+        record = self._read(Path(self._record()))
+        if "address" not in record:
+            return None, None
+        self._attempt = record.get("attempt")
+        key = record.get("public_key")
+        return str(record["address"]), None if key is None else str(key).encode()
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, Any]:
+        try:
+            return read_json(path) or {}
+        except (OSError, DataError):  # a file system that is away for a moment
+            return {}
+
+
+def publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: RunKeys) -> None:
+    """Tell the module upstream where this one listens."""
+    public_key = keys.own.public.decode() if encrypted(spec.links, address) else None
+    write_json(
+        run.endpoint(spec.module),
+        {
+            "module": spec.module,
+            "address": address,
+            "public_key": public_key,
+            "attempt": attempt,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+        },
+    )
+
+
+def withdraw(run: RunDir, spec: WorkerSpec, attempt: int) -> None:
+    """Remove the record, unless a later attempt has published its own."""
+    path = run.endpoint(spec.module)
+    if (read_json(path) or {}).get("attempt") == attempt:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,173 @@
+"""Where a worker begins: at the beginning, at a cut of the chain, or at its own newest state.
+
+``auto`` and a number are for the start of all modules: each goes to the same cut. ``own`` is for
+one module that has been restarted while the others went on: it goes to its own newest state, takes
+from upstream all that can still be sent, and sends on what downstream may not have received.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import CheckpointError
+from dni_runtime.rundir import RunDir, append_line, complete_cuts, read_lines
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import Mark
+from dni_runtime.worker import checkpoint
+from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.stream import Position
+
+log = logging.getLogger(__name__)
+
+OWN = "own"
+
+
+@dataclass
+class Start:
+    """Where a worker begins.
+
+    Attributes:
+        cut: The module has been trained on everything up to this id.
+        again: Whether only this module has been restarted.
+        first_id: The first id that the head sends.
+        position: The head's position before it.
+        epoch: The newest epoch at the cut.
+        epochs_ended: EPOCH markers that the module has seen.
+        over: Whether the chain had ended at the cut.
+        marks: Markers that the head was asked for before, by id.
+    """
+
+    cut: int = 0
+    again: bool = False
+    first_id: int = 1
+    position: Position = field(default_factory=Position)
+    epoch: int = 0
+    epochs_ended: int = 0
+    over: bool = False
+    marks: dict[int, Mark] = field(default_factory=dict)
+
+
+def begin(
+    wanted: str, spec: WorkerSpec, run: RunDir, step: ModuleStep, chain: list[str]
+) -> tuple[Start, Ledger]:
+    """Put a module into the state that it begins with.
+
+    Args:
+        wanted: ``auto`` (the newest complete cut), ``own``, ``none``, or a cut's number.
+        spec: The module.
+        run: The run directory.
+        step: The module, new.
+        chain: Names of all modules.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, or of another module.
+    """
+    again = wanted == OWN
+    state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
+    start, counts = Start(again=again), Counts()
+    if state is not None:
+        checkpoint.restore(step, *state)
+        start, counts = _start(state[1], again=again)
+        log.info(
+            "module %s resumes at %d of the stream, step %d", spec.module, start.cut, step.batches
+        )
+    if again:
+        if spec.head is not None:
+            start.marks = {
+                line["id"]: Mark(line["mark"])
+                for line in read_lines(run.marks)
+                if line["id"] >= start.first_id
+            }
+        ledger = Ledger.reopen(run.ledger(spec.module), counts)
+        step.pass_over(ledger.counts.step - counts.step)
+        return start, ledger
+    # What an earlier attempt wrote after this cut would mix with what comes now.
+    checkpoint.forget(run, spec.module, lambda other: other > start.cut)
+    run.snapshot(spec.module).unlink(missing_ok=True)
+    if spec.head is not None:
+        run.marks.unlink(missing_ok=True)
+    return start, Ledger(run.ledger(spec.module), counts)
+
+
+def note_mark(run: RunDir, id: int, mark: Mark) -> None:
+    """Write down a marker that is not in the stream by itself: a restarted head repeats it."""
+    append_line(run.marks, {"id": id, "mark": int(mark)})
+
+
+def document(
+    start: Start,
+    ledger: Ledger,
+    *,
+    over: bool,
+    before: Iterable[tuple[int, Position]] = (),
+    position: Position | None = None,
+) -> dict[str, Any]:
+    """What :func:`begin` needs to know, beside the module's own state.
+
+    Args:
+        start: Epochs are taken from here; the server keeps them up to date.
+        ledger: What has been counted.
+        over: Whether the chain ends at this cut.
+        before: For the head: the oldest ids that it may have to send again, each with the position
+            before it.
+        position: For the head: its position.
+    """
+    counts = ledger.counts
+    made: dict[str, Any] = {
+        "epoch": start.epoch,
+        "epochs_ended": start.epochs_ended,
+        "step": counts.step,
+        "samples": counts.samples,
+        "counted": {"epoch": counts.epoch, "batches": counts.epoch_batches},
+        "over": over,
+    }
+    if position is not None:
+        made["position"] = position.to_dict()
+        for id, earlier in before:
+            made["again"] = {"id": id, "position": earlier.to_dict()}
+            break
+    return made
+
+
+def _at_cut(
+    wanted: str, run: RunDir, spec: WorkerSpec, chain: list[str]
+) -> checkpoint.State | None:
+    if wanted == "none":
+        return None
+    cuts = [0, *complete_cuts(run, chain)]
+    cut = cuts[-1] if wanted == "auto" else int(wanted)
+    return checkpoint.read(run.checkpoint(cut, spec.module)) if cut else None
+
+
+def _start(state: dict[str, Any], *, again: bool) -> tuple[Start, Counts]:
+    try:
+        cut, counted = state["cut"], state["counted"]
+        start = Start(
+            cut=cut,
+            again=again,
+            first_id=cut + 1,
+            epoch=state["epoch"],
+            epochs_ended=state["epochs_ended"],
+            over=state["over"],
+        )
+        if "position" in state:
+            start.position = Position(**state["position"])
+            if not again:  # all modules begin an evaluation anew that the cut lies within
+                start.position = replace(start.position, eval_batch=0)
+            elif "again" in state:
+                start.first_id = state["again"]["id"]
+                start.position = Position(**state["again"]["position"])
+        counts = Counts(
+            id=cut,
+            step=state["step"],
+            samples=state["samples"],
+            epoch=counted["epoch"],
+            epoch_batches=counted["batches"],
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint lacks what a start needs: {error!r}") from None
+    return start, counts

@@ -1,0 +1,51 @@
+"""What a module has processed, over all its attempts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger
+
+
+def test_a_killed_worker_s_counts_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    pid = os.fork()
+    if pid == 0:
+        ledger = Ledger(path, Counts())
+        for id in range(1, 11):
+            ledger.trained(id, 1 + id // 8, 32)
+        ledger.processed(11)
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    counts = Ledger.reopen(path, Counts(id=4, step=4)).counts
+    assert (counts.id, counts.step, counts.samples) == (11, 10, 320)
+    assert (counts.epoch, counts.epoch_batches) == (2, 3)
+
+
+def test_each_batch_is_counted_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "a.json", Counts())
+    for id in (1, 2, 3, 2, 3, 4):
+        ledger.trained(id, 1, 8)
+    assert (ledger.counts.step, ledger.counts.epoch_batches) == (4, 4)
+    assert ledger.new(5)
+    assert not ledger.new(4)
+    ledger.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"id": 3}'])
+def test_without_a_newer_record_the_checkpoint_counts(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    ledger = Ledger.reopen(path, Counts(id=7, step=5))
+    assert (ledger.counts.id, ledger.counts.step) == (7, 5)
+    ledger.close()
+    assert path.stat().st_size == RECORD_BYTES
+
+
+def test_a_folder_that_is_gone_does_not_end_training(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "none" / "a.json", Counts())
+    ledger.trained(1, 1, 8)
+    assert ledger.counts.step == 1

@@ -1,0 +1,169 @@
+"""Where a worker begins: at a cut of the chain, or at its own newest state."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.wire import Mark
+from dni_runtime.worker import checkpoint
+from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.resume import Start, begin, document, note_mark
+from dni_runtime.worker.stream import Position
+
+CHAIN = """\
+name: x
+restart: {policy: %s}
+defaults: {schedule: {StepLR: {step_size: 1}}, schedule_every: batch}
+modules:
+  - name: a
+    layers: [{Linear: {in_features: 4, out_features: 4}}]
+  - name: b
+    layers: [{Linear: {in_features: 4, out_features: 3}}]
+  - name: c
+    layers: [{Linear: {in_features: 3, out_features: 3}}]
+"""
+
+
+def workers(policy: str = "on-failure") -> tuple[WorkerSpec, ...]:
+    info = DataInfo(
+        sample=TensorSpec(shape=(4,), dtype="float32"),
+        label=TensorSpec(shape=(), dtype="int64"),
+        classes=3,
+    )
+    return worker_specs(parse_chain(CHAIN % policy), info)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    return run
+
+
+def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, step: int = 0) -> None:
+    """A checkpoint, or a snapshot; its first weight tells which."""
+    made = ModuleStep(spec)
+    with torch.no_grad():
+        next(made.layers.parameters()).fill_(cut or snapshot)
+    ledger = Ledger(run.root / "unused", Counts(id=cut or snapshot, step=step))
+    position = Position(epoch=2, batch=step) if spec.head else None
+    before = [(cut or snapshot, Position(epoch=2, batch=step - 1))] if spec.head else []
+    tensors, own = checkpoint.snapshot(made)
+    own |= document(Start(epoch=2), ledger, over=False, before=before, position=position)
+    ledger.close()
+    writer = checkpoint.CheckpointWriter(run, spec.module, ["a", "b", "c"], 2, pytest.fail)
+    (writer.write if cut else writer.write_snapshot)(cut or snapshot, tensors, own)
+    writer.close()
+
+
+def start(run: RunDir, spec: WorkerSpec, wanted: str) -> tuple[Start, Counts, float]:
+    step = ModuleStep(spec)
+    found, ledger = begin(wanted, spec, run, step, ["a", "b", "c"])
+    ledger.close()
+    return found, ledger.counts, float(next(step.layers.parameters()).detach().flatten()[0])
+
+
+def test_its_own_newest_state(run: RunDir) -> None:
+    spec = workers()[1]
+    write(run, spec, cut=10, step=8)
+    write(run, spec, snapshot=17, step=15)
+    found, counts, weight = start(run, spec, "own")
+    assert (found.cut, found.again, weight, counts.step) == (17, True, 17.0, 15)
+    write(run, spec, cut=20, step=18)
+    assert start(run, spec, "own")[2] == 20.0
+    assert run.checkpoint(10, "b").with_suffix(".json").exists()  # others may need their part
+
+
+def test_all_modules_begin_at_a_complete_cut(run: RunDir) -> None:
+    for spec in workers():
+        write(run, spec, cut=10, step=8)
+    write(run, workers()[1], cut=20, step=18)
+    write(run, workers()[1], snapshot=25, step=22)
+    found, counts, weight = start(run, workers()[1], "auto")
+    assert (found.cut, found.again, weight, counts.step) == (10, False, 10.0, 8)
+    # what an earlier attempt wrote later would mix with what comes now
+    assert not run.snapshot("b").exists()
+    assert not run.checkpoint(20, "b").with_suffix(".json").exists()
+
+
+def test_damaged_states_are_passed_over(run: RunDir) -> None:
+    spec = workers()[1]
+    write(run, spec, cut=10, step=8)
+    write(run, spec, cut=20, step=18)
+    write(run, spec, snapshot=25, step=22)
+    for path in (run.snapshot("b"), run.checkpoint(20, "b").with_suffix(".safetensors")):
+        path.write_bytes(path.read_bytes()[:-20])
+    assert start(run, spec, "own")[2] == 10.0
+    run.snapshot("b").write_bytes(b"")
+    assert start(run, spec, "own")[2] == 10.0
+
+
+def test_the_head_goes_back_to_what_it_may_have_to_send_again(run: RunDir) -> None:
+    spec = workers()[0]
+    assert spec.retain == spec.links.window
+    assert workers("never")[0].retain == 0
+    write(run, spec, snapshot=17, step=15)
+    for id, mark in ((12, Mark.CHECKPOINT), (17, Mark.CHECKPOINT), (19, Mark.STOP)):
+        note_mark(run, id, mark)
+    found, _, _ = start(run, spec, "own")
+    assert (found.cut, found.first_id, found.position.batch) == (17, 17, 14)
+    assert found.marks == {17: Mark.CHECKPOINT, 19: Mark.STOP}
+    found, _, _ = start(run, spec, "none")
+    assert (found.first_id, found.marks, found.position) == (1, {}, Position())
+    assert not run.marks.exists()
+
+
+def test_a_schedule_of_batches_catches_up(run: RunDir) -> None:
+    spec = workers()[1]
+    write(run, spec, snapshot=17, step=15)
+    Ledger(run.ledger("b"), Counts(id=21, step=18)).close()
+    step = ModuleStep(spec)
+    assert step.schedule is not None
+    _, ledger = begin("own", spec, run, step, ["a", "b", "c"])
+    ledger.close()
+    assert step.schedule.last_epoch == 3
+    assert ledger.counts.step == 18
+
+
+WRITES = """\
+import sys, torch
+from pathlib import Path
+from dni_runtime.rundir import RunDir
+from dni_runtime.worker.checkpoint import CheckpointWriter
+writer = CheckpointWriter(RunDir(Path(sys.argv[1])), "b", ["b"], 1000, print)
+tensors = {"x": torch.zeros(4_000_000)}
+for cut in range(1, 10_000):
+    writer.write_snapshot(cut, tensors, {}) if cut % 2 else writer.write(cut, tensors, {})
+    print(cut, flush=True)
+"""
+
+
+def test_killed_while_it_writes(run: RunDir) -> None:
+    """Whatever is found then, is whole; what was half-written is removed."""
+    for delay_s in (0.1, 0.13, 0.17):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITES, str(run.root)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 3:
+            pass
+        time.sleep(delay_s)
+        os.kill(process.pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
+        state = checkpoint.read_newest(run, "b")
+        assert state is not None
+        assert state[0]["x"].shape == (4_000_000,)
+        assert not [path for path in run.root.rglob(".b.*")]
