@@ -16,14 +16,18 @@
     │   └── EncryptionError      76  EX_PROTOCOL     two modules that cannot agree on encryption
     └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
 
-Exit codes are those of sysexits(3). Errors compose their text in ``__str__`` and say what to do
-next in ``hint``; only ``dnictl`` and the worker's entry point print them.
+Exit codes are those of sysexits(3); a worker that ends with one of ``LASTING`` is not started
+again, because its next start would end the same way. Errors compose their text in ``__str__`` and
+say what to do next in ``hint``; only ``dnictl`` and the worker's entry point print them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar
+
+LASTING = frozenset({64, 65, 66, 69, 74, 76, 78, 126, 127})
+"""Exit codes of failures that another start cannot mend (126, 127: there is no such program)."""
 
 
 class DniError(Exception):

@@ -5,6 +5,8 @@
     python -I -S child.py exec  PARENT SIGNAL COMMAND [ARGUMENT…]
     python -I -S child.py watch PARENT SIGNAL COMMAND [ARGUMENT…]
 
+SIGNAL is what it gets when its parent dies; 0: nothing, it goes on.
+
 ``exec`` becomes the command. ``watch`` stays beside it, passes signals on and ends as it does: for
 programs that lose a parent-death signal, as Apptainer's starter does when it changes its
 credentials (prctl(2), PR_SET_PDEATHSIG).
@@ -33,10 +35,11 @@ def main(arguments: list[str]) -> NoReturn:
         int(arguments[2]),
         arguments[3:],
     )
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:  # it died before prctl
-        sys.exit(128 + number)
+    if number:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+            sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+        if os.getppid() != parent:  # it died before prctl
+            sys.exit(128 + number)
     # A shell's background job ignores these, and so would every program it starts.
     for one in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(one, signal.SIG_DFL)

@@ -6,12 +6,13 @@ The same plan is printed by ``--dry-run``, kept in the run directory and execute
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount, run_argv
+from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
@@ -22,6 +23,9 @@ Backend = Literal["process", "apptainer"]
 RUN_TARGET = "/dni/run"
 DATA_TARGET = PurePosixPath("/dni/data")
 SOCKETS_TARGET = "/dni/ipc"
+
+OWN = "own"
+"""``--resume`` of a module that is started again while the others go on."""
 
 # Libraries for matrix products read one of these when they are loaded.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -49,6 +53,24 @@ class WorkerPlan:
     mounts: tuple[Mount, ...] = ()
     image: str | None = None
 
+    def again(self, attempt: int, *, resume: str = OWN) -> WorkerPlan:
+        """The same worker's next start.
+
+        Args:
+            attempt: Which start of the module it is.
+            resume: Where it begins (``worker/resume.py``): ``own`` where its neighbours go on.
+        """
+        argv = list(self.argv)
+        for name, value in (("--attempt", str(attempt)), ("--resume", resume)):
+            argv[argv.index(name) + 1] = value
+        log = RunDir(Path(self.log).parent.parent).log(self.module, attempt)
+        return replace(self, attempt=attempt, argv=tuple(argv), log=str(log))
+
+    @property
+    def resume(self) -> str:
+        """Where it begins."""
+        return self.argv[self.argv.index("--resume") + 1]
+
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -61,6 +83,7 @@ class LaunchPlan:
         stop_grace_s: Seconds that workers told to stop have.
         workers: One per module, head first.
         keys: Whether the workers need keys, for links that may be encrypted.
+        restart: When a worker that has died is started again.
     """
 
     run: str
@@ -69,6 +92,7 @@ class LaunchPlan:
     stop_grace_s: float
     workers: tuple[WorkerPlan, ...]
     keys: bool = False
+    restart: RestartPlan = field(default_factory=RestartPlan)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON document."""
@@ -92,7 +116,8 @@ class LaunchPlan:
                 )
                 for worker in document["workers"]
             )
-            return cls(**{**document, "workers": workers})
+            restart = RestartPlan(**document.get("restart", {}))
+            return cls(**{**document, "workers": workers, "restart": restart})
         except (KeyError, TypeError) as error:
             raise DataError(f"not a launch plan: {error!r}") from None
 
@@ -151,6 +176,10 @@ def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placem
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(make(worker, placement) for worker in workers),
         keys=chain.links.transport == "tcp" and chain.links.security != "none",
+        restart=RestartPlan(
+            **chain.restart.model_dump(exclude={"snapshot_s"}),
+            scope="chain" if any(worker.blocks for worker in workers) else "module",
+        ),
     )
 
 

@@ -99,22 +99,25 @@ def kill_session(leader: int) -> None:
 
 
 class LocalStarter:
-    """Starts workers as processes of this host, which get SIGTERM when this process dies.
+    """Starts workers as processes of this host.
 
-    Must be called on a thread that lives as long as the workers shall: the kernel counts the
+    Tied ones get SIGTERM when this process dies; others go on without it. To start tied ones it
+    must be called on a thread that lives as long as the workers shall: the kernel counts the
     *thread* that started a process as its parent (prctl(2), PR_SET_PDEATHSIG).
 
     Args:
         environ: The environment that a plan's own variables come on top of.
+        tied: Whether the workers end with this process.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, *, tied: bool = True) -> None:
+        self._tied = tied
         self._environ = dict(os.environ if environ is None else environ)
 
     def start(self, worker: WorkerPlan) -> LocalProcess:
         wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
         mode = "exec" if worker.image is None else "watch"
-        guard = [mode, str(os.getpid()), str(int(signal.SIGTERM))]
+        guard = [mode, str(os.getpid()), str(int(signal.SIGTERM) if self._tied else 0)]
         try:
             descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:

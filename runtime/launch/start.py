@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.processes import LocalStarter, kill_session
-from dni_runtime.launch.state import ModuleState, RunState, process_birth
+from dni_runtime.launch.state import RunState, lives
 from dni_runtime.launch.supervisor import Supervisor, how_it_ended
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
 from dni_runtime.spec import ChainSpec, WorkerSpec
@@ -96,41 +98,43 @@ def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
         )
     # Containers get the host's variables, but for those that would change the image's Python.
     environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
-    return Supervisor(run, plan, LocalStarter(environ))
+    return Supervisor(run, plan, LocalStarter(environ, tied=False))
 
 
-def await_leftovers(run: RunDir, state: RunState, grace_s: float) -> None:
-    """Wait for workers that an earlier supervisor left when it was killed.
+def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
+    """Stop workers that go on without a supervisor, after a common checkpoint.
 
-    They have been told to stop, and may be writing a checkpoint; those that take too long are
-    killed.
+    Those that take too long are killed.
 
     Args:
         run: The run directory.
-        state: The state that the earlier supervisor left.
+        state: The run's state.
         grace_s: Seconds that they have.
+
+    Returns:
+        The run's state when they have gone.
 
     Raises:
         UsageError: They are on another host.
     """
-    if state.phase != "lost":
-        return
+    if state.phase not in ("unsupervised", "lost"):
+        return state
     if state.host != socket.gethostname():
         raise UsageError(
             f"run {run.root.name!r} was started on {state.host}, whose supervisor is silent",
             hint=f"make sure that nothing of it runs there, then remove {str(run.state)!r}",
         )
-    pids = [m.pid for m in state.modules.values() if m.pid is not None and _lives(m)]
+    left = [module for module in state.modules.values() if lives(module)]
+    for module in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(module.pid or 0), signal.SIGTERM)
     until = time.monotonic() + grace_s
-    while pids and time.monotonic() < until:
+    while left and time.monotonic() < until:
         time.sleep(0.2)
-        pids = [m.pid for m in state.modules.values() if m.pid in pids and _lives(m)]
-    for pid in pids:
-        kill_session(pid)
-
-
-def _lives(module: ModuleState) -> bool:
-    return module.pid is not None and process_birth(module.pid) == (module.born or -1)
+        left = [module for module in left if lives(module)]
+    for module in left:
+        kill_session(int(module.pid or 0))
+    return RunState.read(run)
 
 
 def detach(run: RunDir) -> int:

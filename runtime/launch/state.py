@@ -11,17 +11,20 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dni_runtime.errors import DataError
+from dni_runtime.errors import DataError, StoppedError
 from dni_runtime.rundir import RunDir, read_json, write_json
 
 RunPhase = Literal[
-    "new", "starting", "running", "stopping", "finished", "stopped", "failed", "lost"
-]
+    "new", "starting", "running", "stopping", "unsupervised",
+    "finished", "stopped", "failed", "lost",
+]  # fmt: skip
 WorkerPhase = Literal[
-    "new", "starting", "connecting", "running", "stopping", "finished", "stopped", "failed"
-]
+    "new", "starting", "connecting", "running", "stopping", "restarting",
+    "finished", "stopped", "failed",
+]  # fmt: skip
 
-ACTIVE: frozenset[RunPhase] = frozenset({"starting", "running", "stopping"})
+ACTIVE: frozenset[RunPhase] = frozenset({"starting", "running", "stopping", "unsupervised"})
+_ENDED: frozenset[WorkerPhase] = frozenset({"finished", "stopped", "failed"})
 HEARTBEAT_S = 10.0
 _SILENCE_S = 90.0  # attribute caches of shared file systems show changes late, clocks differ
 
@@ -32,6 +35,7 @@ class ModuleState:
 
     Attributes:
         state: Its phase, as the worker itself reports it while it runs.
+        restarts: How often it has been started again in this attempt of the run.
         attempt: Which start of the module this is.
         pid: Its process id (in containers: of the process that watches over it), or None.
         born: When that process started; see :class:`RunState`.
@@ -47,6 +51,7 @@ class ModuleState:
     exit_code: int | None = None
     signal: str | None = None
     log: str = ""
+    restarts: int = 0
 
 
 @dataclass
@@ -54,7 +59,8 @@ class RunState:
     """State of a run.
 
     Attributes:
-        phase: Where the run stands. ``lost`` is never written: readers find a supervisor gone.
+        phase: Where the run stands. ``unsupervised`` and ``lost`` are never written: readers find
+            the supervisor gone, and workers that go on without it, or none.
         attempt: Which start of the run this is, from 1.
         backend: What the workers are processes of.
         pid: The supervisor's process id.
@@ -104,6 +110,11 @@ class RunState:
         """Whether somebody is (or should be) working on the run."""
         return self.phase in ACTIVE
 
+    @property
+    def last_attempt(self) -> int:
+        """The newest start of any module; its logs and metrics bear this number."""
+        return max([self.attempt, *(module.attempt for module in self.modules.values())])
+
     def write(self, run: RunDir) -> None:
         """Write the state to the run directory."""
         self.updated = time.time()
@@ -111,7 +122,7 @@ class RunState:
 
     @classmethod
     def read(cls, run: RunDir) -> Self:
-        """Read the state; its phase is ``lost`` when the run is active but its supervisor gone.
+        """Read the state; where the supervisor is gone, from what its workers say themselves.
 
         Raises:
             DataError: The file was not written by this program.
@@ -128,8 +139,31 @@ class RunState:
         except (TypeError, KeyError, AttributeError):
             raise DataError(f"{str(run.state)!r} is not the state of a run") from None
         if state.active and not state._supervised():
-            state.phase = "lost"
+            state._ask_workers(run)
         return state
+
+    def _ask_workers(self, run: RunDir) -> None:
+        """The supervisor is gone: its workers go on, have come to their end, or are gone, too."""
+        going_on = False
+        for name, module in self.modules.items():
+            report = read_json(run.worker(name)) or {}
+            if report.get("attempt") == module.attempt:
+                module.state = report["state"]
+            silent_s = time.time() - report.get("time", 0.0)
+            here = self.host == socket.gethostname()
+            if lives(module) if here else silent_s < _SILENCE_S and module.state not in _ENDED:
+                going_on = True
+            elif module.state not in _ENDED:
+                module.state = "failed"
+        states = {module.state for module in self.modules.values()}
+        if going_on:
+            self.phase = "unsupervised"
+        elif states == {"finished"}:
+            self.phase, self.exit_code = "finished", 0
+        elif states <= {"finished", "stopped"}:
+            self.phase, self.exit_code = "stopped", StoppedError.exit_code
+        else:
+            self.phase = "lost"
 
     def _supervised(self) -> bool:
         if self.host == socket.gethostname():
@@ -140,6 +174,11 @@ class RunState:
 def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
     names = {one.name for one in fields(cls)}
     return {key: value for key, value in document.items() if key in names}
+
+
+def lives(module: ModuleState) -> bool:
+    """Whether a worker's process is there, on this host."""
+    return module.pid is not None and process_birth(module.pid) == (module.born or -1)
 
 
 def process_birth(pid: int) -> int | None:

@@ -13,8 +13,9 @@ from types import FrameType
 from typing import Any
 
 from dni_runtime.errors import DniError, StoppedError
-from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.plan import OWN, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process, Starter
+from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import (
     HEARTBEAT_S,
     ModuleState,
@@ -30,6 +31,7 @@ _REFRESH_S = 1.0
 _LEAVE_S = 15.0
 # In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
 _BROKEN_GRACE_S = 5.0
+_COMING = ("restarting", "starting", "connecting")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _log = logging.getLogger(__name__)
@@ -38,9 +40,10 @@ _log = logging.getLogger(__name__)
 class Supervisor:
     """Starts a plan's workers, watches them and keeps the run's state.
 
-    One worker that fails ends the run: the others are told to stop, so that they keep their
-    checkpoints. The first SIGINT, SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly,
-    a second one kills them.
+    A worker that dies is started again as the plan's ``restart`` says, from its own newest state,
+    while its neighbours go on or wait for it. Where that cannot help, or has been tried too often,
+    the run ends: the others are told to stop, so that they keep their checkpoints. The first
+    SIGINT, SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them.
 
     Args:
         run: The run directory.
@@ -73,6 +76,12 @@ class Supervisor:
         self._kill_at: float | None = None
         self._killed_by: int | None = None
         self._killed: set[str] = set()
+        self._workers = {worker.module: worker for worker in plan.workers}
+        self._patience = {worker.module: Patience() for worker in plan.workers}
+        self._due: dict[str, float] = {}
+        self._leaving: dict[str, float] = {}
+        self._warnings: dict[str, str] = {}
+        self._complained = False
         self._refresh_at = 0.0
         self._written_at = 0.0
         attempt = plan.workers[0].attempt
@@ -95,7 +104,7 @@ class Supervisor:
         with self._catching_signals():
             try:
                 self._start()
-                while self._processes:
+                while self._processes or self._due:
                     self._sleep(TICK_S)
                     self._look()
                     if observe is not None:
@@ -126,19 +135,22 @@ class Supervisor:
         for worker in self._plan.workers:  # what an earlier attempt left
             self._run.endpoint(worker.module).unlink(missing_ok=True)
             self._run.worker(worker.module).unlink(missing_ok=True)
+            self._run.restart_request(worker.module).unlink(missing_ok=True)
         self._event("run_started", attempt=self.state.attempt, backend=self._plan.backend)
         self._write()
         for worker in self._plan.workers:
-            module = self.state.modules[worker.module]
-            module.attempt, module.log = worker.attempt, worker.log
-            process = self._starter.start(worker)
-            self._processes[worker.module] = process
-            module.state, module.pid = "starting", process.pid
-            module.born = process_birth(process.pid)
-            self._event(
-                "worker_started", module=worker.module, attempt=worker.attempt, pid=process.pid
-            )
+            self._start_worker(worker)
         self._write()
+
+    def _start_worker(self, worker: WorkerPlan) -> None:
+        module = self.state.modules[worker.module]
+        module.attempt, module.log = worker.attempt, worker.log
+        module.exit_code = module.signal = None
+        process = self._starter.start(worker)
+        self._processes[worker.module] = process
+        module.state, module.pid = "starting", process.pid
+        module.born = process_birth(process.pid)
+        self._event("worker_started", module=worker.module, attempt=worker.attempt, pid=process.pid)
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -148,6 +160,7 @@ class Supervisor:
             self._refresh_at = self._clock() + _REFRESH_S
             self._refresh()
         self._reap()
+        self._start_due()
         if self._linger_until is not None and self._clock() >= self._linger_until:
             self._stop("the tail has finished, others have not")
         if self._hurry_at is not None and self._clock() >= self._hurry_at:
@@ -156,6 +169,9 @@ class Supervisor:
                 process.send(signal.SIGTERM)
         if self._kill_at is not None and self._clock() >= self._kill_at:
             self._kill("it did not leave in time")
+        for name, kill_at in self._leaving.items():
+            if self._clock() >= kill_at and name in self._processes and name not in self._killed:
+                self._kill_one(name, "it did not leave in time")
         if self._clock() - self._written_at >= HEARTBEAT_S:
             self._write()
 
@@ -182,16 +198,46 @@ class Supervisor:
             if name not in self._processes:
                 continue
             report = read_json(self._run.worker(name)) or {}
-            if report.get("attempt") == module.attempt and report.get("state") != module.state:
+            if report.get("attempt") != module.attempt:
+                continue
+            self._note_warning(name, report.get("warning"))
+            if report.get("state") != module.state:
                 module.state = report["state"]
                 changed = True
+            patience = self._patience[name]
+            if module.state == "running" and patience.running_since_s is None:
+                patience.running_since_s = self._clock()
         if self.state.phase == "starting" and all(
             module.state in ("running", "finished") for module in self.state.modules.values()
         ):
             self.state.phase = "running"
             self._event("run_running")
+        self._heed_requests()
         if changed:
             self._write()
+
+    def _note_warning(self, name: str, warning: str | None) -> None:
+        if warning != self._warnings.get(name):
+            self._warnings.pop(name, None)
+            if warning is not None:
+                self._warnings[name] = warning
+                self._event("worker_warning", module=name, warning=warning)
+
+    def _heed_requests(self) -> None:
+        """Modules that somebody wants to be started again (``dnictl restart``)."""
+        with contextlib.suppress(OSError):
+            for path in self._run.requests.iterdir():
+                name = path.name.removeprefix("restart-")
+                path.unlink(missing_ok=True)
+                if name in self._processes and name not in self._leaving:
+                    self._ask_to_leave(name)
+
+    def _ask_to_leave(self, name: str) -> None:
+        if self._stop_reason is not None:
+            return
+        self._event("restart_requested", module=name)
+        self._leaving[name] = self._clock() + self._plan.stop_grace_s + _LEAVE_S
+        self._processes[name].send(signal.SIGUSR1)
 
     def _reap(self) -> None:
         ended: list[str] = []
@@ -214,6 +260,7 @@ class Supervisor:
         # SIGTERM ends a worker that is still importing torch, before it can catch it; the second
         # one ends it at any time.
         obeyed = told and (name in self._killed or module.exit_code == 128 + signal.SIGTERM)
+        asked = self._leaving.pop(name, None) is not None and not told
         if module.exit_code == 0:
             module.state = "finished"
         elif module.exit_code == StoppedError.exit_code or obeyed:
@@ -228,16 +275,81 @@ class Supervisor:
             exit_code=module.exit_code,
             signal=module.signal,
         )
-        if module.state == "failed":
+        if name in self._due:  # with the whole chain
+            module.state = "restarting"
+        elif asked and module.state != "finished":
+            self._killed.discard(name)
+            self._start_again(name, 0.0, "'dnictl restart' was called")
+        elif module.state == "failed" and not told and self._may_start_again(name, module):
+            pass
+        elif module.state == "failed":
             if self.state.failed is None:
                 self.state.failed = name
                 self.state.error = how_it_ended(name, module)
             self._stop(how_it_ended(name, module), broken=True)
         elif module.state == "stopped":
             self._stop(how_it_ended(name, module))
-        elif name == self._plan.workers[-1].module and self._processes:
+        elif name == self._plan.workers[-1].module and (self._processes or self._due):
             # The tail saw the end of the stream: the others have nothing left to wait for.
             self._linger_until = self._clock() + self._plan.stop_grace_s
+
+    # --- starting again ------------------------------------------------------------------------
+
+    def _may_start_again(self, name: str, module: ModuleState) -> bool:
+        """Have a worker that has died started again, unless that cannot help."""
+        plan, patience = self._plan.restart, self._patience[name]
+        assert module.exit_code is not None
+        delay_s = patience.delay_s(plan, module.exit_code, self._clock())
+        if delay_s is None:
+            return False
+        self._linger_until = None
+        if plan.scope == "module":
+            self._start_again(name, delay_s, how_it_ended(name, module))
+            return True
+        # What the module has lost would be missed by those that wait for its gradients.
+        for other in self._plan.workers:
+            process = self._processes.pop(other.module, None)
+            if process is not None:
+                process.kill()
+                while process.poll() is None:
+                    self._sleep(TICK_S)
+            self._start_again(other.module, delay_s, how_it_ended(name, module), resume="auto")
+        return True
+
+    def _start_again(
+        self, name: str, delay_s: float, reason: str, *, resume: str | None = None
+    ) -> None:
+        worker, module = self._workers[name], self.state.modules[name]
+        if resume is None:
+            # A worker that had not come to its state yet has not taken its place in the stream.
+            report = read_json(self._run.worker(name)) or {}
+            begun = report.get("attempt") == worker.attempt and report.get("begun", False)
+            resume = OWN if begun else worker.resume
+        self._workers[name] = worker.again(worker.attempt + 1, resume=resume)
+        self._due[name] = self._clock() + delay_s
+        module.state = "restarting"
+        module.restarts += 1
+        self._event(
+            "worker_restarting",
+            module=name,
+            attempt=worker.attempt + 1,
+            delay_s=delay_s,
+            reason=reason,
+        )
+
+    def _start_due(self) -> None:
+        ready = [name for name, due in self._due.items() if self._clock() >= due]
+        for name in ready:
+            del self._due[name]
+            self._start_worker(self._workers[name])
+        if ready:
+            self._write()
+
+    def _give_up_restarts(self) -> None:
+        """Whoever was about to be started again is not, because the run is being stopped."""
+        for name in self._due:
+            self.state.modules[name].state = "stopped"
+        self._due.clear()
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -247,6 +359,10 @@ class Supervisor:
             self._hurry_at = self._clock() + _BROKEN_GRACE_S
         if self._stop_reason is not None:
             return
+        on_their_way = (m.restarts and m.state in _COMING for m in self.state.modules.values())
+        if self._due or any(on_their_way):
+            self._hurry_at = self._clock() + _BROKEN_GRACE_S
+        self._give_up_restarts()
         self._stop_reason = reason
         self.state.phase = "stopping"
         self._event("run_stopping", reason=reason)
@@ -257,11 +373,15 @@ class Supervisor:
             process.send(signal.SIGTERM)
 
     def _kill(self, reason: str) -> None:
-        for name, process in self._processes.items():
+        self._due.clear()
+        for name in self._processes:
             if name not in self._killed:
-                self._killed.add(name)
-                self._event("worker_killed", module=name, reason=reason)
-                process.kill()
+                self._kill_one(name, reason)
+
+    def _kill_one(self, name: str, reason: str) -> None:
+        self._killed.add(name)
+        self._event("worker_killed", module=name, reason=reason)
+        self._processes[name].kill()
 
     def _conclude(self) -> None:
         tail = self.state.modules[self._plan.workers[-1].module]
@@ -285,9 +405,8 @@ class Supervisor:
         self.state.exit_code = error.exit_code if isinstance(error, DniError) else 70
         self.state.error = str(error) or type(error).__name__
         self.state.ended = time.time()
-        with contextlib.suppress(OSError):  # a full disk may be the reason
-            self._event("run_ended", state="failed", error=self.state.error)
-            self._write()
+        self._event("run_ended", state="failed", error=self.state.error)
+        self._write()
 
     def _remove_sockets(self) -> None:
         folder = Path(self._plan.sockets)
@@ -312,11 +431,22 @@ class Supervisor:
 
     def _event(self, event: str, **details: Any) -> None:
         _log.info("%s %s", event, details)
-        append_line(self._run.events, {"time": time.time(), "event": event, **details})
+        with self._tolerating_a_full_disk():
+            append_line(self._run.events, {"time": time.time(), "event": event, **details})
 
     def _write(self) -> None:
         self._written_at = self._clock()
-        self.state.write(self._run)
+        with self._tolerating_a_full_disk():
+            self.state.write(self._run)
+
+    @contextlib.contextmanager
+    def _tolerating_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                _log.warning("the run directory cannot be written: %s", error)
 
     @contextlib.contextmanager
     def _catching_signals(self) -> Iterator[None]:

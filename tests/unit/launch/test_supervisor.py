@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import TICK_S, Supervisor
 from dni_runtime.rundir import read_lines, write_json
@@ -27,6 +29,7 @@ class World:
         self.at: list[tuple[float, Callable[[], None]]] = []
         self.refuse: str | None = None
         self.on_term: dict[str, Callable[[FakeProcess], None]] = {}
+        self.on_start: Callable[[FakeProcess], None] = lambda process: None
 
     def clock(self) -> float:
         return self.now
@@ -44,6 +47,7 @@ class World:
             raise UnavailableError("no such program")
         process = FakeProcess(self, worker)
         self.processes[worker.module] = process
+        self.on_start(process)
         return process
 
     def exits(self, after_s: float, **codes: int) -> None:
@@ -110,7 +114,9 @@ def world(record: Record) -> World:
 
 @pytest.fixture
 def supervisor(world: World, record: Record, plan: LaunchPlan) -> Supervisor:
-    return Supervisor(record.run, plan, world, clock=world.clock, sleep=world.sleep)
+    """One that starts nothing again."""
+    never = replace(plan, restart=RestartPlan())
+    return Supervisor(record.run, never, world, clock=world.clock, sleep=world.sleep)
 
 
 def events(record: Record) -> list[dict[str, Any]]:

@@ -1,0 +1,203 @@
+"""Starting workers again: the rules, and the supervisor against scripted workers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.restarts import Patience, RestartPlan
+from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.rundir import write_json
+from tests.unit.launch.test_supervisor import FakeProcess, World, events, states, stubborn
+
+RULES = RestartPlan(policy="on-failure", limit=3, backoff_s=0.5, backoff_max_s=30, healthy_s=60)
+MakeSupervisor = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def world(record: Record) -> World:
+    return World(record)
+
+
+@pytest.fixture
+def supervise(world: World, record: Record, plan: LaunchPlan) -> MakeSupervisor:
+    def make(**changes: object) -> Supervisor:
+        chosen = replace(plan, restart=replace(RULES, **changes))  # type: ignore[arg-type]
+        return Supervisor(record.run, chosen, world, clock=world.clock, sleep=world.sleep)
+
+    return make
+
+
+def begun(world: World, *names: str) -> None:
+    """These workers have taken their place in the stream."""
+    for name in names:
+        attempt = world.processes[name].worker.attempt
+        report = {"attempt": attempt, "state": "running", "begun": True}
+        write_json(world.record.run.worker(name), report)
+
+
+def finish(world: World, at_s: float) -> None:
+    world.exits(at_s, top=0)
+    world.exits(at_s + 1, middle=0, bottom=0)
+
+
+def attempts(record: Record, name: str) -> list[int]:
+    return [
+        event["attempt"]
+        for event in events(record)
+        if event["event"] == "worker_started" and event["module"] == name
+    ]
+
+
+def test_delays_double_up_to_a_limit() -> None:
+    patience, plan = Patience(), replace(RULES, limit=9, backoff_max_s=5)
+    delays = [patience.delay_s(plan, 137, 0) for _ in range(10)]
+    assert delays == [0.5, 1, 2, 4, 5, 5, 5, 5, 5, None]
+
+
+def test_a_healthy_stretch_starts_the_count_anew() -> None:
+    patience = Patience()
+    assert [patience.delay_s(RULES, 137, 0) for _ in range(3)] == [0.5, 1, 2]
+    patience.running_since_s = 10
+    assert patience.delay_s(RULES, 137, 69) is None
+    patience.running_since_s = 10
+    assert patience.delay_s(RULES, 137, 70) == 0.5
+
+
+@pytest.mark.parametrize("code", [64, 65, 66, 69, 74, 76, 78, 127])
+def test_some_failures_no_start_can_mend(code: int) -> None:
+    assert Patience().delay_s(RULES, code, 0) is None
+
+
+@pytest.mark.parametrize("code", [1, 70, 134, 137, 143])
+def test_others_it_can(code: int) -> None:
+    assert Patience().delay_s(RULES, code, 0) == 0.5
+    assert Patience().delay_s(replace(RULES, policy="never"), code, 0) is None
+
+
+def test_a_killed_worker_is_started_again(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.exits(4, middle=-9)
+    finish(world, 20)
+    state = supervise().run()
+    assert (state.phase, state.exit_code) == ("finished", 0)
+    middle = state.modules["middle"]
+    assert (middle.restarts, middle.attempt, middle.state) == (1, 2, "finished")
+    assert (middle.exit_code, middle.signal) == (0, None)
+    assert state.modules["bottom"].restarts == 0
+    worker = world.processes["middle"].worker
+    assert worker.resume == "own"
+    assert worker.log == str(record.run.log("middle", 2))
+    assert worker.argv[worker.argv.index("--attempt") + 1] == "2"
+    assert attempts(record, "middle") == [1, 2]
+    assert attempts(record, "top") == [1]
+    (again,) = [event for event in events(record) if event["event"] == "worker_restarting"]
+    assert (again["module"], again["attempt"], again["delay_s"]) == ("middle", 2, 0.5)
+    assert "killed by SIGKILL" in again["reason"]
+    assert not world.processes["bottom"].signals
+
+
+def test_one_that_dies_before_it_has_begun_begins_with_the_others(
+    world: World, supervise: MakeSupervisor
+) -> None:
+    world.exits(1, middle=-9)
+    finish(world, 20)
+    assert supervise().run().phase == "finished"
+    assert world.processes["middle"].worker.resume == "auto"
+
+
+def test_it_waits_longer_each_time_and_then_gives_up(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    def dies(process: FakeProcess) -> None:
+        if process.worker.module == "middle":
+            world.exits(world.now + 1, middle=-9)
+
+    world.on_start = dies
+    state = supervise().run()
+    assert (state.phase, state.exit_code, state.failed) == ("failed", 70, "middle")
+    assert state.error == "module 'middle' (attempt 4) was killed by SIGKILL"
+    assert states(state) == ["stopped", "failed", "stopped"]
+    delays = [e["delay_s"] for e in events(record) if e["event"] == "worker_restarting"]
+    assert delays == [0.5, 1, 2]
+
+
+def test_bad_input_ends_the_run_at_once(world: World, supervise: MakeSupervisor) -> None:
+    world.exits(1, bottom=66)
+    state = supervise().run()
+    assert (state.phase, state.failed, state.modules["bottom"].restarts) == ("failed", "bottom", 0)
+
+
+def test_an_exact_chain_is_started_again_as_a_whole(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.exits(4, middle=-9, top=70)
+    finish(world, 20)
+    state = supervise(scope="chain").run()
+    assert state.phase == "finished"
+    for name in ("bottom", "middle", "top"):
+        assert attempts(record, name) == [1, 2]
+        assert world.processes[name].worker.resume == "auto"
+
+
+def test_stopping_while_a_module_is_away(world: World, supervise: MakeSupervisor) -> None:
+    supervisor = supervise(backoff_s=20)
+    world.exits(3, middle=-9)
+    world.at.append((5.0, lambda: supervisor.interrupt(signal.SIGTERM)))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert states(state) == ["stopped"] * 3
+    assert world.processes["middle"].worker.attempt == 1
+
+
+def test_a_module_that_somebody_wants_to_be_started_again(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    def request() -> None:
+        begun(world, "bottom", "middle", "top")
+        write_json(record.run.restart_request("bottom"), {"time": 0})
+
+    world.at.append((4.0, request))
+    finish(world, 20)
+    state = supervise(policy="never").run()
+    assert state.phase == "finished"
+    assert attempts(record, "bottom") == [1, 2]
+    assert world.processes["bottom"].worker.resume == "own"
+    assert not record.run.restart_request("bottom").exists()
+
+
+def test_a_module_that_does_not_leave_for_its_restart(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    world.on_term = {"middle": stubborn}
+    world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
+    finish(world, 80)
+    state = supervise().run()
+    assert state.phase == "finished"
+    assert attempts(record, "middle") == [1, 2]
+    (killed,) = [event for event in events(record) if event["event"] == "worker_killed"]
+    assert killed["reason"] == "it did not leave in time"
+    assert killed["module"] == "middle"
+
+
+def test_a_warning_becomes_an_event(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    def warn(warning: str | None) -> None:
+        report = {"attempt": 1, "state": "running", "warning": warning}
+        write_json(record.run.worker("top"), report)
+
+    for at_s, warning in ((2, "no room"), (4, "no room"), (6, None), (8, "no room")):
+        world.at.append((at_s, lambda warning=warning: warn(warning)))  # type: ignore[misc]
+    finish(world, 12)
+    supervise().run()
+    warnings = [event for event in events(record) if event["event"] == "worker_warning"]
+    assert [(event["module"], event["warning"]) for event in warnings] == [("top", "no room")] * 2
