@@ -100,8 +100,10 @@ def logs(
     followers: dict[Path, Follower] = {}
 
     def look(*, all_of_it: bool) -> Iterator[Line]:
-        latest = attempt or max(RunState.read(record.run).attempt, 1)
+        state = RunState.read(record.run)
         for module in modules:
+            known = state.modules.get(module)
+            latest = attempt or (known.attempt if known else 0) or 1
             path = (
                 record.run.supervisor_log
                 if module == SUPERVISOR

@@ -36,6 +36,8 @@ COMMANDS = {
     "status": "dnictl.runs",
     "wait": "dnictl.runs",
     "stop": "dnictl.runs",
+    "restart": "dnictl.events",
+    "events": "dnictl.events",
     "logs": "dnictl.logs",
     "export": "dnictl.runs",
     "tensorboard": "dnictl.tensorboard",

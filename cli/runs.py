@@ -99,6 +99,15 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     if figures.error:
         console.print(figures.error, style="red", markup=False, soft_wrap=True)
     console.print(modules_table(figures))
+    for module in figures.modules:
+        if module.warning:
+            click.echo(f"{module.module}: {module.warning}", err=True)
+    if figures.state == "unsupervised":
+        click.echo(
+            "its supervisor is gone, its workers go on; 'dnictl stop' ends them, 'dnictl resume' "
+            "supervises the run again",
+            err=True,
+        )
     if figures.state == "lost":
         click.echo(f"its supervisor is gone; go on with 'dnictl resume {figures.run}'", err=True)
 
@@ -123,7 +132,9 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
 
     record = chosen_run(run, runs)
     state = RunState.read(record.run)
-    if state.active:
+    if state.phase == "unsupervised":
+        state = _stop_workers(record, state, timeout)
+    elif state.active:
         write_json(record.run.stop_request, {"time": time.time(), "timeout_s": timeout})
         plan = read_json(record.run.plan) or {}
         grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
@@ -134,12 +145,23 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
             raise UsageError(
                 f"run {record.name!r} is still {state.phase}; its supervisor, process {state.pid} "
                 f"on {state.host}, does not answer",
-                hint=f"kill it there: kill -9 {state.pid} (its workers end with it)",
+                hint=f"kill it there: kill -9 {state.pid}; then stop its workers with the same "
+                f"command: dnictl stop {record.name}",
             )
     if as_json:
         print_json({"run": record.name, "state": state.phase, "exit_code": state.exit_code})
     else:
         click.echo(f"{record.name}: {state.phase}")
+
+
+def _stop_workers(record: Record, state: RunState, timeout: float | None) -> RunState:
+    """Stop workers whose supervisor is gone."""
+    from dni_runtime.launch.start import end_leftovers
+    from dni_runtime.rundir import read_json
+
+    plan = read_json(record.run.plan) or {}
+    grace_s = float(plan.get("stop_grace_s", 30.0)) if timeout is None else timeout
+    return end_leftovers(record.run, state, grace_s + 15.0)
 
 
 @click.command()

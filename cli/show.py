@@ -21,6 +21,8 @@ STYLES = {
     "finished": "green",
     "starting": "yellow",
     "connecting": "yellow",
+    "restarting": "yellow",
+    "unsupervised": "bold yellow",
     "stopping": "yellow",
     "stopped": "yellow",
     "failed": "bold red",
@@ -104,17 +106,20 @@ _RIGHT = frozenset(MODULE_COLUMNS[2:-1])
 _IDLE = 0.005
 
 
+TROUBLE = ("restarts", "missed", "replayed")
+"""Columns that are there once there is something in them."""
+
+
 def modules_table(figures: RunFigures) -> Table:
     """One row per module."""
     tail = figures.modules[-1]
-    return table(
-        MODULE_COLUMNS,
-        [
-            _row(module, figures.accuracy if module is tail else module.head_accuracy)
-            for module in figures.modules
-        ],
-        _RIGHT,
-    )
+    extra = [name for name in TROUBLE if any(getattr(one, name) for one in figures.modules)]
+    rows = []
+    for module in figures.modules:
+        row = _row(module, figures.accuracy if module is tail else module.head_accuracy)
+        more = (f"{getattr(module, name):,}" if getattr(module, name) else "-" for name in extra)
+        rows.append([*row, *more])
+    return table((*MODULE_COLUMNS, *extra), rows, _RIGHT | set(extra))
 
 
 def _row(module: ModuleFigures, accuracy: float | None) -> list[RenderableType]:

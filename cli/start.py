@@ -146,13 +146,13 @@ def resume(
     Example:
       dnictl resume
     """
-    from dni_runtime.launch.start import await_leftovers, plan_here, write_plan
+    from dni_runtime.launch.start import end_leftovers, plan_here, write_plan
     from dni_runtime.launch.state import RunState
     from dni_runtime.rundir import complete_cuts
 
     record = chosen_run(run, runs)
     state = RunState.read(record.run)
-    if state.active:
+    if state.active and state.phase != "unsupervised":
         raise UsageError(
             f"run {record.name!r} is {state.phase}", hint=f"stop it first: dnictl stop {run or ''}"
         )
@@ -163,7 +163,11 @@ def resume(
         )
     chain, workers = record.specs()
     if not dry_run:
-        await_leftovers(record.run, state, chain.stop_grace_s)
+        if state.phase == "unsupervised":
+            click.echo(f"{record.name}: stopping the workers that go on by themselves", err=True)
+        state = end_leftovers(record.run, state, chain.stop_grace_s)
+        if state.phase == "finished":
+            conclude(record, as_json=as_json)
     cuts = complete_cuts(record.run, list(record.modules))
     if cut != "auto" and (not cut.isdigit() or int(cut) not in cuts):
         there = ", ".join(map(str, cuts)) or "none"
@@ -175,7 +179,7 @@ def resume(
         workers,
         site,
         data=record.data,
-        attempt=state.attempt + 1,
+        attempt=state.last_attempt + 1,
         resume=cut,
         log_level=log_level,
     )

@@ -14,6 +14,7 @@ from dni_runtime.launch.state import RunState, WorkerPhase
 from dni_runtime.rundir import read_json
 
 _TAIL_BYTES = 1 << 18
+_LINK_COUNTS = ("missed", "replayed", "resent", "duplicates", "gaps")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ModuleFigures:
         module: Its name.
         state: Its worker's phase.
         attempt: Which start of the module this is.
+        restarts: How often it has been started again in this attempt of the run.
         pid: Its worker's process id.
         host: Its worker's host.
         epoch: The newest epoch it has seen.
@@ -51,15 +53,22 @@ class ModuleFigures:
         memory_bytes: Resident memory.
         memory_peak_bytes: The largest it has been.
         refused: Messages refused, by reason.
+        missed: Batches that it did not send on, because the module downstream was gone.
+        replayed: Batches that it trained on again, because the module upstream was gone.
+        resent: Messages sent again to a module that had been restarted.
+        duplicates: Messages that had come before.
+        gaps: Ids that never came.
         exit_code: How the worker ended.
         signal: Name of the signal it died of.
         error: The worker's last error.
+        warning: What went wrong while it went on, such as a checkpoint that cannot be written.
         log: Its log file.
     """
 
     module: str
     state: WorkerPhase
     attempt: int
+    restarts: int = 0
     pid: int | None = None
     host: str | None = None
     epoch: int | None = None
@@ -84,9 +93,15 @@ class ModuleFigures:
     memory_bytes: int | None = None
     memory_peak_bytes: int | None = None
     refused: dict[str, int] = field(default_factory=dict)
+    missed: int | None = None
+    replayed: int | None = None
+    resent: int | None = None
+    duplicates: int | None = None
+    gaps: int | None = None
     exit_code: int | None = None
     signal: str | None = None
     error: str | None = None
+    warning: str | None = None
     log: str | None = None
 
 
@@ -183,6 +198,8 @@ class Gauge:
         self._record = record
         self._metrics: dict[str, LineReader] = {}
         self._train: dict[str, dict[str, Any]] = {}
+        self._kept: dict[str, dict[str, int]] = {}
+        self._sums: dict[str, dict[str, int]] = {}
         self._first: dict[str, Any] | None = None
         self._evaluations: dict[int, dict[str, Any]] = {}
 
@@ -196,7 +213,7 @@ class Gauge:
         state = state or RunState.read(record.run)
         tail = record.modules[-1]
         for name in record.modules:
-            self._follow(name, state.attempt, is_tail=name == tail)
+            self._follow(name, is_tail=name == tail, since=state.attempt)
         modules = tuple(self._module(name, state) for name in record.modules)
         evaluations = tuple(self._evaluations[key] for key in sorted(self._evaluations))
         last = evaluations[-1] if evaluations else {}
@@ -224,7 +241,8 @@ class Gauge:
             modules=modules,
         )
 
-    def _follow(self, name: str, attempt: int, *, is_tail: bool) -> None:
+    def _follow(self, name: str, *, is_tail: bool, since: int) -> None:
+        """Read a module's new lines; those of earlier attempts of the run are left out."""
         if name not in self._metrics:
             path = self._record.run.metrics(name)
             self._metrics[name] = LineReader(path, last_bytes=None if is_tail else _TAIL_BYTES)
@@ -232,10 +250,20 @@ class Gauge:
             if line.get("kind") == "eval":
                 if is_tail:  # others report their early heads
                     self._evaluated(line)
-            elif line.get("attempt") == attempt:
+            elif line.get("kind") == "train" and line.get("attempt", 0) >= since:
+                self._count(name, line)
                 self._train[name] = line
-                if is_tail and (self._first is None or self._first["attempt"] != attempt):
+                if is_tail and (self._first is None or self._first["attempt"] < since):
                     self._first = line
+
+    def _count(self, name: str, line: dict[str, Any]) -> None:
+        """Counters begin anew with each start of a module; these are of the run's attempt."""
+        last = self._train.get(name)
+        kept, sums = self._kept.setdefault(name, {}), self._sums.setdefault(name, {})
+        for key in _LINK_COUNTS:
+            if last is not None and last["attempt"] != line["attempt"]:
+                kept[key] = kept.get(key, 0) + int(last.get(key) or 0)
+            sums[key] = kept.get(key, 0) + int(line.get(key) or 0)
 
     def _evaluated(self, line: dict[str, Any]) -> None:
         # After a resume the chain goes over some ground again: what it says last counts.
@@ -250,12 +278,13 @@ class Gauge:
         report = read_json(self._record.run.worker(name)) or {}
         if known is not None and report.get("attempt") != known.attempt:
             report = {}
-        train = self._train.get(name, {})
+        train, counts = self._train.get(name, {}), self._sums.get(name, {})
         early = report.get("evaluation") if name != self._record.modules[-1] else None
         return ModuleFigures(
             module=name,
             state=known.state if known else report.get("state", "new"),
             attempt=known.attempt if known else report.get("attempt", 0),
+            restarts=known.restarts if known else 0,
             pid=report.get("pid") or (known.pid if known else None),
             host=report.get("host"),
             epoch=report.get("epoch", train.get("epoch")),
@@ -280,9 +309,11 @@ class Gauge:
             memory_bytes=train.get("memory_bytes"),
             memory_peak_bytes=train.get("memory_peak_bytes"),
             refused=train.get("refused") or {},
+            **{name: counts.get(name) for name in _LINK_COUNTS},
             exit_code=known.exit_code if known else None,
             signal=known.signal if known else None,
             error=report.get("error"),
+            warning=report.get("warning"),
             log=known.log if known else None,
         )
 

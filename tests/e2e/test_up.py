@@ -91,9 +91,9 @@ class Site:
     folder: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def write(self, epochs: int) -> Path:
+    def write(self, epochs: int, *settings: str) -> Path:
         path = self.folder / "chain.yaml"
-        path.write_text(CHAIN % epochs)
+        path.write_text("\n".join([CHAIN % epochs, *settings, ""]))
         return path
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -244,7 +244,8 @@ def test_progress_in_plain_lines(site: Site) -> None:
 
 
 def test_a_killed_worker_is_reported_and_the_run_goes_on_later(site: Site) -> None:
-    process = site.start("up", site.write(epochs=60), "--backend", "process")
+    chain = site.write(60, "restart: {limit: 0}")
+    process = site.start("up", chain, "--backend", "process")
     site.wait_for_checkpoint()
     pid = RunState.read(site.latest).modules["middle"].pid
     assert pid is not None
@@ -333,20 +334,6 @@ def test_a_second_signal_kills(site: Site) -> None:
     assert site.cuts()
 
 
-def test_workers_do_not_outlive_their_supervisor(site: Site) -> None:
-    process = site.start("up", site.write(epochs=FOREVER), "--backend", "process")
-    site.wait_for_checkpoint()
-    process.kill()
-    process.communicate(timeout=30)
-    assert site.json("status")["state"] == "lost"
-    eventually("the workers have left", lambda: not processes_of(site.folder), 40)
-    assert site.json("status")["state"] == "lost"
-    assert "resume" in site.run("wait", expect=70).stderr
-    assert site.cuts(), "they left after a checkpoint"
-    site.run("resume", "-d")
-    site.run("stop")
-
-
 def test_two_modules_by_hand(site: Site) -> None:
     chain = site.write(epochs=2)
     site.run("run", "top", "--run-dir", "r", "--dry-run", "--backend", "process")
@@ -428,21 +415,21 @@ def test_containers_are_killed_stopped_and_resumed(boxed: Site) -> None:
     status = boxed.json("status")
     assert status["backend"] == "apptainer"
     assert len(containers_of(boxed)) >= 8
-    os.kill(status["modules"][0]["pid"], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 70, err
-    assert "module 'bottom' (attempt 1) was killed by SIGKILL" in err
-    eventually("no container is left", lambda: not containers_of(boxed), 20)
-
-    boxed.run("resume", "-d")
-    eventually("it runs", lambda: boxed.json("status")["state"] == "running")
-    os.kill(RunState.read(boxed.latest).pid, signal.SIGKILL)  # the supervisor
-    eventually("its workers have left", lambda: not containers_of(boxed), 60)
-    assert boxed.json("status")["state"] == "lost"
-
-    boxed.run("resume", "-d")
+    os.kill(RunState.read(boxed.latest).modules["bottom"].pid or 0, signal.SIGKILL)
+    eventually(
+        "it has been started again",
+        lambda: (
+            [(m["restarts"], m["state"]) for m in boxed.json("status")["modules"]]
+            == [(1, "running"), (0, "running")]
+        ),
+    )
+    process.kill()  # the supervisor
+    process.communicate(timeout=30)
+    assert boxed.json("status")["state"] == "unsupervised"
+    boxed.run("resume", "-d")  # stops what goes on by itself
     eventually("it runs", lambda: boxed.json("status")["state"] == "running")
     assert boxed.json("stop")["exit_code"] == 75
+    eventually("no container is left", lambda: not containers_of(boxed), 20)
     figures = boxed.json("resume")
     assert (figures["state"], figures["attempt"], figures["epoch"]) == ("finished", 4, 400)
     assert figures["accuracy"] > 0.9

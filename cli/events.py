@@ -1,0 +1,97 @@
+"""Commands ``restart`` and ``events``: starting a module again, and what has happened in a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dni_runtime.errors import UsageError
+from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+
+_POLL_S = 0.3
+_BEGINS_S = 10.0  # the supervisor looks for requests about once a second
+
+
+@click.command()
+@click.argument("module")
+@run_argument
+@runs_option
+@json_option
+def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
+    """Start a module of a run again: it leaves after a checkpoint, and its next attempt goes on.
+
+    The other modules go on meanwhile.
+
+    \b
+    Example:
+      dnictl restart lower
+    """
+    from dni_runtime.launch.state import RunState
+    from dni_runtime.rundir import write_json
+
+    record = chosen_run(run, runs)
+    if module not in record.modules:
+        raise UsageError(
+            f"run {record.name!r} has no module {module!r}",
+            hint=f"its modules: {', '.join(record.modules)}",
+        )
+    state = RunState.read(record.run)
+    if state.phase not in ("starting", "running"):
+        raise UsageError(
+            f"run {record.name!r} is {state.phase}: there is nobody to start a module again",
+            hint=f"go on with the run by 'dnictl resume {record.name}'",
+        )
+    request = record.run.restart_request(module)
+    write_json(request, {"time": time.time()})
+    until = time.monotonic() + _BEGINS_S
+    while request.exists():
+        if time.monotonic() >= until:
+            request.unlink(missing_ok=True)
+            raise UsageError(
+                f"the supervisor of run {record.name!r}, process {state.pid} on {state.host}, "
+                "does not answer",
+                hint=f"see 'dnictl status {record.name}'",
+            )
+        time.sleep(_POLL_S / 3)
+    if as_json:
+        print_json({"run": record.name, "module": module})
+    else:
+        click.echo(f"{record.name}: {module} is started again after a checkpoint")
+
+
+@click.command()
+@run_argument
+@runs_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+def events(run: str | None, runs: Path, follow: bool, as_json: bool) -> None:
+    """Print what has happened in a run: starts, ends and restarts of workers, and why.
+
+    \b
+    Example:
+      dnictl events -f
+    """
+    from dni_runtime.launch.figures import LineReader
+    from dni_runtime.launch.state import RunState
+
+    record = chosen_run(run, runs)
+    reader = LineReader(record.run.events)
+    while True:
+        # The state first: what was written before the end is seen after it.
+        active = RunState.read(record.run).active
+        for event in reader.new():
+            click.echo(json.dumps(event, ensure_ascii=False) if as_json else _line(event))
+        if not follow or not active:
+            return
+        time.sleep(_POLL_S)
+
+
+def _line(event: dict[str, Any]) -> str:
+    hidden = ("time", "event", "module")
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
+    rest = [f"{k}={v}" for k, v in event.items() if k not in hidden and v is not None]
+    return "  ".join([stamp, str(event.get("event")), str(event.get("module", "-")), *rest])

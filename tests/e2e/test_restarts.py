@@ -1,0 +1,208 @@
+"""Real workers that are killed, and runs that end by themselves all the same."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dni_runtime.launch.figures import Gauge, ModuleFigures
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import read_lines
+from tests.e2e import test_up
+from tests.e2e.test_up import FOREVER, MODULES, Site, eventually, processes_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+site = test_up.site
+
+BATCHES = 23  # in an epoch
+QUICK = "restart: {backoff_s: 0.1, snapshot_s: 1}"
+
+
+def module(site: Site, name: str) -> ModuleFigures:
+    """What is known of a module."""
+    figures = Gauge(Record.read(site.latest.root)).read()
+    return next(one for one in figures.modules if one.module == name)
+
+
+def steps(site: Site) -> dict[str, int]:
+    return {name: module(site, name).step or 0 for name in MODULES}
+
+
+def is_back(site: Site, name: str, restarts: int) -> Callable[[], bool]:
+    """Whether a module has been started again so often, and runs."""
+
+    def back() -> bool:
+        now = module(site, name)
+        return (now.restarts, now.state) == (restarts, "running")
+
+    return back
+
+
+def goes_on(site: Site, names: list[str] = MODULES) -> Callable[[], bool]:
+    """Whether these modules have trained since this call."""
+    before = steps(site)
+
+    def has_gone_on() -> bool:
+        return all(steps(site)[name] > before[name] + 5 for name in names)
+
+    return has_gone_on
+
+
+def kill(site: Site, name: str) -> None:
+    pid = RunState.read(site.latest).modules[name].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def begin(site: Site, epochs: int, *settings: str) -> None:
+    site.run("up", site.write(epochs, *settings), "--backend", "process", "-d")
+    eventually("all modules train", lambda: min(steps(site).values()) > 5)
+
+
+def counted(site: Site, name: str) -> dict[int, int]:
+    """Batches that a module has acknowledged, by epoch."""
+    lines = read_lines(site.latest.metrics(name))
+    return {line["epoch"]: line["batches"] for line in lines if line["kind"] == "epoch"}
+
+
+def happened(site: Site, event: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(site.latest.events) if line["event"] == event]
+
+
+def test_any_module_may_be_killed(site: Site) -> None:
+    """Each module in turn, then two neighbours at once: no batch of any epoch is left out."""
+    epochs = 60
+    begin(site, epochs, QUICK)
+    for names in (["middle"], ["bottom"], ["top"], ["middle", "top"]):
+        restarts = {name: module(site, name).restarts + 1 for name in names}
+        for name in names:
+            kill(site, name)
+        for name in names:
+            eventually(f"{name} is back", is_back(site, name, restarts[name]), 90)
+        eventually("training goes on", goes_on(site))
+    site.run("wait")
+    figures = site.json("status")
+    assert (figures["state"], figures["exit_code"]) == ("finished", 0)
+    assert [one["restarts"] for one in figures["modules"]] == [1, 2, 2]
+    assert [one["state"] for one in figures["modules"]] == ["finished"] * 3
+    assert [one["step"] for one in figures["modules"]] == [epochs * BATCHES] * 3
+    for name in MODULES:
+        assert counted(site, name) == dict.fromkeys(range(1, epochs + 1), BATCHES)
+    evaluations = {one["epoch"]: one["samples"] for one in figures["evaluations"]}
+    assert evaluations == dict.fromkeys(range(1, epochs + 1), 360)
+    assert figures["accuracy"] > 0.9
+    assert len(happened(site, "worker_restarting")) == 5
+    assert "worker_restarting" in site.run("events").stdout
+    assert "resumes at" in site.run("logs", "middle").stdout  # the newest attempt's
+    site.run("export", "-o", "model.safetensors")
+
+
+def test_neighbours_of_a_dead_module_train_on(site: Site) -> None:
+    """``continue`` upstream, a replay buffer downstream, over tcp, and both are counted."""
+    begin(
+        site, FOREVER, "links: {transport: tcp, on_loss: continue, replay: 16, window: 2}",
+        "restart: {backoff_s: 4, snapshot_s: 1}",
+    )  # fmt: skip
+    kill(site, "middle")
+    eventually("it is being restarted", lambda: module(site, "middle").state == "restarting")
+    eventually("upstream trains on", goes_on(site, ["bottom"]))
+    eventually("it is back", is_back(site, "middle", 1))
+    eventually("all train", goes_on(site))
+    bottom, middle, top = site.json("status")["modules"]
+    assert bottom["missed"] > 0
+    assert bottom["replayed"] == top["missed"] == 0
+    assert top["replayed"] > 0
+    assert middle["step"] < bottom["step"]
+    assert middle["step"] + bottom["missed"] + 50 > bottom["step"]
+    assert site.json("stop")["state"] == "stopped"
+
+
+def test_a_module_is_started_again_by_hand(site: Site) -> None:
+    epochs = 60
+    begin(site, epochs)
+    for name in ("bottom", "middle"):
+        site.run("restart", name)
+        eventually("it is back", is_back(site, name, 1))
+    site.run("restart", "nobody", expect=64)
+    site.run("wait")
+    figures = site.json("status")
+    assert [one["restarts"] for one in figures["modules"]] == [1, 1, 0]
+    assert sum(one["gaps"] for one in figures["modules"]) == 0  # nothing is lost
+    assert not [one for one in happened(site, "worker_ended") if one["state"] == "failed"]
+    for name in MODULES:
+        assert counted(site, name) == dict.fromkeys(range(1, epochs + 1), BATCHES)
+    site.run("restart", "bottom", expect=64)
+
+
+def test_workers_go_on_without_their_supervisor(site: Site) -> None:
+    begin(site, FOREVER)
+    supervisor = RunState.read(site.latest).pid
+    os.kill(supervisor, signal.SIGKILL)
+    assert site.json("status")["state"] == "unsupervised"
+    eventually("they go on", goes_on(site))
+    assert "already" in site.run("up", "--run-dir", site.latest.root, expect=64).stderr
+    site.run("restart", "top", expect=64)
+    site.run("resume", "-d")  # stops them after a common checkpoint, and goes on from there
+    eventually("all train", goes_on(site))
+    assert site.json("status")["attempt"] == 2
+    os.kill(RunState.read(site.latest).pid, signal.SIGKILL)
+    assert site.json("stop") == {"run": site.latest.root.name, "state": "stopped", "exit_code": 75}
+    assert not processes_of(site.folder)
+
+
+def test_workers_come_to_the_end_without_their_supervisor(site: Site) -> None:
+    begin(site, 40)
+    os.kill(RunState.read(site.latest).pid, signal.SIGKILL)
+    site.run("wait")
+    assert site.json("status")["state"] == "finished"
+
+
+def test_an_exact_chain_begins_again_as_a_whole(site: Site) -> None:
+    """It is plain backpropagation, with or without a kill: the same figures to the last digit."""
+    exact = "defaults: {interface: exact, optimizer: {Adam: {lr: 0.002}}}"
+
+    def trained(*, killed: bool) -> list[tuple[int, float]]:
+        chain = site.write(25, QUICK)
+        text = chain.read_text().replace("defaults: {optimizer: {Adam: {lr: 0.002}}}", exact)
+        chain.write_text(text)
+        folder = f"runs/{killed}"
+        site.run("up", chain, "--backend", "process", "-d", "--run-dir", folder)
+        if killed:
+            eventually("an epoch", lambda: (site.json("status", folder)["epoch"] or 0) > 2)
+            root = site.folder / folder
+            pid = RunState.read(test_up.RunDir(root)).modules["middle"].pid
+            os.kill(pid or 0, signal.SIGKILL)
+        site.run("wait", folder)
+        figures = site.json("status", folder)
+        assert figures["state"] == "finished"
+        assert [one["restarts"] for one in figures["modules"]] == [int(killed)] * 3
+        return [(one["epoch"], one["loss"]) for one in figures["evaluations"]]
+
+    assert trained(killed=True) == trained(killed=False)
+
+
+def test_a_full_disk_does_not_end_the_run(site: Site) -> None:
+    """Files of the tail cannot grow: its last checkpoint stays, and it says so."""
+    begin(site, FOREVER, "restart: {snapshot_s: 1}")
+    site.wait_for_checkpoint()
+    pid = RunState.read(site.latest).modules["top"].pid
+    assert pid is not None
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    eventually("it says so", lambda: bool(module(site, "top").warning))
+    assert "could not be written" in site.run("status").stderr
+    eventually("training goes on", goes_on(site, ["bottom", "middle"]))
+    (warning,) = {event["module"] for event in happened(site, "worker_warning")}
+    assert warning == "top"
+    newest = site.cuts()[-1]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    eventually("a new checkpoint", lambda: site.cuts()[-1] > newest)
+    eventually("all is well", lambda: not module(site, "top").warning)
+    assert module(site, "top").restarts == 0
+    site.run("stop")
