@@ -20,6 +20,7 @@ from dni_runtime.launch.host import Site
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.processes import LocalStarter
 from dni_runtime.launch.records import create_run
+from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.start import failure, plan_here, write_plan
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
@@ -146,7 +147,8 @@ def measure_chain(
         ),
     )
     write_plan(run, plan)
-    supervisor = Supervisor(run, plan, LocalStarter(dict(os.environ)))
+    never = replace(plan, restart=RestartPlan())  # a restart would be measured, too
+    supervisor = Supervisor(run, never, LocalStarter(dict(os.environ)))
     watch = Watch(run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.window)
 
     def look(state: RunState) -> None:

@@ -290,6 +290,14 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
 
 
 def _check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
+    for worker in workers:
+        if worker.blocks and chain.links.on_loss == "continue":
+            raise SpecError(
+                f"module {worker.module!r} takes no other batch before the true gradient has come "
+                "(its interface waits for it), so it cannot continue without its neighbour",
+                location=("links", "on_loss"),
+                hint="'on_loss: wait', or another gradient interface",
+            )
     for field in ("dtype", "gradient_dtype"):
         if getattr(chain.links, field) != "int8-channel":
             continue
