@@ -79,13 +79,18 @@ class Shower(Protocol):
 
 
 class PlainLines:
-    """One line for each new phase of the run and each evaluation; for logs and pipes."""
+    """One line for each new phase of the run, each restart and each evaluation; for logs, pipes."""
 
     def __init__(self) -> None:
         self._phase = ""
         self._seen: float | None = None
+        self._restarts: dict[str, int] = {}
 
     def __call__(self, figures: RunFigures) -> None:
+        for module in figures.modules:
+            if module.restarts > self._restarts.get(module.module, 0):
+                self._restarts[module.module] = module.restarts
+                click.echo(f"{module.module}: started again ({module.restarts})", err=True)
         if figures.state != self._phase:
             self._phase = figures.state
             click.echo(f"{figures.run}: {figures.state}", err=True)

@@ -17,7 +17,7 @@ from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.processes import LocalStarter, kill_session
 from dni_runtime.launch.state import RunState, lives
-from dni_runtime.launch.supervisor import Supervisor, how_it_ended
+from dni_runtime.launch.supervisor import Supervisor, how_it_ended, remove_traces
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
@@ -134,6 +134,7 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
         left = [module for module in left if lives(module)]
     for module in left:
         kill_session(int(module.pid or 0))
+    remove_traces(run, socket_path(run.root))
     return RunState.read(run)
 
 

@@ -116,8 +116,7 @@ class Supervisor:
                 self._abandon(error)
                 raise
             finally:
-                self._remove_sockets()
-                self._remove_keys()
+                remove_traces(self._run, Path(self._plan.sockets))
         return self.state
 
     def interrupt(self, number: int) -> None:
@@ -408,24 +407,11 @@ class Supervisor:
         self._event("run_ended", state="failed", error=self.state.error)
         self._write()
 
-    def _remove_sockets(self) -> None:
-        folder = Path(self._plan.sockets)
-        with contextlib.suppress(OSError):
-            for entry in folder.iterdir():
-                entry.unlink()
-            folder.rmdir()
-
     def _make_keys(self) -> None:
         from dni_runtime.link import keys  # zmq: only where links may be encrypted
 
         for worker in self._plan.workers:
             keys.make(self._run, worker.module)
-
-    def _remove_keys(self) -> None:
-        if self._run.keys.exists():
-            from dni_runtime.link import keys
-
-            keys.remove(self._run)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -465,6 +451,18 @@ class Supervisor:
         finally:
             for one, handler in previous.items():
                 signal.signal(one, handler)
+
+
+def remove_traces(run: RunDir, sockets: Path) -> None:
+    """Remove what only living workers need: their sockets and keys."""
+    with contextlib.suppress(OSError):
+        for entry in sockets.iterdir():
+            entry.unlink()
+        sockets.rmdir()
+    if run.keys.exists():
+        from dni_runtime.link import keys  # zmq: only where links may be encrypted
+
+        keys.remove(run)
 
 
 def how_it_ended(name: str, module: ModuleState) -> str:

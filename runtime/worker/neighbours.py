@@ -148,7 +148,7 @@ class Neighbours:
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
-        if output.connected and (not output.in_flight or now_s - output.heard_s < QUIET_S):
+        if not output.lost and (not output.in_flight or now_s - output.heard_s < QUIET_S):
             return
         assert self._spec.downstream is not None
         if self.gone_for_good(self._spec.downstream):

@@ -105,10 +105,10 @@ def test_any_module_may_be_killed(site: Site) -> None:
 
 
 def test_neighbours_of_a_dead_module_train_on(site: Site) -> None:
-    """``continue`` upstream, a replay buffer downstream, over tcp, and both are counted."""
+    """``continue`` upstream, a replay buffer downstream, over encrypted tcp; both are counted."""
     begin(
-        site, FOREVER, "links: {transport: tcp, on_loss: continue, replay: 16, window: 2}",
-        "restart: {backoff_s: 4, snapshot_s: 1}",
+        site, FOREVER, "restart: {backoff_s: 4, snapshot_s: 1}",
+        "links: {transport: tcp, security: curve, on_loss: continue, replay: 16, window: 2}",
     )  # fmt: skip
     kill(site, "middle")
     eventually("it is being restarted", lambda: module(site, "middle").state == "restarting")
