@@ -49,10 +49,18 @@ class Links:
         return self._stack.enter_context(OutputLink(spec, run=run, next_id=next_id, keys=keys))
 
     def input(
-        self, *, run: str = "run", received: int = 0, keys: Any = None, **fields: Any
+        self,
+        *,
+        run: str = "run",
+        received: int = 0,
+        again: bool = False,
+        keys: Any = None,
+        **fields: Any,
     ) -> InputLink:
         spec = self._make_spec("tail", **fields)
-        return self._stack.enter_context(InputLink(spec, run=run, received=received, keys=keys))
+        return self._stack.enter_context(
+            InputLink(spec, run=run, received=received, again=again, keys=keys)
+        )
 
     def pair(
         self, address: str, *, keys: tuple[Any, Any] = (None, None), **fields: Any

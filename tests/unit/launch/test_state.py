@@ -46,6 +46,42 @@ def test_a_dead_supervisor_is_noticed(run: RunDir) -> None:
     assert RunState.read(run).phase == "lost"
 
 
+def without_supervisor(run: RunDir, *reports: str) -> RunState:
+    """The state of a run whose supervisor is dead, and whose workers have said this."""
+    names = [f"m{number}" for number in range(len(reports))]
+    state = RunState.begin("process", 1, names)
+    state.phase, state.born = "running", 1
+    for name, report in zip(names, reports, strict=True):
+        write_json(run.worker(name), {"attempt": 1, "state": report, "time": 0})
+        if report == "running":  # it lives: this very process
+            module = state.modules[name]
+            module.pid, module.born = os.getpid(), process_birth(os.getpid())
+    state.write(run)
+    return RunState.read(run)
+
+
+def test_workers_that_go_on_without_a_supervisor(run: RunDir) -> None:
+    state = without_supervisor(run, "running", "finished", "connecting")
+    assert (state.phase, state.active) == ("unsupervised", True)
+    assert [one.state for one in state.modules.values()] == ["running", "finished", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "phase", "code"),
+    [
+        (("finished", "finished"), "finished", 0),
+        (("stopped", "finished"), "stopped", 75),
+        (("failed", "finished"), "lost", None),
+        (("connecting", "stopped"), "lost", None),
+    ],
+)
+def test_workers_that_have_ended_without_a_supervisor(
+    run: RunDir, reports: tuple[str, ...], phase: str, code: int | None
+) -> None:
+    state = without_supervisor(run, *reports)
+    assert (state.phase, state.exit_code, state.active) == (phase, code, False)
+
+
 def test_a_process_id_in_new_hands_is_noticed(run: RunDir) -> None:
     state = RunState.begin("process", 1, ["a"])
     assert state.born is not None
