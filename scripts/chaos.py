@@ -16,6 +16,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -80,6 +81,7 @@ def kills(options: argparse.Namespace) -> dict[str, Any]:
         "state": figures.state,
         "kills": sum(name is not None for name in killed),
         "restarts": {one.module: one.restarts for one in figures.modules},
+        "seconds_until_a_module_runs_again": median_s(restart_times_s(record)),
         "seconds_after_the_last_kill": round(time.monotonic() - began, 1),
         "accuracy": figures.accuracy,
         "accuracy_undisturbed": calm,
@@ -172,6 +174,22 @@ def counted(record: Record, name: str) -> dict[int, int]:
     """Batches that a module has acknowledged, by epoch."""
     lines = read_lines(record.run.metrics(name))
     return {line["epoch"]: line["batches"] for line in lines if line["kind"] == "epoch"}
+
+
+def restart_times_s(record: Record) -> list[float]:
+    """From the end of a worker to the next one that runs, kills in between included."""
+    ended: dict[str, float] = {}
+    times = []
+    for event in read_lines(record.run.events):
+        if event["event"] == "worker_ended" and event["state"] == "failed":
+            ended.setdefault(event["module"], event["time"])
+        elif event["event"] == "worker_running" and event["module"] in ended:
+            times.append(event["time"] - ended.pop(event["module"]))
+    return times
+
+
+def median_s(times_s: list[float]) -> float | None:
+    return round(statistics.median(times_s), 1) if times_s else None
 
 
 def pace(record: Record, name: str, since: float, until: float) -> float:

@@ -206,6 +206,7 @@ class Supervisor:
             patience = self._patience[name]
             if module.state == "running" and patience.running_since_s is None:
                 patience.running_since_s = self._clock()
+                self._event("worker_running", module=name, attempt=module.attempt)
         if self.state.phase == "starting" and all(
             module.state in ("running", "finished") for module in self.state.modules.values()
         ):

@@ -186,3 +186,23 @@ def test_schema_lists_the_names() -> None:
     schema = json_schema()
     assert "Linear" in schema["$defs"]["LayerSpec"]["anyOf"][0]["enum"]
     assert "mixed" in str(schema["$defs"]["ModuleSpec"]["properties"]["interface"])
+
+
+def test_who_waits_for_gradients_cannot_continue_alone() -> None:
+    text = CHAIN.replace("interface: mixed", "interface: exact")
+    assert [worker.blocks for worker in worker_specs(parse_chain(text), INFO)] == [
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(SpecError, match="module 'a' takes no other batch") as caught:
+        worker_specs(parse_chain(text + "links: {on_loss: continue}\n"), INFO)
+    assert caught.value.location == ("links", "on_loss")
+    worker_specs(parse_chain(CHAIN + "links: {on_loss: continue}\n"), INFO)
+
+
+def test_what_is_kept_for_neighbours_that_restart() -> None:
+    chain = parse_chain(CHAIN + "links: {window: 5}\n")
+    assert [worker.retain for worker in worker_specs(chain, INFO)] == [5, 0, 0]
+    chain = parse_chain(CHAIN + "restart: {policy: never}\n")
+    assert [(one.retain, one.snapshot_s) for one in worker_specs(chain, INFO)] == [(0, 0)] * 3

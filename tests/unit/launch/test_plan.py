@@ -11,6 +11,7 @@ import pytest
 from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 RUN = Path("/runs/a b")
@@ -132,3 +133,30 @@ def test_json_round_trip(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> N
 def test_not_a_plan() -> None:
     with pytest.raises(DataError, match="not a launch plan"):
         LaunchPlan.from_json({"workers": [{"argv": []}]})
+
+
+@pytest.mark.parametrize("backend", ["process", "apptainer"])
+def test_the_next_start_of_a_worker(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], backend: str
+) -> None:
+    where = {
+        "backend": backend,
+        "tool": Apptainer(Path("/usr/bin/apptainer"), "apptainer", (1, 4, 5)),
+        "images": {name: Path(f"/images/{name}.sif") for name in ("bottom", "middle", "top")},
+    }
+    worker = plan_of(chain, workers, **where).workers[1]
+    again = worker.again(4)
+    changed = {a: b for a, b in zip(worker.argv, again.argv, strict=True) if a != b}
+    assert changed == {"1": "4", "auto": "own"}
+    assert (again.attempt, again.resume) == (4, "own")
+    assert again.log == f"{RUN}/logs/middle.4.log"
+    assert replace(again, attempt=1, argv=worker.argv, log=worker.log) == worker
+    assert worker.again(2, resume="auto").resume == "auto"
+
+
+def test_restarts_are_those_of_the_chain(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
+    plan = plan_of(chain, workers)
+    rules = RestartPlan(policy="on-failure", limit=10, backoff_s=0.5, healthy_s=60)
+    assert plan.restart == rules
+    waits = (workers[0].model_copy(update={"blocks": True}), *workers[1:])
+    assert plan_of(chain, waits).restart == replace(rules, scope="chain")

@@ -137,7 +137,8 @@ def test_a_run_that_finishes(world: World, supervisor: Supervisor, record: Recor
     assert states(state) == ["finished"] * 3
     assert list(dict.fromkeys(phases)) == ["starting", "running", "finished"]
     assert [event["event"] for event in events(record)] == [
-        "run_started", *["worker_started"] * 3, "run_running", *["worker_ended"] * 3, "run_ended",
+        "run_started", *["worker_started"] * 3, *["worker_running"] * 3, "run_running",
+        *["worker_ended"] * 3, "run_ended",
     ]  # fmt: skip
     assert RunState.read(record.run) == state
     assert not any(process.signals for process in world.processes.values())
