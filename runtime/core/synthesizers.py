@@ -8,7 +8,7 @@ last map and the label's part are zero, which still lets the first gradient thro
 from __future__ import annotations
 
 import math
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,18 @@ class LabelTerm(nn.Module):
         return cast("Tensor", self.map(y_BY.flatten(1).to(self.map.weight.dtype)))
 
 
+class Lesson(NamedTuple):
+    """What a synthesizer is to learn from a true gradient.
+
+    Attributes:
+        g_BH: The prediction.
+        loss: What to descend.
+    """
+
+    g_BH: Tensor
+    loss: Tensor
+
+
 class Synthesizer(nn.Module):
     """Base: predicts per-sample gradients in the shape of the activation.
 
@@ -81,15 +93,16 @@ class Synthesizer(nn.Module):
         self._label = label
         self._classes = classes
 
-    def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Tensor:
-        """What to descend: the prediction's squared error, summed over features, mean over samples.
+    def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
+        """The squared error of the prediction, summed over features and averaged over the batch.
 
         Args:
             h_BH: The activation, detached.
             y_BY: The labels.
             g_BH: The true per-sample gradient at h.
         """
-        return F.mse_loss(self(h_BH, y_BY), g_BH, reduction="sum") / len(g_BH)
+        predicted_BH = self(h_BH, y_BY)
+        return Lesson(predicted_BH, F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH))
 
     def _label_term(self, features: int) -> LabelTerm | None:
         return None if self._label is None else LabelTerm(features, self._label, self._classes)
@@ -244,7 +257,7 @@ class Critic(Synthesizer):
         assert y_BY is not None
         return self.grid.spread(self._gradient(self.guess(self.grid(h_BH)), y_BY))
 
-    def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Tensor:
+    def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
         """The label's loss, and the error of its gradient.
 
         The error is relative to the sizes of both gradients: it is at most 2 whether the true ones
@@ -259,8 +272,8 @@ class Critic(Synthesizer):
         predicted = (u_BF * self.grid.respread(u_BF)).sum()
         size = (predicted.detach() + true).clamp_min(1e-30)
         error = (predicted - 2 * (u_BF * pooled_BF).sum() + true) / size
-        loss: Tensor = error + self.label_weight * F.cross_entropy(logits_BC, y_BY)
-        return loss
+        loss = error + self.label_weight * F.cross_entropy(logits_BC, y_BY)
+        return Lesson(self.grid.spread(u_BF.detach()), loss)
 
     def _gradient(self, logits_BC: Tensor, y_BY: Tensor) -> Tensor:
         """Per-sample gradient of the classifier's loss at the averages: ``[B, features]``."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -97,7 +97,7 @@ class Ledger:
         """Put the record into the file; a full disk is no reason to stop."""
         if self._file is None:
             return
-        record = json.dumps(asdict(self.counts), separators=(",", ":")).encode()
+        record = json.dumps(vars(self.counts)).encode()
         try:
             os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
         except OSError as error:

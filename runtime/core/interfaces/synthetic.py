@@ -76,20 +76,17 @@ class Synthetic(GradientInterface):
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
-        """One step of the synthesizer's lesson; measured is the prediction before it."""
-        late = self._compare(h_BH, y_BY, g_BH) if measure else None
-        loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
+        """One step of the synthesizer's lesson."""
+        predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         self._optimizer.step()
-        return late
-
-    @torch.no_grad()
-    def _compare(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> LateSignal:
-        predicted_BH = self.synthesizer(h_BH, y_BY)
-        error = F.mse_loss(predicted_BH, g_BH, reduction="sum")
-        cosine = F.cosine_similarity(predicted_BH.flatten(), g_BH.flatten(), dim=0)
-        return LateSignal(error / g_BH.square().sum().clamp_min(1e-30), cosine)
+        if not measure:
+            return None
+        with torch.no_grad():
+            error = F.mse_loss(predicted_BH, g_BH, reduction="sum")
+            cosine = F.cosine_similarity(predicted_BH.flatten(), g_BH.flatten(), dim=0)
+            return LateSignal(error / g_BH.square().sum().clamp_min(1e-30), cosine)
 
     def optimizers(self) -> dict[str, Any]:
         return {"synthesizer": self._optimizer}

@@ -255,7 +255,7 @@ def test_a_critic_fits_gradients_of_another_classifier(kind: str) -> None:
     assert error(h, y, g) > 0.5
     for _ in range(200):
         optimizer.zero_grad()
-        synthesizer.lesson(h, y, g).backward()  # type: ignore[no-untyped-call]
+        synthesizer.lesson(h, y, g).loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert error(h, y, g) < 0.05
     alone = h[:1], y[:1], g[:1]
@@ -275,13 +275,14 @@ def test_a_critics_error_is_that_of_its_prediction(kind: str) -> None:
     parameters = list(synthesizer.parameters())
     expected = torch.autograd.grad(error, parameters)
     lesson = synthesizer.lesson(h, y, g)
-    torch.testing.assert_close(lesson, error)
-    torch.testing.assert_close(torch.autograd.grad(lesson, parameters), expected)
+    torch.testing.assert_close(lesson.g_BH, predicted.detach())
+    torch.testing.assert_close(lesson.loss, error)
+    torch.testing.assert_close(torch.autograd.grad(lesson.loss, parameters), expected)
 
 
 def test_a_critic_learns_from_the_label_too() -> None:
     h, y, g = torch.randn(32, 6), torch.randint(0, 3, (32,)), torch.randn(32, 6)
-    with_label, without = (critic("vector", label_weight=w).lesson(h, y, g) for w in (2, 0))
+    with_label, without = (critic("vector", label_weight=w).lesson(h, y, g).loss for w in (2, 0))
     own = cross_entropy(critic("vector").guess(h), y)
     torch.testing.assert_close(with_label - without, 2 * own)
 
@@ -290,7 +291,8 @@ def test_a_critic_stands_gradients_that_are_still_zero() -> None:
     """Those of a synthesizer downstream that has not learned yet."""
     synthesizer = critic("maps", label_weight=0)
     h, y = torch.randn(8, *ACTIVATIONS["maps"].shape), torch.randint(0, 3, (8,))
-    loss = synthesizer.lesson(h, y, torch.zeros_like(h))
+    predicted, loss = synthesizer.lesson(h, y, torch.zeros_like(h))
+    assert predicted.abs().max() > 0
     torch.testing.assert_close(loss, torch.tensor(1.0))
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is None or p.grad.isfinite().all() for p in synthesizer.parameters())
