@@ -185,7 +185,6 @@ def check_images(
             )
         entry = None if lock is None else lock.modules.get(worker.module)
         if entry is not None:
-            verify_hash(image, entry)
             its_hash = entry.module_hash
         else:  # nobody has written down what it is: ask the image itself
             its_hash = WorkerSpec.model_validate(inspect_image(tool, image).module).hash
@@ -195,6 +194,8 @@ def check_images(
                 f"(image {its_hash[:12]}, chain {worker.hash[:12]})",
                 hint="build the images again with 'dnictl build'",
             )
+        if entry is not None:
+            verify_hash(image, entry)
         if require_signed:
             key = Path(require_signed).expanduser() if isinstance(require_signed, str) else None
             verify_signature(tool, image, key=key)
