@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from dni_runtime.errors import EncryptionError, UnavailableError
+from dni_runtime.errors import EncryptionError
 from dni_runtime.link import sockets
 from dni_runtime.link.address import encrypted
 from dni_runtime.link.contract import LinkContract
@@ -93,7 +93,7 @@ class Dialer:
             Whether that is another address, or another key, than before.
 
         Raises:
-            UnavailableError: That is no address, or its module's key is not known.
+            UnavailableError: That is no address.
         """
         if (address, server_key) == (self.address, self._server_key):
             return False
@@ -160,25 +160,23 @@ class Dialer:
 
     def _dial(self, address: str, server_key: bytes | None) -> None:
         self._encrypted = encrypted(self._links, address)
-        if self._encrypted:
-            self._encrypt(address, server_key)
-        else:
+        if not self._encrypted:
             sockets.leave_plain(self._socket)
+        elif not self._encrypt(server_key):
+            self.failure = Failure("encryption", "its public key is not there", final=True)
+            self._redial_s = time.monotonic() + _REDIAL_S  # it may appear late
+            return
         sockets.connect(self._socket, address)
 
-    def _encrypt(self, address: str, server_key: bytes | None) -> None:
-        target = self._contract.target
-        key = server_key
-        if key is None and self._keys is not None:
-            key = self._keys.public(target)
-        if key is None or self._keys is None:
-            raise UnavailableError(
-                f"module {target!r} listens at {address}, where links are encrypted, and its "
-                "public key is not there",
-                hint="start both modules with the same run directory; 'links.security: none' does "
-                "without encryption",
-            )
+    def _encrypt(self, server_key: bytes | None) -> bool:
+        """Use the neighbour's key from now on; False where it is not known."""
+        if self._keys is None:
+            return False
+        key = server_key or self._keys.public(self._contract.target)
+        if key is None:
+            return False
         sockets.encrypt_output(self._socket, self._keys.own, key)
+        return True
 
 
 def _failure(kind: int, value: int, encrypted: bool) -> Failure | None:

@@ -91,6 +91,7 @@ class Guard:
         connections: Connections to keep.
 
     Attributes:
+        encrypted: Whether the link is.
         alarmed: Whether something was refused since the last :meth:`take`.
     """
 
@@ -101,6 +102,7 @@ class Guard:
         allowed: Callable[[bytes], bool] | None,
         connections: int = CONNECTIONS,
     ) -> None:
+        self.encrypted = allowed is not None
         self.alarmed = False
         self._allowed = allowed
         self._limit = connections
@@ -112,7 +114,7 @@ class Guard:
         self._peers: set[int] = set()
         self._dropped: set[int] = set()
         self._failed: deque[str] = deque(maxlen=1 << 12)
-        self._port: int | None = None
+        self._ports: set[int] = set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._monitor = sockets.monitor(socket, context, _EVENTS)
         self._zap = None
@@ -123,9 +125,10 @@ class Guard:
         self._thread = threading.Thread(target=self._run, name="link guard", daemon=True)
 
     def start(self, port: int) -> None:
-        """Begin, when the socket listens on a port."""
-        self._port = port
-        self._thread.start()
+        """Begin, when the socket listens on a port; on another one, too, if called again."""
+        self._ports.add(port)
+        if self._thread.ident is None:
+            self._thread.start()
 
     def keep(self, descriptor: int) -> None:
         """Connection ``descriptor`` is the accepted peer's: it does not make room for others."""
@@ -228,7 +231,7 @@ class Guard:
         with contextlib.suppress(OSError):  # libzmq may have closed it meanwhile
             connection = posix.socket(fileno=oldest)
             try:
-                if connection.getsockname()[1] == self._port:
+                if connection.getsockname()[1] in self._ports:
                     connection.shutdown(posix.SHUT_RDWR)
                     self._dropped.add(oldest)
             finally:

@@ -159,10 +159,13 @@ class InputLink:
                 there, and the module has no keys.
         """
         secret = encrypted(self._links, address)
-        if address.startswith("tcp:") and self._guard is None:
-            self._guard = self._guarded(address, secret)
+        if address.startswith("tcp:"):
+            if self._guard is None:
+                self._guard = self._guarded(address, secret)
+            elif self._guard.encrypted != secret:
+                raise ValueError(f"{address}: one socket cannot be both encrypted and plain")
         actual = sockets.bind(self._socket, address)
-        if self._guard is not None:
+        if self._guard is not None and actual.startswith("tcp:"):
             self._guard.start(int(actual.rpartition(":")[2]))
         self._bound.append((actual, socketfile.file_id(actual)))
         how = ", encrypted" if secret else ""

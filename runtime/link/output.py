@@ -188,7 +188,7 @@ class OutputLink:
             HandshakeError: The neighbour does not fit.
             EncryptionError: It refused our key, has another one, or only one end encrypts; raised
                 when the time is over, because keys and addresses may appear late.
-            UnavailableError: It did not answer in time, or its key is not known.
+            UnavailableError: It did not answer in time.
             StoppedError: ``stop`` said so.
         """
         if self._dialer.dial(address, server_key):
@@ -222,7 +222,7 @@ class OutputLink:
             server_key: Its public key, where the link is encrypted (default: the keyring's).
 
         Raises:
-            UnavailableError: That is no address, or its module's key is not known.
+            UnavailableError: That is no address.
         """
         if not self._dialer.dial(address, server_key):
             self._dialer.dial_again()

@@ -101,8 +101,8 @@ def test_only_one_end_encrypts(links: Any, encrypted_end: str) -> None:
 def test_a_module_without_keys(links: Any) -> None:
     with pytest.raises(UnavailableError, match="module 'tail' has no keys"):
         links.input(links=CURVE).bind(ADDRESS)
-    with pytest.raises(UnavailableError, match="its public key is not there"):
-        links.output(links=CURVE).connect("tcp://127.0.0.1:5000", deadline_s=1)
+    with pytest.raises(EncryptionError, match="its public key is not there"):
+        links.output(links=CURVE).connect("tcp://127.0.0.1:5000", deadline_s=0.5)
 
 
 def test_a_neighbours_key_that_appears_late(links: Any) -> None:
@@ -115,6 +115,19 @@ def test_a_neighbours_key_that_appears_late(links: Any) -> None:
     with pytest.raises(EncryptionError):
         output.connect(address, deadline_s=0.5)
     known.update(tail.publics)
+    links.shake(output, input, address)
+    drive(links, output, input, range(1, 5))
+
+
+def test_a_server_key_that_appears_late(links: Any) -> None:
+    stem, tail = two_rings()
+    known: dict[str, bytes] = {}
+    input = links.input(keys=tail, links=CURVE)
+    output = links.output(keys=KnownKeys(stem.own, known), links=CURVE)
+    address = input.bind(ADDRESS)
+    with pytest.raises(EncryptionError, match="its public key is not there"):
+        output.connect(address, deadline_s=0.5)
+    known.update(stem.publics)
     links.shake(output, input, address)
     drive(links, output, input, range(1, 5))
 
@@ -168,6 +181,17 @@ def test_the_computing_thread_is_not_needed_for_a_handshake(links: Any, raw: Any
     assert monitor.poll(5000)  # nobody has called input.receive()
     monitor.close()
     peer.disable_monitor()
+
+
+def test_a_socket_is_encrypted_everywhere_or_nowhere(links: Any) -> None:
+    """A second address must not turn an encrypted one's encryption off, nor go without it."""
+    output, input, _ = links.pair(ADDRESS, keys=two_rings(), links=CURVE)
+    input.bind(ADDRESS)
+    drive(links, output, input, range(1, 3))
+    mixed = links.input(keys=two_rings()[1], links=PLAIN)
+    mixed.bind(ADDRESS)
+    with pytest.raises(ValueError, match="cannot be both encrypted and plain"):
+        mixed.bind("tcp://*:*")
 
 
 def test_no_thread_is_left(links: Any) -> None:
