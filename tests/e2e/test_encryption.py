@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -17,8 +19,10 @@ import zmq
 
 from dni_runtime.link import keys
 from dni_runtime.link.address import addresses
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
+from dni_runtime.spec import parse_chain
 from tests.e2e.test_up import Site, eventually, processes_of
+from tests.e2e.test_worker import workers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -184,3 +188,29 @@ def test_modules_that_disagree_about_encryption(site: Site) -> None:
     assert "it speaks only with encryption" in done.stderr
     top.terminate()
     assert top.wait(30) == 75
+
+
+def test_modules_without_a_shared_folder(site: Site) -> None:
+    """docs/security.md: each one is given the other one's public key as a file."""
+    runs = {}
+    for worker in workers_of(parse_chain(CHAIN % (8, "security: curve"))):
+        runs[worker.module] = run = RunDir(site.folder / worker.module / "run")
+        run.create()
+        write_atomic(run.spec(worker.module), worker.to_json())
+        keys.make(run, worker.module)
+    for module, other in (("top", "bottom"), ("bottom", "top")):
+        shutil.copy(runs[module].keys / f"{module}.pub", runs[other].keys)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    started = []
+    for module, option in (("top", "--listen"), ("bottom", "--connect")):
+        command = [sys.executable, "-m", "dni_runtime.worker", "--run", str(runs[module].root)]
+        started.append(
+            subprocess.Popen(
+                [*command, "--module", module, option, address], stderr=subprocess.PIPE, text=True
+            )
+        )
+    site.started += started
+    for process in started:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
