@@ -82,6 +82,7 @@ class Meter:
         self._due = time.monotonic() + INTERVAL_S
         self._sample_due = 0.0
         self._complained = False
+        self._replayed = 0
         self._loss = Mean()
         self._fill = self._fills = 0
         self._evaluation: dict[str, Any] | None = None
@@ -136,7 +137,8 @@ class Meter:
             links: What the links have counted.
         """
         progress, counters, then = self.progress, step.counters, self._last
-        if progress.step > then.step:
+        if progress.step > then.step or links.replayed > self._replayed:
+            self._replayed = links.replayed
             now = self._last = self._reading(counters)
             took = max(now.time_s - then.time_s, 1e-9)
             paired, given_up = now.paired - then.paired, now.given_up - then.given_up
