@@ -71,7 +71,8 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
                 schedule_every=chain.setting(index, "schedule_every") or "epoch",
                 device=chain.setting(index, "device") or "cpu",
                 precision=chain.setting(index, "precision") or "float32",
-                cpus=chain.setting(index, "cpus") or 1,
+                cpus=chain.resources(index).cpus,
+                resources=chain.resources(index),
             )
         )
     return chain.model_copy(update={"modules": tuple(modules), "defaults": type(chain.defaults)()})

@@ -16,6 +16,8 @@ from dni_runtime.spec.model import (
     LinksSpec,
     ModuleSpec,
     MountSpec,
+    PlacementSpec,
+    ResourcesSpec,
 )
 from dni_runtime.spec.worker import DataInfo, HeadRole, TailRole, TensorSpec, WorkerSpec
 
@@ -33,6 +35,8 @@ __all__ = [
     "LinksSpec",
     "ModuleSpec",
     "MountSpec",
+    "PlacementSpec",
+    "ResourcesSpec",
     "TailRole",
     "TensorSpec",
     "WorkerSpec",

@@ -188,7 +188,8 @@ class LinksSpec(Frozen):
     Attributes:
         transport: ``ipc`` (same host), ``tcp``, or ``auto`` (ipc where both ends share a host).
         interface: For tcp: the network interface, address or network (``10.0.0.0/24``: the host's
-            address in it) to listen on (default: loopback).
+            address in it) to listen on (default: loopback). With ``auto`` it is for links that
+            cross hosts.
         port: For tcp: first port; module *i* listens on ``port + i``. Default: one that is free.
         window: Batches that may be under way on a link before the sender waits.
         dtype: Type of activations on the wire (default: the type the module computes).
@@ -216,8 +217,8 @@ class LinksSpec(Frozen):
 
     @model_validator(mode="after")
     def _tcp_only(self) -> Self:
-        if self.transport != "tcp" and (self.interface is not None or self.port is not None):
-            raise ValueError("'interface' and 'port' need 'transport: tcp'")
+        if self.transport == "ipc" and (self.interface is not None or self.port is not None):
+            raise ValueError("'interface' and 'port' are for 'transport': 'tcp' or 'auto'")
         return self
 
 
@@ -331,6 +332,53 @@ class MountSpec(Frozen):
         return value
 
 
+class ResourcesSpec(Frozen):
+    """What a cluster gives to one module's worker.
+
+    Attributes:
+        cpus: Processors, and threads of its computations.
+        gpus: GPUs.
+        memory: Memory, such as ``800M`` or ``16G`` (powers of 1024, as Slurm counts).
+        partition: The Slurm partition that it needs.
+    """
+
+    cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    gpus: Annotated[int, Field(ge=0, le=64)] | None = None
+    memory: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}[MG]$")] | None = None
+    partition: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+
+    @property
+    def memory_mib(self) -> int | None:
+        """The memory in MiB, or None where it is not given."""
+        if self.memory is None:
+            return None
+        return int(self.memory[:-1]) * (1024 if self.memory.endswith("G") else 1)
+
+
+class PlacementSpec(Frozen):
+    """On which nodes of an allocation the modules are.
+
+    Attributes:
+        strategy: ``packed`` fills one node before the next; ``spread`` gives each node the same
+            number of modules; ``auto`` the same amount of work; ``explicit`` follows ``map``.
+            Neighbours stay together, but for ``explicit``.
+        nodes: How many nodes (default: one, or what the map names).
+        per_node: Most modules on one node.
+        map: For ``explicit``: each module's node, from 0.
+    """
+
+    strategy: Literal["packed", "spread", "explicit", "auto"] = "auto"
+    nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
+    per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    map: dict[Name, Annotated[int, Field(ge=0, le=1023)]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _explicit_has_a_map(self) -> Self:
+        if (self.strategy == "explicit") != bool(self.map):
+            raise ValueError("'map' and 'strategy: explicit' need each other")
+        return self
+
+
 class ModuleDefaults(Frozen):
     """Settings of one module, or of all modules that do not say otherwise.
 
@@ -341,7 +389,8 @@ class ModuleDefaults(Frozen):
         schedule_every: Whether the schedule steps once an epoch or once a batch.
         device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
         precision: Type of the module's matrix products (``bfloat16``: torch.autocast).
-        cpus: Threads of the worker's computations.
+        cpus: Threads of the worker's computations; the same as ``resources.cpus``.
+        resources: What a cluster gives to the worker.
     """
 
     interface: Choice | None = None
@@ -351,6 +400,13 @@ class ModuleDefaults(Frozen):
     device: Device | None = None
     precision: Literal["float32", "bfloat16"] | None = None
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    resources: ResourcesSpec = ResourcesSpec()
+
+    @model_validator(mode="after")
+    def _one_number_of_cpus(self) -> Self:
+        if None not in (self.cpus, self.resources.cpus) and self.cpus != self.resources.cpus:
+            raise ValueError(f"cpus {self.cpus} beside resources.cpus {self.resources.cpus}")
+        return self
 
 
 class ModuleSpec(ModuleDefaults):
@@ -375,6 +431,7 @@ class ChainSpec(Frozen):
         defaults: Settings of the modules that do not say otherwise.
         modules: The modules, head first.
         links: How neighbours talk.
+        placement: Where the modules are on a cluster.
         checkpoint: When checkpoints are written.
         restart: What happens when a worker dies.
         image: What the images hold.
@@ -395,6 +452,7 @@ class ChainSpec(Frozen):
     defaults: ModuleDefaults = ModuleDefaults()
     modules: Annotated[tuple[ModuleSpec, ...], Field(min_length=1, max_length=1024)]
     links: LinksSpec = LinksSpec()
+    placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     restart: RestartSpec = RestartSpec()
     image: ImageSpec = ImageSpec()
@@ -419,7 +477,29 @@ class ChainSpec(Frozen):
             )
         return modules
 
+    @model_validator(mode="after")
+    def _map_names_all_modules(self) -> Self:
+        names = [module.name for module in self.modules]
+        if self.placement.map:
+            for name in self.placement.map:
+                if name not in names:
+                    raise ValueError(
+                        f"placement.map names {name!r}, but the modules are {', '.join(names)}"
+                    )
+            left = [name for name in names if name not in self.placement.map]
+            if left:
+                raise ValueError(f"placement.map says nothing of module {left[0]!r}")
+        return self
+
     def setting(self, index: int, field: str) -> Any:
         """A module's own setting, else the chain's default, else None."""
         own = getattr(self.modules[index], field)
         return own if own is not None else getattr(self.defaults, field)
+
+    def resources(self, index: int) -> ResourcesSpec:
+        """A module's resources, each its own or else the chain's default; at least one CPU."""
+        given: dict[str, Any] = {"cpus": 1}
+        for one in (self.defaults, self.modules[index]):
+            own = one.resources.model_dump(exclude_none=True)
+            given |= {**({} if one.cpus is None else {"cpus": one.cpus}), **own}
+        return ResourcesSpec(**given)

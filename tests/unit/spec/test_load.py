@@ -50,7 +50,12 @@ def test_exponents_are_numbers_and_words_stay_words() -> None:
         (("name: mlp", "name: mlp\nname: x"), 2, "name", ["stands here twice"]),
         (("name: mlp", "name: mlp\nlinks: {window: 0}"), 2, "links.window", ["0", "greater"]),
         (("name: mlp", "name: mlp\nlinks: {transport: udp}"), 2, None, ["'udp'", "'ipc'"]),
-        (("name: mlp", "name: mlp\nlinks: {port: 5000}"), 2, "links", ["transport: tcp"]),
+        (
+            ("name: mlp", "name: mlp\nlinks: {transport: ipc, port: 5000}"),
+            2,
+            "links",
+            ["'tcp'"],
+        ),
     ],
 )
 def test_errors_name_line_path_value_and_what_is_allowed(

@@ -1,0 +1,51 @@
+"""What modules cost, estimated from their layers: enough to balance them over nodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dni_runtime.core.layers import build_layer
+from dni_runtime.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+_SAMPLES = 2
+_BACKWARD = 3.0
+"""Forward and backward pass together, in forward passes: two products backward for each."""
+
+
+def estimated_costs(workers: Sequence[WorkerSpec]) -> dict[str, float]:
+    """Operations per training sample of each module's layers.
+
+    Multiplications and additions of products and convolutions, counted on torch's meta device,
+    and one for each number that goes in and out. The gradient interface is left out. A module that
+    cannot run on the meta device counts each of its parameters once.
+    """
+    return {worker.module: _cost(worker) for worker in workers}
+
+
+def _cost(worker: WorkerSpec) -> float:
+    moved = float(sum(torch.Size(one.shape).numel() for one in (worker.input, worker.output)))
+    with torch.device("meta"):
+        model = nn.Sequential(*(build_layer(layer) for layer in worker.layers))
+        given = torch.empty(_SAMPLES, *worker.input.shape, dtype=_dtype(worker.input.dtype))
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            model(given)
+        work = counter.get_total_flops() / _SAMPLES
+    except Exception as error:  # a user's layer may do anything
+        log.debug("module %s is not counted: %s", worker.module, error)
+        work = 2.0 * sum(p.numel() for p in model.parameters())
+    return _BACKWARD * work + moved
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

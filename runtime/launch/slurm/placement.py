@@ -1,0 +1,192 @@
+"""Which module is on which node (pure; nodes are numbers here, Slurm names them later)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dni_runtime.errors import UsageError
+from dni_runtime.spec.model import PlacementSpec
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one module asks for.
+
+    Attributes:
+        module: Its name.
+        cpus: Processors.
+        gpus: GPUs.
+        memory_mib: Memory in MiB.
+        cost: Its share of the work, in any unit that is the same for all.
+    """
+
+    module: str
+    cpus: int = 1
+    gpus: int = 0
+    memory_mib: int = 0
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a node has; None where it is not known.
+
+    Attributes:
+        cpus: Processors.
+        gpus: GPUs.
+        memory_mib: Memory in MiB.
+        modules: Most modules on it.
+    """
+
+    cpus: int | None = None
+    gpus: int | None = None
+    memory_mib: int | None = None
+    modules: int | None = None
+
+    def lacks(self, needs: Sequence[Need]) -> str | None:
+        """What some modules ask for that the node does not have, or None when they fit."""
+        asked = {
+            "CPUs": (sum(need.cpus for need in needs), self.cpus),
+            "GPUs": (sum(need.gpus for need in needs), self.gpus),
+            "MiB of memory": (sum(need.memory_mib for need in needs), self.memory_mib),
+            "modules": (len(needs), self.modules),
+        }
+        for what, (wanted, there) in asked.items():
+            if there is not None and wanted > there:
+                return f"{wanted} {what} of {there}"
+        return None
+
+
+def place(
+    needs: Sequence[Need], wanted: PlacementSpec, *, node: Capacity | None = None
+) -> tuple[int, ...]:
+    """The node of each module.
+
+    Args:
+        needs: The modules, head first.
+        wanted: The strategy, and how many nodes.
+        node: What each node has.
+
+    Returns:
+        For each module the number of its node, from 0; each number up to the largest is used.
+
+    Raises:
+        UsageError: It cannot be done; says why.
+    """
+    node = Capacity() if node is None else node
+    modules = node.modules if wanted.per_node is None else wanted.per_node
+    node = Capacity(node.cpus, node.gpus, node.memory_mib, modules)
+    for need in needs:
+        problem = node.lacks([need])
+        if problem is not None:
+            raise UsageError(
+                f"module {need.module!r} asks for {problem} that a node has",
+                hint="lower its 'resources', or name another partition",
+            )
+    if wanted.strategy == "explicit":
+        return _explicit(needs, wanted, node)
+    count = wanted.nodes or 1
+    if count > len(needs):
+        raise UsageError(
+            f"{count} nodes are asked for, but there are {len(needs)} modules",
+            hint=f"ask for {len(needs)} nodes at most",
+        )
+    if wanted.strategy == "packed":
+        blocks = _packed(needs, node)
+        if len(blocks) > count:
+            raise UsageError(
+                f"packed, the modules need {len(blocks)} nodes, and {count} are asked for "
+                f"({_why(needs, blocks, node)})",
+                hint=f"--nodes {len(blocks)}, or lower the modules' 'resources'",
+            )
+    else:
+        even = [Need(need.module, need.cpus, need.gpus, need.memory_mib) for need in needs]
+        blocks = _balanced(even if wanted.strategy == "spread" else needs, count, node)
+    return tuple(number for number, block in enumerate(blocks) for _ in range(block))
+
+
+def _explicit(needs: Sequence[Need], wanted: PlacementSpec, node: Capacity) -> tuple[int, ...]:
+    chosen = tuple(wanted.map[need.module] for need in needs)
+    count = max(chosen) + 1
+    if wanted.nodes is not None and count > wanted.nodes:
+        raise UsageError(
+            f"placement.map names node {count - 1}, and {_nodes(wanted.nodes)} "
+            "asked for are numbered from 0",
+            hint=f"--nodes {count}, or another map",
+        )
+    for number in range(count):
+        there = [need for need, at in zip(needs, chosen, strict=True) if at == number]
+        if not there:
+            raise UsageError(
+                f"placement.map leaves node {number} empty", hint="number the nodes from 0"
+            )
+        problem = node.lacks(there)
+        if problem is not None:
+            raise UsageError(
+                f"placement.map gives node {number} {len(there)} modules, which need {problem}",
+                hint="move one to another node",
+            )
+    return chosen
+
+
+def _packed(needs: Sequence[Need], node: Capacity) -> list[int]:
+    """Sizes of the blocks when each node is filled before the next."""
+    blocks: list[int] = []
+    start = 0
+    for end in range(1, len(needs) + 1):
+        if node.lacks(needs[start:end]) is not None:
+            blocks.append(end - 1 - start)
+            start = end - 1
+    return [*blocks, len(needs) - start]
+
+
+def _balanced(needs: Sequence[Need], count: int, node: Capacity) -> list[int]:
+    """Sizes of ``count`` blocks of neighbours whose largest cost is the smallest possible.
+
+    The linear partition problem, by dynamic programming (Skiena, The Algorithm Design Manual,
+    10.7). Among equals the sum of squares decides, so that light nodes are even too.
+    """
+    total = len(needs)
+    impossible = (float("inf"), float("inf"))
+    best = [[impossible] * (total + 1) for _ in range(count + 1)]
+    cut = [[0] * (total + 1) for _ in range(count + 1)]
+    best[0][0] = (0.0, 0.0)
+    for blocks in range(1, count + 1):
+        for end in range(blocks, total + 1):
+            for start in range(end - 1, blocks - 2, -1):
+                if node.lacks(needs[start:end]) is not None:
+                    break  # a longer block fits even less
+                cost = sum(need.cost for need in needs[start:end])
+                worst, squares = best[blocks - 1][start]
+                found = (max(worst, cost), squares + cost * cost)
+                if found < best[blocks][end]:
+                    best[blocks][end], cut[blocks][end] = found, start
+    if best[count][total] == impossible:
+        least = _packed(needs, node)
+        raise UsageError(
+            f"the modules do not fit on {_nodes(count)}: {len(least)} are needed "
+            f"({_why(needs, least, node)})",
+            hint=f"--nodes {len(least)}, or lower the modules' 'resources'",
+        )
+    ends = [total]
+    for blocks in range(count, 0, -1):
+        ends.append(cut[blocks][ends[-1]])
+    ends.reverse()
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+def _why(needs: Sequence[Need], blocks: Sequence[int], node: Capacity) -> str:
+    return (
+        f"{needs[blocks[0]].module!r} beside those before it: {node.lacks(needs[: blocks[0] + 1])}"
+    )
+
+
+def crossing(nodes: Sequence[int]) -> list[bool]:
+    """For each module, whether the link from the module before it crosses nodes."""
+    return [index > 0 and nodes[index - 1] != node for index, node in enumerate(nodes)]

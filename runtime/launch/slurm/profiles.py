@@ -1,0 +1,70 @@
+"""Finding and reading site profiles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.spec.load import explain_details, suggestion
+from dni_runtime.spec.profile import ProfileSpec
+
+
+def profile_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the user's profiles lie (XDG Base Directory Specification)."""
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(base).expanduser() / "dnictl" / "profiles"
+
+
+def profile_files() -> dict[str, Path]:
+    """The profiles by name: the packaged example, and the user's own, which come first."""
+    found: dict[str, Path] = {}
+    for folder in (Path(str(files("dni_runtime.definitions"))) / "profiles", profile_folder()):
+        if folder.is_dir():
+            found |= {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    return found
+
+
+def load_profile(name: str | None) -> ProfileSpec:
+    """Read a profile; without a name one that asks for nothing.
+
+    Raises:
+        UsageError: There is no such profile.
+        SpecError: It cannot be used; names file, place, value and what is allowed.
+    """
+    if name is None:
+        return ProfileSpec()
+    known = profile_files()
+    if name not in known:
+        raise UsageError(
+            f"there is no site profile {name!r} in {str(profile_folder())!r}",
+            hint=f"{suggestion(name, list(known))}; 'dnictl profile show example' is one to copy",
+        )
+    path = known[name]
+    try:
+        return parse_profile(path.read_text(encoding="utf-8"), file=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"it cannot be read: {error}", file=str(path)) from None
+
+
+def parse_profile(text: str, *, file: str) -> ProfileSpec:
+    """Check a profile's text.
+
+    Raises:
+        SpecError: It cannot be used.
+    """
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"not valid YAML: {error}", file=file) from None
+    try:
+        return ProfileSpec.model_validate({} if document is None else document)
+    except ValidationError as error:
+        location, message, hint = explain_details(error, ProfileSpec)
+        raise SpecError(message, file=file, location=location, hint=hint) from None
