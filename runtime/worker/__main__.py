@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--spec", type=Path, help="the module's spec (default: image's, else run's)")
     p.add_argument("--data", help="folder or file of the data, for the head")
     p.add_argument("--listen", help="address to listen on: ipc://PATH or tcp://IP:PORT")
+    p.add_argument("--transport", choices=["ipc", "tcp"], help="of the link from upstream")
+    p.add_argument("--interface", help="for tcp: interface, address or network to listen on")
     p.add_argument("--connect", help="address of the module downstream")
     p.add_argument("--ipc", type=Path, help="folder for ipc sockets")
     p.add_argument("--attempt", type=int, default=1, help="which start of the module this is")
@@ -57,7 +59,9 @@ def main() -> None:
     )
     from dni_runtime.worker.signals import StopRequest
 
-    stop = StopRequest()
+    # As a step of Slurm a worker gets each signal twice: from Slurm, which signals all processes of
+    # a step, and from Apptainer's starter, which passes it on.
+    stop = StopRequest(patient="SLURM_STEP_ID" in os.environ)
     stop.install()
     source = Path("/opt/dni/src") if IMAGE_SPEC.is_file() else given["run"] / "src"
     sys.path.insert(0, str(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import ValidationError
@@ -23,7 +24,7 @@ from dni_runtime.errors import (
 from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.link.keys import RunKeys
 from dni_runtime.rundir import RunDir, read_json, socket_folder
-from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.metrics import Meter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
@@ -47,6 +48,8 @@ class Options:
     data: str | None = None
     listen: str | None = None
     connect: str | None = None
+    transport: Literal["ipc", "tcp"] | None = None
+    interface: str | None = None
     attempt: int = 1
     resume: str = "auto"
 
@@ -150,7 +153,9 @@ def _serve(
         if spec.upstream is not None:
             input = InputLink(spec, run=name, received=start.cut, again=again, keys=keys)
             folder = options.ipc or socket_folder(options.run)
-            wanted = options.listen or listen_address(spec.links, spec.index, folder, spec.module)
+            wanted = options.listen or listen_address(
+                _links(options, spec), spec.index, folder, spec.module
+            )
             address = input.bind(wanted)
             publish(run, spec, options.attempt, address, keys)
             log.info("module %s listens on %s", spec.module, address)
@@ -214,6 +219,12 @@ def _left_behind(spec: WorkerSpec, start: Start) -> Outcome:
         f"of {start.cut} in the stream, before its end",
         hint="go on from the newest complete checkpoint with 'dnictl resume'",
     )
+
+
+def _links(options: Options, spec: WorkerSpec) -> LinksSpec:
+    """The chain's links, with what the command line says of the one from upstream."""
+    given = {"transport": options.transport, "interface": options.interface}
+    return spec.links.model_copy(update={k: v for k, v in given.items() if v is not None})
 
 
 def choose_device(spec: WorkerSpec) -> torch.device:

@@ -15,6 +15,7 @@ from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.link.keys import RunKeys
 from dni_runtime.rundir import RunDir, read_json, write_json
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.rendezvous import check_reachable, fresh_record
 
 log = logging.getLogger(__name__)
 
@@ -182,9 +183,10 @@ class Neighbours:
         """The address of the module downstream, and its key, as far as they are known."""
         if self._address is not None:
             return self._address, None
-        record = self._read(Path(self._record()))
+        record = fresh_record(Path(self._record()))
         if "address" not in record:
             return None, None
+        check_reachable(str(self._spec.downstream), record)
         self._attempt = record.get("attempt")
         key = record.get("public_key")
         return str(record["address"]), None if key is None else str(key).encode()

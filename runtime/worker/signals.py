@@ -14,13 +14,17 @@ class StopRequest:
 
     SIGUSR1 asks for the same, but of this module alone: it will be started again.
 
+    Args:
+        patient: The second one is no news: only SIGKILL ends the process at once.
+
     Attributes:
         alone: Whether the other modules go on.
         wakeup: A file descriptor that becomes readable when a signal comes (signal(7) interrupts a
             poll only where the library does not restart it).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patient: bool = False) -> None:
+        self._patient = patient
         self._at_s: float | None = None
         self.alone = False
         self._read, self._write = socket.socketpair()
@@ -65,6 +69,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._at_s is not None and not self.alone:
+            if self._patient:
+                return
             os._exit(128 + number)
         self.alone = False
         self._at_s = time.monotonic()

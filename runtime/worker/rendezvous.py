@@ -1,0 +1,55 @@
+"""Reading the endpoint records of other hosts, through a file system that may be late."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import DataError, UnavailableError
+from dni_runtime.rundir import read_json
+
+
+def fresh_record(path: Path) -> dict[str, Any]:
+    """A record as it is now; empty while there is none that can be read.
+
+    A shared file system may remember for seconds that a file is not there (nfs(5), "lookupcache"):
+    reading the folder makes it look again, opening the file makes it compare what it remembers.
+    """
+    try:
+        if path.name not in os.listdir(path.parent):
+            return {}
+        record = read_json(path)
+    except (OSError, DataError):  # a file system that is away for a moment
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def check_reachable(module: str, record: Mapping[str, Any]) -> None:
+    """Refuse an address that cannot lead to its module's host from here.
+
+    Raises:
+        UnavailableError: It is another host's loopback, or a socket in another host's files.
+    """
+    address, host = str(record["address"]), record.get("host")
+    here = socket.gethostname()
+    if host not in (None, here) and _stays_on_its_host(address):
+        raise UnavailableError(
+            f"module {module!r} is on {host} and listens on {address}, which other hosts cannot "
+            f"reach; this is {here}",
+            hint="name a network interface that all hosts have with 'links.interface' "
+            "(and 'transport: tcp')",
+        )
+
+
+def _stays_on_its_host(address: str) -> bool:
+    if address.startswith("ipc://"):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,58 @@
+"""Endpoint records that come late, and addresses that cannot lead to their host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.rundir import write_json
+from dni_runtime.worker.rendezvous import check_reachable, fresh_record
+
+
+def test_no_record_yet(tmp_path: Path) -> None:
+    assert fresh_record(tmp_path / "top.json") == {}
+    assert fresh_record(tmp_path / "later" / "top.json") == {}
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_something_else_is_no_record(tmp_path: Path, text: str) -> None:
+    (tmp_path / "top.json").write_text(text)
+    assert fresh_record(tmp_path / "top.json") == {}
+
+
+def test_a_record_that_comes_late_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "top.json"
+    record = {"address": "tcp://10.0.0.1:5000"}
+
+    def later() -> None:
+        time.sleep(0.2)
+        write_json(path, record)
+
+    writer = threading.Thread(target=later)
+    writer.start()
+    until = time.monotonic() + 5
+    while not (found := fresh_record(path)):
+        assert time.monotonic() < until
+    writer.join()
+    assert found == record
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://localhost:5000", "ipc:///tmp/x.sock"],
+)
+def test_another_hosts_loopback_is_an_error(address: str) -> None:
+    with pytest.raises(UnavailableError) as caught:
+        check_reachable("top", {"address": address, "host": "elsewhere"})
+    for word in ("'top'", "elsewhere", address, "links.interface"):
+        assert word in str(caught.value)
+    check_reachable("top", {"address": address, "host": socket.gethostname()})
+
+
+def test_another_hosts_own_address_is_fine() -> None:
+    check_reachable("top", {"address": "tcp://10.0.0.2:7", "host": "elsewhere"})
