@@ -76,13 +76,13 @@ def events(run: str | None, runs: Path, follow: bool, as_json: bool) -> None:
       dnictl events -f
     """
     from dni_runtime.launch.figures import LineReader
-    from dni_runtime.launch.state import RunState
+    from dni_runtime.launch.slurm.job import read_state
 
     record = chosen_run(run, runs)
     reader = LineReader(record.run.events)
     while True:
         # The state first: what was written before the end is seen after it.
-        active = RunState.read(record.run).active
+        active = read_state(record.run).active
         for event in reader.new():
             click.echo(json.dumps(event, ensure_ascii=False) if as_json else _line(event))
         if not follow or not active:

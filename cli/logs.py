@@ -93,6 +93,7 @@ def logs(
       dnictl logs -f
       dnictl logs --tail 20 bottom
     """
+    from dni_runtime.launch.slurm.job import read_state
     from dni_runtime.launch.state import RunState
 
     record, modules = _whose(names, runs)
@@ -124,7 +125,7 @@ def logs(
         return
     while True:
         # The state first: what was written before the end is seen after it.
-        active = RunState.read(record.run).active
+        active = read_state(record.run).active
         for line in look(all_of_it=not active):
             write(line)
         if not active:

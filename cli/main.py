@@ -29,6 +29,9 @@ COMMANDS = {
     "inspect": "dnictl.images",
     "render": "dnictl.images",
     "up": "dnictl.start",
+    "submit": "dnictl.submit",
+    "plan": "dnictl.submit",
+    "profile": "dnictl.submit",
     "run": "dnictl.start",
     "resume": "dnictl.start",
     "supervise": "dnictl.start",
@@ -90,6 +93,7 @@ def cli(context: click.Context, debug: bool) -> None:
     dnictl validate chain.yaml     check it
     dnictl build chain.yaml        make its images
     dnictl up chain.yaml           train it here
+    dnictl submit chain.yaml       train it on a Slurm cluster
     dnictl status                  look at the latest run
     dnictl export -o m.safetensors take the model home
     """

@@ -21,6 +21,7 @@ WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as timeout(1) has it."""
 
 _POLL_S = 0.3
+_QUEUE_POLL_S = 5.0
 
 
 @click.command()
@@ -93,7 +94,10 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    console.print(f"[bold]{figures.run}[/]  {figures.backend}  {figures.path}", soft_wrap=True)
+    where = "" if figures.job is None else f"  job {figures.job}"
+    console.print(
+        f"[bold]{figures.run}[/]  {figures.backend}{where}  {figures.path}", soft_wrap=True
+    )
     console.print(state(figures.state), end=" ")
     console.print(chain_line(figures), soft_wrap=True)
     if figures.error:
@@ -127,25 +131,31 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     Example:
       dnictl stop && dnictl resume
     """
-    from dni_runtime.launch.state import RunState
+    from dni_runtime.launch.slurm.commands import cancel
+    from dni_runtime.launch.slurm.job import JobRecord, read_state
     from dni_runtime.rundir import read_json, write_json
 
     record = chosen_run(run, runs)
-    state = RunState.read(record.run)
+    job = JobRecord.read(record.run)
+    state = read_state(record.run)
     if state.phase == "unsupervised":
         state = _stop_workers(record, state, timeout)
     elif state.active:
         write_json(record.run.stop_request, {"time": time.time(), "timeout_s": timeout})
+        if state.phase == "queued" and job is not None and job.job is not None:
+            cancel(job.job)  # nobody is there to read the request
         plan = read_json(record.run.plan) or {}
         grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
         # The supervisor looks a few times a second, and kills late workers itself.
         until = time.monotonic() + grace_s + 30.0
-        state = _follow(record, until)
+        state = follow(record, until)
         if state.active:
             raise UsageError(
                 f"run {record.name!r} is still {state.phase}; its supervisor, process {state.pid} "
                 f"on {state.host}, does not answer",
-                hint=f"kill it there: kill -9 {state.pid}; then stop its workers with the same "
+                hint=f"end its job: scancel {job.job}"
+                if job is not None
+                else f"kill it there: kill -9 {state.pid}; then stop its workers with the same "
                 f"command: dnictl stop {record.name}",
             )
     if as_json:
@@ -182,21 +192,23 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     from dnictl.start import conclude
 
     record = chosen_run(run, runs)
-    state = _follow(record, None if timeout is None else time.monotonic() + timeout)
+    state = follow(record, None if timeout is None else time.monotonic() + timeout)
     if state.active:
         click.echo(f"dnictl: {record.name} is still {state.phase}", err=True)
         sys.exit(WAIT_TIMEOUT)
     conclude(record, as_json=as_json)
 
 
-def _follow(record: Record, until: float | None) -> RunState:
-    from dni_runtime.launch.state import RunState
+def follow(record: Record, until: float | None) -> RunState:
+    """Wait until a run has ended, or a time of ``time.monotonic()`` has come; gives its state."""
+    from dni_runtime.launch.slurm.job import read_state
 
     while True:
-        state = RunState.read(record.run)
+        state = read_state(record.run)
         if not state.active or (until is not None and time.monotonic() >= until):
             return state
-        time.sleep(_POLL_S)
+        # Each look at a job that waits is a question to Slurm's controller.
+        time.sleep(_QUEUE_POLL_S if state.phase == "queued" else _POLL_S)
 
 
 @click.command()

@@ -19,6 +19,7 @@ _WIDE = 400
 STYLES = {
     "running": "green",
     "finished": "green",
+    "queued": "yellow",
     "starting": "yellow",
     "connecting": "yellow",
     "restarting": "yellow",
@@ -111,15 +112,20 @@ TROUBLE = ("restarts", "missed", "replayed")
 
 
 def modules_table(figures: RunFigures) -> Table:
-    """One row per module."""
+    """One row per module; with its node where the run is on a cluster."""
     tail = figures.modules[-1]
     extra = [name for name in TROUBLE if any(getattr(one, name) for one in figures.modules)]
+    columns = list(MODULE_COLUMNS)
+    if figures.job is not None:
+        columns.insert(1, "node")
     rows = []
     for module in figures.modules:
         row = _row(module, figures.accuracy if module is tail else module.head_accuracy)
+        if figures.job is not None:
+            row.insert(1, module.host or "-")
         more = (f"{getattr(module, name):,}" if getattr(module, name) else "-" for name in extra)
         rows.append([*row, *more])
-    return table((*MODULE_COLUMNS, *extra), rows, _RIGHT | set(extra))
+    return table((*columns, *extra), rows, _RIGHT | set(extra))
 
 
 def _row(module: ModuleFigures, accuracy: float | None) -> list[RenderableType]:

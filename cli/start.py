@@ -89,7 +89,8 @@ def up(
     """Train a chain here: start one worker per module, and watch them to the end.
 
     Ctrl-C stops the run after a checkpoint (exit code 75; 'dnictl resume' goes on), a second one
-    kills it.
+    kills it. Inside a Slurm allocation the workers are steps on its nodes, unless --backend says
+    otherwise.
 
     \b
     Example:
@@ -101,8 +102,16 @@ def up(
     from dni_runtime.launch.start import plan_here, write_plan
 
     prepared = prepare(chain, data=data)
-    site = _site(prepared, backend, images)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
+    if backend == "auto" and "SLURM_JOB_ID" in os.environ:
+        from dnictl.allocation import up_in_allocation
+
+        site = site_for(prepared, "auto", images, elsewhere=True)
+        started = up_in_allocation(prepared, root, site, log_level, dry_run=dry_run)
+        if started is not None:
+            _go(*started, detached=detach, as_json=as_json)
+        return
+    site = site_for(prepared, backend, images)
     if dry_run:
         plan = plan_here(
             root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
@@ -146,12 +155,13 @@ def resume(
     Example:
       dnictl resume
     """
+    from dni_runtime.launch.slurm.job import JobRecord, read_state
     from dni_runtime.launch.start import end_leftovers, plan_here, write_plan
-    from dni_runtime.launch.state import RunState
     from dni_runtime.rundir import complete_cuts
 
     record = chosen_run(run, runs)
-    state = RunState.read(record.run)
+    job = JobRecord.read(record.run)
+    state = read_state(record.run)
     if state.active and state.phase != "unsupervised":
         raise UsageError(
             f"run {record.name!r} is {state.phase}", hint=f"stop it first: dnictl stop {run or ''}"
@@ -161,6 +171,11 @@ def resume(
             f"run {record.name!r} has finished",
             hint=f"take its model home: dnictl export {record.name} -o model.safetensors",
         )
+    if job is not None:
+        from dnictl.allocation import submit_again
+
+        submit_again(record, job, cut, dry_run=dry_run, as_json=as_json)
+        return
     chain, workers = record.specs()
     if not dry_run:
         if state.phase == "unsupervised":
@@ -195,12 +210,23 @@ def resume(
 @click.command(hidden=True)
 @click.argument("run", type=click.Path(path_type=Path))
 def supervise(run: Path) -> None:
-    """Start the plan in a run directory and watch it; what --detach runs in the background."""
+    """Start the plan in a run directory and watch it: what --detach and batch scripts run."""
     from dni_runtime.launch.records import Record
+    from dni_runtime.launch.slurm.job import JobRecord
     from dni_runtime.launch.start import planned
 
     record = Record.read(run)
-    _watch(record, planned(record.run), quiet=False)
+    job = JobRecord.read(record.run)
+    if job is None:
+        plan: LaunchPlan | None = planned(record.run)
+    else:
+        from dnictl.allocation import plan_of_job
+
+        plan = plan_of_job(record, job)
+    if plan is None:
+        conclude(record, as_json=False)
+    else:
+        _watch(record, plan, quiet=False)
 
 
 @click.command("run")
@@ -254,7 +280,7 @@ def run(
             f"chain {prepared.chain.name!r} has no module {module!r}",
             hint=f"its modules: {', '.join(prepared.modules)}",
         )
-    site = _site(prepared, backend, images)
+    site = site_for(prepared, backend, images)
     plan = plan_here(
         run_dir,
         prepared.chain,
@@ -293,7 +319,8 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
 # --- what they share ------------------------------------------------------------------------------
 
 
-def _site(prepared: Prepared, backend: Wanted, images: Path) -> Site:
+def site_for(prepared: Prepared, backend: Wanted, images: Path, *, elsewhere: bool = False) -> Site:
+    """What the host, or a cluster that shares its files, offers to a chain."""
     from dni_runtime.launch.host import check_host, exposure
 
     warning = exposure(prepared.chain.links)
@@ -306,6 +333,7 @@ def _site(prepared: Prepared, backend: Wanted, images: Path) -> Site:
         images=images,
         data=prepared.data,
         place=prepared.place,
+        elsewhere=elsewhere,
     )
     if site.notice is not None:
         click.echo(f"dnictl: {site.notice}", err=True)
@@ -362,18 +390,24 @@ def _watch(record: Record, plan: LaunchPlan, *, quiet: bool, as_json: bool = Fal
     from dnictl.progress import progress
 
     supervisor = supervisor_of(record.run, plan)
-    with progress(record, quiet=quiet) as show:
-        supervisor.run(show)
+    try:
+        with progress(record, quiet=quiet) as show:
+            supervisor.run(show)
+    finally:
+        if plan.workers[0].node is not None:
+            from dni_runtime.launch.slurm.allocation import clean_up
+
+            clean_up(plan)
     conclude(record, as_json=as_json)
 
 
 def conclude(record: Record, *, as_json: bool) -> None:
     """Print how a run ended, and end the command with the run's exit code."""
     from dni_runtime.launch.figures import Gauge
+    from dni_runtime.launch.slurm.job import read_state
     from dni_runtime.launch.start import failure
-    from dni_runtime.launch.state import RunState
 
-    state = RunState.read(record.run)
+    state = read_state(record.run)
     figures = Gauge(record).read(state)
     if as_json:
         print_json(asdict(figures))

@@ -6,6 +6,7 @@
       run.json                      what was started, from what, when
       chain.yaml  chain.json        the chain as written, and resolved
       plan.json                     the launch plan
+      job.json  job.sbatch          the Slurm job: what was asked for, and its batch script
       specs/MODULE.json             what each worker serves
       src/                          the user's source files
       endpoints/MODULE.json         where a worker listens, its public key (published atomically)
@@ -69,6 +70,14 @@ class RunDir:
     @property
     def plan(self) -> Path:
         return self.root / "plan.json"
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.json"
+
+    @property
+    def script(self) -> Path:
+        return self.root / "job.sbatch"
 
     @property
     def state(self) -> Path:
@@ -145,21 +154,27 @@ class RunDir:
         self.root.chmod(0o700)
 
 
-def socket_path(run: Path) -> Path:
+def socket_path(run: Path, base: Path | None = None) -> Path:
     """Where the run's ipc sockets lie: short (unix(7) allows 107 bytes), local and private."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
-    if not os.access(base, os.W_OK | os.X_OK):
-        base = Path("/tmp")
+    if base is None:
+        base = _socket_base()
     return base / f"dni-{hash_name(f'{os.getuid()}:{run.resolve()}')}"
 
 
-def socket_folder(run: Path) -> Path:
-    """Make the folder at :func:`socket_path`.
+def _socket_base() -> Path:
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    if not os.access(base, os.W_OK | os.X_OK):
+        base = Path("/tmp")
+    return base
+
+
+def socket_folder(run: Path, folder: Path | None = None) -> Path:
+    """Make the folder for the run's sockets, by default the one at :func:`socket_path`.
 
     Raises:
         DataError: The folder's name is taken by somebody else.
     """
-    folder = socket_path(run)
+    folder = folder or socket_path(run)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:

@@ -218,6 +218,7 @@ def run_argv(
     rocm: bool = False,
     no_home: bool = True,
     cwd: str = "/",
+    extra: Sequence[str] = (),
 ) -> list[str]:
     """Run an image's runscript, which execs the worker, so that signals reach it.
 
@@ -234,9 +235,10 @@ def run_argv(
         rocm: The same for AMD.
         no_home: Leave the home and the current folder out.
         cwd: Working directory in the container.
+        extra: Further options of ``run``, from a site.
     """
     start = _start_argv(tool, "run", mounts, nv, rocm, no_home, cwd)
-    return [*start, str(image), *args]
+    return [*start, *extra, str(image), *args]
 
 
 def exec_argv(

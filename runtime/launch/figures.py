@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.slurm.job import JobRecord, read_state
 from dni_runtime.launch.state import RunState, WorkerPhase
 from dni_runtime.rundir import read_json
 
@@ -132,6 +133,7 @@ class RunFigures:
             measurement.
         eta_s: Seconds left, by the pace of this attempt.
         modules: The modules, head first.
+        job: Its Slurm job, or None.
     """
 
     run: str
@@ -155,6 +157,7 @@ class RunFigures:
     samples_per_s: float | None
     eta_s: float | None
     modules: tuple[ModuleFigures, ...]
+    job: str | None = None
 
 
 class LineReader:
@@ -210,7 +213,8 @@ class Gauge:
             state: The run's state, where the caller has it.
         """
         record = self._record
-        state = state or RunState.read(record.run)
+        state = state or read_state(record.run)
+        job = JobRecord.read(record.run)
         tail = record.modules[-1]
         for name in record.modules:
             self._follow(name, is_tail=name == tail, since=state.attempt)
@@ -222,6 +226,7 @@ class Gauge:
             path=str(record.run.root),
             chain=record.chain,
             backend=state.backend or record.backend,
+            job=job.job if job is not None else None,
             state=state.phase,
             attempt=state.attempt,
             created=record.created,

@@ -59,6 +59,7 @@ def check_host(
     images: Path,
     data: Path | None,
     place: Place,
+    elsewhere: bool = False,
 ) -> Site:
     """Find out whether a run can start here, and how.
 
@@ -70,6 +71,8 @@ def check_host(
         images: Folder of the module images.
         data: Folder or file of the data, or None.
         place: Says where in the chain file something stands.
+        elsewhere: The workers will be on other hosts, whose devices and addresses are not looked
+            at; files are on a file system that they share.
 
     Raises:
         DataError: The data is not there.
@@ -81,18 +84,21 @@ def check_host(
             f"{place('data')}: {str(data)!r} is not there", hint="set data.path, or give --data"
         )
     site = _choose(workers, wanted, images, chain.image.require_signed)
-    check_devices(chain, workers, site.backend, place)
-    if chain.links.transport == "tcp":
+    if not elsewhere:
+        check_devices(chain, workers, site.backend, place)
+    if chain.links.transport == "tcp" and not elsewhere:
         _check_addresses(workers, place)
     if site.backend == "process":
         return site
+    if elsewhere:
+        return replace(site, mounts=tuple(_chain_mounts(chain, place)))
     mounts = (*_chain_mounts(chain, place), *infiniband_mounts(chain.infiniband))
     return replace(site, mounts=mounts)
 
 
 def exposure(links: LinksSpec) -> str | None:
     """What somebody who turned encryption off should know; None where nothing is exposed."""
-    if links.security != "none" or links.transport != "tcp" or links.interface is None:
+    if links.security != "none" or links.transport == "ipc" or links.interface is None:
         return None
     return (
         f"'links.security: none': whoever can reach {links.interface!r} can read this chain's "

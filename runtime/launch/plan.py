@@ -43,6 +43,7 @@ class WorkerPlan:
         mounts: Folders of the host inside its container.
         image: Path of its image, or None without a container.
         log: File that gets what it prints.
+        node: The node of the cluster that it runs on, or None for this host.
     """
 
     module: str
@@ -52,6 +53,7 @@ class WorkerPlan:
     log: str
     mounts: tuple[Mount, ...] = ()
     image: str | None = None
+    node: str | None = None
 
     def again(self, attempt: int, *, resume: str = OWN) -> WorkerPlan:
         """The same worker's next start.
@@ -140,6 +142,10 @@ class Placement:
         python: The interpreter, for processes.
         python_path: The caller's ``PYTHONPATH``, for processes.
         log_level: How much the workers write to their logs.
+        links: For modules whose link from upstream is not as the chain says: its transport and
+            interface.
+        container_args: Further arguments of the container program.
+        scratch: Folder for temporary files on the worker's node, or an empty text.
     """
 
     run: Path
@@ -155,6 +161,9 @@ class Placement:
     python: str = "python3"
     python_path: str = ""
     log_level: str = "info"
+    links: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
+    container_args: tuple[str, ...] = ()
+    scratch: str = ""
 
 
 def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placement) -> LaunchPlan:
@@ -175,7 +184,8 @@ def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placem
         sockets=str(placement.sockets),
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(make(worker, placement) for worker in workers),
-        keys=chain.links.transport == "tcp" and chain.links.security != "none",
+        keys=chain.links.security != "none"
+        and (chain.links.transport == "tcp" or "tcp" in dict(placement.links.values())),
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
             scope="chain" if any(worker.blocks for worker in workers) else "module",
@@ -197,6 +207,7 @@ def _as_process(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
         ),
         environment={
             **_environment(worker),
+            **({"TMPDIR": placement.scratch} if placement.scratch else {}),
             "PYTHONPATH": ":".join(path for path in paths if path),
         },
         log=str(run.log(worker.module, placement.attempt)),
@@ -215,6 +226,8 @@ def _in_container(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
         folder = placement.data_folder or placement.data
         mounts.append(Mount(str(folder), str(DATA_TARGET)))
         arguments += ["--data", str(DATA_TARGET / placement.data.relative_to(folder))]
+    if placement.scratch:
+        mounts.append(Mount(placement.scratch, "/tmp", read_only=False))
     mounts += placement.mounts
     image = placement.images[worker.module]
     kind = worker.device.partition(":")[0]
@@ -231,6 +244,7 @@ def _in_container(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
                 # itself refuses to go on without a GPU that it was told to use.
                 nv=kind in ("cuda", "auto"),
                 rocm=kind == "rocm",
+                extra=placement.container_args,
             )
         ),
         environment=_environment(worker),
@@ -241,6 +255,7 @@ def _in_container(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
 
 
 def _arguments(worker: WorkerSpec, placement: Placement, run: str, sockets: str) -> list[str]:
+    transport, interface = placement.links.get(worker.module, (None, None))
     return [
         *("--run", run),
         *("--module", worker.module),
@@ -248,6 +263,8 @@ def _arguments(worker: WorkerSpec, placement: Placement, run: str, sockets: str)
         *("--attempt", str(placement.attempt)),
         *("--resume", placement.resume),
         *("--log-level", placement.log_level),
+        *(("--transport", transport) if transport else ()),
+        *(("--interface", interface) if interface else ()),
     ]
 
 

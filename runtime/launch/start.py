@@ -16,6 +16,7 @@ from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.processes import LocalStarter, kill_session
+from dni_runtime.launch.slurm.starter import SlurmStarter
 from dni_runtime.launch.state import RunState, lives
 from dni_runtime.launch.supervisor import Supervisor, how_it_ended, remove_traces
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
@@ -47,8 +48,24 @@ def plan_here(
         resume: ``auto``, ``none`` or the stream position of a checkpoint.
         log_level: How much the workers write to their logs.
     """
+    placement = placement_here(
+        root, site, data=data, attempt=attempt, resume=resume, log_level=log_level
+    )
+    return make_plan(chain, workers, placement)
+
+
+def placement_here(
+    root: Path,
+    site: Site,
+    *,
+    data: Path | None,
+    attempt: int = 1,
+    resume: str = "auto",
+    log_level: str = "info",
+) -> Placement:
+    """Where and how workers start on this host; see :func:`plan_here`."""
     root = root.absolute()
-    placement = Placement(
+    return Placement(
         run=root,
         backend=site.backend,
         sockets=socket_path(root),
@@ -63,7 +80,6 @@ def plan_here(
         python_path=os.environ.get("PYTHONPATH", ""),
         log_level=log_level,
     )
-    return make_plan(chain, workers, placement)
 
 
 def write_plan(run: RunDir, plan: LaunchPlan) -> None:
@@ -84,13 +100,15 @@ def planned(run: RunDir) -> LaunchPlan:
 
 
 def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
-    """A supervisor that starts the plan's workers on this host.
+    """A supervisor that starts the plan's workers, on this host or as steps of this job.
 
     Raises:
         UsageError: Somebody supervises the run already.
     """
     state = RunState.read(run)
-    if state.active and state.pid != os.getpid():
+    job = os.environ.get("SLURM_JOB_ID") if plan.workers[0].node is not None else None
+    # Under Slurm the state may be that of an earlier start of this job, which has ended.
+    if state.active and state.pid != os.getpid() and job is None:
         raise UsageError(
             f"the run {run.root.name!r} is {state.phase} already (process {state.pid} on "
             f"{state.host})",
@@ -98,7 +116,8 @@ def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
         )
     # Containers get the host's variables, but for those that would change the image's Python.
     environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
-    return Supervisor(run, plan, LocalStarter(environ, tied=False))
+    starter = LocalStarter(environ, tied=False) if job is None else SlurmStarter(job, environ)
+    return Supervisor(run, plan, starter)
 
 
 def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
@@ -187,7 +206,8 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
     name = state.failed
     if state.phase == "lost":
         return WorkerError(
-            f"the supervisor of run {run.root.name!r} is gone", hint=f"dnictl resume {run.root}"
+            state.error or f"the supervisor of run {run.root.name!r} is gone",
+            hint=f"dnictl resume {run.root}",
         )
     if state.phase != "failed":
         return None

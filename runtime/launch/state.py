@@ -15,7 +15,7 @@ from dni_runtime.errors import DataError, StoppedError
 from dni_runtime.rundir import RunDir, read_json, write_json
 
 RunPhase = Literal[
-    "new", "starting", "running", "stopping", "unsupervised",
+    "new", "queued", "starting", "running", "stopping", "unsupervised",
     "finished", "stopped", "failed", "lost",
 ]  # fmt: skip
 WorkerPhase = Literal[
@@ -23,7 +23,9 @@ WorkerPhase = Literal[
     "finished", "stopped", "failed",
 ]  # fmt: skip
 
-ACTIVE: frozenset[RunPhase] = frozenset({"starting", "running", "stopping", "unsupervised"})
+ACTIVE: frozenset[RunPhase] = frozenset(
+    {"queued", "starting", "running", "stopping", "unsupervised"}
+)
 _ENDED: frozenset[WorkerPhase] = frozenset({"finished", "stopped", "failed"})
 HEARTBEAT_S = 10.0
 _SILENCE_S = 90.0  # attribute caches of shared file systems show changes late, clocks differ
@@ -60,7 +62,8 @@ class RunState:
 
     Attributes:
         phase: Where the run stands. ``unsupervised`` and ``lost`` are never written: readers find
-            the supervisor gone, and workers that go on without it, or none.
+            the supervisor gone, and workers that go on without it, or none; nor is ``queued``: a
+            job waits (``launch.slurm.job``).
         attempt: Which start of the run this is, from 1.
         backend: What the workers are processes of.
         pid: The supervisor's process id.

@@ -128,7 +128,7 @@ class Supervisor:
     def _start(self) -> None:
         self._run.create()
         self._run.stop_request.unlink(missing_ok=True)
-        socket_folder(self._run.root)
+        socket_folder(self._run.root, Path(self._plan.sockets))
         if self._plan.keys:
             self._make_keys()
         for worker in self._plan.workers:  # what an earlier attempt left

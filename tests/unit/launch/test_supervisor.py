@@ -292,7 +292,7 @@ def test_what_an_earlier_attempt_left_is_removed(
 
 def test_sockets_are_removed(world: World, supervisor: Supervisor, plan: LaunchPlan) -> None:
     folder = Path(plan.sockets)
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     (folder / "top.sock").touch()
     world.exits(1, bottom=0, middle=0, top=0)
     supervisor.run()

@@ -1,0 +1,317 @@
+"""Commands around Slurm: ``submit``, ``plan``, ``profile``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dni_runtime.errors import UnavailableError
+from dnictl.options import (
+    chain_argument,
+    data_option,
+    json_option,
+    print_json,
+    runs_option,
+)
+from dnictl.start import (
+    Wanted,
+    backend_option,
+    dry_run_option,
+    images_option,
+    level_option,
+    site_for,
+)
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.prepare import Prepared
+    from dni_runtime.launch.slurm.script import JobRequest
+    from dni_runtime.spec.profile import ProfileSpec
+
+profile_option = click.option(
+    "--profile", metavar="NAME", envvar="DNICTL_PROFILE",
+    help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
+)  # fmt: skip
+nodes_option = click.option(
+    "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Nodes (default: the chain's)."
+)
+partition_option = click.option(
+    "--partition", metavar="NAME", help="Partition, instead of the chain's and the profile's."
+)
+costs_option = click.option(
+    "--costs",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="What 'dnictl bench module --json' measured, to balance by (default: an estimate).",
+)
+
+
+@click.command()
+@chain_argument
+@profile_option
+@nodes_option
+@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit, as sbatch has it.")
+@partition_option
+@costs_option
+@backend_option
+@click.option("--dependency", metavar="LIST", help="Start after other jobs, as sbatch has it.")
+@click.option("--wait", "wait_for_it", is_flag=True,
+              help="Wait for the end; the exit code is the run's.")  # fmt: skip
+@dry_run_option
+@click.option("--test-only", is_flag=True, help="Let Slurm check the job; submit nothing.")
+@click.option("--parsable", is_flag=True, help="Print run and job id only: RUN;JOB.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The run's directory, instead of a new one below --runs.",
+)
+@runs_option
+@images_option
+@data_option
+@level_option
+@json_option
+def submit(
+    chain: Path,
+    profile: str | None,
+    nodes: int | None,
+    time_limit: str | None,
+    partition: str | None,
+    costs: Path | None,
+    backend: Wanted,
+    dependency: str | None,
+    wait_for_it: bool,
+    dry_run: bool,
+    test_only: bool,
+    parsable: bool,
+    run_dir: Path | None,
+    runs: Path,
+    images: Path,
+    data: Path | None,
+    log_level: str,
+    as_json: bool,
+) -> None:
+    """Train a chain on the nodes of a Slurm cluster: one job, one step per module.
+
+    Run directory, data, images and this Python must lie on a file system that the nodes share.
+
+    \b
+    Example:
+      dnictl submit chain.yaml --nodes 2 --time 1:00:00 --profile mycluster
+      dnictl submit chain.yaml --dry-run      # where modules go, and the batch script
+    """
+    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.records import new_run_id
+    from dni_runtime.launch.slurm.profiles import load_profile
+    from dni_runtime.launch.slurm.submit import submit_run
+
+    prepared = prepare(chain, data=data)
+    site_profile = load_profile(profile)
+    site = site_for(prepared, backend, images, elsewhere=True)
+    root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
+    request = _request(
+        root, prepared, site_profile, nodes=nodes, time_limit=time_limit, partition=partition,
+        costs=costs, strict=not dry_run,
+    )  # fmt: skip
+    options = [] if dependency is None else [f"--dependency={dependency}"]
+    if dry_run or test_only:
+        _try(request, options, test_only=test_only)
+        return
+    record, job = submit_run(
+        request, prepared, site, profile_name=profile, log_level=log_level, options=options
+    )
+    if as_json and not wait_for_it:
+        print_json({"run": record.name, "path": str(record.run.root), "job": job})
+    elif parsable:
+        click.echo(f"{record.name};{job}")
+    elif not as_json:
+        click.echo(record.name)
+        click.echo(
+            f"job {job}; see 'dnictl status {record.name}', 'dnictl logs -f {record.name}', "
+            f"'dnictl wait {record.name}'",
+            err=True,
+        )
+    if wait_for_it:
+        from dnictl.runs import follow
+        from dnictl.start import conclude
+
+        follow(record, None)
+        conclude(record, as_json=as_json)
+
+
+@click.command()
+@chain_argument
+@profile_option
+@nodes_option
+@partition_option
+@costs_option
+@data_option
+@json_option
+def plan(
+    chain: Path,
+    profile: str | None,
+    nodes: int | None,
+    partition: str | None,
+    costs: Path | None,
+    data: Path | None,
+    as_json: bool,
+) -> None:
+    """Show which node of a job each module would be on.
+
+    \b
+    Example:
+      dnictl plan chain.yaml --nodes 2
+      dnictl bench module --json > costs.json && dnictl plan --nodes 2 --costs costs.json
+    """
+    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.slurm.profiles import load_profile
+
+    prepared = prepare(chain, data=data)
+    request = _request(
+        Path("RUN").absolute(), prepared, load_profile(profile), nodes=nodes, partition=partition,
+        costs=costs, strict=False,
+    )  # fmt: skip
+    rows = _rows(request, prepared)
+    if as_json:
+        print_json(rows)
+    else:
+        _print_rows(rows)
+
+
+@click.group()
+def profile() -> None:
+    """Site profiles: what a cluster wants of each job."""
+
+
+@profile.command("list")
+@json_option
+def list_profiles(as_json: bool) -> None:
+    """List the site profiles and their files.
+
+    \b
+    Example:
+      dnictl profile list
+    """
+    from dni_runtime.launch.slurm.profiles import profile_files
+
+    found = profile_files()
+    if as_json:
+        print_json({name: str(path) for name, path in found.items()})
+        return
+    from dnictl.show import print_table
+
+    print_table(["profile", "file"], [[name, str(path)] for name, path in found.items()])
+
+
+@profile.command("show")
+@click.argument("name")
+def show_profile(name: str) -> None:
+    """Print a site profile's file, after checking it.
+
+    \b
+    Example:
+      dnictl profile show example > ~/.config/dnictl/profiles/mycluster.yaml
+    """
+    from dni_runtime.launch.slurm.profiles import load_profile, profile_files
+
+    load_profile(name)
+    click.echo(profile_files()[name].read_text(encoding="utf-8"), nl=False)
+
+
+# --- what they share ------------------------------------------------------------------------------
+
+
+def _request(
+    root: Path,
+    prepared: Prepared,
+    site_profile: ProfileSpec,
+    *,
+    nodes: int | None,
+    partition: str | None,
+    costs: Path | None,
+    time_limit: str | None = None,
+    strict: bool,
+) -> JobRequest:
+    from dni_runtime.core.cost import estimated_costs
+    from dni_runtime.launch.prepare import importing_from
+    from dni_runtime.launch.slurm.commands import NodeShape, node_shapes
+    from dni_runtime.launch.slurm.submit import make_request, measured_costs, wanted_partition
+
+    partition = wanted_partition(prepared.chain, partition, site_profile)
+    shapes: list[NodeShape] | None = None
+    try:
+        shapes = node_shapes(partition)
+    except UnavailableError as error:
+        if strict:
+            raise
+        click.echo(f"dnictl: {error.message}: the nodes are not known here", err=True)
+    if costs is not None:
+        found = measured_costs(costs, prepared.modules)
+    else:
+        with importing_from(prepared.base.absolute()):
+            found = estimated_costs(prepared.workers)
+    return make_request(
+        root, prepared, site_profile, python=sys.executable,
+        python_path=os.environ.get("PYTHONPATH", ""), nodes=nodes, time_limit=time_limit,
+        partition=partition, costs=found, shapes=shapes,
+    )  # fmt: skip
+
+
+def _try(request: JobRequest, options: list[str], *, test_only: bool) -> None:
+    """Print the batch script, or let Slurm check it."""
+    import tempfile
+
+    from dni_runtime.launch.slurm.commands import check_only
+    from dni_runtime.launch.slurm.script import render_script
+
+    text = render_script(request)
+    if not test_only:
+        click.echo(text, nl=False)
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="dnictl-", suffix=".sbatch") as file:
+        file.write(text)
+        file.flush()
+        click.echo(check_only(Path(file.name), options))
+
+
+def _rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
+    from dni_runtime.launch.slurm.allocation import link_kinds
+
+    kinds = link_kinds(prepared.chain, request.profile, request.nodes)
+    total = sum(need.cost for need in request.needs)
+    return [
+        {
+            "module": need.module,
+            "node": node,
+            "input": " on ".join(part for part in kinds.get(need.module, ("data",)) if part),
+            "cpus": need.cpus,
+            "gpus": need.gpus,
+            "memory_mib": need.memory_mib,
+            "work": need.cost / total if total else 0.0,
+        }
+        for need, node in zip(request.needs, request.nodes, strict=True)
+    ]
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    from dnictl.show import percent, print_table
+
+    columns = ["module", "node", "input", "cpus", "gpus", "memory", "work"]
+    print_table(
+        columns,
+        [
+            [
+                row["module"], str(row["node"]), row["input"], str(row["cpus"]), str(row["gpus"]),
+                f"{row['memory_mib']} MiB", percent(row["work"], 0),
+            ]
+            for row in rows
+        ],
+        right={"node", "cpus", "gpus", "memory", "work"},
+    )  # fmt: skip
+    nodes = sorted({row["node"] for row in rows})
+    for node in nodes:
+        share = sum(row["work"] for row in rows if row["node"] == node)
+        names = ", ".join(row["module"] for row in rows if row["node"] == node)
+        click.echo(f"node {node}: {percent(share, 0)} of the work ({names})", err=True)

@@ -1,0 +1,176 @@
+"""Inside an allocation: from the run's record to a plan whose workers are steps of the job."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.image.apptainer import Mount
+from dni_runtime.launch.host import check_host, infiniband_mounts
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan, make_plan
+from dni_runtime.launch.prepare import place_of
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.slurm import commands
+from dni_runtime.launch.slurm.job import JobRecord
+from dni_runtime.launch.slurm.placement import crossing
+from dni_runtime.launch.slurm.script import step_argv
+from dni_runtime.launch.slurm.submit import needs_of
+from dni_runtime.launch.start import placement_here
+from dni_runtime.rundir import socket_path
+from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec.profile import ProfileSpec
+
+_CLEAN_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes that this process may use.
+
+    Attributes:
+        job: The job's id.
+        hosts: Names of its nodes, as Slurm prints them.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+
+
+def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | None:
+    """The allocation that this process runs in, or None.
+
+    Raises:
+        UnavailableError: There is one, but its nodes cannot be found out.
+    """
+    environ = os.environ if environ is None else environ
+    job, nodes = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
+    if not job or not nodes:
+        return None
+    return Allocation(job, tuple(commands.hostnames(nodes)))
+
+
+def link_kinds(
+    chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int]
+) -> dict[str, tuple[str, str | None]]:
+    """Transport and interface of each module's link from upstream.
+
+    ``auto``: ipc where both ends are on one node, else tcp on the chain's or the site's interface.
+    """
+    interface = chain.links.interface or profile.interface
+    kinds: dict[str, tuple[str, str | None]] = {}
+    for index, crosses in enumerate(crossing(nodes)):
+        if index == 0:
+            continue
+        tcp = crosses or chain.links.transport == "tcp"
+        kinds[chain.modules[index].name] = ("tcp", interface) if tcp else ("ipc", None)
+    return kinds
+
+
+def plan_in_allocation(
+    record: Record, job: JobRecord, allocation: Allocation, *, attempt: int, resume: str = "auto"
+) -> LaunchPlan:
+    """Plan a start of a run's workers as steps of this job.
+
+    Raises:
+        UnavailableError: The allocation has too few nodes.
+        DniError: Data, images or the container program are not there.
+    """
+    count = max(job.nodes) + 1
+    if len(allocation.hosts) < count:
+        raise UnavailableError(
+            f"the run's modules are placed on {count} nodes, and job {allocation.job} has "
+            f"{len(allocation.hosts)} ({', '.join(allocation.hosts)})",
+            hint="submit it again for more nodes, or with another placement",
+        )
+    chain, workers = record.specs()
+    profile = job.site
+    images = next((path.parent for path in record.images.values()), Path("images"))
+    site = check_host(
+        chain,
+        workers,
+        wanted="apptainer" if record.backend == "apptainer" else "process",
+        images=images,
+        data=record.data,
+        place=lambda *location: place_of(record.run.chain_file, *location),
+        elsewhere=True,
+    )
+    if site.backend == "apptainer":
+        # of this, the first node; the nodes of one job are alike
+        found = infiniband_mounts(chain.infiniband)
+        site = replace(site, mounts=(*site.mounts, *found, *bind_mounts(profile)))
+    root = record.run.root
+    # A folder of each node's own; XDG_RUNTIME_DIR is not there on nodes without a login.
+    sockets = socket_path(root, Path("/tmp"))
+    scratch = os.environ.get("DNI_SCRATCH", "")
+    placement = replace(
+        placement_here(
+            root, site, data=record.data, attempt=attempt, resume=resume, log_level=job.log_level
+        ),
+        sockets=sockets,
+        links=link_kinds(chain, profile, job.nodes),
+        container_args=profile.container_args,
+        scratch=scratch,
+    )
+    plan = make_plan(chain, workers, placement)
+    return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation, sockets, scratch))
+
+
+def _as_steps(
+    plan: LaunchPlan,
+    chain: ChainSpec,
+    workers: Sequence[WorkerSpec],
+    job: JobRecord,
+    allocation: Allocation,
+    sockets: Path,
+    scratch: str,
+) -> tuple[WorkerPlan, ...]:
+    needs = needs_of(chain, workers)
+    any_gpus = any(need.gpus for need in needs)
+    steps = []
+    for worker, need, number in zip(plan.workers, needs, job.nodes, strict=True):
+        host = allocation.hosts[number]
+        argv = step_argv(
+            need,
+            host,
+            worker.argv,
+            profile=job.site,
+            sockets=sockets,
+            scratch=scratch,
+            any_gpus=any_gpus,
+        )
+        steps.append(replace(worker, argv=tuple(argv), node=host))
+    return tuple(steps)
+
+
+def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
+    """The folders that a site gives to all containers."""
+    mounts = []
+    for bind in profile.binds:
+        path = bind.removesuffix(":ro")
+        mounts.append(Mount(path, path, read_only=bind.endswith(":ro")))
+    return tuple(mounts)
+
+
+def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None:
+    """Remove the folders of sockets that a run's steps have made on their nodes."""
+    hosts = sorted({worker.node for worker in plan.workers if worker.node is not None})
+    environ = os.environ if environ is None else environ
+    if not hosts or "SLURM_JOB_ID" not in environ:
+        return
+    argv = [
+        *("srun", "--overlap", "--mem=0", "--cpus-per-task=1", "--input=none", "--quiet"),
+        *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"),
+        *(f"--nodelist={','.join(hosts)}", "rm", "-rf", "--", plan.sockets),
+    ]
+    try:
+        code, _, err = commands.run_slurm(argv, timeout_s=_CLEAN_TIMEOUT_S)
+    except UnavailableError as error:
+        code, err = 1, str(error)
+    if code != 0:
+        log.warning("%s stays on %s: %s", plan.sockets, ", ".join(hosts), err.strip())

@@ -1,0 +1,249 @@
+"""The one module that runs Slurm's own commands, and reads what they print.
+
+Formats are those of sbatch(1), squeue(1), sacct(1), sinfo(1) and scontrol(1) of Slurm 22.05 and
+later; JSON output is not used, because sites build Slurm without it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dni_runtime.errors import UnavailableError, UsageError
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What Slurm says of a job.
+
+    Attributes:
+        state: Its state, such as ``PENDING`` or ``TIMEOUT`` (squeue(1), "job state codes").
+        reason: Why it waits or ended, or an empty text.
+        nodes: Its nodes as Slurm writes them, or an empty text.
+    """
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it waits or runs; one that is completing has ended as far as we go."""
+        return self.state in _ALIVE
+
+    @property
+    def pending(self) -> bool:
+        """Whether it waits."""
+        return self.state in _WAITING
+
+
+_WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+_ALIVE = {*_WAITING, "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT",
+          "RESIZING"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """A kind of node of a partition.
+
+    Attributes:
+        count: How many of them may be asked for.
+        cpus: Processors.
+        memory_mib: Memory in MiB.
+        gpus: GPUs.
+    """
+
+    count: int
+    cpus: int
+    memory_mib: int
+    gpus: int
+
+
+def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[int, str, str]:
+    """Run one of Slurm's commands; gives exit status, output and errors.
+
+    Raises:
+        UnavailableError: It is not installed, or does not answer.
+    """
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except OSError as error:
+        raise UnavailableError(
+            f"{argv[0]!r} cannot be run: {error.strerror}",
+            hint="run this where Slurm's commands are: on a login node, not in a container",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(
+            f"{argv[0]!r} does not answer within {timeout_s:.0f} s",
+            hint="see whether Slurm's controller is up: 'scontrol ping'",
+        ) from None
+    return done.returncode, done.stdout, done.stderr
+
+
+def submit(script: Path, options: Sequence[str] = ()) -> str:
+    """Submit a batch script.
+
+    Returns:
+        The job's id.
+
+    Raises:
+        UsageError: Slurm refuses it, with Slurm's reason.
+        UnavailableError: There is no Slurm.
+    """
+    code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
+    job = out.strip().partition(";")[0]  # JOB;CLUSTER
+    if code != 0 or not job.isdigit():
+        raise _refused(err or out)
+    return job
+
+
+def check_only(script: Path, options: Sequence[str] = ()) -> str:
+    """Let Slurm check a batch script without submitting it; gives its estimate of the start.
+
+    Raises:
+        UsageError: Slurm would refuse it.
+    """
+    code, out, err = run_slurm(["sbatch", "--test-only", *options, str(script)])
+    if code != 0:
+        raise _refused(err or out)
+    return (err or out).strip().removeprefix("sbatch: ")
+
+
+def _refused(said: str) -> UsageError:
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines()]
+    return UsageError(
+        f"Slurm refuses the job: {'; '.join(line for line in lines if line) or 'no reason given'}",
+        hint="see the script with --dry-run, and 'sinfo' for what there is",
+    )
+
+
+def job_info(job: str) -> JobInfo | None:
+    """A job's state: squeue while it is there, then the controller's memory, then sacct.
+
+    Returns:
+        The state, or None when nobody knows the job any more.
+
+    Raises:
+        UnavailableError: Slurm does not answer: nothing is known.
+    """
+    code, out, err = run_slurm(
+        ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N"]
+    )
+    if code == 0 and out.strip():
+        return parse_squeue(out)
+    if code != 0 and "Invalid job id" not in err:
+        raise UnavailableError(f"squeue failed: {err.strip()}")
+    try:
+        code, out, _ = run_slurm(
+            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}",
+             "--format=State,Reason,NodeList"]
+        )  # fmt: skip
+    except UnavailableError:
+        return None
+    return parse_sacct(out) if code == 0 else None
+
+
+def parse_squeue(out: str) -> JobInfo:
+    """The first line of ``squeue --format=%T|%r|%N``."""
+    state, reason, nodes = (*out.strip().splitlines()[0].split("|"), "", "")[:3]
+    return JobInfo(state, "" if reason == "None" else reason, nodes)
+
+
+def parse_sacct(out: str) -> JobInfo | None:
+    """The last line of ``sacct --parsable2``: after a requeue there is one for each start."""
+    lines = [line for line in out.splitlines() if line.strip()]
+    if not lines:
+        return None
+    state, reason, nodes = (*lines[-1].split("|"), "", "")[:3]
+    state = state.split()[0].rstrip("+") if state else ""  # "CANCELLED by 1000"
+    return JobInfo(
+        state,
+        "" if reason in ("None", "") else reason,
+        "" if nodes == "None assigned" else nodes,
+    )
+
+
+def cancel(job: str) -> None:
+    """Cancel a job; no error when it is gone."""
+    run_slurm(["scancel", job])
+
+
+def hostnames(nodelist: str) -> list[str]:
+    """The names in a list of nodes such as ``n[1-3]``, exactly as Slurm prints them.
+
+    Raises:
+        UnavailableError: Slurm cannot expand it. There is no other name to fall back to.
+    """
+    code, out, err = run_slurm(["scontrol", "show", "hostnames", nodelist])
+    names = out.split()
+    if code != 0 or not names:
+        raise UnavailableError(f"the list of nodes {nodelist!r} cannot be expanded: {err.strip()}")
+    return names
+
+
+def step_id(job: str, name: str) -> str | None:
+    """The id (``JOB.STEP``) of a job's running step of a name; the newest of several."""
+    code, out, _ = run_slurm(["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"])
+    found = []
+    for line in out.splitlines() if code == 0 else ():
+        step, _, label = line.strip().partition("|")
+        if label == name and step.rpartition(".")[2].isdigit():
+            found.append(step)
+    return max(found, key=lambda step: int(step.rpartition(".")[2]), default=None)
+
+
+def signal_step(step: str, name: str) -> None:
+    """Send a signal (``TERM``) to all processes of a step; no error when it is gone."""
+    run_slurm(["scancel", f"--signal={name}", step])
+
+
+def node_shapes(partition: str | None) -> list[NodeShape]:
+    """The kinds of nodes in a partition (the default one without a name).
+
+    Raises:
+        UsageError: There is no such partition.
+    """
+    code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
+    if code != 0:
+        raise UnavailableError(f"sinfo failed: {err.strip()}")
+    return parse_sinfo(out, partition)
+
+
+def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:
+    """The nodes of a partition in ``sinfo --format=%P|%D|%c|%m|%G``.
+
+    Raises:
+        UsageError: The partition is not there.
+    """
+    names, shapes = set(), []
+    for line in out.splitlines():
+        name, count, cpus, memory, gres = (*line.strip().split("|"), "", "", "", "")[:5]
+        default, name = name.endswith("*"), name.rstrip("*")
+        names.add(name)
+        if name == partition or (partition is None and default):
+            gpus = sum(int(n) for n in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
+            shapes.append(NodeShape(_number(count), _number(cpus), _number(memory), gpus))
+    if partition is not None and partition not in names:
+        raise UsageError(
+            f"this Slurm has no partition {partition!r}",
+            hint=f"there are: {', '.join(sorted(names))}",
+        )
+    return shapes
+
+
+def _number(text: str) -> int:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0

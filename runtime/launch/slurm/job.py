@@ -1,0 +1,113 @@
+"""A run's Slurm job: what was asked for (``job.json``), and what has become of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from dni_runtime.errors import DataError, UnavailableError
+from dni_runtime.launch.slurm.commands import JobInfo, job_info
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.spec.profile import ProfileSpec
+
+_FRESH_S = 25.0
+"""A supervisor writes every 10 s; attribute caches of shared file systems add some."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What ``job.json`` says.
+
+    Attributes:
+        job: The job's id, or None until Slurm has given one.
+        nodes: The node of each module, head first, from 0.
+        profile: Name of the site profile, or None.
+        settings: What the profile said when the run was made.
+        log_level: How much the workers write to their logs.
+        submitted: Unix time.
+    """
+
+    job: str | None
+    nodes: tuple[int, ...]
+    profile: str | None
+    settings: dict[str, Any]
+    log_level: str
+    submitted: float
+
+    def write(self, run: RunDir) -> None:
+        """Write it to the run directory."""
+        write_json(run.job, {"format": 1, **asdict(self)})
+
+    def with_job(self, job: str) -> JobRecord:
+        """The same run under another job."""
+        return replace(self, job=job, submitted=time.time())
+
+    @property
+    def site(self) -> ProfileSpec:
+        """The site profile."""
+        return ProfileSpec.model_validate(self.settings)
+
+    @classmethod
+    def read(cls, run: RunDir) -> JobRecord | None:
+        """The record of a run's job; None where the run has none.
+
+        Raises:
+            DataError: It was not written by this program.
+        """
+        document = read_json(run.job)
+        if document is None:
+            return None
+        try:
+            document.pop("format")
+            record = cls(**{**document, "nodes": tuple(document["nodes"])})
+            ProfileSpec.model_validate(record.settings)
+        except (KeyError, TypeError, AttributeError, ValidationError) as error:
+            raise DataError(f"{str(run.job)!r} is not the record of a job: {error}") from None
+        return record
+
+
+def read_state(run: RunDir) -> RunState:
+    """A run's state, with Slurm's word where the run itself cannot know: before it begins, between
+    two starts, and when its job was ended from outside.
+    """
+    state = RunState.read(run)
+    record = JobRecord.read(run)
+    if record is None or record.job is None or state.phase in ("finished", "failed"):
+        return state
+    if state.active and time.time() - state.updated < _FRESH_S:
+        return state
+    try:
+        info = job_info(record.job)
+    except UnavailableError:
+        return state
+    return judge(state, record.job, info, told_to_stop=run.stop_request.exists())
+
+
+def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool) -> RunState:
+    """What a run's own state and its job's state mean together (pure).
+
+    Args:
+        state: The run's own.
+        job: The job's id.
+        info: What Slurm says of it, or None when it does not know the job any more.
+        told_to_stop: Whether somebody has asked the run to end.
+    """
+    if info is not None and info.alive:
+        if info.pending:
+            reason = f": {info.reason}" if info.reason else ""
+            return replace(state, phase="queued", error=f"job {job} waits{reason}")
+        if state.phase == "stopped":  # its script is about to end, or to requeue the job
+            return replace(state, phase="stopping")
+        return state if state.active else replace(state, phase="starting")
+    if state.phase == "stopped":
+        return state
+    if told_to_stop and state.phase == "new":
+        return replace(state, phase="stopped", exit_code=75, error=f"job {job} was cancelled")
+    how = "is gone" if info is None else f"ended as {info.state}"
+    reason = f" ({info.reason})" if info is not None and info.reason else ""
+    when = "before the run began" if state.phase == "new" else "before the run did"
+    return replace(state, phase="lost", error=f"Slurm job {job} {how}{reason} {when}")

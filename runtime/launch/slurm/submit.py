@@ -1,0 +1,249 @@
+"""From a checked chain to a job: what it needs, where its modules go, and handing it to Slurm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.launch.host import Place, Site
+from dni_runtime.launch.prepare import Prepared
+from dni_runtime.launch.records import Record, create_run
+from dni_runtime.launch.slurm import commands
+from dni_runtime.launch.slurm.commands import NodeShape
+from dni_runtime.launch.slurm.job import JobRecord
+from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, place
+from dni_runtime.launch.slurm.script import DEFAULT_MEMORY_MIB, JobRequest, render_script
+from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.spec import ChainSpec, PlacementSpec, WorkerSpec
+from dni_runtime.spec.profile import ProfileSpec
+
+
+def needs_of(
+    chain: ChainSpec, workers: Sequence[WorkerSpec], costs: Mapping[str, float] | None = None
+) -> tuple[Need, ...]:
+    """What each module asks for; a module on a GPU asks for one where nothing else is said."""
+    needs = []
+    for index, worker in enumerate(workers):
+        asked = chain.resources(index)
+        wants_gpu = worker.device.partition(":")[0] in ("cuda", "rocm")
+        needs.append(
+            Need(
+                module=worker.module,
+                cpus=worker.cpus,
+                gpus=int(wants_gpu) if asked.gpus is None else asked.gpus,
+                memory_mib=asked.memory_mib or DEFAULT_MEMORY_MIB,
+                cost=1.0 if costs is None else costs[worker.module],
+            )
+        )
+    return tuple(needs)
+
+
+def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
+    """Microseconds of each module's step in what ``dnictl bench module --json`` has printed.
+
+    Raises:
+        UsageError: The file is not that, or lacks a module.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+        found = {one["module"]: float(one["step_us"]["median"]) for one in document["modules"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{str(path)!r} holds no measured costs: {error}",
+            hint="make it with 'dnictl bench module CHAIN --json > costs.json'",
+        ) from None
+    for module in modules:
+        if module not in found:
+            raise UsageError(
+                f"{str(path)!r} says nothing of module {module!r}",
+                hint="measure this chain again: 'dnictl bench module CHAIN --json > costs.json'",
+            )
+    return {module: found[module] for module in modules}
+
+
+def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
+    """The chain's placement, with the number of nodes from the command line."""
+    return chain.placement if nodes is None else chain.placement.model_copy(update={"nodes": nodes})
+
+
+def wanted_partition(chain: ChainSpec, given: str | None, profile: ProfileSpec) -> str | None:
+    """The one partition that the job goes to, or None for Slurm's default.
+
+    Raises:
+        UsageError: Modules ask for different ones.
+    """
+    asked = {chain.resources(index).partition for index in range(len(chain.modules))} - {None}
+    if given is None and len(asked) > 1:
+        raise UsageError(
+            f"modules ask for different partitions ({', '.join(sorted(map(str, asked)))}), and one "
+            "job runs in one",
+            hint="give all the same, or say --partition; heterogeneous jobs are not there yet",
+        )
+    return given or next(iter(asked), None) or profile.partition
+
+
+def check_links(
+    chain: ChainSpec, nodes: Sequence[int], profile: ProfileSpec, place_in: Place
+) -> None:
+    """Refuse links that cannot work between the nodes.
+
+    Raises:
+        SpecError: Names the setting.
+    """
+    over = next((index for index, crosses in enumerate(crossing(nodes)) if crosses), None)
+    if over is None:
+        return
+    pair = f"{chain.modules[over - 1].name!r} and {chain.modules[over].name!r} are on two nodes"
+    if chain.links.transport == "ipc":
+        raise SpecError(
+            f"{place_in('links', 'transport')}: {pair}, which ipc cannot join",
+            hint="leave 'transport' out (auto), or place all modules on one node",
+        )
+    if chain.links.interface is None and profile.interface is None:
+        raise SpecError(
+            f"{place_in('links', 'interface')}: {pair}, and no network interface is named",
+            hint="name one, or a network such as 10.0.0.0/16, in 'links.interface' or the site "
+            "profile's 'interface'",
+        )
+
+
+def check_room(request: JobRequest, shapes: Sequence[NodeShape], partition: str | None) -> None:
+    """Refuse what no set of the partition's nodes has.
+
+    Raises:
+        UsageError: Says what is asked for and what there is.
+    """
+    asked = {what: request.largest(what) for what in ("cpus", "memory_mib", "gpus")}
+    fitting = sum(
+        shape.count
+        for shape in shapes
+        if shape.cpus >= asked["cpus"]
+        and shape.memory_mib >= asked["memory_mib"]
+        and shape.gpus >= asked["gpus"]
+    )
+    if fitting < request.count:
+        there = "; ".join(
+            f"{s.count} with {s.cpus} CPUs, {s.memory_mib} MiB, {s.gpus} GPUs" for s in shapes
+        )
+        raise UsageError(
+            f"the job needs {request.count} nodes with {asked['cpus']} CPUs, "
+            f"{asked['memory_mib']} MiB and {asked['gpus']} GPUs each; partition "
+            f"{partition or '(default)'} has {fitting} such nodes ({there or 'none at all'})",
+            hint="lower the modules' 'resources', ask for fewer nodes, or name another --partition",
+        )
+
+
+def largest_node(shapes: Sequence[NodeShape]) -> Capacity:
+    """The most of everything that a node of a partition has."""
+    if not shapes:
+        return Capacity()
+    return Capacity(
+        cpus=max(shape.cpus for shape in shapes),
+        gpus=max(shape.gpus for shape in shapes),
+        memory_mib=max(shape.memory_mib for shape in shapes),
+    )
+
+
+def make_request(
+    root: Path,
+    prepared: Prepared,
+    profile: ProfileSpec,
+    *,
+    python: str,
+    python_path: str = "",
+    nodes: int | None = None,
+    time_limit: str | None = None,
+    partition: str | None = None,
+    costs: Mapping[str, float] | None = None,
+    shapes: Sequence[NodeShape] | None = None,
+) -> JobRequest:
+    """Decide on a job: where its modules go and what it asks Slurm for.
+
+    Args:
+        root: The run directory.
+        prepared: The chain.
+        profile: The site's.
+        python: The Python with dnictl on the nodes.
+        python_path: Its ``PYTHONPATH``.
+        nodes: How many nodes; the chain's placement by default.
+        time_limit: Time limit; the profile's by default.
+        partition: Partition; the modules' or the profile's by default.
+        costs: Cost of each module, for ``auto``; all the same by default.
+        shapes: The partition's nodes; None where nothing is known of them.
+
+    Raises:
+        UsageError: It cannot run; says why.
+        SpecError: A setting of the chain does not fit it.
+    """
+    chain = prepared.chain
+    needs = needs_of(chain, prepared.workers, costs)
+    node = None if shapes is None else largest_node(shapes)
+    placed = place(needs, wanted_placement(chain, nodes), node=node)
+    check_links(chain, placed, profile, prepared.place)
+    request = JobRequest(
+        run=root,
+        chain=chain.name,
+        needs=needs,
+        nodes=placed,
+        stop_grace_s=chain.stop_grace_s,
+        profile=profile,
+        python=profile.python or python,
+        python_path=python_path,
+        time=time_limit,
+        partition=partition,
+    )
+    if shapes is not None:
+        check_room(request, shapes, partition)
+    return request
+
+
+def submit_run(
+    request: JobRequest,
+    prepared: Prepared,
+    site: Site,
+    *,
+    profile_name: str | None,
+    log_level: str,
+    options: Sequence[str] = (),
+) -> tuple[Record, str]:
+    """Make the run directory and submit its job; gives the run's record and the job's id.
+
+    Raises:
+        UsageError: Slurm refuses it; then there is no run directory either.
+    """
+    text = render_script(request)
+    existed = request.run.exists()
+    run = create_run(request.run, prepared, backend=site.backend, images=site.images)
+    record = job_record(request, profile_name, log_level)
+    record.write(run)
+    write_atomic(run.script, text, mode=0o700)
+    try:
+        job = commands.submit(run.script, options)
+    except BaseException:
+        if not existed:
+            shutil.rmtree(run.root)
+        raise
+    record.with_job(job).write(run)
+    return Record.read(run.root), job
+
+
+def job_record(
+    request: JobRequest, profile_name: str | None, log_level: str, job: str | None = None
+) -> JobRecord:
+    """What the run directory keeps of a job."""
+    settings: dict[str, Any] = request.profile.model_dump(mode="json")
+    return JobRecord(job, request.nodes, profile_name, settings, log_level, time.time())
+
+
+def submit_again(run: RunDir, record: JobRecord) -> str:
+    """Submit a run's script once more, to go on from its newest checkpoint; gives the job's id."""
+    run.stop_request.unlink(missing_ok=True)
+    job = commands.submit(run.script)
+    replace(record, job=job, submitted=time.time()).write(run)
+    return job

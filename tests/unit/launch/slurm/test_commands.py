@@ -1,0 +1,68 @@
+"""Reading what Slurm prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.launch.slurm.commands import (
+    JobInfo,
+    NodeShape,
+    parse_sacct,
+    parse_sinfo,
+    parse_squeue,
+    run_slurm,
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "info"),
+    [
+        ("PENDING|Resources|\n", JobInfo("PENDING", "Resources", "")),
+        ("RUNNING|None|n[1-3]\n", JobInfo("RUNNING", "", "n[1-3]")),
+        ("TIMEOUT|TimeLimit|n1\n", JobInfo("TIMEOUT", "TimeLimit", "n1")),
+    ],
+)
+def test_squeue(line: str, info: JobInfo) -> None:
+    assert parse_squeue(line) == info
+
+
+def test_sacct() -> None:
+    text = "REQUEUED|None|n1\nCANCELLED by 1001|None|n[1-2]\n"
+    assert parse_sacct(text) == JobInfo("CANCELLED", "", "n[1-2]")
+    assert parse_sacct("\n") is None
+
+
+@pytest.mark.parametrize(
+    ("state", "alive", "pending"),
+    [
+        ("PENDING", True, True),
+        ("REQUEUED", True, True),
+        ("RUNNING", True, False),
+        ("COMPLETING", False, False),
+        ("NODE_FAIL", False, False),
+    ],
+)
+def test_states(state: str, alive: bool, pending: bool) -> None:
+    assert (JobInfo(state).alive, JobInfo(state).pending) == (alive, pending)
+
+
+SINFO = """\
+batch*|10|64|256000|gpu:a100:4(S:0-1),craynetwork:2
+batch*|2|128|512000+|(null)
+debug|1|8|16000|gpu:2
+"""
+
+
+def test_sinfo() -> None:
+    assert parse_sinfo(SINFO, None) == [NodeShape(10, 64, 256000, 4), NodeShape(2, 128, 512000, 0)]
+    assert parse_sinfo(SINFO, "debug") == [NodeShape(1, 8, 16000, 2)]
+    with pytest.raises(UsageError, match="no partition 'gpu'") as caught:
+        parse_sinfo(SINFO, "gpu")
+    assert "batch, debug" in str(caught.value)
+
+
+def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UnavailableError, match="'sbatch' cannot be run"):
+        run_slurm(["sbatch"])

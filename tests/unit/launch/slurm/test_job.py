@@ -1,0 +1,60 @@
+"""What a run's own state and Slurm's word mean together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import DataError
+from dni_runtime.launch.slurm.commands import JobInfo
+from dni_runtime.launch.slurm.job import JobRecord, judge
+from dni_runtime.launch.state import RunPhase, RunState
+from dni_runtime.rundir import RunDir
+
+
+@pytest.mark.parametrize(
+    ("phase", "info", "told", "meaning", "word"),
+    [
+        ("new", JobInfo("PENDING", "Resources"), False, "queued", "waits: Resources"),
+        ("new", JobInfo("RUNNING"), False, "starting", None),
+        ("new", JobInfo("CANCELLED"), False, "lost", "ended as CANCELLED before the run began"),
+        ("new", JobInfo("CANCELLED"), True, "stopped", "cancelled"),
+        ("new", None, False, "lost", "is gone before the run began"),
+        ("stopped", JobInfo("PENDING", "BeginTime"), False, "queued", "waits: BeginTime"),
+        ("stopped", JobInfo("RUNNING"), False, "stopping", None),
+        ("stopped", JobInfo("COMPLETING"), False, "stopped", None),
+        ("stopped", None, False, "stopped", None),
+        ("running", JobInfo("RUNNING"), False, "running", None),
+        ("running", JobInfo("TIMEOUT", "TimeLimit"), False, "lost", "TIMEOUT (TimeLimit)"),
+        ("lost", JobInfo("NODE_FAIL"), False, "lost", "ended as NODE_FAIL"),
+        ("lost", JobInfo("PENDING", "BeginTime"), False, "queued", "BeginTime"),
+        ("lost", JobInfo("RUNNING"), False, "starting", None),
+    ],
+)
+def test_together(
+    phase: RunPhase, info: JobInfo | None, told: bool, meaning: RunPhase, word: str | None
+) -> None:
+    state = judge(RunState(phase=phase), "12", info, told_to_stop=told)
+    assert state.phase == meaning
+    if word is None:
+        assert state.error is None
+    else:
+        assert "job 12" in str(state.error)
+        assert word in str(state.error)
+
+
+def test_the_record_comes_back(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert JobRecord.read(run) is None
+    record = JobRecord("3", (0, 0, 1), "site", {"account": "a"}, "info", 5.0)
+    record.write(run)
+    assert JobRecord.read(run) == record
+    assert record.site.account == "a"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": 1, "nodes": 3}'])
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(DataError, match=r"job\.json"):
+        JobRecord.read(RunDir(tmp_path))

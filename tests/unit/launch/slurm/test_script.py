@@ -1,0 +1,208 @@
+"""The batch script and its steps: properties that sites and Slurm rely on."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import UsageError
+from dni_runtime.launch.slurm.placement import Need
+from dni_runtime.launch.slurm.script import (
+    JobRequest,
+    directives,
+    render_script,
+    step_argv,
+    step_environment,
+)
+from dni_runtime.spec.profile import ProfileSpec
+
+REQUEST = JobRequest(
+    run=Path("/runs/a b"),
+    chain="digits",
+    needs=(Need("bottom", 2, 0, 1000), Need("middle", 1, 0, 500), Need("top", 4, 0, 3000)),
+    nodes=(0, 0, 1),
+    stop_grace_s=12.5,
+    python="/opt/my env/bin/python",
+    python_path="/src/it's",
+)
+
+
+def with_profile(**settings: object) -> JobRequest:
+    return replace(REQUEST, profile=ProfileSpec.model_validate(settings))
+
+
+def test_each_node_gets_what_the_fullest_needs() -> None:
+    lines = directives(REQUEST)
+    assert lines[:5] == [
+        "--job-name=dni-digits",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=4",
+        "--mem=3000M",
+    ]
+    assert "--open-mode=append" in lines
+    assert "--requeue" in lines
+    assert "--signal=B:TERM@43" in lines
+    assert '--output="/runs/a b/logs/supervisor.log"' in lines
+    assert not any("gpu" in line for line in lines)
+
+
+def test_a_profile_adds_and_suppresses() -> None:
+    lines = directives(
+        with_profile(
+            account="abc", partition="batch", qos="low", constraint="a&b", reservation="r",
+            time="10", directives=["--mail-type=FAIL"], suppress=["mem", "ntasks-per-node"],
+        )
+    )  # fmt: skip
+    for one in ("--account=abc", "--partition=batch", "--qos=low", "--constraint=a&b",
+                "--reservation=r", "--time=10", "--mail-type=FAIL"):  # fmt: skip
+        assert one in lines
+    assert not any(line.startswith(("--mem", "--ntasks")) for line in lines)
+    given = replace(with_profile(partition="batch", time="10"), partition="gpu", time="20")
+    assert {"--partition=gpu", "--time=20"} <= set(directives(given))
+
+
+@pytest.mark.parametrize(
+    ("style", "job", "step"),
+    [
+        ("gres", "--gres=gpu:a100:3", "--gres=gpu:a100:1"),
+        ("gpus-per-task", "--gpus-per-task=a100:3", "--gpus-per-task=a100:1"),
+        ("gpus-per-node", "--gpus-per-node=a100:3", "--gpus-per-node=a100:1"),
+    ],
+)
+def test_gpus_in_the_sites_style(style: str, job: str, step: str) -> None:
+    profile = ProfileSpec.model_validate({"gpu_request": style, "gpu_type": "a100"})
+    needs = (Need("a", 1, 1, 10), Need("b", 1, 2, 10), Need("c", 1, 0, 10))
+    request = replace(REQUEST, needs=needs, nodes=(0, 0, 0), profile=profile)
+    assert job in directives(request)
+
+    def options(need: Need) -> list[str]:
+        return step_argv(need, "n1", [], profile=profile, sockets=Path("/tmp/s"), any_gpus=True)
+
+    assert step in options(needs[0])
+    # without it a step inherits the job's GPUs
+    assert "--gres=none" in options(needs[2])
+
+
+def test_a_step_takes_its_share_and_no_more() -> None:
+    argv = step_argv(
+        REQUEST.needs[0], "n2", ["worker", "--run", "/a b"], profile=ProfileSpec(),
+        sockets=Path("/tmp/dni-1"), scratch="/scratch/1",
+    )  # fmt: skip
+    assert argv[0] == "srun"
+    shell = argv.index("/bin/sh")
+    assert set(argv[1:shell]) == {
+        "--job-name=bottom", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--exact",
+        "--cpus-per-task=2", "--mem=1000M", "--input=none", "--export=ALL",
+    }  # fmt: skip
+    assert argv[-6:] == ["dni-step", "/tmp/dni-1", "/scratch/1", "worker", "--run", "/a b"]
+
+
+def test_the_steps_shell_makes_private_folders(tmp_path: Path) -> None:
+    def step(sockets: Path, scratch: str = "") -> subprocess.CompletedProcess[str]:
+        argv = step_argv(
+            REQUEST.needs[0], "n", ["echo", "a  b"], profile=ProfileSpec(), sockets=sockets,
+            scratch=scratch,
+        )  # fmt: skip
+        return subprocess.run(argv[argv.index("/bin/sh") :], capture_output=True, text=True)
+
+    done = step(tmp_path / "s s", str(tmp_path / "t"))
+    assert (done.returncode, done.stdout) == (0, "a  b\n")
+    assert (tmp_path / "s s").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "t").is_dir()
+    (tmp_path / "open").mkdir(mode=0o777)
+    assert step(tmp_path / "open").returncode == 0
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    assert step(tmp_path / "link").returncode == 69
+
+
+def test_the_script_is_sound_bash_and_quotes() -> None:
+    script = render_script(
+        with_profile(prologue="module load apptainer\nexport A='b c'", scratch="$TMPDIR/dni")
+    )
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    # sbatch reads directives only before the first command
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+    assert "set -euo pipefail" in lines
+    assert "run='/runs/a b'" in lines
+    assert f"export PYTHONPATH={shlex.quote(REQUEST.python_path)}" in lines
+    assert "'/opt/my env/bin/python' -P -m dnictl supervise \"$run\" &" in lines
+    assert 'export DNI_SCRATCH="$TMPDIR/dni"' in lines
+    assert lines.index("export A='b c'") < lines.index("run='/runs/a b'")
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    if shutil.which("shellcheck"):
+        done = subprocess.run(
+            ["shellcheck", "-s", "bash", "-"], input=script, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def run_script(tmp_path: Path, *, code: int, state: str = "RUNNING", **more: str) -> str:
+    """Run the script with a supervisor that only exits; gives what scontrol was told."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    told = tmp_path / "told"
+    told.write_text("")
+    for name, body in {
+        "python": f"exit {code}",
+        "squeue": f"echo {state}",
+        "scontrol": f'echo "$@" >>{told}',
+        "sleep": "exit 0",
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o755)
+    request = replace(
+        REQUEST, run=tmp_path, python=str(tools / "python"), profile=ProfileSpec(max_requeues=2)
+    )
+    environ = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", **more}
+    done = subprocess.run(["bash", "-c", render_script(request)], env=environ, timeout=20)
+    assert done.returncode == code
+    return told.read_text().strip()
+
+
+def test_a_job_that_was_stopped_goes_on_by_itself(tmp_path: Path) -> None:
+    assert run_script(tmp_path, code=75, SLURM_RESTART_COUNT="1") == "requeue 7"
+
+
+def test_but_not_for_ever(tmp_path: Path) -> None:
+    assert run_script(tmp_path, code=75, SLURM_RESTART_COUNT="2") == ""
+
+
+def test_nor_when_somebody_stopped_it(tmp_path: Path) -> None:
+    (tmp_path / "stop.json").write_text("{}")
+    assert run_script(tmp_path, code=75) == ""
+
+
+def test_nor_when_it_was_cancelled(tmp_path: Path) -> None:
+    assert run_script(tmp_path, code=75, state="COMPLETING") == ""
+
+
+@pytest.mark.parametrize("code", [0, 70])
+def test_nor_when_it_has_ended(tmp_path: Path, code: int) -> None:
+    assert run_script(tmp_path, code=code) == ""
+
+
+def test_a_path_that_cannot_stand_in_a_directive_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot stand in a batch script"):
+        render_script(replace(REQUEST, run=Path('/runs/a"b')))
+    assert '--output="/runs/100%%/logs/supervisor.log"' in directives(
+        replace(REQUEST, run=Path("/runs/100%"))
+    )
+
+
+def test_steps_do_not_inherit_the_jobs_request() -> None:
+    environ = {
+        "SLURM_JOB_ID": "1", "SLURM_CONF": "/c", "PATH": "/bin", "SBATCH_X": "1",
+        "SLURM_MEM_PER_CPU": "5", "SLURM_GPUS_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS": "2",
+    }  # fmt: skip
+    assert set(step_environment(environ)) == {"SLURM_JOB_ID", "SLURM_CONF", "PATH"}
