@@ -10,7 +10,7 @@ AS_USER := scripts/as-user -- $(MAKE) --no-print-directory
 export DNI_APPTAINER_PREFIX PYTHON TORCH
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test check wheelcheck system demo-here test-here check-here wheelcheck-here clean
+.PHONY: help demo test e2e check wheelcheck system demo-here test-here check-here wheelcheck-here clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -18,8 +18,11 @@ help: ## Show this list
 demo: system ## Train a chain on Fashion-MNIST in four Apptainer containers, beside plain backprop
 	@$(AS_USER) demo-here
 
-test: system ## Run all tests, with real containers
-	@$(AS_USER) test-here TESTS='$(TESTS)'
+test: system ## Run all tests, with real containers and, as root, a real Slurm of three hosts
+	@scripts/slurm-testbed run -- $(AS_USER) test-here TESTS='$(TESTS)'
+
+e2e: ## Run the tests with real workers, containers and Slurm
+	@$(MAKE) --no-print-directory test TESTS=tests/e2e
 
 check: system ## Check format, lint and types
 	@$(AS_USER) check-here

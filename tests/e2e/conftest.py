@@ -44,6 +44,20 @@ def tool() -> Apptainer:
 
 
 @pytest.fixture(scope="session")
+def slurm() -> str:
+    """A Slurm of three hosts; the network that they share."""
+    need("sbatch")
+    shown = run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout_s=60)
+    up = {line.split()[0] for line in shown.stdout.splitlines() if line.endswith(" idle")}
+    if not {"n1", "n2", "n3"} <= up:
+        missing(
+            "no testbed of three idle hosts n1, n2, n3: 'scripts/slurm-testbed up' as root, and "
+            f'eval "$(scripts/slurm-testbed env)"; sinfo says: {shown.stdout or shown.stderr}'
+        )
+    return "10.77.0.0/24"
+
+
+@pytest.fixture(scope="session")
 def fashion_mnist() -> Path:
     """The folder of the real data, got as ``make demo`` gets it."""
     root = Path(__file__).resolve().parents[2]

@@ -71,3 +71,14 @@ def test_the_example_chain_is_valid(tmp_path: Path) -> None:
 def test_containers(folder: Path, tool: Apptainer) -> None:
     shown = run(block("Containers", "sh"), folder)
     assert "training has finished" in shown or "epoch 20" in shown
+
+
+@pytest.mark.slurm
+def test_a_cluster(folder: Path, slurm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    profiles = folder / "config" / "dnictl" / "profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "mycluster.yaml").write_text(f"interface: {slurm}\n")
+    shown = run("export DNICTL_IMAGES=none\n" + block("A cluster", "sh"), folder)
+    assert "node" in shown
+    assert "finished after" in shown

@@ -1,0 +1,284 @@
+"""Chains on a real Slurm of three hosts (scripts/slurm-testbed), as an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.rundir import RunDir, read_json, read_lines
+from tests.e2e.conftest import Dnictl, run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAIN = """\
+name: digits
+seed: 3
+data: {{dataset: digits, batch_size: 64, flatten: true}}
+epochs: {epochs}
+stop_grace_s: 10
+links: {{interface: {network}}}
+defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
+modules:
+{lower}
+  - name: top
+    layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
+"""
+LOWER = """\
+  - name: {name}
+    layers:
+      - Linear: {{in_features: 64, out_features: 64}}
+      - BatchNorm1d: {{num_features: 64}}
+      - ReLU
+"""
+FOREVER = 100_000
+
+
+@pytest.fixture
+def dnictl(slurm: str, tmp_path: Path) -> Iterator[Dnictl]:
+    """dnictl in a folder of its own; jobs that a test leaves are cancelled."""
+    yield Dnictl(tmp_path)
+    for record in tmp_path.glob("runs/*/job.json"):
+        job = json.loads(record.read_text())["job"]
+        if job is not None:
+            run(["scancel", "--quiet", job])
+            eventually("the job is gone", lambda job=job: not state_of(job))
+
+
+def chain(folder: Path, network: str, epochs: int, lower: tuple[str, ...] = ("bottom",)) -> None:
+    layers = "".join(LOWER.format(name=name) for name in lower)
+    (folder / "chain.yaml").write_text(CHAIN.format(network=network, epochs=epochs, lower=layers))
+
+
+def state_of(job: str) -> str:
+    """A job's state; empty when it has ended."""
+    return run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"]).stdout.strip()
+
+
+def eventually(what: str, condition: Callable[[], Any], within_s: float = 90) -> Any:
+    until = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < until, f"not within {within_s} s: {what}"
+        time.sleep(0.3)
+    return found
+
+
+def training(root: RunDir, attempt: int = 1) -> bool:
+    """Whether a start of a run has trained for an epoch."""
+    state, tail = read_json(root.state) or {}, read_json(root.worker("top")) or {}
+    assert state.get("phase") != "failed", root.supervisor_log.read_text()
+    here = tail.get("attempt") == attempt and tail.get("state") == "running"
+    return here and int(tail.get("step") or 0) > 23 * attempt
+
+
+def submitted(dnictl: Dnictl, *options: str) -> tuple[RunDir, str]:
+    """The directory and the job of a run that is submitted."""
+    said = dnictl.run("submit", "--backend", "process", "--parsable", *options).stdout
+    name, _, job = said.strip().partition(";")
+    return RunDir(dnictl.folder / "runs" / name), job
+
+
+def test_three_hosts_train_a_chain(dnictl: Dnictl, slurm: str) -> None:
+    chain(dnictl.folder, slurm, 8, ("bottom", "middle", "upper"))
+    figures = dnictl.json("submit", "--nodes", "3", "--backend", "process", "--wait")
+    assert figures["state"] == "finished"
+    assert figures["accuracy"] > 0.9
+    assert [module["host"] for module in figures["modules"]] == ["n1", "n2", "n3", "n3"]
+    root = RunDir(Path(figures["path"]))
+    plan = read_json(root.plan)
+    assert plan is not None
+    # one node: ipc; across: the bridge's network, by an endpoint that says so
+    assert [argv_of(worker, "--transport") for worker in plan["workers"]] == [
+        None, "tcp", "tcp", "ipc",
+    ]  # fmt: skip
+    heard = "".join(root.log(name, 1).read_text() for name in ("middle", "upper", "top"))
+    assert re.search(r"middle listens on tcp://10\.77\.0\.2:\d+", heard)
+    assert re.search(r"upper listens on tcp://10\.77\.0\.3:\d+", heard)
+    assert re.search(r"top listens on ipc:///tmp/dni-", heard)
+    assert "epoch 8/8" in dnictl.run("logs", "supervisor").stdout
+    assert not Path(plan["sockets"]).exists()
+
+
+def argv_of(worker: dict[str, Any], option: str) -> str | None:
+    argv = worker["argv"]
+    return argv[argv.index(option) + 1] if option in argv else None
+
+
+def test_a_waiting_job_says_why_and_can_be_stopped(dnictl: Dnictl, slurm: str) -> None:
+    chain(dnictl.folder, slurm, FOREVER)
+    blocker = run(
+        ["sbatch", "--parsable", "--output=/dev/null", "--wrap", "sleep 60"]
+    ).stdout.strip()
+    try:
+        _, job = submitted(dnictl, f"--dependency=afterany:{blocker}")
+        figures = dnictl.json("status")
+        assert (figures["state"], figures["job"]) == ("queued", job)
+        assert "Dependency" in figures["error"]
+        dnictl.run("wait", "--timeout", "1", expect=124)
+        assert "stopped" in dnictl.run("stop").stdout
+        assert state_of(job) == ""
+    finally:
+        run(["scancel", blocker])
+
+
+def test_told_to_end_a_job_goes_on_in_its_next_start(dnictl: Dnictl, slurm: str) -> None:
+    """What Slurm does before a time limit; the requeued job resumes, and trains to the end."""
+    chain(dnictl.folder, slurm, 40, ("bottom", "middle"))
+    root, job = submitted(dnictl, "--nodes=3")
+    eventually("it trains", lambda: training(root))
+    assert run(["scancel", "--batch", "--signal=TERM", job]).returncode == 0
+    eventually("it is requeued", lambda: state_of(job) == "PENDING")
+    stopped = read_json(root.state)
+    assert stopped is not None
+    assert (stopped["phase"], stopped["attempt"]) == ("stopped", 1)
+    assert dnictl.json("status")["state"] == "queued"
+    # Slurm lets a requeued job wait for two minutes
+    run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    dnictl.run("wait", timeout_s=200)
+    figures = dnictl.json("status")
+    assert (figures["state"], figures["attempt"], figures["job"]) == ("finished", 2, job)
+    assert figures["step"] == figures["total_steps"] == 40 * 23
+    assert [one["epoch"] for one in figures["evaluations"]] == list(range(1, 41))
+    assert f"requeueing job {job} (start 1 of at most 11)" in root.supervisor_log.read_text()
+    cuts = {
+        re.findall(r"resumes at (\d+) of the stream", root.log(name, 2).read_text())[0]
+        for name in ("bottom", "middle", "top")
+    }
+    assert len(cuts) == 1
+    assert "0" not in cuts
+
+
+def test_stop_resume_and_cancel(dnictl: Dnictl, slurm: str) -> None:
+    chain(dnictl.folder, slurm, FOREVER)
+    root, first = submitted(dnictl)
+    eventually("it trains", lambda: training(root))
+    assert "stopped" in dnictl.run("stop").stdout
+    assert all(module["state"] == "stopped" for module in dnictl.json("status")["modules"])
+    eventually("its job ends without a requeue", lambda: state_of(first) == "")
+    dnictl.run("resume")
+    eventually("it trains again", lambda: training(root, 2))
+    second = dnictl.json("status")["job"]
+    assert second != first
+    run(["scancel", second])
+    dnictl.run("wait", expect=75, timeout_s=100)  # a checkpoint here too
+    eventually("its job ends without a requeue", lambda: state_of(second) == "")
+
+
+def test_up_inside_an_allocation(dnictl: Dnictl, slurm: str) -> None:
+    chain(dnictl.folder, slurm, epochs=2)
+    command = shlex.join([sys.executable, "-m", "dnictl", "up", "--json"])
+    out = dnictl.folder / "out.json"
+    done = run(
+        ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=3G",
+         f"--output={out}", f"--error={dnictl.folder / 'err'}", f"--chdir={dnictl.folder}",
+         "--wrap", command]
+    )  # fmt: skip
+    assert done.returncode == 0, (dnictl.folder / "err").read_text() + out.read_text()
+    figures = json.loads(out.read_text())
+    assert figures["state"] == "finished"
+    assert {module["host"] for module in figures["modules"]} == {"n1", "n2"}
+
+
+def test_an_interface_that_a_node_lacks_is_named(dnictl: Dnictl) -> None:
+    chain(dnictl.folder, "10.99.0.0/24", epochs=2)
+    done = dnictl.run("submit", "--nodes", "2", "--backend", "process", "--wait", expect=70)
+    assert "10.99.0.0/24" in done.stderr
+    assert "10.77.0.2" in done.stderr  # what there is
+    assert "log:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nodes", "4"], ["needs 4 nodes", "has 3 such nodes", "8 CPUs"]),
+        (["--nodes", "2", "--partition", "gpu"], ["no partition 'gpu'", "main"]),
+        (["--nodes", "2", "--time", "soon"], ["Slurm refuses", "time"]),
+    ],
+)
+def test_the_impossible_is_refused_before_the_queue(
+    dnictl: Dnictl, slurm: str, options: list[str], words: list[str]
+) -> None:
+    chain(dnictl.folder, slurm, 2, ("a", "b", "c", "d"))
+    done = dnictl.run("submit", "--backend", "process", *options, expect=64)
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(dnictl.folder.glob("runs/*"))
+
+
+def test_slurm_accepts_what_would_be_submitted(dnictl: Dnictl, slurm: str) -> None:
+    chain(dnictl.folder, slurm, epochs=2)
+    said = dnictl.run("submit", "--nodes", "2", "--backend", "process", "--test-only").stdout
+    assert "to start at" in said
+    assert not (dnictl.folder / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def images(tool: Apptainer, slurm: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a chain of two modules and their images."""
+    folder = tmp_path_factory.mktemp("images")
+    torch = version("torch").split("+")[0]
+    (folder / "chain.yaml").write_text(
+        f"""\
+name: pair
+data: {{dataset: digits, batch_size: 64, flatten: true}}
+epochs: 5
+links: {{transport: tcp, interface: {slurm}, security: none}}
+image: {{torch: "torch=={torch}"}}
+defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
+modules:
+  - name: bottom
+    layers:
+      - Linear: {{in_features: 64, out_features: 64}}
+      - BatchNorm1d: {{num_features: 64}}
+      - ReLU
+  - name: top
+    layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
+"""
+    )
+    Dnictl(folder).run("build")
+    return folder
+
+
+@pytest.mark.apptainer
+def test_containers_on_two_hosts(images: Path) -> None:
+    figures = Dnictl(images).json("submit", "--nodes", "2", "--backend", "apptainer", "--wait")
+    assert (figures["state"], figures["backend"]) == ("finished", "apptainer")
+    assert figures["accuracy"] > 0.85
+    assert [module["host"] for module in figures["modules"]] == ["n1", "n2"]
+    plan = read_json(RunDir(Path(figures["path"])).plan)
+    assert plan is not None
+    assert all("apptainer" in " ".join(worker["argv"]) for worker in plan["workers"])
+
+
+@pytest.mark.apptainer
+def test_the_page_by_hand(images: Path, tool: Apptainer, tmp_path: Path) -> None:
+    """docs/slurm.md, "By hand", as it stands: two modules, two nodes, srun and apptainer alone."""
+    page = (ROOT / "docs" / "slurm.md").read_text().split("\n## By hand\n")[1].split("\n## ")[0]
+    script = re.search(r"```sh\n(#!.*?)```", page, re.DOTALL)
+    assert script is not None
+    (tmp_path / "by-hand.sh").write_text(script[1])
+    (tmp_path / "images").symlink_to(images / "images")
+    done = subprocess.run(
+        ["sbatch", "--wait", "--output=out.txt", "by-hand.sh"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    said = (tmp_path / "out.txt").read_text() if (tmp_path / "out.txt").exists() else ""
+    assert done.returncode == 0, done.stderr + said
+    found = RunDir(tmp_path / "by-hand")
+    evals = [line for line in read_lines(found.metrics("top")) if line["kind"] == "eval"]
+    assert evals[-1]["epoch"] == 5
+    assert evals[-1]["accuracy"] > 0.85
+    hosts = {json.loads(found.worker(name).read_text())["host"] for name in ("bottom", "top")}
+    assert hosts == {"n1", "n2"}
