@@ -299,6 +299,8 @@ class Supervisor:
         """Have a worker that has died started again, unless that cannot help."""
         plan, patience = self._plan.restart, self._patience[name]
         assert module.exit_code is not None
+        if module.signal is None and not self._run.worker(name).exists():
+            return False  # it could not even say that it starts: nor will the next one
         delay_s = patience.delay_s(plan, module.exit_code, self._clock())
         if delay_s is None:
             return False

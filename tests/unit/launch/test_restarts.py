@@ -104,6 +104,18 @@ def test_a_killed_worker_is_started_again(
     assert not world.processes["bottom"].signals
 
 
+@pytest.mark.parametrize("said", [False, True])
+def test_one_that_cannot_even_say_that_it_starts_is_not_started_again(
+    world: World, supervise: MakeSupervisor, record: Record, said: bool
+) -> None:
+    if said:
+        world.reports(0.5, "starting")
+    world.exits(1, middle=1)
+    finish(world, 20)
+    assert supervise().run().phase == ("finished" if said else "failed")
+    assert attempts(record, "middle") == ([1, 2] if said else [1])
+
+
 def test_one_that_dies_before_it_has_begun_begins_with_the_others(
     world: World, supervise: MakeSupervisor
 ) -> None:
