@@ -19,7 +19,7 @@ from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.pooling import Grid
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
-from dni_runtime.spec.model import Frozen
+from dni_runtime.spec.named import Frozen
 
 Zeroable = TypeVar("Zeroable", nn.Linear, nn.Conv2d)
 

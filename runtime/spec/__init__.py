@@ -4,21 +4,22 @@ Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """
 
 from dni_runtime.spec.load import load_chain, parse_chain, source_files
-from dni_runtime.spec.model import (
+from dni_runtime.spec.machines import (
     BaseSpec,
-    ChainSpec,
-    CheckpointSpec,
-    Choice,
-    DataSpec,
-    Dtype,
     ImageSpec,
-    LayerSpec,
-    LinksSpec,
-    ModuleSpec,
     MountSpec,
     PlacementSpec,
     ResourcesSpec,
 )
+from dni_runtime.spec.model import (
+    ChainSpec,
+    CheckpointSpec,
+    DataSpec,
+    Dtype,
+    LinksSpec,
+    ModuleSpec,
+)
+from dni_runtime.spec.named import Choice, LayerSpec
 from dni_runtime.spec.worker import DataInfo, HeadRole, TailRole, TensorSpec, WorkerSpec
 
 __all__ = [

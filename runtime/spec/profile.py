@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, field_validator
 
-from dni_runtime.spec.model import Frozen
+from dni_runtime.spec.named import Frozen
 
 Word = Annotated[str, StringConstraints(pattern=r"^[^\s'\"\\$`]{1,128}$")]
 """One word of a directive."""

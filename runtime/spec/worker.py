@@ -12,15 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from dni_runtime.spec.model import (
-    ChainSpec,
-    CheckpointSpec,
-    Choice,
-    DataSpec,
-    Frozen,
-    LayerSpec,
-    LinksSpec,
-)
+from dni_runtime.spec.model import ChainSpec, CheckpointSpec, DataSpec, LinksSpec
+from dni_runtime.spec.named import Choice, Frozen, LayerSpec
 
 ADJACENT_FAILURES = 3
 """So many neighbouring modules may be gone at once without a batch being lost between them."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from torch import Tensor, nn
 
 from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
-from dni_runtime.spec.model import Frozen
+from dni_runtime.spec.named import Frozen
 
 MARGIN = 8
 """Batches kept beyond those that are late: acknowledgements travel, gradients wait in buffers."""

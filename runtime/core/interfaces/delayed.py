@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from dni_runtime.core.interfaces.base import MARGIN, Boundary, GradientInterface
-from dni_runtime.spec.model import Frozen
+from dni_runtime.spec.named import Frozen
 
 
 class Exact(GradientInterface):

@@ -18,7 +18,7 @@ from dni_runtime.core.pooling import Grid
 from dni_runtime.core.training import build_loss, build_optimizer
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
-from dni_runtime.spec.model import Frozen
+from dni_runtime.spec.named import Frozen
 
 
 class LocalOptions(Frozen):

@@ -15,7 +15,7 @@ from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSi
 from dni_runtime.core.interfaces.local import Local, LocalOptions
 from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
 from dni_runtime.errors import SpecError
-from dni_runtime.spec.model import Frozen
+from dni_runtime.spec.named import Frozen
 
 
 class MixedOptions(Frozen):

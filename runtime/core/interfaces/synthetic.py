@@ -19,7 +19,7 @@ from dni_runtime.core.interfaces.base import (
 from dni_runtime.core.synthesizers import build_synthesizer
 from dni_runtime.core.training import build_optimizer
 from dni_runtime.spec import Choice
-from dni_runtime.spec.model import Frozen
+from dni_runtime.spec.named import Frozen
 
 
 class SyntheticOptions(Frozen):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dni_runtime.errors import UsageError
-from dni_runtime.spec.model import PlacementSpec
+from dni_runtime.spec.machines import PlacementSpec
 
 
 @dataclass(frozen=True)

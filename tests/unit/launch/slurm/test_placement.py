@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, place
-from dni_runtime.spec.model import PlacementSpec
+from dni_runtime.spec.machines import PlacementSpec
 
 
 def needs(*costs: float, cpus: int = 1, gpus: int = 0, memory_mib: int = 100) -> list[Need]:

@@ -1,0 +1,133 @@
+"""Models of what ``chain.yaml`` says of machines: images, mounts, resources, placement."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from dni_runtime.spec.named import Frozen, Name
+
+
+class BaseSpec(Frozen):
+    """What the base image is made from (apptainer-build, "definition files").
+
+    Attributes:
+        bootstrap: Apptainer's bootstrap agent.
+        source: Debian suite for debootstrap, else the image's URI or path.
+        mirror: Package mirror for debootstrap (default: the build host's own).
+        python: Python version inside the image, ``major.minor``.
+    """
+
+    bootstrap: Literal["debootstrap", "docker", "oras", "library", "localimage"] = "debootstrap"
+    source: str = "bookworm"
+    mirror: str | None = None
+    python: Annotated[str, StringConstraints(pattern=r"^3\.\d{1,2}$")] = "3.11"
+
+    @field_validator("source", "mirror")
+    @classmethod
+    def _one_line(cls, value: str | None) -> str | None:
+        if value is not None and (not value or any(c in value for c in "\n\r\0")):
+            raise ValueError("must be one non-empty line")
+        return value
+
+
+def _own_torch() -> str:
+    try:
+        return f"torch=={version('torch').split('+')[0]}"
+    except PackageNotFoundError:
+        return "torch>=2.6"
+
+
+class ImageSpec(Frozen):
+    """What the module images hold.
+
+    Attributes:
+        base: What the base image is made from.
+        torch: A requirement such as ``torch==2.13.0``, or ``base`` to keep the base image's own.
+            Default: the version installed here, so that containers compute as this host does.
+        torch_index: Index URL of the torch build wanted (CPU, CUDA or ROCm).
+        requirements: Further Python requirements, for user layers and data sets.
+        packages: Further distribution packages.
+        environment: Environment variables set in the image.
+        require_signed: Start only images whose signature is good: by the local PGP keyring, or by
+            the public key in PEM form at this path.
+    """
+
+    base: BaseSpec = BaseSpec()
+    torch: str = Field(default_factory=_own_torch)
+    torch_index: str | None = None
+    requirements: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+    require_signed: bool | str = False
+
+
+class MountSpec(Frozen):
+    """A folder of the host inside the containers.
+
+    Attributes:
+        source: Path on the host.
+        target: Absolute path in the container (default: the same).
+        read_only: Whether the container may only read it.
+    """
+
+    source: str
+    target: str | None = None
+    read_only: bool = True
+
+    @field_validator("target")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not PurePosixPath(value).is_absolute():
+            raise ValueError(f"{value!r} is not an absolute path")
+        return value
+
+
+class ResourcesSpec(Frozen):
+    """What a cluster gives to one module's worker.
+
+    Attributes:
+        cpus: Processors, and threads of its computations.
+        gpus: GPUs.
+        memory: Memory, such as ``800M`` or ``16G`` (powers of 1024, as Slurm counts).
+        partition: The Slurm partition that it needs.
+    """
+
+    cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    gpus: Annotated[int, Field(ge=0, le=64)] | None = None
+    memory: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}[MG]$")] | None = None
+    partition: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+
+    @property
+    def memory_mib(self) -> int | None:
+        """The memory in MiB, or None where it is not given."""
+        if self.memory is None:
+            return None
+        return int(self.memory[:-1]) * (1024 if self.memory.endswith("G") else 1)
+
+
+class PlacementSpec(Frozen):
+    """On which nodes of an allocation the modules are.
+
+    Attributes:
+        strategy: ``packed`` fills one node before the next; ``spread`` gives each node the same
+            number of modules; ``auto`` the same amount of work; ``explicit`` follows ``map``.
+            Neighbours stay together, but for ``explicit``.
+        nodes: How many nodes (default: one, or what the map names).
+        per_node: Most modules on one node.
+        map: For ``explicit``: each module's node, from 0.
+    """
+
+    strategy: Literal["packed", "spread", "explicit", "auto"] = "auto"
+    nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
+    per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    map: dict[Name, Annotated[int, Field(ge=0, le=1023)]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _explicit_has_a_map(self) -> Self:
+        if (self.strategy == "explicit") != bool(self.map):
+            raise ValueError("'map' and 'strategy: explicit' need each other")
+        return self

@@ -1,0 +1,128 @@
+"""What all models of ``chain.yaml`` rest on, and what has a name and keyword arguments.
+
+A layer, an optimizer, a gradient interface … is written as ``Name`` or as ``Name: {keyword:
+value}``; the models here keep that form both ways, so that ``dnictl config`` prints what a user may
+write. Names and keywords are looked up later, where the classes are (``dni_runtime.core``): this
+package knows structure only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_serializer,
+    model_validator,
+)
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+"""Names end up in paths, image labels and definition files: lower-case letters, digits, dashes."""
+
+IMPORT_KEY = "import"
+
+
+class Frozen(BaseModel):
+    """Immutable, with unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def _named(value: Any, what: str) -> tuple[str, Any]:
+    """Split ``Name`` / ``{Name: arguments}`` / ``{import: 'pkg:Class', args: {…}}``."""
+    if isinstance(value, str):
+        return value, {}
+    if isinstance(value, dict):
+        if IMPORT_KEY in value:
+            extra = sorted(set(value) - {IMPORT_KEY, "args"})
+            if extra:
+                raise ValueError(f"{extra[0]!r} beside 'import'; allowed: import, args")
+            path = value[IMPORT_KEY]
+            if not isinstance(path, str) or path.count(":") != 1 or not all(path.split(":")):
+                raise ValueError(f"import path {path!r} is not of the form 'package.module:Class'")
+            return path, value.get("args") or {}
+        if len(value) == 1:
+            name, arguments = next(iter(value.items()))
+            if isinstance(name, str):
+                return name, {} if arguments is None else arguments
+    raise ValueError(
+        f"{value!r} is not {what}: write 'Name', 'Name: {{keyword: value}}' or "
+        "'import: package.module:Class' with 'args: {…}'"
+    )
+
+
+def _unnamed(name: str, arguments: Any) -> Any:
+    if ":" in name:
+        return {IMPORT_KEY: name, "args": arguments} if arguments else {IMPORT_KEY: name}
+    return {name: arguments} if arguments else name
+
+
+class Choice(Frozen):
+    """Something chosen by name, with keyword arguments: ``Adam: {lr: 0.001}``."""
+
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "name" in value and set(value) <= {"name", "args"}:
+            return value
+        name, arguments = _named(value, "a name with keywords")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{name} takes keywords, as in '{name}: {{keyword: value}}'")
+        return {"name": name, "args": arguments}
+
+    @model_serializer
+    def _dump(self) -> Any:
+        return _unnamed(self.name, self.args)
+
+
+class LayerSpec(Frozen):
+    """One layer: a class of ``torch.nn``, a user's class, or a block of layers.
+
+    Attributes:
+        type: Name in ``torch.nn``; ``Sequential`` or ``Residual``; or ``package.module:Class``.
+        args: Keyword arguments of the class.
+        layers: The layers inside a block, in order.
+        shortcut: For ``Residual``: the layers on the other path (identity when empty).
+    """
+
+    type: str
+    args: dict[str, Any] = Field(default_factory=dict)
+    layers: tuple[LayerSpec, ...] = ()
+    shortcut: tuple[LayerSpec, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "type" in value and set(value) <= set(cls.model_fields):
+            return value
+        name, arguments = _named(value, "a layer")
+        if name not in {"Sequential", "Residual"}:
+            if not isinstance(arguments, dict):
+                raise ValueError(f"{name} takes keywords, as in '{name}: {{keyword: value}}'")
+            return {"type": name, "args": arguments}
+        if isinstance(arguments, list):
+            arguments = {"layers": arguments}
+        allowed = {"layers"} if name == "Sequential" else {"layers", "shortcut"}
+        if not isinstance(arguments, dict) or "layers" not in arguments:
+            raise ValueError(f"{name} takes a list of layers")
+        extra = sorted(set(arguments) - allowed)
+        if extra:
+            raise ValueError(f"{name} has no {extra[0]!r}; allowed: {', '.join(sorted(allowed))}")
+        return {"type": name, **arguments}
+
+    @model_serializer
+    def _dump(self) -> Any:
+        if self.type == "Sequential":
+            return {"Sequential": list(self.layers)}
+        if self.type == "Residual":
+            block: dict[str, Any] = {"layers": list(self.layers)}
+            if self.shortcut:
+                block["shortcut"] = list(self.shortcut)
+            return {"Residual": block}
+        return _unnamed(self.type, self.args)
