@@ -157,7 +157,8 @@ def read_trial(record: Record, method: str, seed: int, metric: str) -> Trial:
     reference = method == REFERENCE
     head, tail = (REFERENCE,) * 2 if reference else (record.modules[0], record.modules[-1])
     # In a short first epoch the head's own exit is evaluated before it first reports on training.
-    starts = (line for line in read_lines(record.run.metrics(head)) if line["kind"] == "train")
+    records = read_lines(record.run.metrics(head))
+    starts = (line for line in records if line["kind"] in ("start", "train"))
     first = next(starts, None)
     lines = [line for line in read_lines(record.run.metrics(tail)) if line["kind"] == "eval"]
     if first is None or not lines:
