@@ -87,9 +87,9 @@ def traces(secret: bytes, run: RunDir) -> list[str]:
 
 
 def test_a_chain_over_encrypted_links(site: Site) -> None:
-    site.run("up", write(site, 8, beyond_loopback()), "--backend", "process", "-d")
+    site.run("up", write(site, 40, beyond_loopback()), "--backend", "process", "-d")
     run = site.latest
-    eventually("both modules run", lambda: site.json("status")["state"] in ("running", "finished"))
+    eventually("top listens", run.endpoint("top").exists)
     endpoint = read_json(run.endpoint("top")) or {}
     assert endpoint["public_key"].encode() == keys.public(run, "top")
     site.run("wait")
