@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 site = test_up.site
 
 BATCHES = 23  # in an epoch
+PAUSE = """\
+import time
+from torch import nn
+
+class Pause(nn.Module):
+    def forward(self, h):
+        if self.training:
+            time.sleep(0.01)
+        return h
+"""
 QUICK = "restart: {backoff_s: 0.1, snapshot_s: 1}"
 
 
@@ -61,8 +72,16 @@ def kill(site: Site, name: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def write(site: Site, epochs: int, *settings: str) -> Path:
+    """A chain whose head takes 10 ms for a training batch: it is still training when killed."""
+    (site.folder / "pause.py").write_text(PAUSE)
+    path = site.write(epochs, *settings)
+    path.write_text(path.read_text().replace("ReLU]", "ReLU, {import: 'pause:Pause'}]", 1))
+    return path
+
+
 def begin(site: Site, epochs: int, *settings: str) -> None:
-    site.run("up", site.write(epochs, *settings), "--backend", "process", "-d")
+    site.run("up", write(site, epochs, *settings), "--backend", "process", "-d")
     eventually("all modules train", lambda: min(steps(site).values()) > 5)
 
 
@@ -169,7 +188,7 @@ def test_an_exact_chain_begins_again_as_a_whole(site: Site) -> None:
     exact = "defaults: {interface: exact, optimizer: {Adam: {lr: 0.002}}}"
 
     def trained(*, killed: bool) -> list[tuple[int, float]]:
-        chain = site.write(12, QUICK)
+        chain = write(site, 30, QUICK)
         text = chain.read_text().replace("defaults: {optimizer: {Adam: {lr: 0.002}}}", exact)
         chain.write_text(text)
         folder = f"runs/{killed}"
