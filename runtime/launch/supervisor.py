@@ -109,14 +109,16 @@ class Supervisor:
                     self._look()
                     if observe is not None:
                         observe(self.state)
+                remove_traces(
+                    self._run, Path(self._plan.sockets)
+                )  # before anybody hears of the end
                 self._conclude()
                 if observe is not None:
                     observe(self.state)
             except BaseException as error:
                 self._abandon(error)
-                raise
-            finally:
                 remove_traces(self._run, Path(self._plan.sockets))
+                raise
         return self.state
 
     def interrupt(self, number: int) -> None:

@@ -82,11 +82,14 @@ class SendWindow:
         self._settle()
 
     def pending(self) -> Sent | None:
-        """The next message to transmit, or None."""
+        """The next message to transmit, or None.
+
+        What was forced into a full window waits for acknowledgements of what came before.
+        """
         while self._transmitted < len(self._kept):
             sent = self._kept[self._transmitted]
             if sent.id > self.received:
-                return sent
+                return sent if self._transmitted - self._retained < self.size else None
             self._transmitted += 1
         return None
 

@@ -203,6 +203,23 @@ def test_markers_go_into_a_full_window() -> None:
     assert (len(window), window.room) == (3, False)
 
 
+def test_what_is_forced_in_is_sent_when_there_is_room() -> None:
+    """A neighbour that comes back after a long time must not be buried under markers."""
+    window = filled(2, 2)
+    for id in range(3, 9):
+        window.add(id, [b""], force=True)
+    window.rewind(0)
+    assert transmit(window) == [1, 2]
+    window.acknowledge(1)
+    assert transmit(window) == [3]
+    window.acknowledge(3)
+    assert transmit(window) == [4, 5]
+    window.rewind(5)
+    assert transmit(window) == []
+    window.acknowledge(5)
+    assert transmit(window) == [6, 7]
+
+
 def test_a_restarted_receiver_takes_what_can_still_come() -> None:
     order = ReceiveOrder(10)
     assert order.start_at(8) == 0
