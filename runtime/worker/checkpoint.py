@@ -11,6 +11,7 @@ import json
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,7 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
                 state.setdefault(int(index), {})[field] = value
             optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})
         if step.schedule is not None:
-            step.schedule.load_state_dict(document["schedule"])
+            step.schedule.load_state_dict(_with_numbers(document["schedule"]))
         step.batches = document["batches"]
         torch.set_rng_state(tensors["random.cpu"])
         if step.device.type == "cuda" and "random.device" in tensors:
@@ -99,6 +100,14 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             f"the checkpoint does not fit module {step.spec.module!r}: {error}",
             hint="the chain has changed since; start a new run with 'dnictl up'",
         ) from None
+
+
+def _with_numbers(schedule: dict[str, Any]) -> dict[str, Any]:
+    """JSON makes texts of the numbers that are keys, such as MultiStepLR's milestones."""
+    return {
+        key: Counter({int(k): v for k, v in value.items()}) if key == "milestones" else value
+        for key, value in schedule.items()
+    }
 
 
 def read(path: Path) -> State:

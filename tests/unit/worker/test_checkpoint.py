@@ -12,7 +12,7 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, complete_cuts
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import checkpoint
 
 CHAIN = """\
@@ -70,6 +70,26 @@ def test_training_goes_on_exactly(worker: WorkerSpec, tmp_path: Path) -> None:
     assert json.loads(json.dumps(ours[1])) == json.loads(json.dumps(theirs[1]))
     assert ours[1]["optimizers"]["module"]["groups"][0]["lr"] == pytest.approx(0.001)
     assert not errors
+
+
+def test_a_schedule_of_milestones_goes_on(worker: WorkerSpec, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    schedule = Choice(name="MultiStepLR", args={"milestones": [2, 3], "gamma": 0.1})
+    worker = worker.model_copy(update={"schedule": schedule})
+    first = ModuleStep(worker)
+    train(first, 2)
+    writer = checkpoint.CheckpointWriter(run, "a", ["a"], 2, print)
+    writer.write(7, *checkpoint.snapshot(first))
+    writer.close()
+    second = ModuleStep(worker)
+    checkpoint.restore(second, *checkpoint.read(run.checkpoint(7, "a")))
+    rates = []
+    for _ in range(2):
+        train(second, 2)
+        assert second.optimizer is not None
+        rates.append(second.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.01, 0.001])
 
 
 def test_snapshot_does_not_change_with_the_module(worker: WorkerSpec) -> None:
