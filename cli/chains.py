@@ -146,6 +146,6 @@ def schema() -> None:
       # first line of chain.yaml, for editors with the YAML language server:
       # yaml-language-server: $schema=chain.schema.json
     """
-    from dni_runtime.core.resolve import json_schema
+    from dni_runtime.core.schema import json_schema
 
     print_json(json_schema())

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 if TYPE_CHECKING:
     from dni_runtime.launch.records import Record
+
+
+Wanted = Literal["auto", "process", "apptainer"]
+"""Backends that may be asked for."""
 
 
 def _complete_runs(
@@ -39,6 +43,37 @@ data_option = click.option(
     "--data",
     type=click.Path(path_type=Path),
     help="Folder or file of the data, instead of the chain's data.path.",
+)
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "process", "apptainer"]),
+    default="auto",
+    show_default=True,
+    help="What the workers are: processes here, or containers where Apptainer and images are.",
+)
+images_option = click.option(
+    "--images",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="DNICTL_IMAGES",
+    default=Path("images"),
+    show_default=True,
+    help="Folder of the module images (also: DNICTL_IMAGES).",
+)
+detach_option = click.option("-d", "--detach", is_flag=True, help="Go on in the background.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."
+)
+level_option = click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="How much the workers log.",
+)
+run_dir_option = click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The run's directory, instead of a new one below --runs.",
 )
 
 

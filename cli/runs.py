@@ -189,7 +189,7 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     Example:
       dnictl up chain.yaml -d && dnictl wait
     """
-    from dnictl.start import conclude
+    from dnictl.ending import conclude
 
     record = chosen_run(run, runs)
     state = follow(record, None if timeout is None else time.monotonic() + timeout)

@@ -5,21 +5,27 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import click
 
 from dni_runtime.errors import UsageError
+from dnictl.ending import conclude
 from dnictl.options import (
+    Wanted,
+    backend_option,
     chain_argument,
     chosen_run,
     data_option,
+    detach_option,
+    dry_run_option,
+    images_option,
     json_option,
+    level_option,
     print_json,
     run_argument,
+    run_dir_option,
     runs_option,
 )
 
@@ -29,45 +35,12 @@ if TYPE_CHECKING:
     from dni_runtime.launch.prepare import Prepared
     from dni_runtime.launch.records import Record
 
-Wanted = Literal["auto", "process", "apptainer"]
-
-backend_option = click.option(
-    "--backend",
-    type=click.Choice(["auto", "process", "apptainer"]),
-    default="auto",
-    show_default=True,
-    help="What the workers are: processes here, or containers where Apptainer and images are.",
-)
-images_option = click.option(
-    "--images",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="DNICTL_IMAGES",
-    default=Path("images"),
-    show_default=True,
-    help="Folder of the module images (also: DNICTL_IMAGES).",
-)
-detach_option = click.option("-d", "--detach", is_flag=True, help="Go on in the background.")
-dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."
-)
-level_option = click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="How much the workers log.",
-)
-
 
 @click.command()
 @chain_argument
 @backend_option
 @detach_option
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The run's directory, instead of a new one below --runs.",
-)
+@run_dir_option
 @runs_option
 @images_option
 @data_option
@@ -399,38 +372,3 @@ def _watch(record: Record, plan: LaunchPlan, *, quiet: bool, as_json: bool = Fal
 
             clean_up(plan)
     conclude(record, as_json=as_json)
-
-
-def conclude(record: Record, *, as_json: bool) -> None:
-    """Print how a run ended, and end the command with the run's exit code."""
-    from dni_runtime.launch.figures import Gauge
-    from dni_runtime.launch.slurm.job import read_state
-    from dni_runtime.launch.start import failure
-
-    state = read_state(record.run)
-    figures = Gauge(record).read(state)
-    if as_json:
-        print_json(asdict(figures))
-    else:
-        click.echo(summary(asdict(figures)))
-    error = failure(record.run, state)
-    if error is not None:
-        raise error
-    if state.phase == "stopped":
-        click.echo(f"  → dnictl resume {record.name}", err=True)
-    sys.exit(state.exit_code or 0)
-
-
-def summary(figures: dict[str, Any]) -> str:
-    """One line on a run that has ended."""
-    from dnictl.show import duration, number, percent
-
-    parts = [f"{figures['run']}: {figures['state']}"]
-    if figures["started"] is not None:
-        parts[0] += f" after {duration((figures['ended'] or time.time()) - figures['started'])}"
-    parts.append(f"epoch {figures['epoch'] or 0}/{figures['epochs']}")
-    if figures["accuracy"] is not None:
-        parts.append(f"accuracy {percent(figures['accuracy'])}")
-    if figures["samples_per_s"] is not None:
-        parts.append(f"{number(figures['samples_per_s'])} samples/s")
-    return ", ".join(parts)

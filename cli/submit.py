@@ -11,20 +11,19 @@ import click
 
 from dni_runtime.errors import UnavailableError
 from dnictl.options import (
-    chain_argument,
-    data_option,
-    json_option,
-    print_json,
-    runs_option,
-)
-from dnictl.start import (
     Wanted,
     backend_option,
+    chain_argument,
+    data_option,
     dry_run_option,
     images_option,
+    json_option,
     level_option,
-    site_for,
+    print_json,
+    run_dir_option,
+    runs_option,
 )
+from dnictl.start import site_for
 
 if TYPE_CHECKING:
     from dni_runtime.launch.prepare import Prepared
@@ -63,11 +62,7 @@ costs_option = click.option(
 @dry_run_option
 @click.option("--test-only", is_flag=True, help="Let Slurm check the job; submit nothing.")
 @click.option("--parsable", is_flag=True, help="Print run and job id only: RUN;JOB.")
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The run's directory, instead of a new one below --runs.",
-)
+@run_dir_option
 @runs_option
 @images_option
 @data_option
@@ -134,8 +129,8 @@ def submit(
             err=True,
         )
     if wait_for_it:
+        from dnictl.ending import conclude
         from dnictl.runs import follow
-        from dnictl.start import conclude
 
         follow(record, None)
         conclude(record, as_json=as_json)

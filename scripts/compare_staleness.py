@@ -7,13 +7,12 @@ many training batches late. Trainings that are in the results file already are n
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 from compare_synthesizers import train
-from remember import accuracies, table
+from remember import accuracies, grid, parser, table
 from reproduce_paper import ROOT, chain_spec, fetch
 
 from dni_runtime.spec import ChainSpec
@@ -51,26 +50,14 @@ def train_late(one: dict[str, Any], data: str) -> float:
 
 def main() -> None:
     """Train what is missing, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=4, help="number of hidden layers")
-    parser.add_argument("--delays", default="0,8,32,64,256", help="in batches")
-    parser.add_argument("--methods", default=",".join(METHODS), help="of: %(default)s")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "staleness.jsonl")
-    parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
-    arguments = parser.parse_args()
+    options = parser(__doc__, ROOT / "build" / "staleness.jsonl")
+    options.add_argument("--delays", default="0,8,32,64,256", help="in batches")
+    options.add_argument("--methods", default=",".join(METHODS), help="of: %(default)s")
+    arguments = options.parse_args()
     torch.set_num_threads(1)
     data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
-    same = {"layers": arguments.layers, "epochs": arguments.epochs}
-    wanted = [
-        {**same, "method": method, "delay": int(delay), "seed": seed}
-        for seed in range(arguments.seeds)
-        for method in arguments.methods.split(",")
-        for delay in arguments.delays.split(",")
-    ]
+    delays = map(int, arguments.delays.split(","))
+    wanted = grid(arguments, method=arguments.methods.split(","), delay=delays)
     results = accuracies(arguments.results, wanted, lambda one: train_late(one, data))
     print(table("delay in batches", results, "method", "delay"))
 

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+
+def parser(description: str | None, results: Path) -> argparse.ArgumentParser:
+    """What scripts that train the paper's network on MNIST have in common."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--layers", type=int, default=4, help="number of hidden layers")
+    made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--epochs", type=int, default=10)
+    made.add_argument("--results", type=Path, default=results)
+    made.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
+    return made
+
+
+def grid(arguments: argparse.Namespace, **values: Iterable[Any]) -> list[dict[str, Any]]:
+    """All combinations of these values, for each seed."""
+    same = {"layers": arguments.layers, "epochs": arguments.epochs}
+    return [
+        {**same, "seed": seed, **dict(zip(values, combination, strict=True))}
+        for seed in range(arguments.seeds)
+        for combination in itertools.product(*values.values())
+    ]
 
 
 def accuracies(

@@ -10,12 +10,11 @@ not trained again.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
-from remember import accuracies, table
+from remember import accuracies, grid, parser, table
 from reproduce_paper import METHODS, ROOT, chain_spec, fetch
 
 from dni_runtime.core.evaluation import evaluate
@@ -49,25 +48,14 @@ def train(one: dict[str, Any], data: str) -> float:
 
 def main() -> None:
     """Train what is missing, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=4, help="number of hidden layers")
-    parser.add_argument("--probabilities", default="1,0.5,0.2", help="of an update")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "unlocked.jsonl")
-    parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
-    arguments = parser.parse_args()
+    options = parser(__doc__, ROOT / "build" / "unlocked.jsonl")
+    options.add_argument("--probabilities", default="1,0.5,0.2", help="of an update")
+    arguments = options.parse_args()
     torch.set_num_threads(1)
     data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
-    same = {"layers": arguments.layers, "epochs": arguments.epochs}
-    wanted = [
-        {**same, "method": method, "probability": float(probability), "seed": seed}
-        for seed in range(arguments.seeds)
-        for method in (CONTROL, "asynchronous", "unlocked")
-        for probability in arguments.probabilities.split(",")
-    ]
+    probabilities = map(float, arguments.probabilities.split(","))
+    methods = (CONTROL, "asynchronous", "unlocked")
+    wanted = grid(arguments, method=methods, probability=probabilities)
     results = accuracies(arguments.results, wanted, lambda one: train(one, data))
     print(table("probability of an update", results, "method", "probability"))
 

@@ -7,20 +7,16 @@ name, keyword or shape is an error before anything starts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location
-from dni_runtime.core.interfaces import DEFAULT, INTERFACES, Boundary, build_interface
+from dni_runtime.core.interfaces import DEFAULT, Boundary, build_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
-from dni_runtime.core.layers import LAYERS, build_layer
+from dni_runtime.core.layers import build_layer
 from dni_runtime.core.training import (
-    LOSSES,
     METRICS,
-    OPTIMIZERS,
-    SCHEDULES,
     build_loss,
     build_optimizer,
     build_schedule,
@@ -326,84 +322,3 @@ def _refuse_batchnorm(chain: ChainSpec) -> None:
                     f"{layer.type} needs batches of more than one sample, batch_size is 1",
                     location=("modules", index, "layers", number),
                 )
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of ``chain.yaml`` for editors, with the names that can be looked up."""
-    schema = ChainSpec.model_json_schema()
-    definitions = schema["$defs"]
-    layer = {
-        "anyOf": [
-            {"type": "string", "enum": sorted(LAYERS)},
-            {
-                "type": "object",
-                "minProperties": 1,
-                "maxProperties": 2,
-                "properties": {
-                    **{name: {"type": ["object", "null"]} for name in sorted(LAYERS)},
-                    "Sequential": {"$ref": "#/$defs/Layers"},
-                    "Residual": {
-                        "anyOf": [
-                            {"$ref": "#/$defs/Layers"},
-                            {
-                                "type": "object",
-                                "required": ["layers"],
-                                "properties": {
-                                    "layers": {"$ref": "#/$defs/Layers"},
-                                    "shortcut": {"$ref": "#/$defs/Layers"},
-                                },
-                                "additionalProperties": False,
-                            },
-                        ]
-                    },
-                    "import": {"type": "string"},
-                    "args": {"type": "object"},
-                },
-                "additionalProperties": False,
-            },
-        ]
-    }
-    definitions["Layers"] = {"type": "array", "items": {"$ref": "#/$defs/LayerSpec"}}
-    definitions["LayerSpec"] = layer
-    definitions["Choice"] = _choice_schema([])
-    options = {name: cls.Options.model_json_schema() for name, cls in INTERFACES.items()}
-    for name, inner in options.items():
-        for key, value in inner.pop("$defs", {}).items():
-            definitions.setdefault(key, value)
-        definitions[f"{name}-options"] = inner
-    definitions["Choice"] = _choice_schema([])
-    kinds = {
-        "interface": _choice_schema(
-            list(INTERFACES), {name: {"$ref": f"#/$defs/{name}-options"} for name in INTERFACES}
-        ),
-        "optimizer": _choice_schema(sorted(OPTIMIZERS)),
-        "schedule": _choice_schema(sorted(SCHEDULES)),
-    }
-    for model in ("ModuleSpec", "ModuleDefaults"):
-        for field, kind in kinds.items():
-            definitions[model]["properties"][field] = kind
-    schema["properties"]["loss"] = _choice_schema(sorted(LOSSES))
-    schema["properties"]["metrics"]["items"] = {"enum": sorted(METRICS)}
-    return schema
-
-
-def _choice_schema(names: list[str], properties: dict[str, Any] | None = None) -> dict[str, Any]:
-    """``Name``, ``{Name: {…}}`` or ``{import: …, args: {…}}``."""
-    word: dict[str, Any] = {"type": "string", "enum": names} if names else {"type": "string"}
-    known = properties or {name: {"type": ["object", "null"]} for name in names}
-    return {
-        "anyOf": [
-            word,
-            {
-                "type": "object",
-                "minProperties": 1,
-                "maxProperties": 2,
-                "properties": {
-                    **known,
-                    "import": {"type": "string"},
-                    "args": {"type": "object"},
-                },
-                "additionalProperties": not names,
-            },
-        ]
-    }

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from dni_runtime.link import keys
 from dni_runtime.link.address import addresses
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import parse_chain
+from tests.e2e import test_up
 from tests.e2e.test_up import Site, eventually, processes_of
 from tests.e2e.test_worker import workers_of
 
@@ -50,19 +48,7 @@ def beyond_loopback() -> str:
     return "security: curve"
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    try:
-        yield made
-        eventually("no process is left behind", lambda: not processes_of(tmp_path), 15)
-    finally:
-        for pid in processes_of(tmp_path):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for process in made.started:
-            process.kill()
-            process.communicate(timeout=30)
+site = test_up.site
 
 
 def write(site: Site, epochs: int, links: str) -> Path:

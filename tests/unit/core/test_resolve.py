@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dni_runtime.core.resolve import json_schema, parameter_counts, resolved_chain, worker_specs
+from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
+from dni_runtime.core.schema import json_schema
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, LinksSpec, TensorSpec, parse_chain
 

@@ -1,0 +1,50 @@
+"""How a run ended: its last line, its error, and the command's exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dnictl.options import print_json
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.records import Record
+
+
+def conclude(record: Record, *, as_json: bool) -> None:
+    """Print how a run ended, and end the command with the run's exit code."""
+    from dni_runtime.launch.figures import Gauge
+    from dni_runtime.launch.slurm.job import read_state
+    from dni_runtime.launch.start import failure
+
+    state = read_state(record.run)
+    figures = Gauge(record).read(state)
+    if as_json:
+        print_json(asdict(figures))
+    else:
+        click.echo(summary(asdict(figures)))
+    error = failure(record.run, state)
+    if error is not None:
+        raise error
+    if state.phase == "stopped":
+        click.echo(f"  → dnictl resume {record.name}", err=True)
+    sys.exit(state.exit_code or 0)
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """One line on a run that has ended."""
+    from dnictl.show import duration, number, percent
+
+    parts = [f"{figures['run']}: {figures['state']}"]
+    if figures["started"] is not None:
+        parts[0] += f" after {duration((figures['ended'] or time.time()) - figures['started'])}"
+    parts.append(f"epoch {figures['epoch'] or 0}/{figures['epochs']}")
+    if figures["accuracy"] is not None:
+        parts.append(f"accuracy {percent(figures['accuracy'])}")
+    if figures["samples_per_s"] is not None:
+        parts.append(f"{number(figures['samples_per_s'])} samples/s")
+    return ", ".join(parts)

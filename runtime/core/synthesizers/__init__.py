@@ -1,0 +1,93 @@
+"""Synthesizers: small networks that predict a module's gradient from its activation (and label).
+
+Jaderberg et al. 2016, section 2.1 (synthetic gradients) and appendix A (conditioning on the label:
+cDNI). All but the critic start at zero, so that training starts without a wrong signal; only the
+last map and the label's part are zero, which still lets the first gradient through.
+"""
+
+from __future__ import annotations
+
+from dni_runtime.core.choices import Location, find_class, parse_options
+from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
+from dni_runtime.core.synthesizers.critic import Critic
+from dni_runtime.core.synthesizers.maps import Classifier, Linear, LowRank
+from dni_runtime.core.synthesizers.networks import MLP, Conv
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import Choice, TensorSpec
+
+__all__ = [
+    "MLP",
+    "SYNTHESIZERS",
+    "Classifier",
+    "Conv",
+    "Critic",
+    "Lesson",
+    "Linear",
+    "LowRank",
+    "Synthesizer",
+    "auto_synthesizer",
+    "build_synthesizer",
+]
+
+LINEAR_UP_TO = 256
+"""Features up to which ``auto`` takes a full linear map; above, its cost rivals the module's."""
+
+SYNTHESIZERS: dict[str, type[Synthesizer]] = {
+    "linear": Linear,
+    "low-rank": LowRank,
+    "classifier": Classifier,
+    "critic": Critic,
+    "mlp": MLP,
+    "conv": Conv,
+}
+
+
+def auto_synthesizer(
+    activation: TensorSpec, label: TensorSpec | None, classes: int | None
+) -> Choice:
+    """The default, by shapes; docs/results.md has the measurements behind it.
+
+    Vectors get a narrow hidden layer. Feature maps and tokens get a critic where each sample has
+    one class label. Otherwise maps get a narrow hidden layer; tokens what is shaped like a
+    classifier where there are classes, else a linear map, of low rank where it is wide.
+    """
+    per_sample = classes is not None and label is not None and not label.shape
+    if per_sample and len(activation.shape) in (2, 3):
+        return Choice(name="critic")
+    if len(activation.shape) != 2:
+        return Choice(name="mlp")
+    if classes is not None and label is not None:
+        return Choice(name="classifier")
+    return Choice(name="linear" if activation.shape[-1] <= LINEAR_UP_TO else "low-rank")
+
+
+def build_synthesizer(
+    choice: Choice,
+    activation: TensorSpec,
+    label: TensorSpec | None,
+    classes: int | None,
+    location: Location = (),
+) -> Synthesizer:
+    """Make a synthesizer by name or import path.
+
+    Args:
+        choice: Its name and options; ``auto`` chooses by the activation's shape.
+        activation: One sample of the activation.
+        label: One sample's label, or None when not conditioned.
+        classes: Number of classes, when labels are class indices.
+        location: Where the choice stands in the spec.
+
+    Raises:
+        SpecError: Unknown synthesizer, or options that do not fit the activation.
+    """
+    if choice.name == "auto":
+        choice = auto_synthesizer(activation, label, classes)
+    cls = find_class(choice.name, "synthesizer", SYNTHESIZERS, Synthesizer, location)
+    options = parse_options(cls.Options, choice, location)
+    try:
+        synthesizer: Synthesizer = cls(activation, label, classes, options)
+        return synthesizer
+    except (ValueError, RuntimeError) as error:
+        raise SpecError(
+            f"synthesizer {choice.name!r} {error}", location=(*location, choice.name)
+        ) from None

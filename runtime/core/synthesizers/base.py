@@ -1,0 +1,113 @@
+"""What synthesizers share: the label's part, what is to be learned, zeros to begin with."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple, TypeVar, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dni_runtime.spec import TensorSpec
+from dni_runtime.spec.named import Frozen
+
+Zeroable = TypeVar("Zeroable", nn.Linear, nn.Conv2d)
+
+
+class LabelTerm(nn.Module):
+    """What the label adds to a layer of a synthesizer: a vector per class, or a linear map.
+
+    A one-hot label through a linear map is a row of its matrix, so class labels are looked up.
+    """
+
+    def __init__(self, features: int, label: TensorSpec, classes: int | None) -> None:
+        super().__init__()
+        self.table: nn.Embedding | None = None
+        self.map: nn.Linear | None = None
+        if classes is not None:
+            self.table = nn.Embedding(classes, features)
+            nn.init.zeros_(self.table.weight)
+        else:
+            self.map = nn.Linear(math.prod(label.shape), features, bias=False)
+            nn.init.zeros_(self.map.weight)
+
+    def forward(self, y_BY: Tensor) -> Tensor:
+        """Give the label's part: (B, features), or (B, T, features) for a label per token."""
+        if self.table is not None:
+            # Labels that a loss ignores are negative (CrossEntropyLoss: -100).
+            return cast("Tensor", self.table(y_BY.clamp_min(0)))
+        assert self.map is not None
+        return cast("Tensor", self.map(y_BY.flatten(1).to(self.map.weight.dtype)))
+
+
+class Lesson(NamedTuple):
+    """What a synthesizer is to learn from a true gradient.
+
+    Attributes:
+        g_BH: The prediction.
+        loss: What to descend.
+    """
+
+    g_BH: Tensor
+    loss: Tensor
+
+
+class Synthesizer(nn.Module):
+    """Base: predicts per-sample gradients in the shape of the activation.
+
+    Args:
+        activation: One sample of the activation.
+        label: One sample's label, or None when not conditioned.
+        classes: Number of classes, when labels are class indices.
+        options: The synthesizer's own options.
+    """
+
+    Options: ClassVar[type[Frozen]] = Frozen
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: Frozen,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        # Tokens (T x C) share one map over channels; everything else is one vector.
+        self.tokens = len(activation.shape) == 2
+        self.features = activation.shape[-1] if self.tokens else math.prod(activation.shape)
+        self.label: LabelTerm | None = None
+        self._label = label
+        self._classes = classes
+
+    def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
+        """The squared error of the prediction, summed over features and averaged over the batch.
+
+        Args:
+            h_BH: The activation, detached.
+            y_BY: The labels.
+            g_BH: The true per-sample gradient at h.
+        """
+        predicted_BH = self(h_BH, y_BY)
+        return Lesson(predicted_BH, F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH))
+
+    def _label_term(self, features: int) -> LabelTerm | None:
+        return None if self._label is None else LabelTerm(features, self._label, self._classes)
+
+    def _vectors(self, h_BH: Tensor) -> Tensor:
+        return h_BH if self.tokens else h_BH.flatten(1)
+
+    def _add_label(self, out: Tensor, y_BY: Tensor | None) -> Tensor:
+        if self.label is None or y_BY is None:
+            return out
+        term: Tensor = self.label(y_BY)
+        while term.dim() < out.dim():  # one label for all tokens of a sample
+            term = term.unsqueeze(1)
+        return out + term
+
+
+def zeroed(layer: Zeroable) -> Zeroable:
+    nn.init.zeros_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer

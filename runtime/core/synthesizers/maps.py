@@ -1,0 +1,109 @@
+"""Synthesizers without hidden layers: linear, of low rank, shaped like a classifier."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from dni_runtime.core.synthesizers.base import Synthesizer, zeroed
+from dni_runtime.spec import TensorSpec
+from dni_runtime.spec.named import Frozen
+
+
+class Linear(Synthesizer):
+    """``g = W h + E[y] + b`` (the paper's "linear" model): exact for a linear tail with MSE."""
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: Frozen,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        self.out = zeroed(nn.Linear(self.features, self.features))
+        self.label = self._label_term(self.features)
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        out = self._add_label(self.out(self._vectors(h_BH)), y_BY)
+        return out.view_as(h_BH)
+
+
+class LowRankOptions(Frozen):
+    """Options of the low-rank map.
+
+    Attributes:
+        rank: Size of the inner vector.
+    """
+
+    rank: int = Field(default=64, ge=1, le=65536)
+
+
+class LowRank(Synthesizer):
+    """``g = U (V h) + E[y] + b`` with rank R: 2 R / H of the full map's cost."""
+
+    Options = LowRankOptions
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: LowRankOptions,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        self.inner = nn.Linear(self.features, min(options.rank, self.features), bias=False)
+        self.out = zeroed(nn.Linear(self.inner.out_features, self.features))
+        self.label = self._label_term(self.features)
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        out = self._add_label(self.out(self.inner(self._vectors(h_BH))), y_BY)
+        return out.view_as(h_BH)
+
+
+class ClassifierOptions(Frozen):
+    """Options of the classifier-shaped synthesizer.
+
+    Attributes:
+        heads: Number of guesses, each with its own maps.
+    """
+
+    heads: int = Field(default=1, ge=1, le=256)
+
+
+class Classifier(Synthesizer):
+    """``g = U (softmax(V h) - onehot(y)) + b``: the gradient of a classifier seen from below.
+
+    The true gradient of a cross-entropy loss starts as softmax minus one-hot at the tail; V guesses
+    what the tail will predict from h, U takes the difference back. Two maps to and from the classes
+    cost far less than a full one, and follow the true gradient more closely (docs/chain.md).
+    """
+
+    Options = ClassifierOptions
+
+    def __init__(
+        self,
+        activation: TensorSpec,
+        label: TensorSpec | None,
+        classes: int | None,
+        options: ClassifierOptions,
+    ) -> None:
+        super().__init__(activation, label, classes, options)
+        if classes is None or label is None:
+            raise ValueError("needs class labels and 'conditioned: true'")
+        self.heads, self.classes = options.heads, classes
+        self.guess = nn.Linear(self.features, classes * options.heads)
+        self.out = zeroed(nn.Linear(classes * options.heads, self.features))
+
+    def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
+        assert y_BY is not None
+        h = self._vectors(h_BH)
+        if self.tokens and y_BY.dim() == 1:
+            y_BY = y_BY.unsqueeze(1).expand(h.shape[:2])
+        logits = self.guess(h).unflatten(-1, (self.heads, self.classes))
+        known = F.one_hot(y_BY.clamp_min(0), self.classes).to(logits.dtype).unsqueeze(-2)
+        difference = (logits.softmax(-1) - known).flatten(-2)
+        return cast("Tensor", self.out(difference)).view_as(h_BH)
