@@ -2,9 +2,13 @@
 
 Usage: scripts/compare_synthesizers.py CHAIN [--epochs N] [--delay BATCHES] [--seeds N] [METHOD ...]
 
+Chains to compare them on are in scripts/chains; their data is what scripts/fetch-mnist and
+scripts/fetch-fashion-mnist put into build/mnist and build/fashion-mnist.
+
 A method is a synthesizer's name, or a gradient interface as chain.yaml has it: local, none,
 '{local: {pool: 2}}', '{synthetic: {synthesizer: {critic: {grid: 4}}}}'. Times are CPU times over
-that of backpropagation.
+that of backpropagation; products are multiplications of one signal and one lesson at each cut, over
+those of the module's own forward and backward pass.
 """
 
 from __future__ import annotations
@@ -14,20 +18,40 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.synthesizers import SYNTHESIZERS
 from dni_runtime.data import describe, open_data
 from dni_runtime.spec import ChainSpec, Choice, load_chain
 from dni_runtime.spec.load import parse_choice
 
 
-def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float], float]:
-    """Train one chain; gives accuracy (%), the boundaries' last mean cosines, and seconds."""
+class Trained(NamedTuple):
+    """How one training ended.
+
+    Attributes:
+        accuracy: Of the chain, in per cent.
+        cosines: Means of the last epoch, at each cut that has a synthesizer.
+        products: Of the interface at each cut, over its module's.
+        seconds: CPU time.
+    """
+
+    accuracy: float
+    cosines: list[float]
+    products: list[float]
+    seconds: float
+
+
+def train(chain: ChainSpec, base: Path, delay: int) -> Trained:
+    """Train one chain."""
     workers = worker_specs(chain, describe(chain.data, base))
     source = open_data(chain.data, base, seed=chain.seed)
     local = LocalChain(workers, delay=delay)
@@ -45,7 +69,26 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[float, list[float],
         local.end_epoch()
     took = time.process_time() - began
     result = evaluate(local.predict, source.eval_batches(), workers[-1])
-    return 100 * result["accuracy"], [statistics.fmean(v[1:]) for v in cosines if v[1:]], took
+    means = [statistics.fmean(v[1:]) for v in cosines if v[1:]]
+    return Trained(100 * result["accuracy"], means, products(local.steps, x_BX, y_BY), took)
+
+
+def products(steps: Sequence[ModuleStep], x_BX: Tensor, y_BY: Tensor) -> list[float]:
+    """What each gradient interface multiplies for a batch, over what its module does."""
+    shares = []
+    for index, step in enumerate(steps[:-1]):
+        assert step.interface is not None
+        step.layers.requires_grad_(True)  # as if it were trained, where nothing is
+        with FlopCounterMode(display=False) as module:
+            h_BH = step.layers(x_BX.requires_grad_(index > 0))
+            h_BH.backward(torch.ones_like(h_BH))
+        x_BX = h_BH.detach()
+        with FlopCounterMode(display=False) as interface:
+            if not step.interface.pending and step.interface.trains:
+                step.interface.signal(x_BX, y_BY)
+                step.interface.learn(x_BX, y_BY, torch.randn_like(x_BX), measure=False)
+        shares.append(interface.get_total_flops() / module.get_total_flops())
+    return shares
 
 
 def backprop(chain: ChainSpec, base: Path) -> tuple[float, float]:
@@ -93,10 +136,15 @@ def main() -> None:
     print(line("backprop", [accuracy for accuracy, _ in references]), "time 1.00", flush=True)
     for method in given.methods or [name for name in SYNTHESIZERS if name != "conv"]:
         trained = [train(with_interface(chain, method), base, given.delay) for chain in chains]
-        accuracies, cosines, times = zip(*trained, strict=True)
-        means = " ".join(f"{statistics.fmean(cut):.3f}" for cut in zip(*cosines, strict=True))
-        time_ratio = statistics.fmean(times) / plain
-        print(line(method, accuracies), f"time {time_ratio:4.2f}  cosines {means}", flush=True)
+        times = statistics.fmean(one.seconds for one in trained) / plain
+        cosines = zip(*(one.cosines for one in trained), strict=True)
+        means = " ".join(f"{statistics.fmean(cut):.3f}" for cut in cosines)
+        shares = " ".join(f"{share:.1%}" for share in trained[0].products)
+        print(
+            line(method, [one.accuracy for one in trained]),
+            f"time {times:4.2f}  products {shares}  cosines {means}",
+            flush=True,
+        )
 
 
 def line(method: str, accuracies: Sequence[float]) -> str:

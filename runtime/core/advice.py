@@ -29,9 +29,10 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
 
 
 def _normalizes(layers: Iterable[LayerSpec]) -> bool:
-    """Whether one of the layers normalises; a user's class may."""
+    """Whether one of the layers normalises; a user's class may, and a transformer's layers do."""
     return any(
         "Norm" in layer.type
+        or "Transformer" in layer.type
         or ":" in layer.type
         or _normalizes(layer.layers)
         or _normalizes(layer.shortcut)

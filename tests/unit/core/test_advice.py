@@ -22,6 +22,7 @@ modules:
   - {name: c, layers: [{Linear: {in_features: 16, out_features: 4}}]}
 """
 NORM = "{Residual: [{BatchNorm1d: {num_features: 16}}]}"
+TRANSFORMER = "{TransformerEncoderLayer: {d_model: 16, nhead: 2}}"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ NORM = "{Residual: [{BatchNorm1d: {num_features: 16}}]}"
     [
         ("mixed", "ReLU", "modules 'a', 'b' have"),
         ("synthetic", NORM, "module 'b' has"),
+        ("synthetic", TRANSFORMER, "module 'b' has"),
         ("local", "ReLU", None),
         ("delayed", "ReLU", None),
     ],
