@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dni_runtime.core.layers import build_layer
+from dni_runtime.core.layers import build_layers
+from dni_runtime.core.training import empty_batch
 from dni_runtime.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def estimated_costs(workers: Sequence[WorkerSpec]) -> dict[str, float]:
 
     Multiplications and additions of products and convolutions, counted on torch's meta device,
     and one for each number that goes in and out. The gradient interface is left out. A module that
-    cannot run on the meta device counts each of its parameters once.
+    cannot run on the meta device counts as if each parameter were multiplied once.
     """
     return {worker.module: _cost(worker) for worker in workers}
 
@@ -32,20 +32,13 @@ def estimated_costs(workers: Sequence[WorkerSpec]) -> dict[str, float]:
 def _cost(worker: WorkerSpec) -> float:
     moved = float(sum(torch.Size(one.shape).numel() for one in (worker.input, worker.output)))
     with torch.device("meta"):
-        model = nn.Sequential(*(build_layer(layer) for layer in worker.layers))
-        given = torch.empty(_SAMPLES, *worker.input.shape, dtype=_dtype(worker.input.dtype))
+        model = build_layers(worker.layers)
     counter = FlopCounterMode(display=False)
     try:
         with counter:
-            model(given)
+            model(empty_batch(worker.input, _SAMPLES, "meta"))
         work = counter.get_total_flops() / _SAMPLES
     except Exception as error:  # a user's layer may do anything
         log.debug("module %s is not counted: %s", worker.module, error)
         work = 2.0 * sum(p.numel() for p in model.parameters())
     return _BACKWARD * work + moved
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found

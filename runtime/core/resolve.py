@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import DEFAULT, Boundary, build_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
-from dni_runtime.core.layers import build_layer
+from dni_runtime.core.layers import build_layer, build_layers
 from dni_runtime.core.training import (
     METRICS,
     build_loss,
@@ -169,7 +169,7 @@ def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:
     counts = {}
     with torch.device("meta"):
         for worker in workers:
-            layers = nn.Sequential(*(build_layer(layer) for layer in worker.layers))
+            layers = build_layers(worker.layers)
             counts[worker.module] = sum(p.numel() for p in layers.parameters() if p.requires_grad)
     return counts
 

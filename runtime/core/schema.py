@@ -53,7 +53,6 @@ def json_schema() -> dict[str, Any]:
         for key, value in inner.pop("$defs", {}).items():
             definitions.setdefault(key, value)
         definitions[f"{name}-options"] = inner
-    definitions["Choice"] = _choice_schema([])
     kinds = {
         "interface": _choice_schema(
             list(INTERFACES), {name: {"$ref": f"#/$defs/{name}-options"} for name in INTERFACES}

@@ -95,8 +95,7 @@ def build_schedule(
     Raises:
         SpecError: Unknown schedule or keyword, or a value that it refuses.
     """
-    known = SCHEDULES
-    cls = find_class(choice.name, "schedule", known, lr_scheduler.LRScheduler, location)
+    cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
     at = (*location, choice.name)
     return cast(
         "lr_scheduler.LRScheduler",
