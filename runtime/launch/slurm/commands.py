@@ -130,6 +130,14 @@ def _refused(said: str) -> UsageError:
     )
 
 
+def _failed(command: str, said: str) -> UnavailableError:
+    last = said.strip().splitlines()[-1:] or ["no reason given"]  # what went before led to it
+    return UnavailableError(
+        f"{command} failed: {last[0].removeprefix(f'{command}: ')}",
+        hint="see whether Slurm's controller is up: 'scontrol ping'",
+    )
+
+
 def job_info(job: str) -> JobInfo | None:
     """A job's state: squeue while it is there, then the controller's memory, then sacct.
 
@@ -145,7 +153,7 @@ def job_info(job: str) -> JobInfo | None:
     if code == 0 and out.strip():
         return parse_squeue(out)
     if code != 0 and "Invalid job id" not in err:
-        raise UnavailableError(f"squeue failed: {err.strip()}")
+        raise _failed("squeue", err)
     try:
         code, out, _ = run_slurm(
             ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}",
@@ -215,10 +223,11 @@ def node_shapes(partition: str | None) -> list[NodeShape]:
 
     Raises:
         UsageError: There is no such partition.
+        UnavailableError: Slurm does not answer.
     """
     code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
     if code != 0:
-        raise UnavailableError(f"sinfo failed: {err.strip()}")
+        raise _failed("sinfo", err)
     return parse_sinfo(out, partition)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch.slurm.commands import (
     JobInfo,
     NodeShape,
+    node_shapes,
     parse_sacct,
     parse_sinfo,
     parse_squeue,
@@ -60,6 +63,18 @@ def test_sinfo() -> None:
     with pytest.raises(UsageError, match="no partition 'gpu'") as caught:
         parse_sinfo(SINFO, "gpu")
     assert "batch, debug" in str(caught.value)
+
+
+def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "sinfo"
+    program.write_text(
+        "#!/bin/sh\necho 'sinfo: error: a' >&2\necho 'sinfo: fatal: no source' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnavailableError, match="sinfo failed: fatal: no source") as caught:
+        node_shapes(None)
+    assert "scontrol ping" in str(caught.value)
 
 
 def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
