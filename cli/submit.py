@@ -15,7 +15,6 @@ from dnictl.options import (
     backend_option,
     chain_argument,
     data_option,
-    dry_run_option,
     images_option,
     json_option,
     level_option,
@@ -59,7 +58,7 @@ costs_option = click.option(
 @click.option("--dependency", metavar="LIST", help="Start after other jobs, as sbatch has it.")
 @click.option("--wait", "wait_for_it", is_flag=True,
               help="Wait for the end; the exit code is the run's.")  # fmt: skip
-@dry_run_option
+@click.option("--dry-run", is_flag=True, help="Print the batch script; submit and write nothing.")
 @click.option("--test-only", is_flag=True, help="Let Slurm check the job; submit nothing.")
 @click.option("--parsable", is_flag=True, help="Print run and job id only: RUN;JOB.")
 @run_dir_option
@@ -112,7 +111,14 @@ def submit(
     )  # fmt: skip
     options = [] if dependency is None else [f"--dependency={dependency}"]
     if dry_run or test_only:
-        _try(request, options, test_only=test_only)
+        from dni_runtime.launch.slurm.script import render_script
+
+        script = render_script(request)
+        answer = _checked(script, options) if test_only else None
+        if as_json:
+            print_json({"script": script, "modules": _rows(request, prepared), "slurm": answer})
+        else:
+            click.echo(script if answer is None else answer, nl=answer is not None)
         return
     record, job = submit_run(
         request, prepared, site, profile_name=profile, log_level=log_level, options=options
@@ -254,21 +260,16 @@ def _request(
     )  # fmt: skip
 
 
-def _try(request: JobRequest, options: list[str], *, test_only: bool) -> None:
-    """Print the batch script, or let Slurm check it."""
+def _checked(script: str, options: list[str]) -> str:
+    """Let Slurm check a batch script; gives its answer."""
     import tempfile
 
     from dni_runtime.launch.slurm.commands import check_only
-    from dni_runtime.launch.slurm.script import render_script
 
-    text = render_script(request)
-    if not test_only:
-        click.echo(text, nl=False)
-        return
     with tempfile.NamedTemporaryFile("w", prefix="dnictl-", suffix=".sbatch") as file:
-        file.write(text)
+        file.write(script)
         file.flush()
-        click.echo(check_only(Path(file.name), options))
+        return check_only(Path(file.name), options)
 
 
 def _rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:

@@ -83,6 +83,10 @@ def test_dry_run_prints_the_script_and_writes_nothing(dnictl: Dnictl, folder: Pa
     for line in ("#SBATCH --account=abc", "#SBATCH --nodes=2", "#SBATCH --cpus-per-task=4",
                  "#SBATCH --mem=1000M", "module load x"):  # fmt: skip
         assert line in result.out.splitlines()
+    document = dnictl("submit", "--dry-run", "--json", "--backend", "process").json
+    assert "#SBATCH --nodes=2" in document["script"].splitlines()
+    assert [row["node"] for row in document["modules"]] == [0, 1, 1]
+    assert document["slurm"] is None
     assert not (folder / "runs").exists()
 
 
