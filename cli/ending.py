@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from dnictl.options import print_json
 
 if TYPE_CHECKING:
+    from dni_runtime.launch.figures import RunFigures
     from dni_runtime.launch.records import Record
 
 
@@ -26,7 +27,7 @@ def conclude(record: Record, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(figures))
     else:
-        click.echo(summary(asdict(figures)))
+        click.echo(summary(figures))
     error = failure(record.run, state)
     if error is not None:
         raise error
@@ -35,16 +36,16 @@ def conclude(record: Record, *, as_json: bool) -> None:
     sys.exit(state.exit_code or 0)
 
 
-def summary(figures: dict[str, Any]) -> str:
+def summary(figures: RunFigures) -> str:
     """One line on a run that has ended."""
     from dnictl.show import duration, number, percent
 
-    parts = [f"{figures['run']}: {figures['state']}"]
-    if figures["started"] is not None:
-        parts[0] += f" after {duration((figures['ended'] or time.time()) - figures['started'])}"
-    parts.append(f"epoch {figures['epoch'] or 0}/{figures['epochs']}")
-    if figures["accuracy"] is not None:
-        parts.append(f"accuracy {percent(figures['accuracy'])}")
-    if figures["samples_per_s"] is not None:
-        parts.append(f"{number(figures['samples_per_s'])} samples/s")
+    parts = [f"{figures.run}: {figures.state}"]
+    if figures.started is not None:
+        parts[0] += f" after {duration((figures.ended or time.time()) - figures.started)}"
+    parts.append(f"epoch {figures.epoch or 0}/{figures.epochs}")
+    if figures.accuracy is not None:
+        parts.append(f"accuracy {percent(figures.accuracy)}")
+    if figures.samples_per_s is not None:
+        parts.append(f"{number(figures.samples_per_s)} samples/s")
     return ", ".join(parts)

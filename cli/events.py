@@ -10,7 +10,14 @@ from typing import Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+from dnictl.options import (
+    check_module,
+    chosen_run,
+    json_option,
+    print_json,
+    run_argument,
+    runs_option,
+)
 
 _POLL_S = 0.3
 _BEGINS_S = 10.0  # the supervisor looks for requests about once a second
@@ -30,20 +37,19 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
     Example:
       dnictl restart lower
     """
-    from dni_runtime.launch.state import RunState
+    from dni_runtime.launch.slurm.job import read_state
     from dni_runtime.rundir import write_json
 
     record = chosen_run(run, runs)
-    if module not in record.modules:
-        raise UsageError(
-            f"run {record.name!r} has no module {module!r}",
-            hint=f"its modules: {', '.join(record.modules)}",
-        )
-    state = RunState.read(record.run)
+    check_module(record, module)
+    state = read_state(record.run)
     if state.phase not in ("starting", "running"):
+        done = state.phase in ("queued", "stopping", "finished")
         raise UsageError(
             f"run {record.name!r} is {state.phase}: there is nobody to start a module again",
-            hint=f"go on with the run by 'dnictl resume {record.name}'",
+            hint=f"see 'dnictl status {record.name}'"
+            if done
+            else f"go on with the run by 'dnictl resume {record.name}'",
         )
     request = record.run.restart_request(module)
     write_json(request, {"time": time.time()})

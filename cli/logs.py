@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chosen_run, runs_option
+from dnictl.options import check_module, chosen_run, complete_runs, runs_option
 
 if TYPE_CHECKING:
     from dni_runtime.launch.records import Record
@@ -69,7 +69,7 @@ class Follower:
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[RUN] [MODULE]...")
+@click.argument("names", nargs=-1, metavar="[RUN] [MODULE]...", shell_complete=complete_runs)
 @runs_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
@@ -145,11 +145,8 @@ def _whose(names: tuple[str, ...], runs: Path) -> tuple[Record, Sequence[str]]:
             record, names = chosen_run(names[0], runs), names[1:]
     record = record or chosen_run(None, runs)
     for name in names:
-        if name not in (*record.modules, SUPERVISOR):
-            raise UsageError(
-                f"run {record.name!r} has no module {name!r}",
-                hint=f"its modules: {', '.join(record.modules)}",
-            )
+        if name != SUPERVISOR:
+            check_module(record, name)
     return record, names or record.modules
 
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -83,9 +83,9 @@ class Commands(click.Group):
     "failed, 75 stopped (resume goes on), 78 chain file; see docs/commands.md.",
 )
 @click.version_option(__version__, prog_name="dnictl")
-@click.option("--debug", is_flag=True, envvar="DNICTL_DEBUG", help="Show tracebacks of bugs.")
-@click.pass_context
-def cli(context: click.Context, debug: bool) -> None:
+@click.option("--debug", is_flag=True, expose_value=False,
+              help="Show tracebacks of bugs (also: DNICTL_DEBUG).")  # fmt: skip
+def cli() -> None:
     """Train a network as a chain of decoupled modules, each in its own container.
 
     \b
@@ -97,7 +97,6 @@ def cli(context: click.Context, debug: bool) -> None:
     dnictl status                  look at the latest run
     dnictl export -o m.safetensors take the model home
     """
-    context.obj = {"debug": debug}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -141,9 +140,3 @@ def _report_bug(error: Exception) -> int:
     else:
         click.echo(f"  → this is a bug: please report it with {file.name}", err=True)
     return DniError.exit_code
-
-
-def context_debug(context: click.Context) -> bool:
-    """Whether ``--debug`` was given."""
-    obj: dict[str, Any] = context.find_root().obj or {}
-    return bool(obj.get("debug"))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from dni_runtime.errors import UsageError
+
 if TYPE_CHECKING:
     from dni_runtime.launch.records import Record
 
@@ -16,9 +18,8 @@ Wanted = Literal["auto", "process", "apptainer"]
 """Backends that may be asked for."""
 
 
-def _complete_runs(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[str]:
+def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of runs that begin so, for the shell."""
     folder = Path(context.params.get("runs") or "runs")
     if not folder.is_dir():
         return []
@@ -29,7 +30,7 @@ def _complete_runs(
 chain_argument = click.argument(
     "chain", type=click.Path(path_type=Path), default=Path("chain.yaml"), metavar="[CHAIN]"
 )
-run_argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=_complete_runs)
+run_argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_runs)
 runs_option = click.option(
     "--runs",
     type=click.Path(path_type=Path, file_okay=False),
@@ -82,6 +83,19 @@ def chosen_run(name: str | None, runs: Path) -> Record:
     from dni_runtime.launch.records import find_run
 
     return find_run(name, runs)
+
+
+def check_module(record: Record, name: str) -> None:
+    """Refuse the name of a module that a run does not have.
+
+    Raises:
+        UsageError: It has none of that name.
+    """
+    if name not in record.modules:
+        raise UsageError(
+            f"run {record.name!r} has no module {name!r}",
+            hint=f"its modules: {', '.join(record.modules)}",
+        )
 
 
 def print_json(document: Any) -> None:

@@ -133,19 +133,20 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     """
     from dni_runtime.launch.slurm.commands import cancel
     from dni_runtime.launch.slurm.job import JobRecord, read_state
+    from dni_runtime.launch.start import end_leftovers
     from dni_runtime.rundir import read_json, write_json
 
     record = chosen_run(run, runs)
     job = JobRecord.read(record.run)
     state = read_state(record.run)
+    plan = read_json(record.run.plan) or {}
+    grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
     if state.phase == "unsupervised":
-        state = _stop_workers(record, state, timeout)
+        state = end_leftovers(record.run, state, grace_s + 15.0)
     elif state.active:
         write_json(record.run.stop_request, {"time": time.time(), "timeout_s": timeout})
         if state.phase == "queued" and job is not None and job.job is not None:
             cancel(job.job)  # nobody is there to read the request
-        plan = read_json(record.run.plan) or {}
-        grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
         # The supervisor looks a few times a second, and kills late workers itself.
         until = time.monotonic() + grace_s + 30.0
         state = follow(record, until)
@@ -162,16 +163,6 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
         print_json({"run": record.name, "state": state.phase, "exit_code": state.exit_code})
     else:
         click.echo(f"{record.name}: {state.phase}")
-
-
-def _stop_workers(record: Record, state: RunState, timeout: float | None) -> RunState:
-    """Stop workers whose supervisor is gone."""
-    from dni_runtime.launch.start import end_leftovers
-    from dni_runtime.rundir import read_json
-
-    plan = read_json(record.run.plan) or {}
-    grace_s = float(plan.get("stop_grace_s", 30.0)) if timeout is None else timeout
-    return end_leftovers(record.run, state, grace_s + 15.0)
 
 
 @click.command()

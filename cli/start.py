@@ -85,16 +85,13 @@ def up(
             _go(*started, detached=detach, as_json=as_json)
         return
     site = site_for(prepared, backend, images)
-    if dry_run:
-        plan = plan_here(
-            root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
-        )
-        _print_plan(plan, as_json)
-        return
-    run = create_run(root, prepared, backend=site.backend, images=site.images)
     plan = plan_here(
         root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
     )
+    if dry_run:
+        _print_plan(plan, as_json)
+        return
+    run = create_run(root, prepared, backend=site.backend, images=site.images)
     write_plan(run, plan)
     _go(Record.read(run.root), plan, detached=detach, as_json=as_json)
 
@@ -218,8 +215,8 @@ def supervise(run: Path) -> None:
 @images_option
 @data_option
 @click.option(
-    "--resume", "cut", default="auto", show_default=True, metavar="auto|none|CUT",
-    help="Which checkpoint to begin with.",
+    "--resume", "cut", default="auto", show_default=True, metavar="auto|own|none|CUT",
+    help="What to begin with: a checkpoint, or the module's own newest state.",
 )  # fmt: skip
 @level_option
 @dry_run_option
@@ -252,6 +249,11 @@ def run(
         raise UsageError(
             f"chain {prepared.chain.name!r} has no module {module!r}",
             hint=f"its modules: {', '.join(prepared.modules)}",
+        )
+    if cut not in ("auto", "own", "none") and not cut.isdigit():
+        raise UsageError(
+            f"--resume {cut!r}: there is no such checkpoint",
+            hint="allowed: auto, own, none, or the number of one in 'checkpoints/' of the run",
         )
     site = site_for(prepared, backend, images)
     plan = plan_here(

@@ -34,7 +34,7 @@ def tensorboard(
       dnictl tensorboard --follow &
       tensorboard --logdir runs
     """
-    from dni_runtime.launch.state import RunState
+    from dni_runtime.launch.slurm.job import read_state
     from dni_runtime.launch.tensorboard import Board
 
     record = chosen_run(run, runs)
@@ -42,7 +42,7 @@ def tensorboard(
     active = True
     events: dict[str, int] = {}
     while active:
-        active = follow and RunState.read(record.run).active
+        active = follow and read_state(record.run).active
         for module, added in board.update().items():
             events[module] = events.get(module, 0) + added
         if active:

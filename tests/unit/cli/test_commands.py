@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -18,20 +17,12 @@ import yaml
 from dni_runtime import __version__
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
+from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import append_line
 from dnictl.main import ALIASES, COMMANDS, cli
+from tests.unit.cli.conftest import Dnictl
 
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-    json: Any
-
-
-Dnictl = Callable[..., Result]
 WriteChain = Callable[..., Path]
 
 
@@ -89,6 +80,16 @@ def test_completion(shell: str, dnictl: Dnictl) -> None:
     assert "_DNICTL_COMPLETE" in result.out
 
 
+@pytest.mark.parametrize("command", ["status", "logs", "resume"])
+def test_names_of_runs_are_completed(
+    command: str, dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_DNICTL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"dnictl {command} sm")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert dnictl().out == "plain,small-1\n"
+
+
 def test_a_bug_leaves_a_traceback_in_a_file(
     dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -97,6 +98,11 @@ def test_a_bug_leaves_a_traceback_in_a_file(
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(importlib.import_module("dnictl.runs").ps, "callback", lambda **_: broken())
+    with monkeypatch.context() as context:
+        context.setattr("sys.argv", ["dnictl", "--debug", "ps"])
+        result = dnictl("--debug", "ps")
+        assert result.code == 70
+        assert "in broken" in result.err
     result = dnictl("ps")
     assert result.code == 70
     first, second = result.err.splitlines()
@@ -212,6 +218,11 @@ def test_one_module_by_hand(dnictl: Dnictl, write_chain: WriteChain) -> None:
     result = dnictl("run", "tip", "--run-dir", "r")
     assert result.code == 64
     assert "its modules: bottom, top" in result.err
+    result = dnictl("run", "top", "--run-dir", "r", "--backend", "process", "--resume", "newest")
+    assert result.code == 64
+    assert "--resume 'newest'" in result.err
+    assert "auto, own, none" in result.err
+    assert not Path("r").exists()
 
 
 def test_no_runs(dnictl: Dnictl) -> None:
@@ -223,6 +234,8 @@ def test_no_runs(dnictl: Dnictl) -> None:
         ["stop"],
         ["wait"],
         ["resume"],
+        ["restart", "top"],
+        ["events"],
         ["export", "-o", "x"],
         ["tensorboard"],
     ):
@@ -310,6 +323,21 @@ def test_resume_plans_the_next_attempt(dnictl: Dnictl, record: Record) -> None:
     assert "no complete checkpoint '12'" in result.err
 
 
+@pytest.mark.parametrize(
+    ("phase", "code", "hint"),
+    [("finished", 0, "dnictl status small-1"), ("stopped", 75, "dnictl resume small-1")],
+)
+def test_restart_needs_a_supervisor(
+    phase: str, code: int, hint: str, dnictl: Dnictl, record: Record
+) -> None:
+    ended(record, phase, code)
+    result = dnictl("restart", "top")
+    assert result.code == 64
+    assert f"'small-1' is {phase}" in result.err
+    assert hint in result.err
+    assert not record.run.restart_request("top").exists()
+
+
 def test_export_without_a_checkpoint(dnictl: Dnictl, record: Record) -> None:
     result = dnictl("export", "-o", "m.safetensors")
     assert result.code == 74
@@ -333,6 +361,35 @@ def test_tensorboard(dnictl: Dnictl, record: Record, folder: Path) -> None:
         "run": "small-1", "logdir": "logs/small-1", "events": {"top": 1},
     }  # fmt: skip
     assert list((folder / "logs" / "small-1" / "top").iterdir())
+
+
+def test_a_run_between_two_starts_of_its_job(
+    dnictl: Dnictl, record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on: ``restart`` says that it waits, and ``--follow`` waits for its end."""
+    ended(record, "stopped", 75)
+    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    (folder / "squeue").write_text(
+        "#!/bin/sh\n"
+        'if [ "$(cat answers)" -gt 0 ]; then echo "PENDING|BeginTime|"; fi\n'
+        "echo $(($(cat answers) - 1)) >answers\n"
+    )
+    (folder / "sacct").write_text("#!/bin/sh\n")
+    for name in ("squeue", "sacct"):
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    answers = folder / "answers"
+
+    answers.write_text("1\n")
+    result = dnictl("restart", "top")
+    assert result.code == 64
+    assert "'small-1' is queued" in result.err
+    assert "dnictl status" in result.err
+
+    monkeypatch.setattr("dnictl.tensorboard._POLL_S", 0.0)
+    answers.write_text("2\n")
+    assert dnictl("tensorboard", "--follow").code == 0
+    assert int(answers.read_text()) < 0
 
 
 def test_tensorboard_without_its_package(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,8 @@ import torch
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
 from dni_runtime.launch import host
+from tests.unit.cli.conftest import Dnictl, Result
 
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Dnictl = Callable[..., Result]
 WriteChain = Callable[..., Path]
 
 # What to change in the chain, the exit code, and what the message must say.
