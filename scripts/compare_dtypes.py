@@ -14,12 +14,11 @@ import itertools
 import json
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from remember import accuracies, cell
-from reproduce_paper import ROOT, chain_spec, fetch
+from remember import accuracies, cell, grid, parser
+from reproduce_paper import ROOT, chain_spec, folder_of
 from torch import Tensor
 
 from dni_runtime.core.chain import Carry, LocalChain
@@ -175,25 +174,18 @@ def table(results: list[dict[str, Any]], interfaces: list[str], dtypes: list[str
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = parser(__doc__, ROOT / "build" / "dtypes.jsonl")
     known = [dtype for dtype in get_args(Dtype) if dtype != PLAIN]
-    parser.add_argument("--interfaces", default="mixed,delayed")
-    parser.add_argument("--dtypes", default=",".join(known), help="of: %(default)s")
-    parser.add_argument("--layers", type=int, default=4, help="hidden layers")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--delay", type=int, default=4, help="batches that gradients are late")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "dtypes.jsonl")
-    parser.add_argument("--errors", action="store_true", help="only how much narrow types change")
-    parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
-    arguments = parser.parse_args()
+    options.add_argument("--interfaces", default="mixed,delayed")
+    options.add_argument("--dtypes", default=",".join(known), help="of: %(default)s")
+    options.add_argument("--delay", type=int, default=4, help="batches that gradients are late")
+    options.add_argument("--errors", action="store_true", help="only how much narrow types change")
+    arguments = options.parse_args()
     arguments.interfaces = arguments.interfaces.split(",")
     arguments.dtypes = arguments.dtypes.split(",")
     for dtype in arguments.dtypes:
         if dtype not in known:
-            parser.error(f"--dtypes: no type {dtype!r}; there are {', '.join(known)}")
+            options.error(f"--dtypes: no type {dtype!r}; there are {', '.join(known)}")
     return arguments
 
 
@@ -201,24 +193,19 @@ def main() -> None:
     """Train what is missing, and print the table."""
     arguments = parse()
     torch.set_num_threads(1)
-    arguments.mnist = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
+    arguments.mnist = folder_of("mnist", arguments.mnist)
     if arguments.errors:
         print(errors(arguments))
         return
-    same = {key: getattr(arguments, key) for key in ("layers", "epochs", "delay")}
+    ways = [(PLAIN, PLAIN)]
+    for dtype in arguments.dtypes:
+        ways += [(dtype if down else PLAIN, dtype if up else PLAIN) for down, up in SIDES.values()]
     wanted = [
-        {**same, "interface": interface, "down": down, "up": up, "seed": seed}
-        for seed, interface in itertools.product(range(arguments.seeds), arguments.interfaces)
-        for down, up in [
-            (PLAIN, PLAIN),
-            *(
-                (dtype if down else PLAIN, dtype if up else PLAIN)
-                for dtype in arguments.dtypes
-                for down, up in SIDES.values()
-            ),
-        ]
+        {**one, "down": down, "up": up}
+        for one in grid(arguments, delay=[arguments.delay], interface=arguments.interfaces)
+        for down, up in ways
     ]
-    results = accuracies(arguments.out, wanted, lambda one: train(arguments, one))
+    results = accuracies(arguments.results, wanted, lambda one: train(arguments, one))
     print(table(results, arguments.interfaces, arguments.dtypes))
 
 

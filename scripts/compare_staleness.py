@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from compare_synthesizers import train
 from remember import accuracies, grid, parser, table
-from reproduce_paper import ROOT, chain_spec, fetch
+from reproduce_paper import ROOT, chain_spec, folder_of
 
 from dni_runtime.spec import ChainSpec
-from dni_runtime.spec.load import parse_choice
 
 NESTEROV = {"NAdam": {"lr": 2e-3, "betas": [0.99, 0.999]}}
 SLOW = {"Adam": {"lr": 5e-4}}
@@ -35,17 +34,14 @@ METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 def train_late(one: dict[str, Any], data: str) -> float:
     """Test accuracy in per cent of one training."""
-    text, optimizer = METHODS[one["method"]]
+    interface, optimizer = METHODS[one["method"]]
     # The window bounds how many batches wait for their gradient: it must not be what is measured.
     spec = chain_spec(one["layers"], one["epochs"], max(4, one["delay"]), data)
     spec["seed"] = one["seed"]
+    spec["defaults"]["interface"] = interface
     if optimizer is not None:
         spec["defaults"]["optimizer"] = optimizer
-    chain = ChainSpec.model_validate(spec)
-    interface = parse_choice(text)
-    modules = [m.model_copy(update={"interface": interface}) for m in chain.modules[:-1]]
-    chain = chain.model_copy(update={"modules": (*modules, chain.modules[-1])})
-    return train(chain, Path(), one["delay"])[0]
+    return train(ChainSpec.model_validate(spec), Path(), one["delay"])[0]
 
 
 def main() -> None:
@@ -55,7 +51,7 @@ def main() -> None:
     options.add_argument("--methods", default=",".join(METHODS), help="of: %(default)s")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
+    data = folder_of("mnist", arguments.mnist)
     delays = map(int, arguments.delays.split(","))
     wanted = grid(arguments, method=arguments.methods.split(","), delay=delays)
     results = accuracies(arguments.results, wanted, lambda one: train_late(one, data))

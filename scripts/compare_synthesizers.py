@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Compare synthesizers on one chain, in one process: accuracy, cosine with the true gradient, cost.
 
 Usage: scripts/compare_synthesizers.py CHAIN [--epochs N] [--delay BATCHES] [--seeds N] [METHOD ...]

@@ -161,8 +161,10 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def fetch(data: str = "mnist") -> str:
-    """Get a data set where it is not there yet; gives its folder."""
+def folder_of(data: str, given: str | None) -> str:
+    """The folder of a data set: the given one, else its own, fetched where it is not there yet."""
+    if given is not None:
+        return str(Path(given).resolve())
     python = [sys.executable] if data == "mnist" else []
     command = [*python, str(ROOT / "scripts" / f"fetch-{data}"), str(ROOT / "build" / data)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -172,7 +174,7 @@ def fetch(data: str = "mnist") -> str:
 def main() -> None:
     """Train what is missing, and print the table."""
     arguments = parse()
-    data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch(arguments.data)
+    data = folder_of(arguments.data, arguments.mnist)
     depths = [int(depth) for depth in arguments.layers.split(",")]
     print(table({depth: compare(arguments, depth, data) for depth in depths}))
 

@@ -10,12 +10,11 @@ not trained again.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from remember import accuracies, grid, parser, table
-from reproduce_paper import METHODS, ROOT, chain_spec, fetch
+from reproduce_paper import METHODS, ROOT, chain_spec, folder_of
 
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
@@ -52,7 +51,7 @@ def main() -> None:
     options.add_argument("--probabilities", default="1,0.5,0.2", help="of an update")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
+    data = folder_of("mnist", arguments.mnist)
     probabilities = map(float, arguments.probabilities.split(","))
     methods = (CONTROL, "asynchronous", "unlocked")
     wanted = grid(arguments, method=methods, probability=probabilities)

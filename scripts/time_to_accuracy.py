@@ -18,7 +18,7 @@ import torch
 from peers.chain import CHAINS, chain_spec
 from peers.networks import NETWORKS
 from peers.slow_link import Line
-from reproduce_paper import fetch
+from reproduce_paper import folder_of
 
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.evaluation import evaluate
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    data = str(Path(arguments.mnist).resolve()) if arguments.mnist else fetch()
+    data = folder_of("mnist", arguments.mnist)
     known: dict[tuple[str | None, int], float | None] = {}
 
     def needed(name: str | None, window: int) -> float | None:

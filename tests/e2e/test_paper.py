@@ -95,7 +95,7 @@ def test_types_on_the_wire(mnist: Path, tmp_path: Path) -> None:
         sys.executable, ROOT / "scripts" / "compare_dtypes.py", "--layers", "2", "--seeds", "1",
         "--epochs", "1", "--interfaces", "delayed", "--dtypes", "int8", "--mnist", mnist,
     ]  # fmt: skip
-    done = run([*command, "--out", tmp_path / "trained.jsonl"])
+    done = run([*command, "--results", tmp_path / "trained.jsonl"])
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
     cells = {row[0].strip(): [cell.split()[0] for cell in row[1:]] for row in rows[1:]}
@@ -103,7 +103,7 @@ def test_types_on_the_wire(mnist: Path, tmp_path: Path) -> None:
     plain, narrow = float(cells["float32"][1]), float(cells["int8"][3])
     assert plain > 90
     assert abs(plain - narrow) < 1
-    again = run([*command, "--out", tmp_path / "trained.jsonl"])
+    again = run([*command, "--results", tmp_path / "trained.jsonl"])
     assert (again.stdout, again.stderr) == (done.stdout, ""), "nothing is trained again"
     errors = run([*command, "--errors"])
     assert errors.returncode == 0, errors.stderr
