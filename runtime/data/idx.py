@@ -8,6 +8,7 @@ integer, then the elements in row-major order.
 from __future__ import annotations
 
 import gzip
+import math
 import struct
 import zlib
 from contextlib import closing
@@ -153,9 +154,7 @@ def _read(path: Path, dimensions: int) -> Tensor:
     try:
         with closing(_open(path)) as stream:
             shape = _header(path, stream, dimensions)
-            size = 1
-            for extent in shape:
-                size *= extent
+            size = math.prod(shape)
             elements = bytearray(stream.read(size + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise _broken(path, error) from None

@@ -74,10 +74,6 @@ class DataSource:
     Attributes:
         info: What the data looks like; its counts are those used (``train_limit``, ``eval_limit``).
         train_batch_count: Batches in one epoch.
-        eval_batch_count: Batches in one evaluation.
-
-    A last training batch of a single sample is left out, because BatchNorm cannot normalise over
-    one value per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay.
     """
 
     def __init__(
@@ -99,17 +95,14 @@ class DataSource:
         self.info = limited(info.model_copy(update=counts), spec)
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         samples = self.info.train_samples or 0
-        whole, rest = divmod(samples, spec.batch_size)
-        single = rest == 1 and spec.batch_size > 1
-        self.train_batch_count = whole + (rest > 0 and not spec.drop_last and not single)
-        self.eval_batch_count = -(-(self.info.eval_samples or 0) // spec.eval_size)
+        self.train_batch_count = spec.train_batches(samples)
         if self.train_batch_count == 0:
             raise DataError(
                 f"data set {spec.dataset!r}: {samples} training samples do not fill one batch of "
                 f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()})",
                 hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
             )
-        if single and not spec.drop_last:
+        if samples > self.train_batch_count * spec.batch_size and not spec.drop_last:
             logger.info(
                 "data set %s: the last of %d training samples is left out of each epoch: "
                 "a batch of one sample cannot be batch-normalised",

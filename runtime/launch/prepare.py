@@ -48,10 +48,8 @@ class Prepared:
     @property
     def batches_per_epoch(self) -> int | None:
         """Training batches in one epoch; None when the data does not say how long it is."""
-        samples, data = self.info.train_samples, self.chain.data
-        if samples is None:
-            return None
-        return samples // data.batch_size if data.drop_last else -(-samples // data.batch_size)
+        samples = self.info.train_samples
+        return None if samples is None else self.chain.data.train_batches(samples)
 
     @property
     def total_steps(self) -> int | None:

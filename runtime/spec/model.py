@@ -50,6 +50,15 @@ class DataSpec(Frozen):
         """The same data at another place; None: where it is."""
         return self if path is None else self.model_copy(update={"path": str(path)})
 
+    def train_batches(self, samples: int) -> int:
+        """Batches in one epoch of so many samples.
+
+        A last one of a single sample is left out, because BatchNorm cannot normalise over one value
+        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay.
+        """
+        whole, rest = divmod(samples, self.batch_size)
+        return whole + (rest > 1 and not self.drop_last)
+
     @property
     def largest_batch(self) -> int:
         """Samples in the largest batch that can travel."""

@@ -1,4 +1,4 @@
-"""Imports go downward only (docs/architecture.md), and packages.toml lists every package."""
+"""Imports go downward only (docs/architecture.md), and pyproject.toml lists every package."""
 
 from __future__ import annotations
 

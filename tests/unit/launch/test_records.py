@@ -54,6 +54,8 @@ def test_steps_of_a_run(prepared: Prepared) -> None:
     assert steps(steps=10) == (8, 10)
     assert steps(steps=100) == (8, 32)
     assert steps(data=data.model_copy(update={"drop_last": True})) == (7, 28)
+    single = prepared.info.model_copy(update={"train_samples": 7 * data.batch_size + 1})
+    assert replace(prepared, info=single).batches_per_epoch == 7, "it cannot be normalised"
     unknown = prepared.info.model_copy(update={"train_samples": None})
     assert replace(prepared, info=unknown).total_steps is None
 
