@@ -10,7 +10,6 @@ from typing import Any
 from dni_runtime.errors import BuildError, DataError, ImageError
 from dni_runtime.image import apptainer, sif
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.image.definition import LABEL_PREFIX
 from dni_runtime.image.lock import LOCK_NAME, LockedImage, read_lock
 from dni_runtime.image.wheelhouse import sha256_file
 
@@ -166,33 +165,3 @@ def inspect_image(tool: Apptainer, image: Path) -> Inspected:
     except ValueError as error:
         raise ImageError(f"the spec in {image} is not JSON: {error}") from error
     return Inspected(image, labels, module)
-
-
-def require_module(
-    tool: Apptainer, image: Path, *, chain: str, module: str, module_hash: str
-) -> None:
-    """Make sure that an image holds a module as the chain file has it now.
-
-    Args:
-        tool: The container program.
-        image: The image.
-        chain: The chain's name.
-        module: The module's name.
-        module_hash: Its spec's hash.
-
-    Raises:
-        DataError: There is no such image.
-        ImageError: It holds something else, or another version of the module.
-    """
-    if not image.is_file():
-        raise DataError(f"{image} does not exist", hint="build it: dnictl build")
-    labels = sif.read_labels(tool, image)
-    expected = {"chain": chain, "module": module, "module-hash": module_hash}
-    for name, value in expected.items():
-        found = labels.get(name)
-        if found != value:
-            raise ImageError(
-                f"{image} is not the image of module {module!r} of chain {chain!r} as it is now: "
-                f"its label {LABEL_PREFIX}{name} is {found!r}, expected {value!r}",
-                hint="build the images again: dnictl build",
-            )
