@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import zmq
@@ -56,7 +56,17 @@ class Job:
         return _FIRST_PINGS if self.latency else self.window + 16
 
 
-class Source(Protocol):
+class End(Protocol):
+    """One of the two ends."""
+
+    def close(self) -> None:
+        """Close its socket."""
+
+
+Opened = TypeVar("Opened", bound=End)
+
+
+class Source(End, Protocol):
     """The sending end."""
 
     def send(self, label: int) -> None:
@@ -66,7 +76,7 @@ class Source(Protocol):
         """Wait until all that was sent has been taken."""
 
 
-class Sink(Protocol):
+class Sink(End, Protocol):
     """The receiving end."""
 
     address: str
@@ -235,7 +245,8 @@ def _close(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -
 
 
 @contextlib.contextmanager
-def opened(make: Any, *arguments: Any) -> Iterator[Any]:
+def opened(make: Callable[..., Opened], *arguments: Any) -> Iterator[Opened]:
+    """Make an end, and close it."""
     end = make(*arguments)
     try:
         yield end

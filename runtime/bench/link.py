@@ -29,6 +29,7 @@ from dni_runtime.bench.ends import (
     RawSource,
     Security,
     Sink,
+    Source,
     opened,
 )
 from dni_runtime.bench.spread import Spread, ratios
@@ -214,7 +215,7 @@ def _run(receiver: _Receiver, job: Job, seconds: float) -> dict[str, float]:
     job = replace(job, source_key=own.public.decode())
     address, sink_key = receiver.begin(job)
     keys = KnownKeys(own, {"sink": sink_key})
-    make = LinkSource if job.kind == "link" else RawSource
+    make: Callable[..., Source] = LinkSource if job.kind == "link" else RawSource
     with opened(make, job, address, keys) as source:
         if job.latency:
             for _ in range(job.discard + _PINGS):
@@ -326,7 +327,8 @@ def _serve() -> None:
         if job.address.startswith("ipc://"):
             Path(job.address.removeprefix("ipc://")).unlink(missing_ok=True)
         keys = KnownKeys(KeyPair.new(), {"source": job.source_key.encode()})
-        with opened(LinkSink if job.kind == "link" else RawSink, job, keys) as sink:
+        make: Callable[..., Sink] = LinkSink if job.kind == "link" else RawSink
+        with opened(make, job, keys) as sink:
             begun = {"address": sink.address, "public_key": keys.own.public.decode()}
             print(json.dumps(begun), flush=True)
             print(json.dumps(_receive(sink, job)), flush=True)
