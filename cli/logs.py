@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
+from dni_runtime.rundir import NewLines
 from dnictl.options import check_module, chosen_run, complete_runs, runs_option
 
 if TYPE_CHECKING:
@@ -38,30 +39,18 @@ class Line:
 
 
 class Follower:
-    """Reads a log's lines as they come, each once and whole."""
+    """Reads a log's lines as they come."""
 
     def __init__(self, path: Path, module: str, attempt: int) -> None:
         self.path = path
         self._module = module
         self._attempt = attempt
-        self._offset = 0
-        self._rest = b""
+        self._lines = NewLines(path)
         self._stamp = ""
 
     def new(self, *, all_of_it: bool = False) -> Iterator[Line]:
         """Lines that have been added; with ``all_of_it`` also one without its end."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if all_of_it and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
-        for line in lines:
+        for line in self._lines.read(all_of_it=all_of_it):
             text = line.decode(errors="replace")
             match = _STAMP.match(text)
             self._stamp = match[0] if match else self._stamp

@@ -248,6 +248,37 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+class NewLines:
+    """The lines that are added to a file, each once and whole.
+
+    Args:
+        path: The file, which may not be there yet.
+        last_bytes: Begin so many bytes before the end of what is there; None: at the beginning.
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        if last_bytes is not None and path.exists():
+            self._offset = max(path.stat().st_size - last_bytes, 0)
+
+    def read(self, *, all_of_it: bool = False) -> list[bytes]:
+        """What has been added since the last call; with ``all_of_it`` also a line without end."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if all_of_it and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+
 def complete_cuts(run: RunDir, modules: list[str]) -> list[int]:
     """Stream positions at which every module has a whole checkpoint, oldest first."""
     cuts = []

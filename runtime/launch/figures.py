@@ -12,7 +12,7 @@ from typing import Any
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm.job import JobRecord, read_state
 from dni_runtime.launch.state import RunState, WorkerPhase
-from dni_runtime.rundir import read_json
+from dni_runtime.rundir import NewLines, read_json
 
 _TAIL_BYTES = 1 << 18
 _LINK_COUNTS = ("missed", "replayed", "resent", "duplicates", "gaps")
@@ -169,23 +169,11 @@ class LineReader:
     """
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        self._path = path
-        self._offset = 0
-        self._rest = b""
-        if last_bytes is not None and path.exists():
-            self._offset = max(path.stat().st_size - last_bytes, 0)
+        self._lines = NewLines(path, last_bytes=last_bytes)
 
     def new(self) -> Iterator[dict[str, Any]]:
         """What has been added since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
+        for line in self._lines.read():
             try:
                 document = json.loads(line)
             except ValueError:
