@@ -223,9 +223,6 @@ def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
         click.echo(header + text)
 
 
-# --- helpers --------------------------------------------------------------------------------------
-
-
 def _module_builds(prepared: Prepared) -> list[ModuleBuild]:
     from dni_runtime import __version__
     from dni_runtime.image.layers import ModuleBuild

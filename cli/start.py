@@ -291,9 +291,6 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
         )
 
 
-# --- what they share ------------------------------------------------------------------------------
-
-
 def site_for(prepared: Prepared, backend: Wanted, images: Path, *, elsewhere: bool = False) -> Site:
     """What the host, or a cluster that shares its files, offers to a chain."""
     from dni_runtime.launch.host import check_host, exposure

@@ -221,9 +221,6 @@ def show_profile(name: str) -> None:
     click.echo(profile_files()[name].read_text(encoding="utf-8"), nl=False)
 
 
-# --- what they share ------------------------------------------------------------------------------
-
-
 def _request(
     root: Path,
     prepared: Prepared,

@@ -209,9 +209,6 @@ def check_images(
     return found
 
 
-# --- devices --------------------------------------------------------------------------------------
-
-
 def check_devices(
     chain: ChainSpec, workers: Sequence[WorkerSpec], backend: Backend, place: Place
 ) -> None:
@@ -260,9 +257,6 @@ def _devices_for_containers(kind: str, index: int, dev: Path = Path("/dev")) -> 
     if count == 0:
         return "this host has no NVIDIA GPU (no /dev/nvidia0)"
     return None if index < count else f"this host has {count} NVIDIA GPUs, numbered from 0"
-
-
-# --- InfiniBand -----------------------------------------------------------------------------------
 
 
 def infiniband_mounts(
