@@ -38,14 +38,9 @@ def conclude(record: Record, *, as_json: bool) -> None:
 
 def summary(figures: RunFigures) -> str:
     """One line on a run that has ended."""
-    from dnictl.show import duration, number, percent
+    from dnictl.show import chain_line, duration
 
-    parts = [f"{figures.run}: {figures.state}"]
+    took = ""
     if figures.started is not None:
-        parts[0] += f" after {duration((figures.ended or time.time()) - figures.started)}"
-    parts.append(f"epoch {figures.epoch or 0}/{figures.epochs}")
-    if figures.accuracy is not None:
-        parts.append(f"accuracy {percent(figures.accuracy)}")
-    if figures.samples_per_s is not None:
-        parts.append(f"{number(figures.samples_per_s)} samples/s")
-    return ", ".join(parts)
+        took = f" after {duration((figures.ended or time.time()) - figures.started)}"
+    return f"{figures.run}: {figures.state}{took}, {chain_line(figures)}"
