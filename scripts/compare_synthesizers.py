@@ -88,7 +88,7 @@ def products(steps: Sequence[ModuleStep], x_BX: Tensor, y_BY: Tensor) -> list[fl
             if not step.interface.pending and step.interface.trains:
                 step.interface.signal(x_BX, y_BY)
                 step.interface.learn(x_BX, y_BY, torch.randn_like(x_BX), measure=False)
-        shares.append(interface.get_total_flops() / module.get_total_flops())
+        shares.append(interface.get_total_flops() / max(module.get_total_flops(), 1))
     return shares
 
 
