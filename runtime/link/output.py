@@ -137,6 +137,11 @@ class OutputLink:
         return self._socket
 
     @property
+    def window(self) -> int:
+        """Most messages that may be unacknowledged."""
+        return self._sender.window.size
+
+    @property
     def room(self) -> bool:
         """Whether the window has room for another batch or marker."""
         return self._sender.window.room

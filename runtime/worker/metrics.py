@@ -14,13 +14,14 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
 from dni_runtime.errors import CheckpointError
+from dni_runtime.link import InputLink, LinkCounters, OutputLink
 from dni_runtime.rundir import RunDir, append_line, write_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.ledger import Counts
@@ -292,6 +293,23 @@ class LinkFigures:
     resent: int = 0
     duplicates: int = 0
     gaps: int = 0
+
+    @classmethod
+    def of(cls, input: InputLink | None, output: OutputLink | None, replayed: int) -> Self:
+        """The figures of the links that a worker has."""
+        up = LinkCounters() if input is None else input.counters
+        down = LinkCounters() if output is None else output.counters
+        return cls(
+            window=None if output is None else output.window,
+            in_flight=0 if output is None else output.in_flight,
+            gradients_dropped=up.gradients_dropped,
+            refused=dict(up.refused),
+            missed=down.missed,
+            replayed=replayed,
+            resent=down.resent,
+            duplicates=up.duplicates,
+            gaps=up.gaps,
+        )
 
 
 class _Reading(NamedTuple):

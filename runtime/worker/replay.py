@@ -8,9 +8,17 @@ downstream has had these batches, and has a buffer of its own.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
+from typing import Self
 
 from torch import Tensor
+
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.link import InputLink
+
+SILENT_S = 0.5
+"""An input that has been silent for so long may have lost its module."""
 
 
 class ReplayBuffer:
@@ -39,3 +47,51 @@ class ReplayBuffer:
             return None
         self.replayed += 1
         return self._random.choice(self._kept)
+
+
+class Replay:
+    """Trains a module again, as long as the module upstream is gone.
+
+    Args:
+        step: The module.
+        input: Its link from upstream.
+        size: How many batches to keep.
+    """
+
+    def __init__(self, step: ModuleStep, input: InputLink, size: int) -> None:
+        self._step = step
+        self._input = input
+        self._buffer = ReplayBuffer(size, step.spec.seed)
+        self._heard_s = time.monotonic()
+
+    @classmethod
+    def of(cls, step: ModuleStep, input: InputLink | None) -> Self | None:
+        """As the module's spec wants it; None where it does not, or where that is impossible."""
+        size = step.spec.links.replay
+        return cls(step, input, size) if size and input is not None and step.replays else None
+
+    @property
+    def count(self) -> int:
+        """Batches trained on again."""
+        return self._buffer.replayed
+
+    def heard(self) -> None:
+        """Something has come from upstream."""
+        self._heard_s = time.monotonic()
+
+    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+        """Keep a batch that the module has just been trained on."""
+        self._buffer.keep(x_BX, y_BY)
+
+    def train(self) -> bool:
+        """Train on one of the batches, if the module upstream is gone; tells whether it did."""
+        if time.monotonic() - self._heard_s < SILENT_S:
+            return False
+        if self._input.reaches_peer():
+            self.heard()  # it is there, and slow
+            return False
+        chosen = self._buffer.choose()
+        if chosen is None:
+            return False
+        self._step.replay(*chosen)
+        return True

@@ -8,7 +8,6 @@ from upstream all that can still be sent, and sends on what downstream may not h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,18 +102,18 @@ def document(
     ledger: Ledger,
     *,
     over: bool,
-    before: Iterable[tuple[int, Position]] = (),
     position: Position | None = None,
+    again: tuple[int, Position] | None = None,
 ) -> dict[str, Any]:
     """What :func:`begin` needs to know, beside the module's own state.
 
     Args:
-        start: Epochs are taken from here; the server keeps them up to date.
+        start: Epochs are taken from here: they are kept up to date.
         ledger: What has been counted.
         over: Whether the chain ends at this cut.
-        before: For the head: the oldest ids that it may have to send again, each with the position
-            before it.
         position: For the head: its position.
+        again: For the head: the oldest id that it may have to send again, and the position before
+            it.
     """
     counts = ledger.counts
     made: dict[str, Any] = {
@@ -127,9 +126,8 @@ def document(
     }
     if position is not None:
         made["position"] = position.to_dict()
-        for id, earlier in before:
-            made["again"] = {"id": id, "position": earlier.to_dict()}
-            break
+    if again is not None:
+        made["again"] = {"id": again[0], "position": again[1].to_dict()}
     return made
 
 

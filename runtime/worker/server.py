@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 
@@ -21,31 +20,22 @@ from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
+from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.head import Head
+from dni_runtime.worker.keeper import Keeper
+from dni_runtime.worker.leaving import Leaving
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, Meter
 from dni_runtime.worker.neighbours import Neighbours
-from dni_runtime.worker.replay import ReplayBuffer
-from dni_runtime.worker.resume import Start, document, note_mark
+from dni_runtime.worker.replay import Replay
+from dni_runtime.worker.resume import Start
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Item, Position
+from dni_runtime.worker.stream import Item
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 500
 """Longest sleep: metrics and the state file are refreshed in between."""
-
-REQUEST_AFTER_S = 1.0
-"""A module told to stop asks for a checkpoint only when the head has not made one by itself."""
-
-ASK_AGAIN_S = 5.0
-"""It asks again after so long: the request may have been lost with a module that died."""
-
-SNAPSHOT_SHARE = 0.02
-"""Copying the module's state for snapshots takes at most this share of the time."""
-
-SILENT_S = 0.5
-"""An input that has been silent for so long may have lost its module."""
 
 FLUSH_SLICE_S = 0.5
 """While it waits for downstream to have everything, a module looks around this often."""
@@ -93,34 +83,28 @@ class ModuleServer:
     ) -> None:
         self._step = step
         self._meter = meter
-        self._checkpoints = checkpoints
         self._stop = stop
-        self._stream = stream
         self._input = input
         self._output = output
         self._neighbours = neighbours if output is not None else None
         self._start = start
         self._ledger = ledger
-        self._next_id = start.first_id
-        self._position = start.position if input is None else None
-        # The head: positions before all that it may have to send again.
-        self._before: deque[tuple[int, Position]] = deque()
+        self._head: Head | None = None
+        if stream is not None:
+            self._head = Head(stream, start=start, ledger=ledger, meter=meter, output=output)
+        self._keeper = Keeper(
+            step, checkpoints, start=start, ledger=ledger, progress=meter.progress, head=self._head
+        )
+        self._leaving = Leaving(stop, meter, head=self._head, input=input)
         self._evaluation: Evaluation | None = None
         if ledger.counts.evaluation is not None:
             self._evaluation = Evaluation.of(step)
             self._evaluation.go_on_from(ledger.counts.evaluation)
-        self._wanted = Mark(0)
-        self._asked_s: float | None = None
-        self._told_all = False
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
-        self._snapshot_id = start.cut
-        self._snapshot_due_s = time.monotonic() + step.spec.snapshot_s
         self._goes_on_alone = step.spec.links.on_loss == "continue"
-        size = step.spec.links.replay if input is not None and step.replays else 0
-        self._replay = ReplayBuffer(size, step.spec.seed) if size else None
-        self._heard_s = time.monotonic()
+        self._replay = Replay.of(step, input)
         # Input that cannot be taken yet must not wake the loop up again and again.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
@@ -138,13 +122,16 @@ class ModuleServer:
             DataError: The head's data cannot be read.
         """
         while self._outcome is None:
-            self._collect()
             if self._stop():
-                self._heed_stop()
+                if self._leaving.heed():
+                    self._outcome = Outcome.STOPPED
+                    break
             elif self._meter.due(self._step):
                 self._write_metrics()
-                self._snapshot()
-            if self._outcome is not None or not self._may_take() or not self._take():
+                if self._draining is None:
+                    self._keeper.snapshot()
+            self._collect()
+            if self._outcome is None and not (self._may_take() and self._take()):
                 self._sleep()
         self._write_metrics()
         self._part()
@@ -160,7 +147,7 @@ class ModuleServer:
         if self._output is not None and not self._flush(self._output, left_s):
             log.warning("the module downstream has not acknowledged everything")
         if self._last is not None:
-            self._checkpoints.flush()
+            self._keeper.flush()
             self._ledger.processed(self._last.id)
             if self._input is not None:
                 self._input.ack(self._last.id)
@@ -192,48 +179,23 @@ class ModuleServer:
 
     def _take(self) -> bool:
         """Handle the next item, if there is one."""
-        if self._input is not None:
-            received = self._input.receive()
-            if received is None:
+        item: Batch | Marker | None
+        if self._head is not None:
+            item = self._head.next()
+        else:
+            assert self._input is not None
+            item = self._input.receive()
+            if item is None:
                 return False
             if self._replay is not None:
-                self._heard_s = time.monotonic()
-            if isinstance(received, Marker):
-                self._handle_marker(received)
-            else:
-                self._handle_batch(received, None)
-            return True
-        id = self._next_id
-        self._next_id += 1
-        assert self._position is not None
-        self._remember(id, self._position)
-        mark = self._start.marks.get(id)
-        # An id that a former process may have used stands for what it stood for then.
-        if mark is None and self._wanted and id > self._ledger.counts.id + self._start.again:
-            mark, self._wanted = self._wanted, Mark(0)
-            note_mark(self._meter.run, id, mark)
-        if mark is not None:
-            self._handle_marker(Marker(id, self._meter.progress.epoch, mark, {}))
-            return True
-        assert self._stream is not None
-        began = time.monotonic()
-        item = next(self._stream)
-        self._meter.waiting_s["data"] += time.monotonic() - began
-        if item.x_BX is None or item.y_BY is None:
-            self._position = item.position
-            self._handle_marker(Marker(id, item.epoch, item.mark, {}))
+                self._replay.heard()
+        if isinstance(item, Marker):
+            self._handle_marker(item)
         else:
-            self._handle_batch(Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY), item)
+            self._handle_batch(item)
         return True
 
-    def _remember(self, id: int, position: Position) -> None:
-        """Keep the positions of what a restarted head has to send again."""
-        self._before.append((id, position))
-        first = self._output.first if self._output is not None else id
-        while len(self._before) > 1 and self._before[0][0] < first:
-            self._before.popleft()
-
-    def _handle_batch(self, batch: Batch, item: Item | None) -> None:
+    def _handle_batch(self, batch: Batch) -> None:
         step, progress, ledger = self._step, self._meter.progress, self._ledger
         device = step.device
         x_BX = batch.h.to(device, non_blocking=True)
@@ -257,8 +219,6 @@ class ModuleServer:
             self._meter.count_loss(step.counters.loss)
             if self._replay is not None:
                 self._replay.keep(x_BX, y_BY)
-        if item is not None:
-            self._position = item.position
         progress.id, progress.epoch = batch.id, batch.epoch
         self._answer(batch.id, g_BX)
 
@@ -309,7 +269,7 @@ class ModuleServer:
                 g_BH = event.g.to(self._step.device, non_blocking=True)
                 g_BX = self._step.late_gradient(event.id, g_BH)
                 if g_BX is not None and self._input is not None:
-                    self._input.send_gradient(event.id, g_BX.to("cpu"), ack=self._acked)
+                    self._input.send_gradient(event.id, g_BX.to("cpu"), ack=self._meter.progress.id)
             elif isinstance(event, Drained):
                 if self._draining is not None and event.id >= self._draining.id:
                     self._give_up()
@@ -323,15 +283,11 @@ class ModuleServer:
         marker, self._draining = self._draining, None
         self._finish_marker(marker)
 
-    @property
-    def _acked(self) -> int:
-        return self._meter.progress.id
-
     def _ask_upstream(self) -> None:
         """Somebody wants a checkpoint: the head puts a marker into the stream."""
-        if self._input is None:
-            self._wanted |= Mark.CHECKPOINT
-        else:
+        if self._head is not None:
+            self._head.want(Mark.CHECKPOINT)
+        elif self._input is not None:
             self._input.request("checkpoint")
 
     def _handle_marker(self, marker: Marker) -> None:
@@ -355,8 +311,7 @@ class ModuleServer:
         if Mark.EVAL in mark and self._evaluation is not None:
             self._report_evaluation(marker.epoch)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
-            state = self._state(marker.id, over=Mark.END in mark)
-            self._checkpoints.write(marker.id, *state)
+            self._keeper.checkpoint(marker.id, over=Mark.END in mark)
         if mark & (Mark.END | Mark.STOP):
             self._last = marker
         else:
@@ -367,7 +322,7 @@ class ModuleServer:
                 self._input.ack(marker.id)
         if Mark.END in mark:
             self._outcome = Outcome.FINISHED
-        elif Mark.STOP in mark or (self._asked_s is not None and Mark.CHECKPOINT in mark):
+        elif Mark.STOP in mark or (self._leaving.asked and Mark.CHECKPOINT in mark):
             # Whoever has not asked waits a moment: when all are told to stop, STOP comes.
             self._outcome = Outcome.STOPPED
 
@@ -383,101 +338,19 @@ class ModuleServer:
             ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
         )
 
-    def _snapshot(self) -> None:
-        """Keep the module's own state for its restart, where that is due and costs little."""
-        spec, id, now_s = self._step.spec, self._meter.progress.id, time.monotonic()
-        if not spec.snapshot_s or now_s < self._snapshot_due_s or self._checkpoints.busy:
-            return
-        if id <= self._snapshot_id or self._draining is not None:
-            return
-        self._checkpoints.write_snapshot(id, *self._state(id))
-        self._snapshot_id = id
-        took_s = time.monotonic() - now_s
-        self._snapshot_due_s = now_s + max(spec.snapshot_s, took_s / SNAPSHOT_SHARE)
-
-    def _state(self, cut: int, *, over: bool = False) -> State:
-        tensors, own = snapshot(self._step)
-        self._start.epoch = self._meter.progress.epoch
-        before = self._before if self._output is None else _from(self._before, self._output.first)
-        return tensors, own | document(
-            self._start, self._ledger, over=over, before=before, position=self._position
-        )
-
-    def _heed_stop(self) -> None:
-        self._stop.drain()
-        if self._meter.state == "running":
-            log.info("told to stop: leaving at the next checkpoint")
-            self._meter.set_state("stopping")
-            if self._input is None:
-                self._wanted |= Mark.CHECKPOINT
-        if self._input is None:
-            if self._stop.alone:
-                self._asked_s = self._stop.age_s
-            elif not self._told_all:
-                self._told_all = True
-                self._wanted |= Mark.CHECKPOINT | Mark.STOP
-        else:
-            self._ask_for_a_checkpoint(self._input)
-        if self._stop.age_s > self._step.spec.stop_grace_s:
-            log.warning(
-                "no checkpoint marker within %.0f s: leaving without one (the last stays)",
-                self._step.spec.stop_grace_s,
-            )
-            self._outcome = Outcome.STOPPED
-
-    def _ask_for_a_checkpoint(self, input: InputLink) -> None:
-        age_s = self._stop.age_s
-        due_s = 0.0 if self._stop.alone else REQUEST_AFTER_S
-        if self._asked_s is not None:
-            due_s = self._asked_s + ASK_AGAIN_S
-        if age_s > due_s:
-            self._asked_s = age_s
-            input.request("checkpoint")
-
     def _write_metrics(self) -> None:
-        input, output = self._input, self._output
-        links = LinkFigures(
-            window=None if output is None else self._step.spec.links.window,
-            in_flight=0 if output is None else output.in_flight,
-            gradients_dropped=0 if input is None else input.counters.gradients_dropped,
-            refused={} if input is None else dict(input.counters.refused),
-            missed=0 if output is None else output.counters.missed,
-            replayed=0 if self._replay is None else self._replay.replayed,
-            resent=0 if output is None else output.counters.resent,
-            duplicates=0 if input is None else input.counters.duplicates,
-            gaps=0 if input is None else input.counters.gaps,
-        )
-        self._meter.write(self._step, links)
+        replayed = 0 if self._replay is None else self._replay.count
+        self._meter.write(self._step, LinkFigures.of(self._input, self._output, replayed))
 
     def _sleep(self) -> None:
-        if self._outcome is not None:
-            return
-        if self._may_take() and self._train_again():
+        may_take = self._may_take()
+        if may_take and self._replay is not None and not self._stop() and self._replay.train():
             return
         began = time.monotonic()
-        if self._may_take():
+        if may_take:
             reason, poller = "input", self._any_poller
         else:
             full = self._output is not None and not self._output.room
             reason, poller = "window" if full else "gradient", self._output_poller
         poller.poll(POLL_MS)
         self._meter.waiting_s[reason] += time.monotonic() - began
-
-    def _train_again(self) -> bool:
-        """Train on a batch of the replay buffer, where the module upstream is gone."""
-        if self._replay is None or self._input is None or self._stop():
-            return False
-        if time.monotonic() - self._heard_s < SILENT_S:
-            return False
-        if self._input.reaches_peer():
-            self._heard_s = time.monotonic()  # it is there, and slow
-            return False
-        chosen = self._replay.choose()
-        if chosen is None:
-            return False
-        self._step.replay(*chosen)
-        return True
-
-
-def _from(before: deque[tuple[int, Position]], first: int) -> Iterator[tuple[int, Position]]:
-    return (entry for entry in before if entry[0] >= first)

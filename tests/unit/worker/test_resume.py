@@ -59,9 +59,9 @@ def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, ste
         next(made.layers.parameters()).fill_(cut or snapshot)
     ledger = Ledger(run.root / "unused", Counts(id=cut or snapshot, step=step))
     position = Position(epoch=2, batch=step) if spec.head else None
-    before = [(cut or snapshot, Position(epoch=2, batch=step - 1))] if spec.head else []
+    again = (cut or snapshot, Position(epoch=2, batch=step - 1)) if spec.head else None
     tensors, own = checkpoint.snapshot(made)
-    own |= document(Start(epoch=2), ledger, over=False, before=before, position=position)
+    own |= document(Start(epoch=2), ledger, over=False, position=position, again=again)
     ledger.close()
     writer = checkpoint.CheckpointWriter(run, spec.module, ["a", "b", "c"], 2, pytest.fail)
     (writer.write if cut else writer.write_snapshot)(cut or snapshot, tensors, own)

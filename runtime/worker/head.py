@@ -1,0 +1,90 @@
+"""The head's end of the stream: it numbers what travels, and knows what it may have to repeat."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from dni_runtime.link import Batch, Marker, OutputLink
+from dni_runtime.wire import Mark
+from dni_runtime.worker.ledger import Ledger
+from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.resume import Start, note_mark
+from dni_runtime.worker.stream import NOTHING, Item, Position
+
+
+class Head:
+    """Gives the head its batches and markers, as the link from upstream does for other modules.
+
+    Args:
+        stream: What travels, from the start's position on.
+        start: Where the head begins.
+        ledger: What it has processed in the whole run.
+        meter: Gets the time spent waiting for data.
+        output: The link to downstream; None in a chain of one module.
+
+    Attributes:
+        position: Where the stream goes on after what was given last.
+    """
+
+    def __init__(
+        self,
+        stream: Iterator[Item],
+        *,
+        start: Start,
+        ledger: Ledger,
+        meter: Meter,
+        output: OutputLink | None,
+    ) -> None:
+        self.position = start.position
+        self._stream = stream
+        self._start = start
+        self._ledger = ledger
+        self._meter = meter
+        self._output = output
+        self._next_id = start.first_id
+        self._wanted = NOTHING
+        self._before: deque[tuple[int, Position]] = deque()
+
+    def want(self, mark: Mark) -> None:
+        """Have a marker put into the stream as soon as possible."""
+        self._wanted |= mark
+
+    def next(self) -> Batch | Marker:
+        """The next one, numbered.
+
+        Raises:
+            DataError: The data cannot be read.
+        """
+        id = self._next_id
+        self._next_id += 1
+        self._remember(id)
+        mark = self._start.marks.get(id)
+        # An id that a former process may have used stands for what it stood for then.
+        if mark is None and self._wanted and id > self._ledger.counts.id + self._start.again:
+            mark, self._wanted = self._wanted, NOTHING
+            note_mark(self._meter.run, id, mark)
+        if mark is not None:
+            return Marker(id, self._meter.progress.epoch, mark, {})
+        began = time.monotonic()
+        item = next(self._stream)
+        self._meter.waiting_s["data"] += time.monotonic() - began
+        self.position = item.position
+        if item.x_BX is None or item.y_BY is None:
+            return Marker(id, item.epoch, item.mark, {})
+        return Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY)
+
+    def oldest(self) -> tuple[int, Position] | None:
+        """The oldest id that may have to be sent again, and the position before it."""
+        self._forget()
+        return self._before[0] if self._before else None
+
+    def _remember(self, id: int) -> None:
+        self._before.append((id, self.position))
+        self._forget()
+
+    def _forget(self) -> None:
+        first = self._next_id if self._output is None else self._output.first
+        while self._before and self._before[0][0] < first:
+            self._before.popleft()

@@ -1,0 +1,80 @@
+"""When a module's state is kept: at the cuts of its chain, and now and then for its own restart."""
+
+from __future__ import annotations
+
+import time
+
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
+from dni_runtime.worker.head import Head
+from dni_runtime.worker.ledger import Ledger
+from dni_runtime.worker.metrics import Progress
+from dni_runtime.worker.resume import Start, document
+
+SNAPSHOT_SHARE = 0.02
+"""Copying the module's state for snapshots takes at most this share of the time."""
+
+
+class Keeper:
+    """Copies a module's state and has it written.
+
+    Args:
+        step: The module.
+        writer: Writes it.
+        start: Where the module began, and the epochs that have ended since.
+        ledger: What it has processed in the whole run.
+        progress: How far it is.
+        head: The head's end of the stream; None for other modules.
+    """
+
+    def __init__(
+        self,
+        step: ModuleStep,
+        writer: CheckpointWriter,
+        *,
+        start: Start,
+        ledger: Ledger,
+        progress: Progress,
+        head: Head | None,
+    ) -> None:
+        self._step = step
+        self._writer = writer
+        self._start = start
+        self._ledger = ledger
+        self._progress = progress
+        self._head = head
+        self._newest = start.cut
+        self._due_s = time.monotonic() + step.spec.snapshot_s
+
+    def checkpoint(self, cut: int, *, over: bool) -> None:
+        """Keep the module's part of a cut.
+
+        Args:
+            cut: Its position.
+            over: Whether the chain ends there.
+        """
+        self._writer.write(cut, *self._state(over=over))
+
+    def snapshot(self) -> None:
+        """Keep the module's own state for its restart, where that is due and costs little."""
+        every_s, id, now_s = self._step.spec.snapshot_s, self._progress.id, time.monotonic()
+        if not every_s or now_s < self._due_s or self._writer.busy or id <= self._newest:
+            return
+        self._writer.write_snapshot(id, *self._state(over=False))
+        self._newest = id
+        took_s = time.monotonic() - now_s
+        self._due_s = now_s + max(every_s, took_s / SNAPSHOT_SHARE)
+
+    def flush(self) -> None:
+        """Wait until all that was kept is on disk, or has failed."""
+        self._writer.flush()
+
+    def _state(self, *, over: bool) -> State:
+        tensors, own = snapshot(self._step)
+        self._start.epoch = self._progress.epoch
+        position = again = None
+        if self._head is not None:
+            position, again = self._head.position, self._head.oldest()
+        return tensors, own | document(
+            self._start, self._ledger, over=over, position=position, again=again
+        )

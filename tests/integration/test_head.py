@@ -1,0 +1,91 @@
+"""The head's end of the stream: numbers, markers that are asked for, what has to come again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dni_runtime.link import Batch, Marker, OutputLink
+from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.wire import Mark
+from dni_runtime.worker.head import Head
+from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.resume import Start
+from dni_runtime.worker.stream import Item, Position
+from tests.conftest import MakeSpec
+
+X, Y = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+RETAIN = 2
+
+
+@pytest.fixture
+def output(make_spec: MakeSpec) -> Iterator[OutputLink]:
+    with OutputLink(make_spec(retain=RETAIN), run="run") as link:
+        yield link
+
+
+def at(batch: int) -> Position:
+    return Position(batch=batch, step=batch)
+
+
+def head(
+    tmp_path: Path, make_spec: MakeSpec, output: OutputLink | None, start: Start, had: int = 0
+) -> Head:
+    """A head whose stream is nothing but batches, and which has processed some before."""
+    run = RunDir(tmp_path)
+    run.create()
+    ledger = Ledger(tmp_path / "ledger", Counts(id=had))
+    ledger.close()
+    first = start.position.batch + 1
+    stream = (Item(1, at(n), x_BX=X, y_BY=Y) for n in range(first, 100))
+    meter = Meter(run, make_spec(), 1)
+    return Head(stream, start=start, ledger=ledger, meter=meter, output=output)
+
+
+def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSpec) -> None:
+    made = head(tmp_path, make_spec, None, Start())
+    assert isinstance(made.next(), Batch)
+    made.want(Mark.CHECKPOINT)
+    made.want(Mark.STOP)
+    assert made.next() == Marker(2, 0, Mark.CHECKPOINT | Mark.STOP, {})
+    assert made.position == at(1)
+    batch = made.next()
+    assert isinstance(batch, Batch)
+    assert (batch.id, made.position) == (3, at(2))
+    written = list(read_lines(RunDir(tmp_path).marks))
+    assert written == [{"id": 2, "mark": int(Mark.CHECKPOINT | Mark.STOP)}]
+
+
+def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec) -> None:
+    """What it is asked for waits until ids come that nobody has had."""
+    start = Start(cut=3, again=True, first_id=3, position=at(2), marks={4: Mark.CHECKPOINT})
+    made = head(tmp_path, make_spec, None, start, had=5)
+    made.want(Mark.STOP)
+    given = [made.next() for _ in range(5)]
+    assert [one.id for one in given] == [3, 4, 5, 6, 7]
+    marks = [one.mark if isinstance(one, Marker) else None for one in given]
+    assert marks == [None, Mark.CHECKPOINT, None, None, Mark.STOP]
+
+
+def test_it_remembers_what_it_may_have_to_send_again(
+    tmp_path: Path, make_spec: MakeSpec, output: OutputLink
+) -> None:
+    made = head(tmp_path, make_spec, output, Start())
+    for _ in range(4):
+        batch = made.next()
+        assert isinstance(batch, Batch)
+        output.send_batch(batch.id, batch.epoch, batch.mode, batch.h, batch.y)
+    assert made.oldest() == (1, at(0))
+    output.dismiss()  # acknowledges everything; some is kept for a neighbour that restarts
+    assert made.oldest() == (3, at(2))
+
+
+def test_without_a_neighbour_nothing_comes_again(tmp_path: Path, make_spec: MakeSpec) -> None:
+    made = head(tmp_path, make_spec, None, Start())
+    for _ in range(4):
+        made.next()
+    assert made.oldest() is None
