@@ -13,7 +13,7 @@ import pytest
 import torch
 import zmq
 
-from dni_runtime.link import InputLink, OutputLink
+from dni_runtime.link import Batch, InputLink, Marker, OutputLink
 from dni_runtime.link.keys import KeyPair, KnownKeys
 from dni_runtime.spec import WorkerSpec
 
@@ -97,6 +97,24 @@ class Links:
         while not condition():
             assert time.monotonic() < end_s, f"not in {DEADLINE_S:g} s: {what}"
             time.sleep(0.001)
+
+    @staticmethod
+    def collect(
+        input: InputLink, count: int, *, output: OutputLink | None = None
+    ) -> list[Batch | Marker]:
+        """The next messages of the stream; an output end does meanwhile what it has to."""
+        got: list[Batch | Marker] = []
+
+        def done() -> bool:
+            if output is not None:
+                output.receive()
+            item = input.receive()
+            if item is not None:
+                got.append(item)
+            return len(got) == count
+
+        Links.until(done, f"{count} messages")
+        return got
 
     @staticmethod
     def tensors(id: int, samples: int = 2) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,11 +22,9 @@ def drive(links: Any, output: Any, input: Any, ids: range) -> None:
     """Send batches and take them, with their gradients."""
     for id in ids:
         output.send_batch(id, 0, Mode.TRAIN, *links.tensors(id))
-        got: list[Any] = []
-        links.until(lambda got=got: bool(got.append(input.receive()) or got[-1]), f"batch {id}")
-        assert got[-1].id == id
-        assert got[-1].h[0, 0] == id
-        input.send_gradient(id, got[-1].h, id)
+        (got,) = links.collect(input, 1)
+        assert (got.id, got.h[0, 0]) == (id, id)
+        input.send_gradient(id, got.h, id)
         links.until(lambda: bool(output.receive()), f"gradient {id}")
 
 
@@ -140,12 +138,7 @@ def test_a_restarted_neighbour_has_the_same_key(links: Any) -> None:
     again = links.input(keys=keys[1], links=CURVE, received=4)
     again.bind(address)
     output.send_batch(5, 0, Mode.TRAIN, *links.tensors(5))
-
-    def step() -> bool:
-        output.receive()
-        return again.receive() is not None
-
-    links.until(step, "batch 5 at the restarted module")
+    assert links.collect(again, 1, output=output)[0].id == 5
 
 
 def test_a_link_that_moves_to_another_address_and_key(links: Any) -> None:

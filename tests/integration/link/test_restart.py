@@ -29,10 +29,9 @@ def stands(output: OutputLink, input: InputLink) -> Callable[[], bool]:
 
 def test_a_lost_neighbour_is_noticed_and_found_elsewhere(links: Links, address: str) -> None:
     output, input, actual = links.pair(address, retain=2)
-    got = []
     for id in (1, 2, 3):
         output.send_batch(id, 1, Mode.TRAIN, H, Y)
-        links.until(lambda: bool(got.append(input.receive()) or got[-1]), "it has come")
+        links.collect(input, 1)
         input.ack(id)
     links.until(lambda: bool(output.receive() or not output.in_flight), "acknowledged")
     assert not output.lost
@@ -47,17 +46,7 @@ def test_a_lost_neighbour_is_noticed_and_found_elsewhere(links: Links, address: 
     links.shake(output, again, elsewhere)
     assert not output.lost
     assert again.received == 1  # what upstream retains comes again
-    ids = []
-
-    def take() -> bool:
-        output.receive()
-        item = again.receive()
-        if item is not None:
-            ids.append(item.id)
-        return len(ids) == 3
-
-    links.until(take, "three messages")
-    assert ids == [2, 3, 4]
+    assert [item.id for item in links.collect(again, 3, output=output)] == [2, 3, 4]
     assert again.counters.gaps == 0
 
 
@@ -67,7 +56,7 @@ def test_moving_to_the_same_place_connects_anew(links: Links, address: str) -> N
     assert output.lost
     links.until(stands(output, input), "it stands")
     output.send_mark(1, 1, Mark.EPOCH)
-    links.until(lambda: input.receive() is not None, "it has come")
+    links.collect(input, 1)
 
 
 def test_one_that_has_finished_takes_everything(links: Links) -> None:

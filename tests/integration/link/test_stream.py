@@ -24,20 +24,6 @@ from dni_runtime.spec import LinksSpec, TensorSpec
 from dni_runtime.wire import Mark, Mode
 
 
-def receive(links: Any, input: Any) -> Any:
-    """The next message of the stream."""
-    got: list[Any] = []
-
-    def take() -> bool:
-        item = input.receive()
-        if item is not None:
-            got.append(item)
-        return bool(got)
-
-    links.until(take, "a message")
-    return got[0]
-
-
 def events(links: Any, output: Any, count: int) -> list[Any]:
     """So many events from downstream."""
     got: list[Any] = []
@@ -57,7 +43,7 @@ def test_the_stream_comes_as_it_was_sent(links: Any, address: str) -> None:
     output.send_batch(1, 3, Mode.TRAIN, h, y)
     output.send_batch(2, 3, Mode.EVAL, h[:5], y[:5])
     output.send_mark(3, 3, Mark.EPOCH | Mark.CHECKPOINT, {"step": 7})
-    first, second, third = (receive(links, input) for _ in range(3))
+    first, second, third = links.collect(input, 3)
     assert isinstance(first, Batch)
     assert (first.id, first.epoch, first.mode) == (1, 3, Mode.TRAIN)
     assert torch.equal(first.h, h)
@@ -70,8 +56,7 @@ def test_the_stream_comes_as_it_was_sent(links: Any, address: str) -> None:
 def test_what_goes_up(links: Any, address: str) -> None:
     output, input, _ = links.pair(address)
     send(links, output, 1, 2)
-    receive(links, input)
-    receive(links, input)
+    links.collect(input, 2)
     g = torch.randn(2, 4)
     input.send_gradient(1, g, 1)
     input.send_drained(3)
@@ -97,7 +82,7 @@ def test_large_tensors_of_narrow_type(links: Any, address: str) -> None:
     )
     h = torch.randn(8, 512, 64)
     output.send_batch(1, 0, Mode.TRAIN, h, torch.arange(8))
-    batch = receive(links, input)
+    (batch,) = links.collect(input, 1)
     assert batch.h.dtype is torch.float32
     assert torch.equal(batch.h, h.to(torch.bfloat16).float())
     input.send_gradient(1, h, 1)
@@ -116,7 +101,7 @@ def test_quantized_tensors(links: Any, address: str, down: Any, up: Any) -> None
     given = h.clone()
     for id, mode in ((1, Mode.TRAIN), (2, Mode.EVAL)):
         output.send_batch(id, 0, mode, h, torch.arange(8))
-        batch = receive(links, input)
+        (batch,) = links.collect(input, 1)
         assert torch.equal(batch.h, rounded(h, down))
         assert torch.equal(batch.y, torch.arange(8))
     input.send_gradient(1, h, 1)
@@ -142,8 +127,7 @@ def test_the_window_bounds_what_is_in_flight(links: Any, address: str) -> None:
     assert output.in_flight == 4
     with pytest.raises(ValueError, match="id 5 does not fit"):
         send(links, output, 5)
-    for _ in range(3):
-        receive(links, input)
+    links.collect(input, 3)
     output.receive()
     assert not output.room  # received is not processed
     input.ack(2)
@@ -155,7 +139,7 @@ def test_without_wanted_gradients_only_acknowledgements_travel(links: Any, addre
     output, input = links.output(gradients_in=0), links.input(gradients_out=0)
     links.shake(output, input, input.bind(address))
     send(links, output, 1)
-    receive(links, input)
+    links.collect(input, 1)
     input.send_gradient(1, torch.zeros(2, 4), 1)
     assert output.flush(links.DEADLINE_S)
     assert output.receive() == []
@@ -168,7 +152,7 @@ def test_the_poller_wakes_both_ends(links: Any, address: str) -> None:
     assert not poller.poll(10)
     send(links, output, 1)
     assert poller.poll(links.DEADLINE_S * 1000)
-    receive(links, input)
+    links.collect(input, 1)
     poller = zmq.Poller()
     poller.register(output.socket, zmq.POLLIN)
     output.receive()
@@ -251,7 +235,7 @@ def test_waiting_can_be_interrupted(links: Any, address: str, tmp_path: Path) ->
 def test_flush_has_a_deadline_and_keeps_events(links: Any, address: str) -> None:
     output, input, _ = links.pair(address)
     send(links, output, 1, 2)
-    receive(links, input)
+    links.collect(input, 1)
     input.send_gradient(1, torch.ones(2, 4), 1)
     assert not output.flush(0.3)
     (gradient,) = output.receive()
@@ -261,25 +245,17 @@ def test_flush_has_a_deadline_and_keeps_events(links: Any, address: str) -> None
 def test_a_restarted_receiver_gets_what_is_not_acknowledged(links: Any, address: str) -> None:
     output, input, actual = links.pair(address)
     send(links, output, 1, 2, 3)
-    assert [receive(links, input).id for _ in range(3)] == [1, 2, 3]
+    assert [item.id for item in links.collect(input, 3)] == [1, 2, 3]
     input.ack(1)
     links.until(lambda: not output.receive() and output.in_flight == 2, "the acknowledgement")
     input.close()
     send(links, output, 4)  # into the void
     again = links.input(received=1)
     links.until(lambda: bool(again.bind(actual)), "the address")
-    got: list[int] = []
-
-    def drive() -> bool:
-        output.receive()
-        item = again.receive()
-        if item is not None:
-            assert item.h[0, 0] == item.id
-            got.append(item.id)
-            again.ack(item.id)
-        return got == [2, 3, 4] and output.in_flight == 0
-
-    links.until(drive, "the rest of the stream")
+    got = links.collect(again, 3, output=output)
+    assert [(item.id, item.h[0, 0]) for item in got] == [(2, 2), (3, 3), (4, 4)]
+    again.ack(4)
+    assert output.flush(links.DEADLINE_S)
     assert output.counters.resent >= 2
     assert again.counters.duplicates == again.counters.gaps == 0
 
@@ -290,13 +266,13 @@ def test_a_receiver_that_restarts_elsewhere(links: Any) -> None:
     input.close()
     again = links.input()
     links.shake(output, again, again.bind("tcp://127.0.0.1:*"))
-    assert receive(links, again).id == 1
+    assert links.collect(again, 1)[0].id == 1
 
 
 def test_a_restarted_sender_does_not_repeat(links: Any, address: str) -> None:
     output, input, actual = links.pair(address)
     send(links, output, 1, 2)
-    assert [receive(links, input).id for _ in range(2)] == [1, 2]
+    assert [item.id for item in links.collect(input, 2)] == [1, 2]
     input.ack(2)
     output.close()
     again = links.output(next_id=2)  # from a checkpoint at 1
@@ -315,7 +291,7 @@ def test_a_restarted_sender_does_not_repeat(links: Any, address: str) -> None:
         done.set()
         thread.join()
     send(links, again, 2, 3)
-    assert receive(links, input).id == 3
+    assert links.collect(input, 1)[0].id == 3
     assert again.in_flight == 1
 
 
@@ -323,17 +299,17 @@ def test_duplicates_that_travel_are_dropped(links: Any, address: str) -> None:
     """A sender that sends all again, as after a connection that died before the ack came."""
     output, input, _ = links.pair(address)
     send(links, output, 1, 2)
-    assert [receive(links, input).id for _ in range(2)] == [1, 2]
+    assert [item.id for item in links.collect(input, 2)] == [1, 2]
     output._sender.window.rewind(0)
     send(links, output, 3)
-    assert receive(links, input).id == 3
+    assert links.collect(input, 1)[0].id == 3
     assert input.counters.duplicates == 2
 
 
 def test_the_last_acknowledgement_outlives_the_connection(links: Any, address: str) -> None:
     output, input, _ = links.pair(address)
     output.send_mark(1, 0, Mark.END)
-    receive(links, input)
+    links.collect(input, 1)
     input.send_drained(1)
     input.ack(1)
 
@@ -358,7 +334,7 @@ def test_nobody_waits_for_a_neighbour_that_is_gone(links: Any, address: str) -> 
 def test_gradients_for_nobody_are_dropped_and_counted(links: Any, address: str) -> None:
     output, input, _ = links.pair(address)
     send(links, output, 1)
-    receive(links, input)
+    links.collect(input, 1)
     output.close()
 
     def dropped() -> bool:
@@ -372,7 +348,7 @@ def test_gradients_for_a_slow_peer_are_dropped_and_counted(links: Any, address: 
     big = TensorSpec(shape=(1 << 16,), dtype="float32")
     output, input, _ = links.pair(address, input=big, output=big)
     output.send_batch(1, 0, Mode.TRAIN, torch.zeros(8, 1 << 16), torch.zeros(8, dtype=torch.int64))
-    receive(links, input)
+    links.collect(input, 1)
     g = torch.zeros(8, 1 << 16)
     began_s = time.monotonic()
     for _ in range(100):  # 200 MB that nobody reads
@@ -485,8 +461,7 @@ def test_a_waiting_sender_is_woken_by_a_reconnection(links: Any) -> None:
     try:
         links.shake(output, input, relay.address)
         send(links, output, 1, 2, 3, 4)
-        for _ in range(4):
-            receive(links, input)
+        links.collect(input, 4)
         output.receive()
         poller = zmq.Poller()
         poller.register(output.socket, zmq.POLLIN)
@@ -539,14 +514,4 @@ def test_a_killed_receiver_leaves_an_address_that_can_be_used_again(
     assert os.path.exists(f"{tmp_path}/tail.sock")
     input = links.input(received=2)
     input.bind(address)
-    got: list[int] = []
-
-    def drive() -> bool:
-        output.receive()
-        item = input.receive()
-        if item is not None:
-            got.append(item.id)
-        return len(got) == 2
-
-    links.until(drive, "what was not acknowledged")
-    assert got == [3, 4]
+    assert [item.id for item in links.collect(input, 2, output=output)] == [3, 4]
