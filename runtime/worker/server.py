@@ -122,13 +122,13 @@ class ModuleServer:
             DataError: The head's data cannot be read.
         """
         while self._outcome is None:
-            if self._stop():
-                if self._leaving.heed():
-                    self._outcome = Outcome.STOPPED
-                    break
-            elif self._meter.due(self._step):
+            stopping = self._stop()
+            if stopping and self._leaving.heed():
+                self._outcome = Outcome.STOPPED
+                break
+            if self._meter.due(self._step):
                 self._write_metrics()
-                if self._draining is None:
+                if not stopping and self._draining is None:
                     self._keeper.snapshot()
             self._collect()
             if self._outcome is None and not (self._may_take() and self._take()):
