@@ -93,7 +93,7 @@ class Dialer:
             Whether that is another address, or another key, than before.
 
         Raises:
-            UnavailableError: That is no address.
+            DataError: That is no address, or the key is none.
         """
         if (address, server_key) == (self.address, self._server_key):
             return False

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 import zmq
+from zmq.utils import z85
 
 from dni_runtime.errors import DataError, UnavailableError
 from dni_runtime.rundir import RunDir, write_atomic
 
-_Z85_CHARS = 40
+_Z85_CHARS, _KEY_BYTES = 40, 32
 _FILE_BYTES = 1024  # more than a key file ever has
 
 
@@ -187,9 +188,12 @@ def public(run: RunDir, module: str) -> bytes | None:
         key = _read(path).removesuffix(b"\n")
     except FileNotFoundError:
         return None
-    if len(key) != _Z85_CHARS:
-        raise _damaged(path)
-    return key
+    try:
+        if len(z85.decode(key)) == _KEY_BYTES:
+            return key
+    except (KeyError, ValueError):  # a character that is not Z85's, or too few of them
+        pass
+    raise _damaged(path)
 
 
 def remove(run: RunDir, module: str | None = None) -> None:

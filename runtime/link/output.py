@@ -194,6 +194,7 @@ class OutputLink:
             EncryptionError: It refused our key, has another one, or only one end encrypts; raised
                 when the time is over, because keys and addresses may appear late.
             UnavailableError: It did not answer in time.
+            DataError: That is no address, or the key is none.
             StoppedError: ``stop`` said so.
         """
         if self._dialer.dial(address, server_key):
@@ -227,7 +228,7 @@ class OutputLink:
             server_key: Its public key, where the link is encrypted (default: the keyring's).
 
         Raises:
-            UnavailableError: That is no address.
+            DataError: That is no address, or the key is none.
         """
         if not self._dialer.dial(address, server_key):
             self._dialer.dial_again()

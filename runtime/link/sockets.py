@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from dni_runtime.errors import UnavailableError, WorkerError
+from dni_runtime.errors import DataError, UnavailableError, WorkerError
 from dni_runtime.link import socketfile
 from dni_runtime.link.keys import KeyPair
 from dni_runtime.wire import Buffer
@@ -108,10 +108,20 @@ def encrypt_input(socket: Socket, own: KeyPair) -> None:
 
 
 def encrypt_output(socket: Socket, own: KeyPair, server: bytes) -> None:
-    """Let a socket connect by CURVE to whoever has a key, and to nobody else."""
+    """Let a socket connect by CURVE to whoever has a key, and to nobody else.
+
+    Raises:
+        DataError: That is no key.
+    """
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
-    socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+    try:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+    except zmq.ZMQError:
+        raise DataError(
+            f"the neighbour's public key {server.decode(errors='replace')!r} is damaged",
+            hint="restart the module downstream: it publishes its key again",
+        ) from None
 
 
 def leave_plain(socket: Socket) -> None:
@@ -164,13 +174,13 @@ def connect(socket: Socket, address: str) -> None:
     """Start to connect; ZeroMQ goes on trying until it succeeds.
 
     Raises:
-        UnavailableError: That is no address.
+        DataError: That is no address.
     """
     _allow_ipv6(socket, address)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
-        raise UnavailableError(
+        raise DataError(
             f"cannot connect to {address!r}: {error.strerror}",
             hint="an address is ipc://PATH or tcp://IP:PORT",
         ) from None

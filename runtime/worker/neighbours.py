@@ -70,6 +70,7 @@ class Neighbours:
         Raises:
             UnavailableError: It has not answered in time, and nobody is about to start it again.
             EncryptionError: It has, and does not fit.
+            DataError: Its address, or its key, is none.
         """
         spec = self._spec
         assert spec.downstream is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.errors import SpecError, UnavailableError
+from dni_runtime.errors import DataError, SpecError, UnavailableError
 from dni_runtime.link import address as address_module
 from dni_runtime.link import check_address, encrypted, listen_address
 from dni_runtime.link.address import addresses
@@ -184,7 +184,7 @@ def test_an_address_that_this_machine_does_not_have(links: Any) -> None:
 def test_what_is_no_address(links: Any, address: str) -> None:
     with pytest.raises(UnavailableError, match="cannot listen on"):
         links.input().bind(address)
-    with pytest.raises(UnavailableError, match="cannot connect to"):
+    with pytest.raises(DataError, match="cannot connect to"):
         links.output().connect(address, deadline_s=1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.errors import EncryptionError, UnavailableError
+from dni_runtime.errors import DataError, EncryptionError, UnavailableError
 from dni_runtime.link.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mode
@@ -199,3 +199,13 @@ def test_no_thread_is_left(links: Any) -> None:
     while threading.active_count() > before:
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("key", [b"short", b"x" * 41, b"~" * 40])
+def test_a_damaged_public_key_of_a_neighbour(links: Any, key: bytes) -> None:
+    """As in an endpoint record that somebody has edited."""
+    stem, _ = two_rings()
+    with pytest.raises(DataError, match="is damaged"):
+        links.output(keys=stem, links=CURVE).connect(
+            "tcp://127.0.0.1:5000", deadline_s=1, server_key=key
+        )

@@ -148,6 +148,15 @@ def test_a_damaged_file(run: RunDir, content: bytes) -> None:
         keys.load(run, "tail")
 
 
+@pytest.mark.parametrize("content", [b"", b"short\n", b"a" * 45 + b"\n", b"~" * 40 + b"\n"])
+def test_a_damaged_public_key(run: RunDir, content: bytes) -> None:
+    """ZeroMQ's thread that asks who may connect must not meet one."""
+    keys.make(run, "tail")
+    (run.keys / "tail.pub").write_bytes(content)
+    with pytest.raises(DataError, match="damaged"):
+        keys.public(run, "tail")
+
+
 def test_a_pair_that_does_not_belong_together(run: RunDir) -> None:
     keys.make(run, "tail")
     first, second = KeyPair.new(), KeyPair.new()
