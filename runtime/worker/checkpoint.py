@@ -241,11 +241,12 @@ class CheckpointWriter:
                     metadata = {"document": json.dumps(document)}
                     write_atomic(self._run.snapshot(self._module), save(tensors, metadata))
                 self._on_written()
-            except OSError as error:
+            except Exception as error:  # without this thread the worker would wait for ever
                 what = "checkpoint" if is_cut else "snapshot"
                 failure = CheckpointError(
-                    f"the {what} at {cut} could not be written: {error}",
-                    hint="the last good checkpoint stays; make room",
+                    f"the {what} at {cut} could not be written: {error or repr(error)}",
+                    hint="the last good checkpoint stays"
+                    + ("; make room" if isinstance(error, OSError) else ""),
                 )
                 if is_cut:
                     self.failure = failure

@@ -135,6 +135,28 @@ def test_a_failed_write_is_reported_and_leaves_the_last(
     assert complete_cuts(run, ["a"]) == [1]
 
 
+def test_what_cannot_be_written_does_not_end_the_writing(
+    worker: WorkerSpec, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    errors: list[CheckpointError] = []
+    writer = checkpoint.CheckpointWriter(run, "a", ["a"], 2, errors.append)
+    tensors, document = checkpoint.snapshot(ModuleStep(worker))
+    for cut in (1, 2, 3):
+        writer.write(cut, tensors, document | {"user's": object()})
+    writer.write_snapshot(4, tensors, document | {"user's": object()})
+    writer.write(5, tensors, document)
+    writer.close()
+    assert [str(error).split(" could")[0] for error in errors] == [
+        "the checkpoint at 1",
+        "the checkpoint at 2",
+        "the checkpoint at 3",
+        "the snapshot at 4",
+    ]
+    assert complete_cuts(run, ["a"]) == [5]
+
+
 @pytest.mark.parametrize("damage", ["cut off", "missing", "other module"])
 def test_damaged_checkpoints_are_refused(worker: WorkerSpec, tmp_path: Path, damage: str) -> None:
     run = RunDir(tmp_path)
