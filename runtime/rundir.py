@@ -238,12 +238,13 @@ def append_line(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file; a last line that is still being written is left out."""
+    """The JSON lines of a file; one that is still being written, or was cut off, is left out."""
     try:
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    yield json.loads(line)
+                    with contextlib.suppress(ValueError):  # a full disk takes a part of a line
+                        yield json.loads(line)
     except FileNotFoundError:
         return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import Meter
 from dni_runtime.worker.resume import Start, note_mark
 from dni_runtime.worker.stream import NOTHING, Item, Position
+
+log = logging.getLogger(__name__)
 
 
 class Head:
@@ -64,7 +67,10 @@ class Head:
         # An id that a former process may have used stands for what it stood for then.
         if mark is None and self._wanted and id > self._ledger.counts.id + self._start.again:
             mark, self._wanted = self._wanted, NOTHING
-            note_mark(self._meter.run, id, mark)
+            try:
+                note_mark(self._meter.run, id, mark)
+            except OSError as error:  # a full disk: no reason to stop training
+                log.warning("a restarted head will not repeat the marker %d: %s", id, error)
         if mark is not None:
             return Marker(id, self._meter.progress.epoch, mark, {})
         began = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -220,5 +221,6 @@ def publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: Run
 def withdraw(run: RunDir, spec: WorkerSpec, attempt: int) -> None:
     """Remove the record, unless a later attempt has published its own."""
     path = run.endpoint(spec.module)
-    if (read_json(path) or {}).get("attempt") == attempt:
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a file system that is away
+        if fresh_record(path).get("attempt") == attempt:
+            path.unlink(missing_ok=True)

@@ -60,6 +60,16 @@ def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSp
     assert written == [{"id": 2, "mark": int(Mark.CHECKPOINT | Mark.STOP)}]
 
 
+def test_a_marker_that_cannot_be_noted_travels(
+    tmp_path: Path, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = head(tmp_path, make_spec, None, Start())
+    RunDir(tmp_path).marks.mkdir()  # what cannot be written to
+    made.want(Mark.CHECKPOINT)
+    assert made.next() == Marker(1, 0, Mark.CHECKPOINT, {})
+    assert "will not repeat the marker 1" in caplog.text
+
+
 def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec) -> None:
     """What it is asked for waits until ids come that nobody has had."""
     start = Start(cut=3, again=True, first_id=3, position=at(2), marks={4: Mark.CHECKPOINT})
