@@ -186,19 +186,15 @@ def _start_argv(
     tool: Apptainer,
     action: Literal["run", "exec"],
     mounts: Sequence[Mount],
-    nv: bool,
-    rocm: bool,
-    no_home: bool,
-    cwd: str,
+    nv: bool = False,
+    rocm: bool = False,
 ) -> list[str]:
     argv = [str(tool.path), "--quiet", action]
     if tool.has_no_eval:
         argv.append("--no-eval")  # values with $, ` or quotes stay as they are
-    if no_home:
-        # ~/.local and the folder that the command was given in are nothing to the image; a cwd
-        # below $HOME would be mounted in spite of --no-home.
-        argv += ["--no-home", "--no-mount", "cwd"]
-    argv += ["--pwd", cwd]
+    # ~/.local and the folder that the command was given in are nothing to the image; a cwd below
+    # $HOME would be mounted in spite of --no-home.
+    argv += ["--no-home", "--no-mount", "cwd", "--pwd", "/"]
     if nv:
         argv.append("--nv")
     if rocm:
@@ -216,8 +212,6 @@ def run_argv(
     mounts: Sequence[Mount] = (),
     nv: bool = False,
     rocm: bool = False,
-    no_home: bool = True,
-    cwd: str = "/",
     extra: Sequence[str] = (),
 ) -> list[str]:
     """Run an image's runscript, which execs the worker, so that signals reach it.
@@ -233,11 +227,9 @@ def run_argv(
         nv: Bring the host's NVIDIA devices and driver. Where there are none, Apptainer only warns:
             the worker itself must refuse to start.
         rocm: The same for AMD.
-        no_home: Leave the home and the current folder out.
-        cwd: Working directory in the container.
         extra: Further options of ``run``, from a site.
     """
-    start = _start_argv(tool, "run", mounts, nv, rocm, no_home, cwd)
+    start = _start_argv(tool, "run", mounts, nv, rocm)
     return [*start, *extra, str(image), *args]
 
 
@@ -247,14 +239,9 @@ def exec_argv(
     command: Sequence[str],
     *,
     mounts: Sequence[Mount] = (),
-    nv: bool = False,
-    rocm: bool = False,
-    no_home: bool = True,
-    cwd: str = "/",
 ) -> list[str]:
     """Run a command in an image; see :func:`run_argv`."""
-    start = _start_argv(tool, "exec", mounts, nv, rocm, no_home, cwd)
-    return [*start, str(image), *command]
+    return [*_start_argv(tool, "exec", mounts), str(image), *command]
 
 
 def inspect_argv(tool: Apptainer, image: str | Path) -> list[str]:

@@ -21,7 +21,7 @@ from dni_runtime.image import apptainer, layers, sif
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.base import BasePlan, build_base, plan_base
 from dni_runtime.image.layers import ModuleBuild
-from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
+from dni_runtime.image.lock import ImageLock, LockedImage, read_lock, write_lock
 from dni_runtime.image.plan import BuildOptions, ModulePlan, help_of, plan_modules
 from dni_runtime.image.progress import Report, Step, silent
 from dni_runtime.image.wheelhouse import host_machine, sha256_file
@@ -126,7 +126,7 @@ def _build(
     alone = options.full or (options.sign and _can_ask())
     workers = 1 if alone else min(4, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
-        jobs = [pool.submit(_make, tool, p, base, lock.base, options, report) for p in plan]
+        jobs = [pool.submit(_make, tool, p, base, options, report) for p in plan]
         try:
             for entry, job in zip(plan, jobs, strict=True):
                 made = job.result()
@@ -150,7 +150,6 @@ def _make(
     tool: Apptainer,
     plan: ModulePlan,
     base: BasePlan | None,
-    locked_base: LockedBase,
     options: BuildOptions,
     report: Report,
 ) -> LockedImage:

@@ -82,7 +82,6 @@ class InputLink:
         keys: Its keys, for addresses where links are encrypted.
         again: Whether only this module has been restarted: it takes all that the module upstream
             can still send, also what it has processed before.
-        context: A ZeroMQ context to share, or None for its own.
 
     Attributes:
         counters: What has been counted.
@@ -96,7 +95,6 @@ class InputLink:
         received: int = 0,
         keys: Keyring | None = None,
         again: bool = False,
-        context: sockets.Context | None = None,
     ) -> None:
         self._contract = LinkContract.of(spec, "input")
         self._label_dtype = spec.label.dtype
@@ -106,8 +104,7 @@ class InputLink:
             self._contract, run=run, received=received, counters=self.counters, again=again
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
-        self._owns_context = context is None
-        self._context = sockets.open_context() if context is None else context
+        self._context = sockets.open_context()
         self._socket = sockets.input_socket(
             self._context,
             window=spec.links.window * (1 + ADJACENT_FAILURES),  # what is retained may come, too
@@ -323,7 +320,7 @@ class InputLink:
             self._guard = None
         for address, file in self._bound:
             socketfile.remove(address, file)
-        sockets.close(self._socket, self._context if self._owns_context else None)
+        sockets.close(self._socket, self._context)
 
     def _take(self) -> Message | bool:
         """Take one message: a new one of the stream, else whether there was any."""

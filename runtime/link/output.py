@@ -79,7 +79,6 @@ class OutputLink:
         run: The run.
         next_id: The first id that will be sent.
         keys: Its keys, for addresses where links are encrypted.
-        context: A ZeroMQ context to share, or None for its own.
 
     Attributes:
         counters: What has been counted.
@@ -93,7 +92,6 @@ class OutputLink:
         run: str,
         next_id: int = 1,
         keys: Keyring | None = None,
-        context: sockets.Context | None = None,
     ) -> None:
         self._contract = LinkContract.of(spec, "output")
         self._frames = 1 + self._contract.up.tensors  # with the header
@@ -107,8 +105,7 @@ class OutputLink:
             retain=spec.retain,
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
-        self._owns_context = context is None
-        self._context = sockets.open_context() if context is None else context
+        self._context = sockets.open_context()
         self._socket = sockets.output_socket(
             self._context,
             window=spec.links.window + spec.retain,
@@ -335,7 +332,7 @@ class OutputLink:
     def close(self) -> None:
         """Close the socket; what is not acknowledged is lost."""
         self._dialer.close()
-        sockets.close(self._socket, self._context if self._owns_context else None)
+        sockets.close(self._socket, self._context)
 
     def _receive(self) -> list[Event]:
         events: list[Event] = []

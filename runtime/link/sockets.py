@@ -300,8 +300,7 @@ def wait(socket: Socket, timeout_s: float) -> None:
         raise WorkerError(f"waiting for a message failed: {error.strerror}") from error
 
 
-def close(socket: Socket, context: Context | None) -> None:
-    """Close a socket and, if given, its context; waits a second at most for what is to be sent."""
+def close(socket: Socket, context: Context) -> None:
+    """Close a socket and its context; waits a second at most for what is to be sent."""
     socket.close()
-    if context is not None:
-        context.term()
+    context.term()

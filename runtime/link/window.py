@@ -137,20 +137,17 @@ class ReceiveOrder:
     Attributes:
         received: The highest id that was accepted.
         acked: Everything up to this id has been processed.
-        duplicates: Messages that were dropped because they had been accepted before.
         gaps: Ids that never came.
     """
 
     def __init__(self, received: int = 0) -> None:
         self.received = received
         self.acked = received
-        self.duplicates = 0
         self.gaps = 0
 
     def accept(self, id: int) -> bool:
         """Whether a message is new; it then counts as accepted."""
         if id <= self.received:
-            self.duplicates += 1
             return False
         self.gaps += id - self.received - 1
         self.received = id

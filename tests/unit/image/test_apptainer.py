@@ -48,7 +48,7 @@ def test_whole_run_command() -> None:
 
 
 def test_old_singularity_is_not_given_flags_it_lacks() -> None:
-    argv = apptainer.exec_argv(OLD, "i.sif", ["true"], rocm=True)
+    argv = apptainer.run_argv(OLD, "i.sif", ["true"], rocm=True)
     assert "--no-eval" not in argv
     assert "--rocm" in argv
     assert argv[-2:] == ["i.sif", "true"]
