@@ -303,11 +303,11 @@ class OutputLink:
         events, self._events = self._events, []
         return events + self._receive()
 
-    def flush(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> bool:
+    def flush(self, deadline_s: float) -> bool:
         """Wait until everything is acknowledged; events that come meanwhile are kept.
 
         Returns:
-            Whether everything is acknowledged; False when the deadline came, or ``stop`` said so.
+            Whether everything is acknowledged; False when the deadline came.
 
         Raises:
             HandshakeError: As :meth:`receive`.
@@ -318,7 +318,7 @@ class OutputLink:
             if not self.in_flight:
                 return True
             left_s = end_s - time.monotonic()
-            if left_s <= 0 or (stop is not None and stop()):
+            if left_s <= 0:
                 return False
             sockets.wait(self._socket, min(left_s, _POLL_S))
 

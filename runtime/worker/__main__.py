@@ -73,13 +73,14 @@ def main() -> None:
             worker.selftest(worker.load_spec(options))
         else:
             worker.serve(options, stop)
-            stop.ignore()
     except DniError as error:
         logging.getLogger("dni_runtime.worker").error("%s", error)
         sys.exit(error.exit_code)
     except Exception:
         logging.getLogger("dni_runtime.worker").exception("the worker failed: please report this")
         sys.exit(70)
+    finally:
+        stop.ignore()
 
 
 if __name__ == "__main__":

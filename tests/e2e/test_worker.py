@@ -249,6 +249,20 @@ def test_second_signal_ends_at_once(make: Callable[..., Chain]) -> None:
     assert process.wait(10) == 143
 
 
+def test_signals_on_the_way_out_change_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dni_runtime.worker", "--run", str(tmp_path), "--module", "b"],
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    assert b"there is no spec" in process.stderr.readline()
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    process.stderr.close()
+    assert process.wait(10) == 64
+
+
 def test_hostile_messages_are_refused_and_training_goes_on(make: Callable[..., Chain]) -> None:
     chain = make(chain_spec(epochs=400, transport="tcp"))
     chain.start()

@@ -226,9 +226,6 @@ def test_waiting_can_be_interrupted(links: Any, address: str, tmp_path: Path) ->
     input.bind(address)
     with pytest.raises(StoppedError, match="waiting for module 'stem'"):
         input.wait_for_peer(60, stop=lambda: True)
-    output, _, _ = links.pair(f"ipc://{tmp_path}/other.sock")
-    send(links, output, 1)
-    assert not output.flush(60, stop=lambda: True)
     assert time.monotonic() - began_s < 5
 
 
