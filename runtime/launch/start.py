@@ -14,11 +14,13 @@ from pathlib import Path
 from dni_runtime.errors import DniError, UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.host import Site
+from dni_runtime.launch.journal import how_it_ended
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.processes import LocalStarter, kill_session
 from dni_runtime.launch.slurm.starter import SlurmStarter
 from dni_runtime.launch.state import RunState, lives
-from dni_runtime.launch.supervisor import Supervisor, how_it_ended, remove_traces
+from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.launch.traces import remove_traces
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
 from dni_runtime.spec import ChainSpec, WorkerSpec
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from dni_runtime.errors import UnavailableError
+from dni_runtime.launch.crew import TICK_S
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.state import RunState
-from dni_runtime.launch.supervisor import TICK_S, Supervisor
+from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import read_lines, write_json
 
 

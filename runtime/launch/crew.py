@@ -1,0 +1,184 @@
+"""The workers of one run as a supervisor handles them; what their ends mean is decided there."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from dni_runtime.launch.journal import Journal
+from dni_runtime.launch.plan import OWN, LaunchPlan
+from dni_runtime.launch.processes import Process, Starter
+from dni_runtime.launch.state import process_birth, shell_status
+from dni_runtime.rundir import RunDir, read_json
+
+TICK_S = 0.2
+LEAVE_S = 15.0
+"""Beyond a worker's own deadline for its checkpoint: python, torch and a container have to go
+down."""
+
+
+class Crew:
+    """Starts the workers of a plan, tells them things, ends them, and starts them again.
+
+    Args:
+        run: The run directory.
+        plan: What to start.
+        starter: How to start it.
+        journal: Where that is written down.
+        clock: Seconds that only go forward.
+        sleep: Waits for so many seconds.
+
+    Attributes:
+        processes: The workers that run, by module.
+        due: When those that are away will be started again, by module.
+        killed: Those that were killed from here.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        plan: LaunchPlan,
+        starter: Starter,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.processes: dict[str, Process] = {}
+        self.due: dict[str, float] = {}
+        self.killed: set[str] = set()
+        self._run = run
+        self._plan = plan
+        self._starter = starter
+        self._journal = journal
+        self._modules = journal.state.modules
+        self._clock = clock
+        self._sleep = sleep
+        self._workers = {worker.module: worker for worker in plan.workers}
+        self._leaving: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any runs, or will run again."""
+        return bool(self.processes or self.due)
+
+    # --- starting ------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """Start a module's worker.
+
+        Raises:
+            DniError: It cannot be started.
+        """
+        worker, module = self._workers[name], self._modules[name]
+        module.attempt, module.log = worker.attempt, worker.log
+        module.exit_code = module.signal = None
+        process = self._starter.start(worker)
+        self.processes[name] = process
+        module.state, module.pid = "starting", process.pid
+        module.born = process_birth(process.pid)
+        self._journal.event("worker_started", module=name, attempt=worker.attempt, pid=process.pid)
+
+    def start_due(self) -> None:
+        """Start those whose time has come."""
+        ready = [name for name, due in self.due.items() if self._clock() >= due]
+        for name in ready:
+            del self.due[name]
+            self.start(name)
+        if ready:
+            self._journal.write()
+
+    def start_again(
+        self, name: str, delay_s: float, reason: str, *, resume: str | None = None
+    ) -> None:
+        """Have a worker that has ended started again.
+
+        Args:
+            name: Its module.
+            delay_s: Seconds until then.
+            reason: What the events say.
+            resume: Where it begins; by default from its own newest state, as far as it has one.
+        """
+        worker, module = self._workers[name], self._modules[name]
+        if resume is None:
+            # A worker that had not come to its state yet has not taken its place in the stream.
+            report = read_json(self._run.worker(name)) or {}
+            begun = report.get("attempt") == worker.attempt and report.get("begun", False)
+            resume = OWN if begun else worker.resume
+        self._workers[name] = worker.again(worker.attempt + 1, resume=resume)
+        self.killed.discard(name)
+        self.due[name] = self._clock() + delay_s
+        module.state = "restarting"
+        module.restarts += 1
+        self._journal.event(
+            "worker_restarting",
+            module=name,
+            attempt=worker.attempt + 1,
+            delay_s=delay_s,
+            reason=reason,
+        )
+
+    def start_all_again(self, delay_s: float, reason: str) -> None:
+        """End all, and have them started again from the newest complete checkpoint."""
+        for worker in self._plan.workers:
+            process = self.processes.pop(worker.module, None)
+            if process is not None:
+                process.kill()
+                while process.poll() is None:
+                    self._sleep(TICK_S)
+            self.start_again(worker.module, delay_s, reason, resume="auto")
+
+    def give_up_restarts(self) -> None:
+        """Whoever was about to be started again is not."""
+        for name in self.due:
+            self._modules[name].state = "stopped"
+        self.due.clear()
+
+    # --- ending --------------------------------------------------------------------------------
+
+    def ask_to_leave(self, name: str) -> None:
+        """Have a worker save its state and leave; it is killed when it takes too long."""
+        if name not in self._leaving:
+            self._journal.event("restart_requested", module=name)
+            self._leaving[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
+            self.processes[name].send(signal.SIGUSR1)
+
+    def has_left(self, name: str) -> bool:
+        """Whether a worker that has ended had been asked to; forgets that it was."""
+        return self._leaving.pop(name, None) is not None
+
+    def see_off(self) -> None:
+        """Kill whoever was asked to leave and did not."""
+        for name, kill_at in self._leaving.items():
+            if self._clock() >= kill_at and name in self.processes:
+                self.kill(name, "it did not leave in time")
+
+    def tell_all(self) -> None:
+        """Send SIGTERM to all: the first one stops them cleanly, the second at once."""
+        for process in self.processes.values():
+            process.send(signal.SIGTERM)
+
+    def kill(self, name: str, reason: str) -> None:
+        """Kill a worker, once."""
+        if name not in self.killed:
+            self.killed.add(name)
+            self._journal.event("worker_killed", module=name, reason=reason)
+            self.processes[name].kill()
+
+    def kill_all(self, reason: str) -> None:
+        """Kill all workers, and start none again."""
+        self.due.clear()
+        for name in self.processes:
+            self.kill(name, reason)
+
+    def reap(self) -> list[str]:
+        """Take leave of the workers that have ended: their modules, causes before consequences."""
+        ended: list[str] = []
+        for name, process in list(self.processes.items()):
+            returncode = process.poll()
+            if returncode is not None:
+                del self.processes[name]
+                module = self._modules[name]
+                module.exit_code, module.signal = shell_status(returncode)
+                ended.append(name)
+        # Whoever was killed from outside comes first: its neighbours' errors are consequences.
+        return sorted(ended, key=lambda name: self._modules[name].signal is None)

@@ -1,0 +1,31 @@
+"""The signals that ask a supervisor to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def catching_signals(note: Callable[[int], None]) -> Iterator[None]:
+    """Have ``note`` called with the number of each signal; only a main thread can catch any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        note(number)
+
+    # What the caller ignores stays ignored (nohup, background jobs of a shell script).
+    caught = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+    previous = {one: signal.signal(one, handle) for one in caught}
+    try:
+        yield
+    finally:
+        for one, handler in previous.items():
+            signal.signal(one, handler)

@@ -1,0 +1,68 @@
+"""What a supervisor writes down of its run: the state and the events."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
+from dni_runtime.rundir import RunDir, append_line
+
+_log = logging.getLogger(__name__)
+
+
+class Journal:
+    """The state and the events of a run, on a disk that may be full.
+
+    Args:
+        run: The run directory.
+        state: What :meth:`write` writes.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(self, run: RunDir, state: RunState, clock: Callable[[], float]) -> None:
+        self.state = state
+        self._run = run
+        self._clock = clock
+        self._written_at = 0.0
+        self._complained = False
+
+    def event(self, event: str, **details: Any) -> None:
+        """Add a line to the run's events."""
+        _log.info("%s %s", event, details)
+        with self._tolerating_a_full_disk():
+            append_line(self._run.events, {"time": time.time(), "event": event, **details})
+
+    def write(self) -> None:
+        """Write the state."""
+        self._written_at = self._clock()
+        with self._tolerating_a_full_disk():
+            self.state.write(self._run)
+
+    def beat(self) -> None:
+        """Write the state when that has not been done for a while."""
+        if self._clock() - self._written_at >= HEARTBEAT_S:
+            self.write()
+
+    @contextlib.contextmanager
+    def _tolerating_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                _log.warning("the run directory cannot be written: %s", error)
+
+
+def how_it_ended(name: str, module: ModuleState) -> str:
+    """One clause on the end of a worker."""
+    if module.signal is not None:
+        how = f"was killed by {module.signal}"
+    elif module.state == "stopped":
+        how = "stopped"
+    else:
+        how = f"ended with exit code {module.exit_code}"
+    return f"module {name!r} (attempt {module.attempt}) {how}"
