@@ -121,6 +121,6 @@ def plan_of_job(record: Record, job: JobRecord) -> LaunchPlan | None:
     state = RunState.read(record.run)
     if state.phase == "finished":
         return None
-    plan = plan_in_allocation(record, job, allocation, attempt=state.attempt + 1)
+    plan = plan_in_allocation(record, job, allocation, attempt=state.last_attempt + 1)
     write_plan(record.run, plan)
     return plan

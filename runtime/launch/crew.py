@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 from dni_runtime.launch.journal import Journal
-from dni_runtime.launch.plan import OWN, LaunchPlan
+from dni_runtime.launch.plan import OWN, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.state import process_birth, shell_status
 from dni_runtime.rundir import RunDir, read_json
@@ -32,6 +32,7 @@ class Crew:
         processes: The workers that run, by module.
         due: When those that are away will be started again, by module.
         killed: Those that were killed from here.
+        workers: How each module is started next.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Crew:
         self._modules = journal.state.modules
         self._clock = clock
         self._sleep = sleep
-        self._workers = {worker.module: worker for worker in plan.workers}
+        self.workers = {worker.module: worker for worker in plan.workers}
         self._leaving: dict[str, float] = {}
 
     def __bool__(self) -> bool:
@@ -69,7 +70,7 @@ class Crew:
         Raises:
             DniError: It cannot be started.
         """
-        worker, module = self._workers[name], self._modules[name]
+        worker, module = self.workers[name], self._modules[name]
         module.attempt, module.log = worker.attempt, worker.log
         module.exit_code = module.signal = None
         process = self._starter.start(worker)
@@ -98,13 +99,13 @@ class Crew:
             reason: What the events say.
             resume: Where it begins; by default from its own newest state, as far as it has one.
         """
-        worker, module = self._workers[name], self._modules[name]
+        worker, module = self.workers[name], self._modules[name]
         if resume is None:
             # A worker that had not come to its state yet has not taken its place in the stream.
             report = read_json(self._run.worker(name)) or {}
             begun = report.get("attempt") == worker.attempt and report.get("begun", False)
             resume = OWN if begun else worker.resume
-        self._workers[name] = worker.again(worker.attempt + 1, resume=resume)
+        self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
         self.killed.discard(name)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
@@ -126,6 +127,16 @@ class Crew:
                 while process.poll() is None:
                     self._sleep(TICK_S)
             self.start_again(worker.module, delay_s, reason, resume="auto")
+
+    def replace(self, worker: WorkerPlan) -> None:
+        """Start a module on another host from now on."""
+        old = self.workers[worker.module]
+        self.workers[worker.module] = worker
+        # what the old record says may be no way from the new host
+        self._run.endpoint(worker.module).unlink(missing_ok=True)
+        self._journal.event(
+            "worker_moved", module=worker.module, **{"from": old.node, "to": worker.node}
+        )
 
     def give_up_restarts(self) -> None:
         """Whoever was about to be started again is not."""

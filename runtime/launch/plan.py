@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount, run_argv
 from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.slurm.placement import Need
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
@@ -44,6 +45,7 @@ class WorkerPlan:
         image: Path of its image, or None without a container.
         log: File that gets what it prints.
         node: The node of the cluster that it runs on, or None for this host.
+        need: What it was given there.
     """
 
     module: str
@@ -54,6 +56,7 @@ class WorkerPlan:
     mounts: tuple[Mount, ...] = ()
     image: str | None = None
     node: str | None = None
+    need: Need | None = None
 
     def again(self, attempt: int, *, resume: str = OWN) -> WorkerPlan:
         """The same worker's next start.
@@ -114,6 +117,7 @@ class LaunchPlan:
                         **worker,
                         "argv": tuple(worker["argv"]),
                         "mounts": tuple(Mount(**mount) for mount in worker["mounts"]),
+                        "need": Need(**worker["need"]) if worker.get("need") else None,
                     }
                 )
                 for worker in document["workers"]

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +46,28 @@ class Starter(Protocol):
 
         Raises:
             UnavailableError: The program cannot be started.
+        """
+
+
+class Hosts(Protocol):
+    """The hosts that workers run on, where some may be lost."""
+
+    def lost(self, hosts: Collection[str], *, at_once: bool) -> Sequence[str]:
+        """Those of the hosts that are lost for good, as far as that is known.
+
+        Args:
+            hosts: Their names.
+            at_once: Whether there is a reason to look now.
+        """
+
+    def move(
+        self, workers: Sequence[WorkerPlan], names: Collection[str]
+    ) -> list[WorkerPlan] | None:
+        """The named workers on other hosts; None where there is no room.
+
+        Args:
+            workers: All workers of the run, as they are placed now.
+            names: Modules of those that must go elsewhere.
         """
 
 

@@ -17,6 +17,7 @@ from dni_runtime.launch.host import Site
 from dni_runtime.launch.journal import how_it_ended
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.processes import LocalStarter, kill_session
+from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.slurm.starter import SlurmStarter
 from dni_runtime.launch.state import RunState, lives
 from dni_runtime.launch.supervisor import Supervisor
@@ -118,8 +119,11 @@ def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
         )
     # Containers get the host's variables, but for those that would change the image's Python.
     environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
-    starter = LocalStarter(environ, tied=False) if job is None else SlurmStarter(job, environ)
-    return Supervisor(run, plan, starter)
+    if job is None:
+        return Supervisor(run, plan, LocalStarter(environ, tied=False))
+    several = len({worker.node for worker in plan.workers}) > 1
+    hosts = JobNodes(job, plan) if several else None
+    return Supervisor(run, plan, SlurmStarter(job, environ), hosts=hosts)
 
 
 def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:

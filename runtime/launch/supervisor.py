@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dni_runtime.errors import DniError, StoppedError
@@ -13,7 +13,7 @@ from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.launch.processes import LocalStarter, Starter
+from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.traces import prepare_traces, remove_traces
@@ -32,11 +32,14 @@ class Supervisor:
     while its neighbours go on or wait for it. Where that cannot help, or has been tried too often,
     the run ends: the others are told to stop, so that they keep their checkpoints. The first
     SIGINT, SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them.
+    The workers of a host that is lost are started again on others; where those have no room, the
+    run stops, to be resumed.
 
     Args:
         run: The run directory.
         plan: What to start.
         starter: How to start it.
+        hosts: What its workers run on, where hosts may be lost.
         clock: Seconds that only go forward.
         sleep: Waits for so many seconds.
     """
@@ -47,6 +50,7 @@ class Supervisor:
         plan: LaunchPlan,
         starter: Starter | None = None,
         *,
+        hosts: Hosts | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -61,6 +65,8 @@ class Supervisor:
         self._kill_at: float | None = None
         self._killed_by: int | None = None
         self._patience = {worker.module: Patience() for worker in plan.workers}
+        self._hosts = hosts
+        self._lost: dict[str, str] = {}
         self._warnings: dict[str, str] = {}
         self._refresh_at = 0.0
         names = [worker.module for worker in plan.workers]
@@ -192,6 +198,8 @@ class Supervisor:
 
     def _reap(self) -> None:
         ended = self._crew.reap()
+        if self._hosts is not None:
+            self._mind_hosts(self._hosts, [name for name in ended if not self._complete(name)])
         for name in ended:
             self._judge(name, self.state.modules[name])
         if ended:
@@ -205,7 +213,10 @@ class Supervisor:
         killed = name in self._crew.killed
         obeyed = told and (killed or module.exit_code == 128 + signal.SIGTERM)
         asked = self._crew.has_left(name) and not told
-        if module.exit_code == 0:
+        lost = self._lost.pop(name, None)
+        if lost is not None:  # whatever became of its process
+            module.state = "stopped" if told else "failed"
+        elif module.exit_code == 0:
             module.state = "finished"
         elif module.exit_code == StoppedError.exit_code or obeyed:
             module.state = "stopped"
@@ -221,6 +232,10 @@ class Supervisor:
         )
         if name in self._crew.due:  # with the whole chain
             module.state = "restarting"
+        elif lost is not None and not told:
+            self._linger_until = None
+            self._patience[name] = Patience()
+            self._start_again(name, 0.0, f"node {lost} is lost")
         elif asked and module.state != "finished":
             self._crew.start_again(name, 0.0, "'dnictl restart' was called")
         elif module.state == "failed" and not told and self._may_start_again(name, module):
@@ -246,11 +261,56 @@ class Supervisor:
         if delay_s is None:
             return False
         self._linger_until = None
-        if plan.scope == "module":
-            self._crew.start_again(name, delay_s, how_it_ended(name, module))
-        else:  # what the module has lost would be missed by those that wait for its gradients
-            self._crew.start_all_again(delay_s, how_it_ended(name, module))
+        self._start_again(name, delay_s, how_it_ended(name, module))
         return True
+
+    def _start_again(self, name: str, delay_s: float, reason: str) -> None:
+        if self._plan.restart.scope == "module":
+            self._crew.start_again(name, delay_s, reason)
+        else:  # what the module has lost would be missed by those that wait for its gradients
+            self._lost.clear()
+            self._crew.start_all_again(delay_s, reason)
+
+    # --- hosts ---------------------------------------------------------------------------------
+
+    def _complete(self, name: str) -> bool:
+        """Whether a worker that has ended says itself that it has finished."""
+        module, report = self.state.modules[name], read_json(self._run.worker(name)) or {}
+        said = (report.get("attempt"), report.get("state"))
+        return module.exit_code == 0 and said == (module.attempt, "finished")
+
+    def _mind_hosts(self, hosts: Hosts, ended: Sequence[str]) -> None:
+        """Find other hosts for the modules of those that are lost.
+
+        Args:
+            hosts: Where they are.
+            ended: Workers that have ended just now, and are not complete.
+        """
+        here = {*self._crew.processes, *self._crew.due, *ended}
+        at: dict[str, list[str]] = {}
+        for name in self._crew.workers:
+            node = self._crew.workers[name].node
+            if name in here and name not in self._lost and node is not None:
+                at.setdefault(node, []).append(name)
+        gone = hosts.lost(at, at_once=bool(ended))
+        if not gone:
+            return
+        names = [name for node in gone for name in at[node]]
+        for node in gone:
+            self._journal.event("node_lost", node=node, modules=at[node])
+            self._lost |= {name: node for name in at[node] if name not in self._crew.due}
+        where = f"node{'s'[: len(gone) - 1]} {', '.join(gone)} lost"
+        if self._stop_reason is None:
+            found = None
+            if self._plan.restart.policy != "never":
+                found = hosts.move(list(self._crew.workers.values()), names)
+            if found is None:
+                self._stop(f"{where}: no room for {', '.join(names)} elsewhere", broken=True)
+            for worker in found or ():
+                self._crew.replace(worker)
+        for name in names:
+            if name in self._crew.processes:
+                self._crew.kill(name, where)
 
     # --- ending --------------------------------------------------------------------------------
 

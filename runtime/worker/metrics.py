@@ -20,9 +20,9 @@ from torch import Tensor
 
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
-from dni_runtime.errors import CheckpointError
+from dni_runtime.errors import CheckpointError, DataError, StoppedError
 from dni_runtime.link import InputLink, LinkCounters, OutputLink
-from dni_runtime.rundir import RunDir, append_line, write_json
+from dni_runtime.rundir import RunDir, append_line, read_json, write_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.ledger import Counts
 
@@ -82,7 +82,7 @@ class Meter:
     def __post_init__(self) -> None:
         self._due = time.monotonic() + INTERVAL_S
         self._sample_due = 0.0
-        self._complained = False
+        self._complained = self._replaced = self._shown = False
         self._replayed = 0
         self._loss = Mean()
         self._fill = self._fills = 0
@@ -243,9 +243,23 @@ class Meter:
             log.warning("the run directory cannot be written: %s", error)
 
     def _write_state(self) -> None:
-        progress = self.progress
+        """Show the state, unless a later start of the module has shown its own since the first.
+
+        Raises:
+            StoppedError: There is one: this process was cut off, and given up. Raised once.
+        """
+        if self._replaced:
+            return
+        path = self.run.worker(self.spec.module)
         try:
-            write_json(self.run.worker(self.spec.module), self._report(progress))
+            later = (read_json(path) or {}).get("attempt", 0) if self._shown else 0
+            if later > self.attempt:
+                self._replaced = True
+                raise StoppedError(f"start {later} of module {self.spec.module!r} has taken over")
+            self._shown = True
+            write_json(path, self._report(self.progress))
+        except DataError as error:
+            log.warning("%s", error)
         except OSError as error:
             self._complain(error)
 

@@ -16,6 +16,7 @@ from dni_runtime.launch.prepare import place_of
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
+from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.placement import crossing
 from dni_runtime.launch.slurm.script import step_argv
 from dni_runtime.launch.slurm.submit import needs_of
@@ -108,12 +109,15 @@ def plan_in_allocation(
     # A folder of each node's own; XDG_RUNTIME_DIR is not there on nodes without a login.
     sockets = socket_path(root, Path("/tmp"))
     scratch = os.environ.get("DNI_SCRATCH", "")
+    kinds = link_kinds(chain, profile, job.nodes)
+    interface = chain.links.interface or profile.interface
     placement = replace(
         placement_here(
             root, site, data=record.data, attempt=attempt, resume=resume, log_level=job.log_level
         ),
         sockets=sockets,
-        links=link_kinds(chain, profile, job.nodes),
+        # the interface in any case: on another node the module would listen on tcp
+        links={name: (transport, interface) for name, (transport, _) in kinds.items()},
         container_args=profile.container_args,
         scratch=scratch,
     )
@@ -144,7 +148,7 @@ def _as_steps(
             scratch=scratch,
             any_gpus=any_gpus,
         )
-        steps.append(replace(worker, argv=tuple(argv), node=host))
+        steps.append(replace(worker, argv=tuple(argv), node=host, need=need))
     return tuple(steps)
 
 
@@ -159,10 +163,11 @@ def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
 
 def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None:
     """Remove the folders of sockets that a run's steps have made on their nodes."""
-    hosts = sorted({worker.node for worker in plan.workers if worker.node is not None})
     environ = os.environ if environ is None else environ
+    hosts = sorted({worker.node for worker in plan.workers if worker.node is not None})
     if not hosts or "SLURM_JOB_ID" not in environ:
         return
+    hosts = nodes_of(environ["SLURM_JOB_ID"]) or hosts  # one may be lost, or have joined the run
     argv = [
         *("srun", "--overlap", "--mem=0", "--cpus-per-task=1", "--input=none", "--quiet"),
         *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"),

@@ -23,6 +23,9 @@ DEFAULT_MEMORY_MIB = 2048
 _LEAVE_S = 30
 """On top of the chain's ``stop_grace_s``: for the supervisor, and for the job to be requeued."""
 
+NO_KILL = "--no-kill"
+"""The job goes on when a node fails, and the supervisor moves what was there (sbatch(1))."""
+
 # The worker's folders on its node, made by a shell because the node may be another one than the
 # supervisor's. Sockets lie in a folder that nobody else can have made or can enter.
 _STEP = (
@@ -121,6 +124,8 @@ def directives(request: JobRequest) -> list[str]:
     lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
     if gpus:
         lines.append(gpu_directive(profile, gpus))
+    if request.count > 1:
+        lines.append(NO_KILL)
     lines += [
         "--requeue",
         "--open-mode=append",  # a requeued job's log goes on
@@ -216,8 +221,11 @@ def render_script(request: JobRequest) -> str:
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
     environment.filters["shell"] = shlex.quote
+    lines = directives(request)
     return environment.from_string(template).render(
-        directives=directives(request),
+        directives=lines,
+        watched=NO_KILL in lines,
+        any_gpus=bool(request.largest("gpus")),
         name=request.run.name,
         chain=request.chain,
         version=__version__,

@@ -14,7 +14,8 @@ from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.interfaces import LateSignal
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.errors import StoppedError
+from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
 from dni_runtime.worker.metrics import LinkFigures, Meter
@@ -236,6 +237,18 @@ def test_a_line_is_due_once_a_second(worker: Worker, clock: Clock) -> None:
     assert worker.meter.due(worker.step)
     worker.meter.write(worker.step, LinkFigures())
     assert not worker.meter.due(worker.step)
+
+
+def test_a_worker_that_was_given_up_leaves_without_a_word(worker: Worker) -> None:
+    theirs = {"attempt": 2, "state": "connecting"}
+    path = worker.run.worker(worker.meter.spec.module)
+    write_json(path, theirs)  # of an earlier run by hand: no reason to leave
+    worker.meter.set_state("running")
+    write_json(path, theirs)
+    with pytest.raises(StoppedError, match="start 2 of module"):
+        worker.meter.set_state("running")
+    worker.meter.set_state("stopped")
+    assert read_json(path) == theirs
 
 
 def test_training_again_is_shown_though_nothing_new_comes(worker: Worker, clock: Clock) -> None:

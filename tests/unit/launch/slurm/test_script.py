@@ -52,6 +52,15 @@ def test_each_node_gets_what_the_fullest_needs() -> None:
     assert not any("gpu" in line for line in lines)
 
 
+def test_a_job_of_several_nodes_outlives_one_of_them() -> None:
+    assert "--no-kill" in directives(REQUEST)
+    assert "--job-name=.watch" in render_script(REQUEST)
+    one = replace(REQUEST, nodes=(0, 0, 0))
+    assert "--no-kill" not in directives(one)
+    assert ".watch" not in render_script(one)
+    assert ".watch" not in render_script(with_profile(suppress=["no-kill"]))
+
+
 def test_a_profile_adds_and_suppresses() -> None:
     lines = directives(
         with_profile(

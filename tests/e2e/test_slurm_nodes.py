@@ -1,0 +1,171 @@
+"""Nodes that fail under a run: the testbed's hosts are lost or cut off in mid-run.
+
+Each test waits until Slurm gives a silent node up (``SlurmdTimeout``, 30 s in the testbed).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.rundir import RunDir, read_json, read_lines
+from tests.e2e.conftest import Dnictl, run
+from tests.e2e.test_slurm import ROOT, dnictl, eventually, submitted, training
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
+
+__all__ = ["dnictl"]
+CHAIN = """\
+name: digits
+seed: 3
+data: {{dataset: digits, batch_size: 64, flatten: true}}
+epochs: {epochs}
+stop_grace_s: 10
+checkpoint: {{every_steps: 230}}
+links: {{interface: {network}, on_loss: wait}}
+defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
+placement: {{strategy: explicit, map: {{bottom: 0, middle: 1, top: 2}}}}
+modules:
+  - name: bottom
+    resources: {{cpus: {cpus}, memory: {memory}}}
+    layers:
+      - Linear: {{in_features: 64, out_features: 64}}
+      - ReLU
+  - name: middle
+    layers:
+      - Linear: {{in_features: 64, out_features: 64}}
+      - ReLU
+  - name: top
+    layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
+"""
+EPOCHS = 400
+BATCHES = 23  # of an epoch
+ROOMY = {"cpus": 2, "memory": "1600M"}  # each node gets what 'bottom' needs: two of the others
+TIGHT = {"cpus": 1, "memory": "800M"}
+
+
+def testbed(*arguments: str) -> None:
+    """Have something done to a host; root does it for us."""
+    folder = str(Path(os.environ["SLURM_CONF"]).parent)
+    done = run([str(ROOT / "scripts" / "slurm-testbed"), *arguments, "--dir", folder])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(autouse=True)
+def healed(slurm: str, dnictl: Dnictl) -> Iterator[None]:
+    """Every host is there again after a test, and its run has ended."""
+    yield
+    for number in "123":
+        testbed("heal", number)
+
+    def idle() -> bool:
+        shown = run(["sinfo", "--noheader", "--Node", "--format=%T"])
+        return shown.stdout.split() == ["idle"] * 3
+
+    for record in dnictl.folder.glob("runs/*/job.json"):
+        job = (read_json(record) or {}).get("job")
+        run(["scancel", "--quiet", str(job)])
+    eventually("all hosts are idle", idle)
+
+
+def started(dnictl: Dnictl, slurm: str, resources: dict[str, Any], epochs: int) -> RunDir:
+    text = CHAIN.format(network=slurm, epochs=epochs, **resources)
+    (dnictl.folder / "chain.yaml").write_text(text)
+    root, _ = submitted(dnictl)
+    eventually("it trains", lambda: training(root))
+    return root
+
+
+def events(root: RunDir, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(root.events) if event["event"] == name]
+
+
+def check_counts(root: RunDir, epochs: int) -> None:
+    """Each module has acknowledged every batch of every epoch exactly once."""
+    for name in ("bottom", "middle", "top"):
+        lines = [line for line in read_lines(root.metrics(name)) if line["kind"] == "epoch"]
+        counted = {line["epoch"]: line["batches"] for line in lines}
+        assert counted == dict.fromkeys(range(1, epochs + 1), BATCHES), name
+        report = read_json(root.worker(name))
+        assert report is not None
+        assert report["step"] == epochs * BATCHES
+
+
+def check_moved(dnictl: Dnictl, root: RunDir, epochs: int) -> None:
+    dnictl.run("wait", timeout_s=150)
+    (lost,) = events(root, "node_lost")
+    assert (lost["node"], lost["modules"]) == ("n2", ["middle"])
+    (moved,) = events(root, "worker_moved")
+    assert (moved["module"], moved["from"], moved["to"]) == ("middle", "n2", "n3")
+    again = [(event["module"], event["attempt"]) for event in events(root, "worker_restarting")]
+    assert again == [("middle", 2)]
+    figures = dnictl.json("status")
+    assert (figures["state"], figures["attempt"]) == ("finished", 1)
+    assert [module["host"] for module in figures["modules"]] == ["n1", "n3", "n3"]
+    heard = root.log("middle", 2).read_text()
+    assert re.search(r"listening on tcp://10\.77\.0\.3:\d+, encrypted", heard)
+    check_counts(root, epochs)
+    assert "node_lost" in dnictl.run("events").stdout
+
+
+def test_a_module_goes_on_elsewhere_when_its_host_is_lost(dnictl: Dnictl, slurm: str) -> None:
+    root = started(dnictl, slurm, ROOMY, EPOCHS)
+    testbed("lose", "2")
+    eventually("its module runs elsewhere", lambda: events(root, "worker_moved"))
+    check_moved(dnictl, root, EPOCHS)
+
+
+def test_one_that_was_only_cut_off_stays_away(dnictl: Dnictl, slurm: str) -> None:
+    """The given-up worker lives, and sees the run directory: it leaves, its successor stays."""
+    root = started(dnictl, slurm, ROOMY, EPOCHS)
+    testbed("cut", "2", "120")
+    eventually("its module is started elsewhere", lambda: events(root, "worker_moved"))
+    testbed("heal", "2")
+    check_moved(dnictl, root, EPOCHS)
+    assert "start 2 of module 'middle' has taken over" in root.log("middle", 1).read_text()
+
+
+def test_without_room_the_job_is_requeued(dnictl: Dnictl, slurm: str) -> None:
+    root = started(dnictl, slurm, TIGHT, EPOCHS)
+    job = (read_json(root.job) or {})["job"]
+    testbed("lose", "2")
+
+    def waits() -> bool:
+        return run(["squeue", "-h", f"--jobs={job}", "--format=%T"]).stdout.strip() == "PENDING"
+
+    eventually("the job is requeued", waits)
+    stopped = read_json(root.state) or {}
+    assert (stopped["phase"], stopped["exit_code"]) == ("stopped", 75)
+    assert stopped["error"] == "node n2 lost: no room for middle elsewhere"
+    assert not events(root, "worker_moved")
+    testbed("heal", "2")
+    time.sleep(3)
+    run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    dnictl.run("wait", timeout_s=150)
+    assert dnictl.json("status")["attempt"] == 2
+    assert (read_json(root.worker("top")) or {})["step"] == EPOCHS * BATCHES
+
+
+def test_when_the_first_host_is_lost_the_job_starts_anew(dnictl: Dnictl, slurm: str) -> None:
+    """The supervisor is gone with it: the others requeue the job."""
+    root = started(dnictl, slurm, ROOMY, EPOCHS)
+    job = (read_json(root.job) or {})["job"]
+    testbed("lose", "1")
+
+    def waits() -> bool:
+        return run(["squeue", "-h", f"--jobs={job}", "--format=%T"]).stdout.strip() == "PENDING"
+
+    eventually("the job is requeued", waits, within_s=150)
+    testbed("heal", "1")
+    time.sleep(3)
+    run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    dnictl.run("wait", timeout_s=150)
+    figures = dnictl.json("status")
+    assert (figures["state"], figures["attempt"]) == ("finished", 2)
+    assert figures["step"] == EPOCHS * BATCHES

@@ -1,0 +1,112 @@
+"""Where the modules of a lost node go: pure decisions, and what the job's nodes say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.slurm.nodes import JobNodes, choose, on_node, room_of
+from dni_runtime.launch.slurm.placement import Capacity, Need
+
+ROOM = Capacity(cpus=4, gpus=1, memory_mib=4000)
+
+
+def test_the_largest_goes_first_to_the_emptiest_node() -> None:
+    needs = (Need("a", 1, 0, 100), Need("b", 2, 0, 3000), Need("c", 1, 1, 100))
+    there = {"n1": [Need("x", 1, 0, 500)], "n2": [Need("y", 2, 0, 2000)]}
+    assert choose(needs, there, ROOM) == {"c": "n1", "b": "n1", "a": "n2"}
+
+
+@pytest.mark.parametrize(
+    "need", [Need("a", cpus=4), Need("a", gpus=2), Need("a", memory_mib=3600), Need("a", cpus=5)]
+)
+def test_no_room(need: Need) -> None:
+    there = {"n1": [Need("x", 1, 0, 500)], "n2": [Need("y", 2, 0, 2000)]}
+    assert choose([need], there, ROOM) is None
+    assert choose([need], {}, ROOM) is None
+
+
+def placed(worker: WorkerPlan, node: str, need: Need) -> WorkerPlan:
+    argv = ("srun", f"--nodelist={node}", *worker.argv, "--transport", "ipc")
+    return replace(worker, node=node, need=need, argv=argv)
+
+
+@pytest.fixture
+def job(plan: LaunchPlan) -> LaunchPlan:
+    """``bottom`` fills n1; ``middle`` is alone on n2, ``top`` on n3, each with room for another."""
+    sizes = (("n1", 2), ("n2", 1), ("n3", 1))
+    workers = tuple(
+        placed(worker, node, Need(worker.module, cpus, 0, 1000 * cpus))
+        for worker, (node, cpus) in zip(plan.workers, sizes, strict=True)
+    )
+    return replace(plan, workers=workers)
+
+
+def test_each_node_has_what_the_fullest_needs(job: LaunchPlan) -> None:
+    assert room_of(job.workers) == Capacity(cpus=2, gpus=0, memory_mib=2000)
+
+
+def test_a_plan_keeps_what_its_workers_need(job: LaunchPlan) -> None:
+    assert LaunchPlan.from_json(job.to_json()) == job
+
+
+class Job:
+    """What Slurm would say of a job's nodes, and when it is asked."""
+
+    def __init__(self, nodes: Sequence[str] | None) -> None:
+        self.nodes = nodes
+        self.asked: list[float] = []
+        self.now_s = 0.0
+
+    def __call__(self, job: str) -> Sequence[str] | None:
+        assert job == "7"
+        self.asked.append(self.now_s)
+        return self.nodes
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def test_a_node_that_left_the_job_is_lost(job: LaunchPlan) -> None:
+    slurm = Job(["n1", "n2", "n3"])
+    nodes = JobNodes("7", job, slurm, slurm.clock)
+    assert nodes.lost(["n2"], at_once=True) == []
+    slurm.nodes = ["n1", "n3"]
+    assert nodes.lost(["n1", "n2", "n3"], at_once=True) == ["n2"]
+    (moved,) = nodes.move(job.workers, ["middle"]) or ()
+    assert moved == on_node(job.workers[1], "n3")
+
+
+def test_without_room_nothing_moves(job: LaunchPlan) -> None:
+    nodes = JobNodes("7", job, lambda _: ["n1", "n2"])
+    assert nodes.lost(["n3"], at_once=True) == ["n3"]
+    assert [one.node for one in nodes.move(job.workers, ["top"]) or ()] == ["n2"]
+    nodes = JobNodes("7", job, lambda _: ["n1"])
+    assert nodes.lost(["n2", "n3"], at_once=True) == ["n2", "n3"]
+    assert nodes.move(job.workers, ["middle", "top"]) is None
+
+
+def test_where_slurm_says_nothing_nothing_is_lost(job: LaunchPlan) -> None:
+    for silent in (None, []):
+        nodes = JobNodes("7", job, lambda _, silent=silent: silent)  # type: ignore[misc]
+        assert nodes.lost(["n2"], at_once=True) == []
+
+
+def test_without_a_reason_slurm_is_seldom_asked(job: LaunchPlan) -> None:
+    slurm = Job(["n1", "n3"])
+    nodes = JobNodes("7", job, slurm, slurm.clock)
+    for now in range(40):
+        slurm.now_s = float(now)
+        nodes.lost(["n2"], at_once=now == 20)
+    assert slurm.asked == [15, 20, 35]
+
+
+def test_a_moved_worker_listens_on_tcp(job: LaunchPlan) -> None:
+    moved = on_node(job.workers[1], "n3")
+    assert moved.node == "n3"
+    assert "--nodelist=n3" in moved.argv
+    assert moved.argv[moved.argv.index("--transport") + 1] == "tcp"
+    assert "--nodelist=n2" not in moved.argv

@@ -1,0 +1,148 @@
+"""Hosts that are lost: the supervisor against scripted workers and a scripted job."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import pytest
+
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.rundir import write_json
+from tests.unit.launch.test_restarts import RULES, attempts, begun
+from tests.unit.launch.test_supervisor import World, events, states
+
+
+class FakeHosts:
+    """Hosts of which some are lost at some time.
+
+    Attributes:
+        gone: Those that are lost.
+        room: Whether there is another one for their modules.
+    """
+
+    def __init__(self, *, room: bool = True) -> None:
+        self.gone: set[str] = set()
+        self.room = room
+
+    def lost(self, hosts: Collection[str], *, at_once: bool) -> list[str]:
+        return sorted(self.gone & set(hosts))
+
+    def move(
+        self, workers: Sequence[WorkerPlan], names: Collection[str]
+    ) -> list[WorkerPlan] | None:
+        there = [replace(one, node="spare") for one in workers if one.module in names]
+        return there if self.room else None
+
+
+@pytest.fixture
+def world(record: Record) -> World:
+    return World(record)
+
+
+def supervisor(
+    world: World, plan: LaunchPlan, hosts: FakeHosts, rules: RestartPlan = RULES
+) -> Supervisor:
+    nodes = ("n1", "n2", "n3")
+    workers = tuple(replace(one, node=n) for one, n in zip(plan.workers, nodes, strict=True))
+    plan = replace(plan, workers=workers, restart=rules)
+    return Supervisor(
+        world.record.run, plan, world, hosts=hosts, clock=world.clock, sleep=world.sleep
+    )
+
+
+def finish(world: World, at_s: float, *names: str) -> None:
+    def done() -> None:
+        for name in names:
+            attempt = world.processes[name].worker.attempt
+            report = {"attempt": attempt, "state": "finished"}
+            write_json(world.record.run.worker(name), report)
+            world.end(name, 0)
+
+    world.at.append((at_s, done))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("name", ["middle", "top"])
+def test_a_module_goes_on_elsewhere(
+    world: World, plan: LaunchPlan, record: Record, name: str, ends: bool
+) -> None:
+    """Also where srun ends with 0, as it does when its node fails, or not at all."""
+    hosts = FakeHosts()
+    node = {"middle": "n2", "top": "n3"}[name]
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.at.append((4, lambda: hosts.gone.add(node)))
+    write_json(record.run.endpoint("bottom"), {})
+    if ends:
+        world.exits(4, **{name: 0})
+    finish(world, 20, "bottom", "middle", "top")
+    state = supervisor(world, plan, hosts).run()
+    assert (state.phase, state.modules[name].restarts) == ("finished", 1)
+    worker = world.processes[name].worker
+    assert (worker.node, worker.resume, worker.attempt) == ("spare", "own", 2)
+    (lost,) = [event for event in events(record) if event["event"] == "node_lost"]
+    assert (lost["node"], lost["modules"]) == (node, [name])
+    (moved,) = [event for event in events(record) if event["event"] == "worker_moved"]
+    assert (moved["module"], moved["from"], moved["to"]) == (name, node, "spare")
+    (again,) = [event for event in events(record) if event["event"] == "worker_restarting"]
+    assert (again["delay_s"], again["reason"]) == (0.0, f"node {node} is lost")
+
+
+@pytest.mark.parametrize("policy", ["on-failure", "never"])
+def test_without_room_the_run_stops_to_be_resumed(
+    world: World, plan: LaunchPlan, record: Record, policy: str
+) -> None:
+    hosts = FakeHosts(room=policy == "never")
+    world.at.append((4, lambda: hosts.gone.add("n3")))
+    world.exits(4, top=0)  # the tail, which would end the run
+    rules = replace(RULES, policy=policy)  # type: ignore[arg-type]
+    state = supervisor(world, plan, hosts, rules).run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert state.error == "node n3 lost: no room for top elsewhere"
+    assert states(state) == ["stopped"] * 3
+    assert [number for _, number in world.processes["bottom"].signals] == [signal.SIGTERM]
+    assert not [event for event in events(record) if event["event"] == "worker_moved"]
+
+
+def test_one_that_waits_for_its_restart_moves_too(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    hosts = FakeHosts()
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.exits(3, middle=-9)
+    world.at.append((4, lambda: hosts.gone.add("n2")))
+    finish(world, 30, "bottom", "middle", "top")
+    state = supervisor(world, plan, hosts, replace(RULES, backoff_s=10)).run()
+    assert state.phase == "finished"
+    assert attempts(record, "middle") == [1, 2]
+    assert world.processes["middle"].worker.node == "spare"
+
+
+def test_an_exact_chain_goes_back_as_a_whole(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    hosts = FakeHosts()
+    world.at.append((4, lambda: hosts.gone.update(("n2", "n3"))))
+    world.exits(4, middle=0)
+    finish(world, 20, "bottom", "middle", "top")
+    state = supervisor(world, plan, hosts, replace(RULES, scope="chain")).run()
+    assert state.phase == "finished"
+    for name, node in (("bottom", "n1"), ("middle", "spare"), ("top", "spare")):
+        assert attempts(record, name) == [1, 2]
+        assert world.processes[name].worker.node == node
+        assert world.processes[name].worker.resume == "auto"
+
+
+def test_a_module_that_has_finished_is_left_alone(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    hosts = FakeHosts()
+    world.at.append((4, lambda: hosts.gone.add("n1")))
+    finish(world, 3, "bottom")
+    finish(world, 20, "middle", "top")
+    assert supervisor(world, plan, hosts).run().phase == "finished"
+    assert not [event for event in events(record) if event["event"] == "node_lost"]
