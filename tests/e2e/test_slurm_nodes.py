@@ -16,9 +16,9 @@ import pytest
 
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from tests.e2e.conftest import Dnictl, run
-from tests.e2e.test_slurm import ROOT, dnictl, eventually, submitted, training
+from tests.e2e.test_slurm import ROOT, dnictl, eventually, submitted
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(500)]
 
 __all__ = ["dnictl"]
 CHAIN = """\
@@ -27,7 +27,6 @@ seed: 3
 data: {{dataset: digits, batch_size: 64, flatten: true}}
 epochs: {epochs}
 stop_grace_s: 10
-checkpoint: {{every_steps: 230}}
 links: {{interface: {network}, on_loss: wait}}
 defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
 placement: {{strategy: explicit, map: {{bottom: 0, middle: 1, top: 2}}}}
@@ -35,7 +34,9 @@ modules:
   - name: bottom
     resources: {{cpus: {cpus}, memory: {memory}}}
     layers:
-      - Linear: {{in_features: 64, out_features: 64}}
+      - Linear: {{in_features: 64, out_features: 8192}}
+      - ReLU
+      - Linear: {{in_features: 8192, out_features: 64}}
       - ReLU
   - name: middle
     layers:
@@ -44,7 +45,7 @@ modules:
   - name: top
     layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
 """
-EPOCHS = 400
+EPOCHS = 12  # of some seconds in all, on an idle machine
 BATCHES = 23  # of an epoch
 ROOMY = {"cpus": 2, "memory": "1600M"}  # each node gets what 'bottom' needs: two of the others
 TIGHT = {"cpus": 1, "memory": "800M"}
@@ -74,11 +75,11 @@ def healed(slurm: str, dnictl: Dnictl) -> Iterator[None]:
     eventually("all hosts are idle", idle)
 
 
-def started(dnictl: Dnictl, slurm: str, resources: dict[str, Any], epochs: int) -> RunDir:
-    text = CHAIN.format(network=slurm, epochs=epochs, **resources)
+def started(dnictl: Dnictl, slurm: str, resources: dict[str, Any]) -> RunDir:
+    text = CHAIN.format(network=slurm, epochs=EPOCHS, **resources)
     (dnictl.folder / "chain.yaml").write_text(text)
     root, _ = submitted(dnictl)
-    eventually("it trains", lambda: training(root))
+    eventually("it trains", lambda: (read_json(root.worker("top")) or {}).get("step"))
     return root
 
 
@@ -86,19 +87,19 @@ def events(root: RunDir, name: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(root.events) if event["event"] == name]
 
 
-def check_counts(root: RunDir, epochs: int) -> None:
+def check_counts(root: RunDir) -> None:
     """Each module has acknowledged every batch of every epoch exactly once."""
     for name in ("bottom", "middle", "top"):
         lines = [line for line in read_lines(root.metrics(name)) if line["kind"] == "epoch"]
         counted = {line["epoch"]: line["batches"] for line in lines}
-        assert counted == dict.fromkeys(range(1, epochs + 1), BATCHES), name
+        assert counted == dict.fromkeys(range(1, EPOCHS + 1), BATCHES), name
         report = read_json(root.worker(name))
         assert report is not None
-        assert report["step"] == epochs * BATCHES
+        assert report["step"] == EPOCHS * BATCHES
 
 
-def check_moved(dnictl: Dnictl, root: RunDir, epochs: int) -> None:
-    dnictl.run("wait", timeout_s=150)
+def check_moved(dnictl: Dnictl, root: RunDir) -> None:
+    dnictl.run("wait", timeout_s=300)
     (lost,) = events(root, "node_lost")
     assert (lost["node"], lost["modules"]) == ("n2", ["middle"])
     (moved,) = events(root, "worker_moved")
@@ -110,29 +111,32 @@ def check_moved(dnictl: Dnictl, root: RunDir, epochs: int) -> None:
     assert [module["host"] for module in figures["modules"]] == ["n1", "n3", "n3"]
     heard = root.log("middle", 2).read_text()
     assert re.search(r"listening on tcp://10\.77\.0\.3:\d+, encrypted", heard)
-    check_counts(root, epochs)
+    check_counts(root)
     assert "node_lost" in dnictl.run("events").stdout
 
 
 def test_a_module_goes_on_elsewhere_when_its_host_is_lost(dnictl: Dnictl, slurm: str) -> None:
-    root = started(dnictl, slurm, ROOMY, EPOCHS)
+    root = started(dnictl, slurm, ROOMY)
     testbed("lose", "2")
     eventually("its module runs elsewhere", lambda: events(root, "worker_moved"))
-    check_moved(dnictl, root, EPOCHS)
+    check_moved(dnictl, root)
 
 
 def test_one_that_was_only_cut_off_stays_away(dnictl: Dnictl, slurm: str) -> None:
-    """The given-up worker lives, and sees the run directory: it leaves, its successor stays."""
-    root = started(dnictl, slurm, ROOMY, EPOCHS)
-    testbed("cut", "2", "120")
+    """The worker that was given up lives, and sees the run directory: it leaves by itself."""
+    root = started(dnictl, slurm, ROOMY)
+    given_up = Path(f"/proc/{(read_json(root.worker('middle')) or {})['pid']}")
+    assert given_up.exists()
+    testbed("cut", "2", "150")
     eventually("its module is started elsewhere", lambda: events(root, "worker_moved"))
+    assert given_up.exists()
+    eventually("it leaves, while nobody can reach it", lambda: not given_up.exists())
     testbed("heal", "2")
-    check_moved(dnictl, root, EPOCHS)
-    assert "start 2 of module 'middle' has taken over" in root.log("middle", 1).read_text()
+    check_moved(dnictl, root)
 
 
 def test_without_room_the_job_is_requeued(dnictl: Dnictl, slurm: str) -> None:
-    root = started(dnictl, slurm, TIGHT, EPOCHS)
+    root = started(dnictl, slurm, TIGHT)
     job = (read_json(root.job) or {})["job"]
     testbed("lose", "2")
 
@@ -147,14 +151,14 @@ def test_without_room_the_job_is_requeued(dnictl: Dnictl, slurm: str) -> None:
     testbed("heal", "2")
     time.sleep(3)
     run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
-    dnictl.run("wait", timeout_s=150)
+    dnictl.run("wait", timeout_s=300)
     assert dnictl.json("status")["attempt"] == 2
     assert (read_json(root.worker("top")) or {})["step"] == EPOCHS * BATCHES
 
 
 def test_when_the_first_host_is_lost_the_job_starts_anew(dnictl: Dnictl, slurm: str) -> None:
     """The supervisor is gone with it: the others requeue the job."""
-    root = started(dnictl, slurm, ROOMY, EPOCHS)
+    root = started(dnictl, slurm, ROOMY)
     job = (read_json(root.job) or {})["job"]
     testbed("lose", "1")
 
@@ -165,7 +169,7 @@ def test_when_the_first_host_is_lost_the_job_starts_anew(dnictl: Dnictl, slurm: 
     testbed("heal", "1")
     time.sleep(3)
     run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
-    dnictl.run("wait", timeout_s=150)
+    dnictl.run("wait", timeout_s=300)
     figures = dnictl.json("status")
     assert (figures["state"], figures["attempt"]) == ("finished", 2)
     assert figures["step"] == EPOCHS * BATCHES
