@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from dni_runtime.launch.plan import LaunchPlan
     from dni_runtime.launch.prepare import Prepared
     from dni_runtime.launch.records import Record
+    from dni_runtime.launch.slurm.allocation import Allocation
     from dni_runtime.launch.slurm.job import JobRecord
+    from dni_runtime.launch.slurm.script import JobRequest
+    from dni_runtime.spec.profile import ProfileSpec
 
 
 def up_in_allocation(
@@ -31,13 +34,11 @@ def up_in_allocation(
     Raises:
         UsageError: There are no nodes, or the chain cannot be placed on them.
     """
-    from dni_runtime.core.cost import estimated_costs
-    from dni_runtime.launch.prepare import importing_from
     from dni_runtime.launch.records import Record, create_run
     from dni_runtime.launch.slurm.allocation import allocation_here, plan_in_allocation
     from dni_runtime.launch.slurm.profiles import load_profile
     from dni_runtime.launch.slurm.script import placement_lines
-    from dni_runtime.launch.slurm.submit import job_record, make_request
+    from dni_runtime.launch.slurm.submit import job_record
     from dni_runtime.launch.start import write_plan
 
     allocation = allocation_here()
@@ -47,18 +48,7 @@ def up_in_allocation(
             hint="--backend process or apptainer starts the workers on this host",
         )
     profile_name = os.environ.get("DNICTL_PROFILE")
-    with importing_from(prepared.base.absolute()):
-        costs = estimated_costs(prepared.workers)
-    wanted = prepared.chain.placement
-    most = min(len(allocation.hosts), len(prepared.modules))
-    request = make_request(
-        root,
-        prepared,
-        load_profile(profile_name),
-        python=sys.executable,
-        nodes=most if wanted.nodes is None and wanted.strategy != "explicit" else None,
-        costs=costs,
-    )
+    request = request_here(root, prepared, load_profile(profile_name), allocation)
     if dry_run:
         click.echo(f"# job {allocation.job}: {', '.join(allocation.hosts)}")
         for line in placement_lines(request):
@@ -71,6 +61,33 @@ def up_in_allocation(
     plan = plan_in_allocation(record, job, allocation, attempt=1)
     write_plan(run, plan)
     return record, plan
+
+
+def request_here(
+    root: Path, prepared: Prepared, profile: ProfileSpec, allocation: Allocation
+) -> JobRequest:
+    """What a chain would be as a job on the nodes that there are.
+
+    Raises:
+        UsageError: It cannot be placed on them.
+        SpecError: A setting of the chain does not fit them.
+    """
+    from dni_runtime.core.cost import estimated_costs
+    from dni_runtime.launch.prepare import importing_from
+    from dni_runtime.launch.slurm.submit import make_request
+
+    with importing_from(prepared.base.absolute()):
+        costs = estimated_costs(prepared.workers)
+    wanted = prepared.chain.placement
+    most = min(len(allocation.hosts), len(prepared.modules))
+    return make_request(
+        root,
+        prepared,
+        profile,
+        python=sys.executable,
+        nodes=most if wanted.nodes is None and wanted.strategy != "explicit" else None,
+        costs=costs,
+    )
 
 
 def submit_again(record: Record, job: JobRecord, cut: str, *, dry_run: bool, as_json: bool) -> None:

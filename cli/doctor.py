@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dni_runtime.errors import UnavailableError
-from dnictl.options import json_option, print_json
+from dni_runtime.errors import UnavailableError, UsageError
+from dnictl.options import data_option, json_option, print_json, profile_option
 
 if TYPE_CHECKING:
     from dni_runtime.launch.doctor import Check
@@ -19,6 +20,7 @@ _NEEDED = {"process": {"always"}, "apptainer": {"always", "containers"}}
 
 
 @click.command()
+@click.argument("chain", type=click.Path(path_type=Path), required=False, metavar="[CHAIN]")
 @click.option(
     "--backend",
     type=click.Choice(["process", "apptainer"]),
@@ -26,17 +28,45 @@ _NEEDED = {"process": {"always"}, "apptainer": {"always", "containers"}}
     show_default=True,
     help="What must be there: for plain processes, or for containers too.",
 )
+@click.option("--network", is_flag=True,
+              help="Measure links instead: CHAIN's between the nodes of this Slurm allocation, "
+              "or those between all of its nodes.")  # fmt: skip
+@click.option("--interface", metavar="NAME",
+              help="With --network, without CHAIN: interface or network of the links.")  # fmt: skip
+@profile_option
+@data_option
 @json_option
-def doctor(backend: str, as_json: bool) -> None:
+def doctor(
+    chain: Path | None,
+    backend: str,
+    network: bool,
+    interface: str | None,
+    profile: str | None,
+    data: Path | None,
+    as_json: bool,
+) -> None:
     """Look at what this machine has of what a chain may need.
 
-    Ends with exit code 69 when something is missing that --backend needs; all else is for your
-    information.
+    Ends with exit code 69 when something is missing that --backend needs, or when two nodes cannot
+    be joined; all else is for your information.
 
     \b
     Example:
       dnictl doctor --backend apptainer
+      salloc --nodes 2 dnictl doctor --network chain.yaml
     """
+    if network:
+        from dnictl.network import measure_network
+
+        measure_network(
+            chain, interface=interface, profile_name=profile, data=data, as_json=as_json
+        )
+        return
+    if chain is not None or interface is not None:
+        raise UsageError(
+            "a chain and --interface are for 'dnictl doctor --network'",
+            hint="'dnictl validate CHAIN' checks a chain",
+        )
     from dni_runtime.launch.doctor import examine
 
     checks: list[Check] = []

@@ -60,6 +60,10 @@ images_option = click.option(
     show_default=True,
     help="Folder of the module images (also: DNICTL_IMAGES).",
 )
+profile_option = click.option(
+    "--profile", metavar="NAME", envvar="DNICTL_PROFILE",
+    help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
+)  # fmt: skip
 detach_option = click.option("-d", "--detach", is_flag=True, help="Go on in the background.")
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."

@@ -19,6 +19,7 @@ from dnictl.options import (
     json_option,
     level_option,
     print_json,
+    profile_option,
     run_dir_option,
     runs_option,
 )
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from dni_runtime.launch.slurm.script import JobRequest
     from dni_runtime.spec.profile import ProfileSpec
 
-profile_option = click.option(
-    "--profile", metavar="NAME", envvar="DNICTL_PROFILE",
-    help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
-)  # fmt: skip
 nodes_option = click.option(
     "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Nodes (default: the chain's)."
 )

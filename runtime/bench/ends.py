@@ -8,16 +8,18 @@ a tensor over the received memory, and both are encrypted where a job says so.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import zmq
 
-from dni_runtime.errors import WorkerError
-from dni_runtime.link import Batch, InputLink, OutputLink, sockets
+from dni_runtime.errors import DniError, WorkerError
+from dni_runtime.link import Batch, InputLink, OutputLink, listen_address, sockets
 from dni_runtime.link.keys import KnownKeys
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import Mode
@@ -30,21 +32,27 @@ LAST = -1
 
 _DEADLINE_S = 60.0
 _FIRST_PINGS = 50
+_LEAST = 20  # messages that are timed at least
+_PINGS = 300
 _RUN = "bench"
 _STUCK = WorkerError(f"nothing has arrived for {_DEADLINE_S:.0f} s")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement, as both processes know it."""
+    """One measurement, as both processes know it.
+
+    Attributes:
+        kind: The link, or bare ZeroMQ.
+        bytes: Size of a batch's activation.
+        links: Where the sink listens, whether that is encrypted, and the window.
+        latency: Whether batches go one at a time.
+    """
 
     kind: Kind
-    address: str
     bytes: int
-    window: int
-    security: Security
+    links: LinksSpec
     latency: bool
-    source_key: str = ""
 
     @property
     def floats(self) -> int:
@@ -53,7 +61,14 @@ class Job:
     @property
     def discard(self) -> int:
         """Batches that are not timed: more than windows and the kernel's buffers hold."""
-        return _FIRST_PINGS if self.latency else self.window + 16
+        return _FIRST_PINGS if self.latency else self.links.window + 16
+
+    def listen_address(self, folder: Path) -> str:
+        """Where the sink listens; ``folder`` is for ipc."""
+        address = listen_address(self.links, 1, folder, "sink")
+        if address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        return address
 
 
 class End(Protocol):
@@ -114,7 +129,7 @@ def _spec(job: Job, module: str) -> WorkerSpec:
         gradients_in=0,
         late=0,
         gradients_out=0,
-        links=LinksSpec(window=job.window, security=job.security),
+        links=job.links,
         keep=1,
         stop_grace_s=5.0,
         head=None,
@@ -125,7 +140,11 @@ def _spec(job: Job, module: str) -> WorkerSpec:
 class LinkSource:
     def __init__(self, job: Job, address: str, keys: KnownKeys) -> None:
         self._link = OutputLink(_spec(job, "source"), run=_RUN, keys=keys)
-        self._link.connect(address, deadline_s=_DEADLINE_S)
+        try:
+            self._link.connect(address, deadline_s=job.links.connect_timeout_s)
+        except DniError:
+            self._link.close()
+            raise
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
         self._h = torch.randn(1, job.floats)
@@ -154,14 +173,20 @@ class LinkSource:
 
 
 class LinkSink:
-    def __init__(self, job: Job, keys: KnownKeys) -> None:
+    def __init__(self, job: Job, folder: Path, keys: KnownKeys) -> None:
         self._link = InputLink(_spec(job, "sink"), run=_RUN, keys=keys)
-        self.address = self._link.bind(job.address)
+        self.address = self._link.bind(job.listen_address(folder))
+        self._wait_s = job.links.connect_timeout_s
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
 
     def take(self) -> int:
+        if not self._link.connected:
+            self._link.wait_for_peer(self._wait_s)
+        until = time.monotonic() + _DEADLINE_S
         while not isinstance(batch := self._link.receive(), Batch):
+            if time.monotonic() > until:
+                raise _STUCK
             self._poller.poll(1000)
         self._link.ack(batch.id)
         return int(batch.y)
@@ -173,8 +198,8 @@ class LinkSink:
 
 class RawSource:
     def __init__(self, job: Job, address: str, keys: KnownKeys) -> None:
-        self._context, self._socket = _pair(job.window)
-        if job.security == "curve":
+        self._context, self._socket = _pair(job.links.window)
+        if job.links.security == "curve":
             sockets.encrypt_output(self._socket, keys.own, keys.publics["sink"])
         self._socket.connect(address)
         self._latency = job.latency
@@ -204,13 +229,13 @@ class RawSource:
 
 
 class RawSink:
-    def __init__(self, job: Job, keys: KnownKeys) -> None:
-        self._context, self._socket = _pair(job.window)
-        if job.security == "curve":
+    def __init__(self, job: Job, folder: Path, keys: KnownKeys) -> None:
+        self._context, self._socket = _pair(job.links.window)
+        if job.links.security == "curve":
             # without a list of who may connect: only the encryption is measured
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
-        self._socket.bind(job.address)
+        self._socket.bind(job.listen_address(folder))
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._latency = job.latency
 
@@ -252,3 +277,54 @@ def opened(make: Callable[..., Opened], *arguments: Any) -> Iterator[Opened]:
         yield end
     finally:
         end.close()
+
+
+def send(source: Source, job: Job, seconds: float) -> dict[str, float]:
+    """Send what a job says for so many seconds, at least, and time it at this end.
+
+    Returns:
+        Microseconds: ``round_trip_us`` and ``round_trip_p99_us``, from sending a batch to its
+        acknowledgement, for latency; else ``source_cpu_us`` of CPU for each batch.
+    """
+    trips, sent = [], 0
+    least = job.discard + (_PINGS if job.latency else _LEAST)
+    cpu_s, until = time.process_time(), time.perf_counter() + seconds
+    while sent < least or time.perf_counter() < until:
+        began = time.monotonic_ns()
+        source.send(began)
+        sent += 1
+        if job.latency:
+            source.settle()
+            trips.append(time.monotonic_ns() - began)
+    source.send(LAST)
+    source.settle()
+    if not job.latency:
+        return {"source_cpu_us": (time.process_time() - cpu_s) / sent * 1e6}
+    trips = trips[job.discard :]
+    return {
+        "round_trip_us": statistics.median(trips) / 1000,
+        "round_trip_p99_us": statistics.quantiles(trips, n=100)[-1] / 1000,
+    }
+
+
+def receive(sink: Sink, job: Job) -> dict[str, float]:
+    """Take what a job sends, and time it at this end.
+
+    Returns:
+        ``latency_us``, the median one way, where both ends have one clock; else ``mb_per_s``
+        (1e6 bytes) and ``sink_cpu_us`` of CPU for each batch.
+    """
+    if job.latency:
+        trips: list[int] = []
+        while (label := sink.take()) != LAST:
+            trips.append(time.monotonic_ns() - label)
+        return {"latency_us": statistics.median(trips[job.discard :]) / 1000}
+    for _ in range(job.discard):
+        sink.take()
+    began, cpu_s, batches = time.perf_counter(), time.process_time(), 0
+    while sink.take() != LAST:
+        batches += 1
+    return {
+        "mb_per_s": job.bytes * batches / (time.perf_counter() - began) / 1e6,
+        "sink_cpu_us": (time.process_time() - cpu_s) / batches * 1e6,
+    }

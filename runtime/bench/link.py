@@ -1,40 +1,32 @@
 """One link between two processes: bytes a second and latency, beside bare ZeroMQ.
 
-What is measured is in ``ends``. The receiver is a process of its own: this module as a program.
+What is measured is in ``ends``. The receiver is a process of its own (``peer``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO, Any, Literal, Self
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from dni_runtime.bench.ends import (
-    LAST,
     Job,
     Kind,
-    LinkSink,
     LinkSource,
-    RawSink,
     RawSource,
     Security,
-    Sink,
     Source,
     opened,
+    send,
 )
+from dni_runtime.bench.peer import Peer
 from dni_runtime.bench.spread import Spread, ratios
-from dni_runtime.errors import UsageError, WorkerError
+from dni_runtime.errors import UsageError
 from dni_runtime.link.keys import KeyPair, KnownKeys
+from dni_runtime.spec import LinksSpec
 
 Transport = Literal["ipc", "tcp"]
 
@@ -44,8 +36,6 @@ SMALL_BYTES = 1024
 _KINDS: tuple[Kind, ...] = ("link", "raw")
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _LARGEST = 1 << 30
-_LEAST = 20  # messages that are timed at least
-_PINGS = 300
 
 
 @dataclass(frozen=True)
@@ -153,16 +143,17 @@ def measure_links(
         if transport == "tcp" or security == "none"
     ]
     found: dict[tuple[str, str, int, str], list[float]] = defaultdict(list)
-    with _Receiver() as receiver, tempfile.TemporaryDirectory(prefix="dni-") as folder:
+    own = KeyPair.new()
+    with Peer() as receiver:
         for repetition in range(repetitions):
             for transport, security in ways:
-                address = f"ipc://{folder}/link" if transport == "ipc" else "tcp://127.0.0.1:*"
+                links = LinksSpec(transport=transport, window=window, security=security)
                 for size in (0, *sizes):  # 0: the small ones' latency
                     # Who comes first changes, so that neither always follows the other.
                     for kind in _KINDS[:: -1 if repetition % 2 else 1]:
                         nbytes = size or SMALL_BYTES
-                        job = Job(kind, address, nbytes, window, security, latency=size == 0)
-                        for name, value in _run(receiver, job, seconds).items():
+                        job = Job(kind, nbytes, links, latency=size == 0)
+                        for name, value in _run(receiver, own, job, seconds).items():
                             found[transport, security, size, f"{kind} {name}"].append(value)
                 if observe is not None:
                     observe(f"{repetition + 1}/{repetitions} {transport}, {security}")
@@ -209,130 +200,11 @@ def measure_links(
     return throughputs, latencies
 
 
-def _run(receiver: _Receiver, job: Job, seconds: float) -> dict[str, float]:
+def _run(receiver: Peer, own: KeyPair, job: Job, seconds: float) -> dict[str, float]:
     """Send what a job says; what was measured at both ends."""
-    own = KeyPair.new()
-    job = replace(job, source_key=own.public.decode())
-    address, sink_key = receiver.begin(job)
-    keys = KnownKeys(own, {"sink": sink_key})
+    address = receiver.listen(job, own.public)
+    keys = KnownKeys(own, {"sink": receiver.key})
     make: Callable[..., Source] = LinkSource if job.kind == "link" else RawSource
     with opened(make, job, address, keys) as source:
-        if job.latency:
-            for _ in range(job.discard + _PINGS):
-                source.send(time.monotonic_ns())
-                source.settle()
-            source.send(LAST)
-            source.settle()
-            return receiver.end()
-        sent, cpu_s = 0, time.process_time()
-        until = time.perf_counter() + seconds
-        while sent < job.discard + _LEAST or time.perf_counter() < until:
-            source.send(0)
-            sent += 1
-        source.send(LAST)
-        source.settle()
-        cpu_s = time.process_time() - cpu_s
-        answer = receiver.end()
-    return {
-        "mb_per_s": job.bytes * answer["batches"] / answer["seconds"] / 1e6,
-        "source_cpu_us": cpu_s / sent * 1e6,
-        "sink_cpu_us": answer["cpu_s"] / answer["batches"] * 1e6,
-    }
-
-
-def _receive(sink: Sink, job: Job) -> dict[str, float]:
-    """Take what a job sends, and time it."""
-    if job.latency:
-        trips: list[int] = []
-        while (label := sink.take()) != LAST:
-            trips.append(time.monotonic_ns() - label)  # one clock for both processes
-        return {"latency_us": Spread.of(trips[job.discard :]).median / 1000}
-    for _ in range(job.discard):
-        sink.take()
-    began, cpu_s, batches = time.perf_counter(), time.process_time(), 0
-    while sink.take() != LAST:
-        batches += 1
-    return {
-        "batches": batches,
-        "seconds": time.perf_counter() - began,
-        "cpu_s": time.process_time() - cpu_s,
-    }
-
-
-class _Receiver:
-    """The other process, which takes one job after the other."""
-
-    def __enter__(self) -> Self:
-        self._log = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dni_runtime.bench.link"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._in.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._out.close()
-        self._log.close()
-
-    @property
-    def _in(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def _out(self) -> IO[str]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    def begin(self, job: Job) -> tuple[str, bytes]:
-        """Let it receive what a job sends; gives the address to send it to, and its key."""
-        try:
-            self._in.write(json.dumps(vars(job)) + "\n")
-            self._in.flush()
-        except BrokenPipeError:
-            pass  # the answer will not come either
-        answer = self._answer()
-        return str(answer["address"]), str(answer["public_key"]).encode()
-
-    def end(self) -> dict[str, float]:
-        """What it measured."""
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        line = self._out.readline()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        self._process.wait()
-        self._log.seek(0)
-        lines = [text for text in self._log.read().splitlines() if text.strip()]
-        raise WorkerError(f"the receiving process failed: {lines[-1] if lines else 'no message'}")
-
-
-def _serve() -> None:
-    """What the receiving process does: jobs come in, as JSON lines, measurements go out."""
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        job = Job(**json.loads(line))
-        if job.address.startswith("ipc://"):
-            Path(job.address.removeprefix("ipc://")).unlink(missing_ok=True)
-        keys = KnownKeys(KeyPair.new(), {"source": job.source_key.encode()})
-        make: Callable[..., Sink] = LinkSink if job.kind == "link" else RawSink
-        with opened(make, job, keys) as sink:
-            begun = {"address": sink.address, "public_key": keys.own.public.decode()}
-            print(json.dumps(begun), flush=True)
-            print(json.dumps(_receive(sink, job)), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+        found = send(source, job, 0.0 if job.latency else seconds)
+        return found | receiver.answer()

@@ -161,6 +161,15 @@ def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
     return tuple(mounts)
 
 
+def beside(hosts: Sequence[str]) -> list[str]:
+    """The beginning of a command that runs on each of some nodes, beside what runs there."""
+    return [
+        *("srun", "--overlap", "--mem=0", "--cpus-per-task=1", "--quiet"),
+        *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"),
+        f"--nodelist={','.join(hosts)}",
+    ]
+
+
 def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None:
     """Remove the folders of sockets that a run's steps have made on their nodes."""
     environ = os.environ if environ is None else environ
@@ -168,11 +177,7 @@ def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None
     if not hosts or "SLURM_JOB_ID" not in environ:
         return
     hosts = nodes_of(environ["SLURM_JOB_ID"]) or hosts  # one may be lost, or have joined the run
-    argv = [
-        *("srun", "--overlap", "--mem=0", "--cpus-per-task=1", "--input=none", "--quiet"),
-        *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"),
-        *(f"--nodelist={','.join(hosts)}", "rm", "-rf", "--", plan.sockets),
-    ]
+    argv = [*beside(hosts), "--input=none", "rm", "-rf", "--", plan.sockets]
     try:
         code, _, err = commands.run_slurm(argv, timeout_s=_CLEAN_TIMEOUT_S)
     except UnavailableError as error:

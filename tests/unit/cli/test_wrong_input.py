@@ -105,6 +105,14 @@ def test_no_file(dnictl: Dnictl) -> None:
     check(dnictl("up", "nothing.yaml"), 78, ["there is no file 'nothing.yaml'", "dnictl init"])
 
 
+def test_doctor_measures_a_chain_only_when_asked(dnictl: Dnictl, write_chain: WriteChain) -> None:
+    path = write_chain()
+    check(dnictl("doctor", path), 64, ["doctor --network", "dnictl validate"])
+    check(dnictl("doctor", "--interface", "ib0"), 64, ["doctor --network"])
+    wrong = dnictl("doctor", "--network", path, "--interface", "ib0")
+    check(wrong, 64, ["--interface", "links.interface"])
+
+
 def test_a_port_that_is_taken(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,0 +1,192 @@
+"""Links between the nodes of an allocation: round trips, and bytes a second.
+
+One small step on each node (``peer``) is told in turn to receive and to send, over the very sockets
+that modules' links use: interface, encryption and window are those of a chain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from dni_runtime.bench.ends import Job
+from dni_runtime.bench.link import SMALL_BYTES
+from dni_runtime.bench.peer import PROGRAM, Peer
+from dni_runtime.errors import DniError
+from dni_runtime.launch.slurm.allocation import beside, link_kinds
+from dni_runtime.launch.slurm.script import step_environment
+from dni_runtime.link import encrypted
+from dni_runtime.spec import ChainSpec, LinksSpec
+from dni_runtime.spec.profile import ProfileSpec
+
+SIZES_BYTES = (1 << 20, 16 << 20)
+"""The messages whose throughput is measured."""
+
+_JOIN_S = 10.0
+_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Line:
+    """Two hosts that a link joins.
+
+    Attributes:
+        source: Where the module upstream would be.
+        sink: Where the module downstream would be, which listens.
+        links: How they would talk.
+    """
+
+    source: str
+    sink: str
+    links: LinksSpec
+
+    @property
+    def ends(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Which process of which host sends, and which receives."""
+        return (self.source, 0), (self.sink, int(self.sink == self.source))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found out of a line.
+
+    Attributes:
+        source: The host that sent.
+        sink: The host that received.
+        transport: ``ipc`` or ``tcp``.
+        interface: The interface or network that was asked for.
+        address: Where the sink listened; None if it did not.
+        encrypted: Whether by CURVE.
+        round_trip_us: Microseconds from sending 1 KB to its acknowledgement: their median.
+        round_trip_p99_us: Their 99th percentile.
+        mb_per_s: Megabytes (1e6) a second one way, by the message's size in bytes.
+        error: Why nothing (more) was measured, or None.
+    """
+
+    source: str
+    sink: str
+    transport: str
+    interface: str | None
+    address: str | None = None
+    encrypted: bool = False
+    round_trip_us: float | None = None
+    round_trip_p99_us: float | None = None
+    mb_per_s: dict[int, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+def lines_of_chain(
+    chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int], hosts: Sequence[str]
+) -> list[Line]:
+    """The lines that a chain's links would be, each once.
+
+    Args:
+        chain: The chain.
+        profile: The site's.
+        nodes: The node of each module, head first.
+        hosts: Names of the nodes.
+    """
+    kinds = link_kinds(chain, profile, nodes)
+    lines: list[Line] = []
+    for index in range(1, len(nodes)):
+        transport, interface = kinds[chain.modules[index].name]
+        update = {"transport": transport, "interface": interface}
+        if transport == "ipc":
+            update["port"] = None
+        links = _measurable(chain.links).model_copy(update=update)
+        line = Line(hosts[nodes[index - 1]], hosts[nodes[index]], links)
+        if line not in lines:
+            lines.append(line)
+    return lines
+
+
+def lines_between(hosts: Sequence[str], interface: str) -> list[Line]:
+    """All pairs of hosts, over encrypted tcp."""
+    links = _measurable(LinksSpec(transport="tcp", interface=interface))
+    return [Line(source, sink, links) for source, sink in combinations(hosts, 2)]
+
+
+def lines_within(host: str, links: LinksSpec) -> list[Line]:
+    """From one host to itself: ipc, and loopback encrypted as links between hosts are."""
+    plain = {"interface": None, "port": None}
+    curve = "none" if links.security == "none" else "curve"
+    links = _measurable(links)
+    return [
+        Line(host, host, links.model_copy(update={**plain, "transport": "ipc"})),
+        Line(host, host, links.model_copy(update={**plain, "transport": "tcp", "security": curve})),
+    ]
+
+
+def _measurable(links: LinksSpec) -> LinksSpec:
+    """A message's size is its size on the wire, and nobody waits as long as for a whole run."""
+    narrow = {"dtype": None, "gradient_dtype": None}
+    return links.model_copy(update={**narrow, "connect_timeout_s": _JOIN_S})
+
+
+def step_on(host: str, python: str | None = None) -> Peer:
+    """A measuring process that is a step of this allocation.
+
+    Args:
+        host: The node's name, as Slurm prints it.
+        python: The Python with dnictl on the nodes (default: this one).
+    """
+    program = (python or sys.executable, *PROGRAM[1:])
+    return Peer([*beside([host]), *program], environ=step_environment(os.environ))
+
+
+def measure_lines(lines: Sequence[Line], start: Callable[[str], Peer]) -> Iterator[Measured]:
+    """Measure one line after the other, so that none disturbs another.
+
+    Args:
+        lines: Which.
+        start: Makes a measuring process on a host.
+    """
+    with contextlib.ExitStack() as stack:
+        ends = dict.fromkeys(end for line in lines for end in line.ends)
+        peers = {end: stack.enter_context(start(end[0])) for end in ends}
+        for line in lines:
+            source, sink = (peers[end] for end in line.ends)
+            yield _measure(line, source, sink)
+
+
+def _measure(line: Line, source: Peer, sink: Peer) -> Measured:
+    found: dict[str, float] = {}
+    rates: dict[int, float] = {}
+    address = error = None
+    try:
+        for size in (0, *SIZES_BYTES):  # 0: small ones, one at a time
+            job = Job("link", size or SMALL_BYTES, line.links, latency=size == 0)
+            address = sink.listen(job, source.key)
+            source.send(job, sink.key, address, _SECONDS)
+            found |= _answers(source, sink)
+            if size:
+                rates[size] = found["mb_per_s"]
+    except DniError as caught:
+        error = caught.message
+    return Measured(
+        line.source,
+        line.sink,
+        line.links.transport,
+        line.links.interface,
+        address,
+        address is not None and encrypted(line.links, address),
+        found.get("round_trip_us"),
+        found.get("round_trip_p99_us"),
+        rates,
+        error,
+    )
+
+
+def _answers(source: Peer, sink: Peer) -> dict[str, float]:
+    """What both ends have measured; both are ready for the next job then."""
+    try:
+        found = source.answer()
+    except DniError:
+        with contextlib.suppress(DniError):
+            sink.answer()
+        raise
+    return found | sink.answer()

@@ -1,0 +1,199 @@
+"""A process at one end of a measured link, here or on another host, that is told what to do.
+
+``Peer`` is the side that tells; this module as a program is the side that measures. They exchange
+JSON lines over the program's stdin and stdout, which ``srun`` carries to other hosts. Public keys
+go that way, too; secret ones stay where they were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Self
+
+import torch
+
+from dni_runtime.bench.ends import (
+    Job,
+    LinkSink,
+    LinkSource,
+    RawSink,
+    RawSource,
+    Sink,
+    Source,
+    opened,
+    receive,
+    send,
+)
+from dni_runtime.errors import DniError, UnavailableError, WorkerError
+from dni_runtime.link.keys import KeyPair, KnownKeys
+from dni_runtime.spec import LinksSpec
+
+PROGRAM = (sys.executable, "-P", "-m", "dni_runtime.bench.peer")
+
+_START_S = 120.0
+"""For Python and torch to be read from a shared file system, and a step to get its place."""
+_LIMIT_S = 600.0
+
+
+class Peer:
+    """A measuring process, a context manager; it is waited for when it is first needed.
+
+    Args:
+        argv: Its command.
+        environ: Its environment (default: this process's).
+    """
+
+    def __init__(
+        self, argv: Sequence[str] = PROGRAM, *, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._argv = argv
+        self._environ = environ
+        self._key: str | None = None
+
+    def __enter__(self) -> Self:
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=self._environ,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in: IO[str] = self._process.stdin
+        self._out: IO[str] = self._process.stdout
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._out.close()
+        self._log.close()
+
+    @property
+    def key(self) -> bytes:
+        """Its public key.
+
+        Raises:
+            UnavailableError: It does not start in time.
+            WorkerError: It failed.
+        """
+        if self._key is None:
+            self._key = str(self.answer(_START_S)["public_key"])
+        return self._key.encode()
+
+    def listen(self, job: Job, source: bytes) -> str:
+        """Let it receive what a job sends, and nobody but the owner of a key.
+
+        Returns:
+            The address to send it to.
+
+        Raises:
+            DniError: It cannot listen; or as :attr:`key`.
+        """
+        self._tell(job, source)
+        return str(self.answer()["address"])
+
+    def send(self, job: Job, sink: bytes, address: str, seconds: float) -> None:
+        """Let it send what a job says to an address, whose owner has a key."""
+        self._tell(job, sink, address=address, seconds=seconds)
+
+    def answer(self, within_s: float = _LIMIT_S) -> dict[str, Any]:
+        """What it has measured.
+
+        Raises:
+            UnavailableError: Nothing came in time, or it could not reach the other end.
+            WorkerError: It failed.
+        """
+        try:
+            line = self._lines.get(timeout=within_s)
+        except queue.Empty:
+            self._process.kill()  # its answers could not be told apart any more
+            raise UnavailableError(
+                f"no answer from the measuring process within {within_s:g} s{self._said()}"
+            ) from None
+        if not line:
+            self._lines.put("")
+            self._process.wait()
+            raise WorkerError(f"the measuring process failed{self._said()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise UnavailableError(answer["error"])
+        return answer
+
+    def _tell(self, job: Job, key: bytes, **more: object) -> None:
+        _ = self.key  # the first line is its own
+        known = asdict(job) | {"links": job.links.model_dump(mode="json")}
+        with contextlib.suppress(BrokenPipeError):  # the answer will not come either
+            self._in.write(json.dumps({"job": known, "key": key.decode(), **more}) + "\n")
+            self._in.flush()
+
+    def _read(self) -> None:
+        for line in self._out:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _said(self) -> str:
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        return f": {lines[-1]}" if lines else ""
+
+
+def _serve() -> None:
+    """What the process does: jobs come in, measurements go out."""
+    torch.set_num_threads(1)
+    own = KeyPair.new()
+    _say({"public_key": own.public.decode()})
+    with tempfile.TemporaryDirectory(prefix="dni-") as folder:
+        for line in sys.stdin:
+            order = json.loads(line)
+            job = Job(**order["job"] | {"links": LinksSpec(**order["job"]["links"])})
+            try:
+                if "address" in order:
+                    _say(_send(job, own, order))
+                else:
+                    _receive(job, KnownKeys(own, {"source": order["key"].encode()}), Path(folder))
+            except DniError as error:
+                _say({"error": error.message})
+
+
+def _send(job: Job, own: KeyPair, order: dict[str, Any]) -> dict[str, float]:
+    make: Callable[..., Source] = LinkSource if job.kind == "link" else RawSource
+    keys = KnownKeys(own, {"sink": order["key"].encode()})
+    with opened(make, job, order["address"], keys) as source:
+        return send(source, job, order["seconds"])
+
+
+def _receive(job: Job, keys: KnownKeys, folder: Path) -> None:
+    make: Callable[..., Sink] = LinkSink if job.kind == "link" else RawSink
+    with opened(make, job, folder, keys) as sink:
+        _say({"address": sink.address})
+        _say(receive(sink, job))
+
+
+def _say(what: Mapping[str, object]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
