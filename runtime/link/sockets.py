@@ -24,6 +24,10 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 _LINGER_MS = 1000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
+# After a network was away TCP waits long before it tries again, in the end minutes (RFC 6298, 5.5).
+# A new connection tries at once: so what is not acknowledged (TCP_USER_TIMEOUT, RFC 5482) or does
+# not connect is given up early.
+_UNACKNOWLEDGED_MS, _CONNECT_MS = 10_000, 5_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 10_000, 30_000
 _HANDSHAKE_MS = 10_000
 _BACKLOG = 256  # a full queue costs a neighbour a second: the kernel lets it ask again
@@ -56,6 +60,7 @@ def output_socket(context: Context, *, window: int, frame_limit: int) -> Socket:
     socket.setsockopt(zmq.PROBE_ROUTER, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
     _limit(socket, window, frame_limit)
     return socket
 
@@ -88,6 +93,7 @@ def _limit(socket: Socket, window: int, frame_limit: int) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
