@@ -132,33 +132,6 @@ def test_a_waiting_job_says_why_and_can_be_stopped(dnictl: Dnictl, slurm: str) -
         run(["scancel", blocker])
 
 
-def test_told_to_end_a_job_goes_on_in_its_next_start(dnictl: Dnictl, slurm: str) -> None:
-    """What Slurm does before a time limit; the requeued job resumes, and trains to the end."""
-    chain(dnictl.folder, slurm, 40, ("bottom", "middle"))
-    root, job = submitted(dnictl, "--nodes=3")
-    eventually("it trains", lambda: training(root))
-    assert run(["scancel", "--batch", "--signal=TERM", job]).returncode == 0
-    eventually("it is requeued", lambda: state_of(job) == "PENDING")
-    stopped = read_json(root.state)
-    assert stopped is not None
-    assert (stopped["phase"], stopped["attempt"]) == ("stopped", 1)
-    assert dnictl.json("status")["state"] == "queued"
-    # Slurm lets a requeued job wait for two minutes
-    run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
-    dnictl.run("wait", timeout_s=200)
-    figures = dnictl.json("status")
-    assert (figures["state"], figures["attempt"], figures["job"]) == ("finished", 2, job)
-    assert figures["step"] == figures["total_steps"] == 40 * 23
-    assert [one["epoch"] for one in figures["evaluations"]] == list(range(1, 41))
-    assert f"requeueing job {job} (start 1 of at most 11)" in root.supervisor_log.read_text()
-    cuts = {
-        re.findall(r"resumes at (\d+) of the stream", root.log(name, 2).read_text())[0]
-        for name in ("bottom", "middle", "top")
-    }
-    assert len(cuts) == 1
-    assert "0" not in cuts
-
-
 def test_stop_resume_and_cancel(dnictl: Dnictl, slurm: str) -> None:
     chain(dnictl.folder, slurm, FOREVER)
     root, first = submitted(dnictl)
@@ -224,52 +197,54 @@ def test_slurm_accepts_what_would_be_submitted(dnictl: Dnictl, slurm: str) -> No
     assert not (dnictl.folder / "runs").exists()
 
 
-@pytest.fixture(scope="module")
-def images(tool: Apptainer, slurm: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a chain of two modules and their images."""
-    folder = tmp_path_factory.mktemp("images")
-    torch = version("torch").split("+")[0]
-    (folder / "chain.yaml").write_text(
-        f"""\
+IMAGES = """\
 name: pair
 data: {{dataset: digits, batch_size: 64, flatten: true}}
 epochs: 5
-links: {{transport: tcp, interface: {slurm}, security: none}}
+links: {{transport: tcp, interface: {network}, security: {security}}}
 image: {{torch: "torch=={torch}"}}
 defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
 modules:
-  - name: bottom
-    layers:
-      - Linear: {{in_features: 64, out_features: 64}}
-      - BatchNorm1d: {{num_features: 64}}
-      - ReLU
+{lower}
   - name: top
     layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
 """
-    )
+
+
+def build_images(folder: Path, network: str, security: str) -> None:
+    """A chain of two modules, and their images."""
+    torch = version("torch").split("+")[0]
+    lower = LOWER.format(name="bottom")
+    text = IMAGES.format(network=network, security=security, torch=torch, lower=lower)
+    (folder / "chain.yaml").write_text(text)
     Dnictl(folder).run("build")
-    return folder
 
 
 @pytest.mark.apptainer
-def test_containers_on_two_hosts(images: Path) -> None:
-    figures = Dnictl(images).json("submit", "--nodes", "2", "--backend", "apptainer", "--wait")
+def test_containers_on_two_hosts(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
+    """They talk encrypted, which is what they do unless they are told not to."""
+    build_images(tmp_path, slurm, "auto")
+    figures = Dnictl(tmp_path).json("submit", "--nodes", "2", "--backend", "apptainer", "--wait")
     assert (figures["state"], figures["backend"]) == ("finished", "apptainer")
     assert figures["accuracy"] > 0.85
     assert [module["host"] for module in figures["modules"]] == ["n1", "n2"]
-    plan = read_json(RunDir(Path(figures["path"])).plan)
+    root = RunDir(Path(figures["path"]))
+    plan = read_json(root.plan)
     assert plan is not None
     assert all("apptainer" in " ".join(worker["argv"]) for worker in plan["workers"])
+    listens = r"listening on tcp://10\.77\.0\.2:\d+, encrypted"
+    assert re.search(listens, root.log("top", 1).read_text())
+    assert not root.keys.exists()
 
 
 @pytest.mark.apptainer
-def test_the_page_by_hand(images: Path, tool: Apptainer, tmp_path: Path) -> None:
+def test_the_page_by_hand(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
     """docs/slurm.md, "By hand", as it stands: two modules, two nodes, srun and apptainer alone."""
+    build_images(tmp_path, slurm, "none")
     page = (ROOT / "docs" / "slurm.md").read_text().split("\n## By hand\n")[1].split("\n## ")[0]
     script = re.search(r"```sh\n(#!.*?)```", page, re.DOTALL)
     assert script is not None
     (tmp_path / "by-hand.sh").write_text(script[1])
-    (tmp_path / "images").symlink_to(images / "images")
     done = subprocess.run(
         ["sbatch", "--wait", "--output=out.txt", "by-hand.sh"],
         cwd=tmp_path, capture_output=True, text=True, timeout=250,

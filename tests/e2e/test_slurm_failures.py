@@ -1,0 +1,116 @@
+"""What clusters do to jobs, on the real Slurm of three hosts: no batch of any epoch is left out."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime.rundir import RunDir, read_json, read_lines
+from tests.e2e import test_slurm
+from tests.e2e.conftest import Dnictl, run
+from tests.e2e.test_restarts import PAUSE
+from tests.e2e.test_slurm import ROOT, chain, eventually, state_of, submitted, training
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
+
+dnictl = test_slurm.dnictl
+
+MODULES = ("bottom", "middle", "top")
+BATCHES = 23  # in an epoch
+EPOCHS = 60
+CUT_S = 13
+"""Longer than TCP waits before it gives a connection up, shorter than Slurm gives a node up."""
+BACK_S = 9
+"""TCP would wait 12 s before it tries again."""
+
+
+def begin(dnictl: Dnictl, network: str) -> tuple[RunDir, str]:
+    """A job on three hosts that trains; its head takes 10 ms for a batch."""
+    (dnictl.folder / "pause.py").write_text(PAUSE)
+    chain(dnictl.folder, network, EPOCHS, MODULES[:-1])
+    path = dnictl.folder / "chain.yaml"
+    pause = "      - ReLU\n      - import: 'pause:Pause'\n"
+    path.write_text(path.read_text().replace("      - ReLU\n", pause, 1))
+    root, job = submitted(dnictl, "--nodes=3")
+    eventually("it trains", lambda: training(root))
+    return root, job
+
+
+def steps(root: RunDir, name: str) -> int:
+    """Batches that a module has trained on, up to this moment."""
+    return int((read_json(root.ledger(name)) or {}).get("step") or 0)
+
+
+def started_again(job: str) -> None:
+    """A requeued job starts; Slurm would let it wait for two minutes."""
+    eventually("it is requeued", lambda: state_of(job) == "PENDING")
+    run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+
+
+def finished(dnictl: Dnictl, root: RunDir) -> dict[str, Any]:
+    """Wait for the end: each module has acknowledged each batch of each epoch once."""
+    dnictl.run("wait", timeout_s=200)
+    figures: dict[str, Any] = dnictl.json("status")
+    assert (figures["state"], figures["exit_code"]) == ("finished", 0)
+    assert [one["step"] for one in figures["modules"]] == [EPOCHS * BATCHES] * 3
+    for name in MODULES:
+        lines = [one for one in read_lines(root.metrics(name)) if one["kind"] == "epoch"]
+        counted = {one["epoch"]: one["batches"] for one in lines}
+        assert counted == dict.fromkeys(range(1, EPOCHS + 1), BATCHES), name
+    evaluations = {one["epoch"]: one["samples"] for one in figures["evaluations"]}
+    assert evaluations == dict.fromkeys(range(1, EPOCHS + 1), 360)
+    assert figures["accuracy"] > 0.9
+    return figures
+
+
+def test_a_host_is_cut_off_for_a_while(dnictl: Dnictl, slurm: str) -> None:
+    """The links come back by themselves: nothing is started again, nothing is lost."""
+    root, _ = begin(dnictl, slurm)
+    testbed = str(Path(os.environ["SLURM_CONF"]).parent)
+    cut = run([ROOT / "scripts" / "slurm-testbed", "cut", "2", str(CUT_S), "--dir", testbed])
+    assert cut.returncode == 0, cut.stderr
+    before = {name: steps(root, name) for name in MODULES}
+    assert before["top"] < EPOCHS * BATCHES - 500
+    with pytest.raises(AssertionError, match="not within"):  # in the meantime all wait
+        eventually("it goes on", lambda: steps(root, "top") > before["top"] + 100, CUT_S - 3)
+    eventually("it goes on", lambda: steps(root, "top") > before["top"] + 100, BACK_S + 3)
+    figures = finished(dnictl, root)
+    assert figures["attempt"] == 1
+    assert [one["restarts"] for one in figures["modules"]] == [0, 0, 0]
+    events = {one["event"] for one in read_lines(root.events)}
+    assert not events & {"worker_restarting", "worker_warning"}
+
+
+def test_a_job_is_requeued_in_mid_epoch(dnictl: Dnictl, slurm: str) -> None:
+    """Without a word to the run, which goes on from its newest complete checkpoint."""
+    root, job = begin(dnictl, slurm)
+    assert run(["scontrol", "requeue", job]).returncode == 0
+    started_again(job)
+    figures = finished(dnictl, root)
+    assert (figures["attempt"], figures["job"]) == (2, job)
+
+
+def test_a_job_is_told_to_end_twice(dnictl: Dnictl, slurm: str) -> None:
+    """What Slurm does before a time limit: the job takes a checkpoint and requeues itself."""
+    root, job = begin(dnictl, slurm)
+    for attempt in (1, 2):
+        eventually("it trains", lambda attempt=attempt: training(root, attempt))
+        assert run(["scancel", "--batch", "--signal=TERM", job]).returncode == 0
+        started_again(job)
+    figures = finished(dnictl, root)
+    assert (figures["attempt"], figures["job"]) == (3, job)
+    events = read_lines(root.events)
+    ends = [one["state"] for one in events if one["event"] == "run_ended"]
+    assert ends == ["stopped", "stopped", "finished"]
+    assert dnictl.run("events").stdout.count("SIGTERM received") == 2
+    log = root.supervisor_log.read_text()
+    assert re.findall(r"requeueing job \d+ \(start (\d) of at most 11\)", log) == ["1", "2"]
+    for attempt in (2, 3):  # one cut for all
+        cuts = [re.findall(r"resumes at (\d+) of", root.log(one, attempt).read_text())
+                for one in MODULES]  # fmt: skip
+        assert cuts[0][0] != "0"
+        assert cuts == [cuts[0]] * 3
