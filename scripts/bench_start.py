@@ -1,0 +1,289 @@
+#!/usr/bin/env python3
+"""How long a run takes to start, a killed module to be back, and a run to stop: a Markdown table.
+
+    scripts/bench_start.py --data build/fashion-mnist --backends process,apptainer
+    scripts/slurm-testbed run -- scripts/as-user -- build/venv/bin/python scripts/bench_start.py
+    scripts/slurm-testbed run --cpus 24 -- scripts/as-user -- build/venv/bin/python \\
+        scripts/bench_start.py --modules 64 --backends slurm --repetitions 1
+
+*start*: from the command until every module has trained its first batch; of that *placed* until the
+first worker is started (dnictl, images checked, Slurm's queue), *loaded* until the last worker
+listens (Python, torch, its module), the rest until links stand and a batch has gone through.
+*restart*: from a SIGKILL of one module's worker until it trains on a batch that it had not had,
+with ``restart.backoff_s`` of half a second. *stop*: from ``dnictl stop`` until the run has ended
+after its checkpoint. Every figure is the median of the repetitions, with its range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dni_runtime.launch.figures import Gauge
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.slurm import commands
+from dni_runtime.launch.slurm.job import JobRecord
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import RunDir, read_json, read_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+DNICTL = (sys.executable, "-m", "dnictl")
+BACKENDS = {
+    "process": ("up", "-d", "--backend", "process"),
+    "apptainer": ("up", "-d", "--backend", "apptainer"),
+    "slurm": ("submit", "--backend", "process"),
+    "slurm+apptainer": ("submit", "--backend", "apptainer"),
+}
+SETTLE_S = 3.0
+POLL_S = 0.05
+DEADLINE_S = 600.0
+MIB = 1 << 20
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "stop_s")
+
+
+def main() -> None:
+    options = parser().parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    names = options.backends.split(",")
+    if unknown := [name for name in names if name not in BACKENDS]:
+        sys.exit(f"no backend {unknown[0]!r}: there are {', '.join(BACKENDS)}")
+    chain = generated(options.modules) if options.modules else demo(options)
+    if any("apptainer" in name for name in names):
+        build(options.folder, chain)
+    print(f"| backend | {' | '.join(HEADINGS)} |\n|{'---|' * (len(HEADINGS) + 1)}")
+    for name in names:
+        found = [measure(options, name, chain, number) for number in range(options.repetitions)]
+        figures = {key: [one[key] for one in found if one.get(key) is not None] for key in FIGURES}
+        memory = f"{shown(figures['rss_mib'], 0)}, {shown(figures['pss_mib'], 0)}"
+        cells = [*(shown(figures[key]) for key in TIMES), memory, shown(figures["cpu_s"])]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+HEADINGS = (
+    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "stop (s)"),
+    *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
+)
+FIGURES = (*TIMES, "rss_mib", "pss_mib", "cpu_s")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--backends", default=",".join(BACKENDS), help="default: %(default)s")
+    p.add_argument("--repetitions", type=int, default=5)
+    p.add_argument("--modules", type=int, help="a chain of so many small modules, not the demo's")
+    p.add_argument("--data", type=Path, help="folder of Fashion-MNIST (default: it is fetched)")
+    p.add_argument("--nodes", type=int, default=3, help="for Slurm (default: %(default)s)")
+    p.add_argument("--interface", default="10.77.0.0/24", help="for Slurm (default: the testbed's)")
+    p.add_argument("--folder", type=Path, default=ROOT / "build" / "start", help="%(default)s")
+    return p
+
+
+# --- chains --------------------------------------------------------------------------------------
+
+
+def demo(options: argparse.Namespace) -> dict[str, Any]:
+    """The demo's chain, without an end."""
+    data = options.data
+    if data is None:
+        fetch = [ROOT / "scripts" / "fetch-fashion-mnist", ROOT / "build" / "fashion-mnist"]
+        fetched = subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True)
+        data = Path(fetched.stdout.splitlines()[-1])
+    text = (ROOT / "definitions" / "chains" / "fashion-cdni.yaml").read_text()
+    chain: dict[str, Any] = yaml.safe_load(text)
+    chain["data"]["path"] = str(data.absolute())
+    return chain | {"epochs": 1_000_000}
+
+
+def generated(modules: int) -> dict[str, Any]:
+    """A chain of many small modules: 64 units each, on scikit-learn's digits."""
+    linear = {"Linear": {"in_features": 64, "out_features": 64}}
+    layers = [linear, {"BatchNorm1d": {"num_features": 64}}, "ReLU"]
+    top = [{"Linear": {"in_features": 64, "out_features": 10}}]
+    last = modules - 1
+    return {
+        "name": f"digits-{modules}",
+        "seed": 0,
+        "data": {"dataset": "digits", "batch_size": 64, "flatten": True},
+        "epochs": 1_000_000,
+        "defaults": {"optimizer": {"Adam": {"lr": 0.001}}, "resources": {"memory": "512M"}},
+        "modules": [
+            {"name": f"m{index:02d}", "layers": top if index == last else layers}
+            for index in range(modules)
+        ],
+    }
+
+
+def write(folder: Path, name: str, chain: dict[str, Any]) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(chain, sort_keys=False))
+    return path
+
+
+def build(folder: Path, chain: dict[str, Any]) -> None:
+    """The chain's images, with the same torch as here where that is known."""
+    index = Path(sys.prefix, "torch-index")
+    if index.exists() and (url := index.read_text().strip()):
+        chain["image"] = {"torch_index": url}
+    command = [*DNICTL, "build", write(folder, "build", chain), "--out", folder / "images"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+# --- one run -------------------------------------------------------------------------------------
+
+
+def measure(
+    options: argparse.Namespace, name: str, chain: dict[str, Any], number: int
+) -> dict[str, float | None]:
+    """Start a run, kill a module, stop the run."""
+    command = [*BACKENDS[name]]
+    if name.startswith("slurm"):
+        chain = chain | {"links": {**chain.get("links", {}), "interface": options.interface}}
+        command += ["--nodes", str(options.nodes)]
+    path = write(options.folder, name, chain)
+    root = options.folder / "runs" / f"{name}-{number}-{time.strftime('%Y%m%d-%H%M%S')}"
+    command += ["--run-dir", str(root), "--images", str(options.folder / "images")]
+    began = time.time()
+    subprocess.run([*DNICTL, command[0], path, *command[1:]], check=True, stdout=sys.stderr)
+    record = Record.read(root)
+    try:
+        started = start_times(record, began)
+        cpu_s = sum(cpu_of(pid) for pid in pids(record))
+        time.sleep(SETTLE_S)
+        rss = [one.memory_bytes / MIB for one in Gauge(record).read().modules if one.memory_bytes]
+        pss = [pss_mib(pid) for pid in pids(record)]
+        module = record.modules[len(record.modules) // 2]
+        restart_s = restart_time_s(record, module)
+        time.sleep(SETTLE_S)
+    finally:
+        asked = time.time()
+        subprocess.run([*DNICTL, "stop", root], check=True, stdout=sys.stderr)
+        stop_s = time.time() - asked
+        job = JobRecord.read(record.run)
+        if job is not None:
+            until(lambda: not alive(job.job), "its job is gone")
+    figures = started | {"restart_s": restart_s, "stop_s": stop_s, "cpu_s": cpu_s or None}
+    figures["rss_mib"] = statistics.median(rss) if rss else None
+    figures["pss_mib"] = statistics.median(pss) if pss else None
+    print(f"{name} {number + 1}/{options.repetitions}: {figures}", file=sys.stderr, flush=True)
+    return figures
+
+
+def start_times(record: Record, began: float) -> dict[str, float | None]:
+    """When the first worker was started, the last listened, and all had trained a batch."""
+    waiting = set(record.modules)
+
+    def all_train() -> bool:
+        waiting.difference_update([name for name in waiting if steps(record.run, name)])
+        return not waiting
+
+    until(all_train, "every module trains", record)
+    ended = time.time()
+    events = read_lines(record.run.events)
+    placed = min(one["time"] for one in events if one["event"] == "worker_started")
+    listens = [record.run.endpoint(name).stat().st_mtime for name in record.modules[1:]]
+    return {
+        "start_s": ended - began,
+        "placed_s": placed - began,
+        "loaded_s": max(listens) - began,
+    }
+
+
+def restart_time_s(record: Record, module: str) -> float:
+    """From a module's SIGKILL until it trains on."""
+    job = JobRecord.read(record.run)
+    known = read_json(record.run.worker(module)) or {}
+    began = time.time()
+    if job is None:
+        pid = RunState.read(record.run).modules[module].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    else:
+        step = commands.step_id(str(job.job), module)
+        assert step is not None
+        commands.signal_step(step, "KILL")
+
+    def again() -> bool:
+        report = read_json(record.run.worker(module)) or {}
+        return bool(report.get("attempt") != known.get("attempt"))
+
+    until(again, f"{module} is started again", record)
+    before = steps(record.run, module)
+    until(lambda: steps(record.run, module) > before, f"{module} trains again", record)
+    return time.time() - began
+
+
+def steps(run: RunDir, module: str) -> int:
+    """Batches that a module has trained on, up to this moment."""
+    return int((read_json(run.ledger(module)) or {}).get("step") or 0)
+
+
+def alive(job: str | None) -> bool:
+    info = commands.job_info(str(job))
+    return info is not None and info.state in ("RUNNING", "PENDING", "COMPLETING")
+
+
+def until(condition: Callable[[], bool], what: str, record: Record | None = None) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        if record is not None and RunState.read(record.run).phase in ("failed", "stopped"):
+            sys.exit(f"the run has ended: see 'dnictl logs {record.run.root}'")
+        if time.monotonic() > end_s:
+            sys.exit(f"not within {DEADLINE_S:.0f} s: {what}")
+        time.sleep(POLL_S)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def pids(record: Record) -> list[int]:
+    """The workers whose process ids count here: those that are not in a container."""
+    found = []
+    for name in record.modules:
+        pid = (read_json(record.run.worker(name)) or {}).get("pid")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if name.encode() in words and str(record.run.root).encode() in words:
+            found.append(int(pid))
+    return found
+
+
+def cpu_of(pid: int) -> float:
+    """Processor seconds of a process (proc(5), fields 14 and 15 of stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def pss_mib(pid: int) -> float:
+    """Memory of a process, what is shared divided among its users (proc(5), smaps_rollup)."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(text.split("\nPss:")[1].split()[0]) / 1024
+
+
+def shown(values: Iterable[float], digits: int = 1) -> str:
+    """Median and range."""
+    known = sorted(values)
+    if not known:
+        return "-"
+    middle = f"{statistics.median(known):.{digits}f}"
+    if len(known) == 1:
+        return middle
+    return f"{middle} ({known[0]:.{digits}f}-{known[-1]:.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
