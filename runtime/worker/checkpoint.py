@@ -272,7 +272,8 @@ class CheckpointWriter:
 def forget(run: RunDir, module: str, unwanted: Callable[[int], bool]) -> None:
     """Remove a module's part of some cuts (its JSON first, so that no half is taken for whole)."""
     for folder in run.checkpoints.glob("[0-9]*"):
-        if unwanted(int(folder.name)):
+        # A folder without a part of this module may be one that another has just made for its own.
+        if unwanted(int(folder.name)) and any(folder.glob(f"{module}.*")):
             for ending in (".json", ".safetensors"):
                 (folder / module).with_suffix(ending).unlink(missing_ok=True)
             with contextlib.suppress(OSError):

@@ -119,6 +119,19 @@ def test_old_cuts_go_when_newer_ones_are_complete(worker: WorkerSpec, tmp_path: 
     assert complete_cuts(run, ["a", "b"])[-2:] == [2, 3]
 
 
+def test_a_module_forgets_only_its_own_part(worker: WorkerSpec, tmp_path: Path) -> None:
+    """The head may write its first cut while others still start, and look for old ones."""
+    run = RunDir(tmp_path)
+    run.create()
+    about_to_be_written = run.checkpoint(2, "a").parent
+    about_to_be_written.mkdir()
+    writer = checkpoint.CheckpointWriter(run, "b", ["a", "b"], 2, lambda error: None)
+    writer.write(1, *checkpoint.snapshot(ModuleStep(worker)))
+    writer.close()
+    checkpoint.forget(run, "b", lambda cut: cut > 0)
+    assert list(run.checkpoints.iterdir()) == [about_to_be_written]
+
+
 def test_a_failed_write_is_reported_and_leaves_the_last(
     worker: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
