@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from dni_runtime.errors import DataError
 from dni_runtime.launch.figures import Gauge
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
@@ -227,7 +228,10 @@ def restart_time_s(record: Record, module: str) -> float:
 
 def steps(run: RunDir, module: str) -> int:
     """Batches that a module has trained on, up to this moment."""
-    return int((read_json(run.ledger(module)) or {}).get("step") or 0)
+    try:
+        return int((read_json(run.ledger(module)) or {}).get("step") or 0)
+    except DataError:  # it has just been made
+        return 0
 
 
 def alive(job: str | None) -> bool:
