@@ -214,7 +214,7 @@ def restart_time_s(record: Record, module: str) -> float:
     else:
         step = commands.step_id(str(job.job), module)
         assert step is not None
-        commands.signal_step(step, "KILL")
+        commands.signal_steps([step], "KILL")
 
     def again() -> bool:
         report = read_json(record.run.worker(module)) or {}

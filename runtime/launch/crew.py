@@ -165,8 +165,7 @@ class Crew:
 
     def tell_all(self) -> None:
         """Send SIGTERM to all: the first one stops them cleanly, the second at once."""
-        for process in self.processes.values():
-            process.send(signal.SIGTERM)
+        self._starter.send_all(self.processes, signal.SIGTERM)
 
     def kill(self, name: str, reason: str) -> None:
         """Kill a worker, once."""

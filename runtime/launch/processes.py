@@ -48,6 +48,9 @@ class Starter(Protocol):
             UnavailableError: The program cannot be started.
         """
 
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
+        """Send a signal to several workers, by module, at once."""
+
 
 class Hosts(Protocol):
     """The hosts that workers run on, where some may be lost."""
@@ -156,3 +159,7 @@ class LocalStarter:
         except OSError as error:
             raise UnavailableError(f"module {worker.module!r} cannot be started: {error}") from None
         return LocalProcess(popen)
+
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
+        for process in workers.values():
+            process.send(number)

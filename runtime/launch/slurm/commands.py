@@ -202,20 +202,32 @@ def hostnames(nodelist: str) -> list[str]:
     return names
 
 
-def step_id(job: str, name: str) -> str | None:
-    """The id (``JOB.STEP``) of a job's running step of a name; the newest of several."""
+def step_ids(job: str) -> dict[str, str]:
+    """The ids (``JOB.STEP``) of a job's running steps by name; of several the newest."""
     code, out, _ = run_slurm(["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"])
+    return parse_steps(out) if code == 0 else {}
+
+
+def parse_steps(out: str) -> dict[str, str]:
+    """The numbered steps in ``squeue --steps --format=%i|%j``."""
     found = []
-    for line in out.splitlines() if code == 0 else ():
+    for line in out.splitlines():
         step, _, label = line.strip().partition("|")
-        if label == name and step.rpartition(".")[2].isdigit():
-            found.append(step)
-    return max(found, key=lambda step: int(step.rpartition(".")[2]), default=None)
+        number = step.rpartition(".")[2]
+        if number.isdigit():
+            found.append((int(number), label, step))
+    return {label: step for _, label, step in sorted(found)}
 
 
-def signal_step(step: str, name: str) -> None:
-    """Send a signal (``TERM``) to all processes of a step; no error when it is gone."""
-    run_slurm(["scancel", f"--signal={name}", step])
+def step_id(job: str, name: str) -> str | None:
+    """The id of a job's running step of a name, or None."""
+    return step_ids(job).get(name)
+
+
+def signal_steps(steps: Sequence[str], name: str) -> None:
+    """Send a signal (``TERM``) to all processes of some steps; no error when they are gone."""
+    if steps:
+        run_slurm(["scancel", f"--signal={name}", *steps])
 
 
 def node_shapes(partition: str | None) -> list[NodeShape]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.processes import LocalProcess, LocalStarter
+from dni_runtime.launch.processes import LocalProcess, LocalStarter, Process
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.script import step_environment
 
@@ -36,14 +36,14 @@ class StepProcess:
     def send(self, number: signal.Signals) -> None:
         step = commands.step_id(self._job, self._name)
         if step is not None:
-            commands.signal_step(step, number.name.removeprefix("SIG"))
+            commands.signal_steps([step], number.name.removeprefix("SIG"))
         elif self._srun.poll() is None:
             self._srun.send(signal.SIGTERM)  # it still waits for its step
 
     def kill(self) -> None:
         step = commands.step_id(self._job, self._name) if self._srun.poll() is None else None
         if step is not None:
-            commands.signal_step(step, "KILL")
+            commands.signal_steps([step], "KILL")
         self._srun.kill()
 
 
@@ -63,3 +63,12 @@ class SlurmStarter:
         # The container is srun's child on another node: here there is none to be watched over.
         process = self._local.start(replace(worker, image=None))
         return StepProcess(process, self._job, worker.module)
+
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
+        # Slurm's commands take a tenth of a second each, more where all cores are busy.
+        steps = commands.step_ids(self._job)
+        known = [steps[name] for name in workers if name in steps]
+        commands.signal_steps(known, number.name.removeprefix("SIG"))
+        for name, process in workers.items():
+            if name not in steps:
+                process.send(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.crew import TICK_S
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.state import RunState
@@ -50,6 +51,10 @@ class World:
         self.processes[worker.module] = process
         self.on_start(process)
         return process
+
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
+        for process in workers.values():
+            process.send(number)
 
     def exits(self, after_s: float, **codes: int) -> None:
         """Workers that end by themselves; names with their return codes."""

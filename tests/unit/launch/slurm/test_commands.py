@@ -14,6 +14,7 @@ from dni_runtime.launch.slurm.commands import (
     parse_sacct,
     parse_sinfo,
     parse_squeue,
+    parse_steps,
     run_slurm,
 )
 
@@ -75,6 +76,11 @@ def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with pytest.raises(UnavailableError, match="sinfo failed: fatal: no source") as caught:
         node_shapes(None)
     assert "scontrol ping" in str(caught.value)
+
+
+def test_steps() -> None:
+    out = "7.batch|batch\n7.10|top\n7.9|top\n7.0|bottom\n7.extern|extern\n"
+    assert parse_steps(out) == {"bottom": "7.0", "top": "7.10"}
 
 
 def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
