@@ -76,6 +76,11 @@ def request_here(
     from dni_runtime.launch.prepare import importing_from
     from dni_runtime.launch.slurm.submit import make_request
 
+    if allocation.groups[0] is not None:
+        raise UsageError(
+            f"job {allocation.job} is heterogeneous: modules are not placed in one that is there",
+            hint="'dnictl submit' asks for what the modules' partitions need",
+        )
     with importing_from(prepared.base.absolute()):
         costs = estimated_costs(prepared.workers)
     wanted = prepared.chain.placement

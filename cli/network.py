@@ -54,7 +54,8 @@ def measure_network(
     click.echo(f"measuring {where}", err=True)
     found: list[Measured] = []
     for one in measure_lines(
-        lines, lambda host: Peer() if allocation is None else step_on(host, profile.python)
+        lines,
+        lambda host: Peer() if allocation is None else step_on(allocation, host, profile.python),
     ):
         found.append(one)
         click.echo(f"{len(found)}/{len(lines)} {one.source} → {one.sink}", err=True)

@@ -232,12 +232,12 @@ def _request(
     from dni_runtime.core.cost import estimated_costs
     from dni_runtime.launch.prepare import importing_from
     from dni_runtime.launch.slurm.commands import NodeShape, node_shapes
-    from dni_runtime.launch.slurm.submit import make_request, measured_costs, wanted_partition
+    from dni_runtime.launch.slurm.submit import make_request, measured_costs, wanted_partitions
 
-    partition = wanted_partition(prepared.chain, partition, site_profile)
-    shapes: list[NodeShape] | None = None
+    partitions = wanted_partitions(prepared.chain, partition, site_profile)
+    shapes: dict[str | None, list[NodeShape]] | None = None
     try:
-        shapes = node_shapes(partition)
+        shapes = {name: node_shapes(name) for name in dict.fromkeys(partitions)}
     except UnavailableError as error:
         if strict:
             raise
@@ -250,7 +250,7 @@ def _request(
     return make_request(
         root, prepared, site_profile, python=sys.executable,
         python_path=os.environ.get("PYTHONPATH", ""), nodes=nodes, time_limit=time_limit,
-        partition=partition, costs=found, shapes=shapes,
+        partitions=partitions, costs=found, shapes=shapes,
     )  # fmt: skip
 
 
@@ -275,6 +275,7 @@ def _rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
         {
             "module": need.module,
             "node": node,
+            "partition": request.partitions[node] if request.partitions else request.partition,
             "input": " on ".join(part for part in kinds.get(need.module, ("data",)) if part),
             "cpus": need.cpus,
             "gpus": need.gpus,
@@ -288,12 +289,13 @@ def _rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     from dnictl.show import percent, print_table
 
-    columns = ["module", "node", "input", "cpus", "gpus", "memory", "work"]
+    columns = ["module", "node", "partition", "input", "cpus", "gpus", "memory", "work"]
     print_table(
         columns,
         [
             [
-                row["module"], str(row["node"]), row["input"], str(row["cpus"]), str(row["gpus"]),
+                row["module"], str(row["node"]), row["partition"] or "default", row["input"],
+                str(row["cpus"]), str(row["gpus"]),
                 f"{row['memory_mib']} MiB", percent(row["work"], 0),
             ]
             for row in rows

@@ -17,7 +17,7 @@ from dni_runtime.bench.ends import Job
 from dni_runtime.bench.link import SMALL_BYTES
 from dni_runtime.bench.peer import PROGRAM, Peer
 from dni_runtime.errors import DniError
-from dni_runtime.launch.slurm.allocation import beside, link_kinds
+from dni_runtime.launch.slurm.allocation import Allocation, beside, link_kinds
 from dni_runtime.launch.slurm.script import step_environment
 from dni_runtime.link import encrypted
 from dni_runtime.spec import ChainSpec, LinksSpec
@@ -127,15 +127,17 @@ def _measurable(links: LinksSpec) -> LinksSpec:
     return links.model_copy(update={**narrow, "connect_timeout_s": _JOIN_S})
 
 
-def step_on(host: str, python: str | None = None) -> Peer:
-    """A measuring process that is a step of this allocation.
+def step_on(allocation: Allocation, host: str, python: str | None = None) -> Peer:
+    """A measuring process that is a step of an allocation.
 
     Args:
-        host: The node's name, as Slurm prints it.
+        allocation: The allocation.
+        host: One of its nodes.
         python: The Python with dnictl on the nodes (default: this one).
     """
     program = (python or sys.executable, *PROGRAM[1:])
-    return Peer([*beside([host]), *program], environ=step_environment(os.environ))
+    group = allocation.groups[allocation.hosts.index(host)]
+    return Peer([*beside([host], group), *program], environ=step_environment(os.environ))
 
 
 def measure_lines(lines: Sequence[Line], start: Callable[[str], Peer]) -> Iterator[Measured]:

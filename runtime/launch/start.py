@@ -17,6 +17,7 @@ from dni_runtime.launch.host import Site
 from dni_runtime.launch.journal import how_it_ended
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.processes import LocalStarter, kill_session
+from dni_runtime.launch.slurm.commands import component_jobs
 from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.slurm.starter import SlurmStarter
 from dni_runtime.launch.state import RunState, lives
@@ -109,7 +110,7 @@ def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
         UsageError: Somebody supervises the run already.
     """
     state = RunState.read(run)
-    job = os.environ.get("SLURM_JOB_ID") if plan.workers[0].node is not None else None
+    job = component_jobs(os.environ) if plan.workers[0].node is not None else None
     # Under Slurm the state may be that of an earlier start of this job, which has ended.
     if state.active and state.pid != os.getpid() and job is None:
         raise UsageError(
@@ -122,7 +123,8 @@ def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
     if job is None:
         return Supervisor(run, plan, LocalStarter(environ, tied=False))
     several = len({worker.node for worker in plan.workers}) > 1
-    hosts = JobNodes(job, plan) if several else None
+    # modules are not moved between the components of a heterogeneous job
+    hosts = JobNodes(job, plan) if several and "," not in job else None
     return Supervisor(run, plan, SlurmStarter(job, environ), hosts=hosts)
 
 

@@ -18,7 +18,7 @@ from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.placement import crossing
-from dni_runtime.launch.slurm.script import step_argv
+from dni_runtime.launch.slurm.script import group_option, step_argv
 from dni_runtime.launch.slurm.submit import needs_of
 from dni_runtime.launch.start import placement_here
 from dni_runtime.rundir import socket_path
@@ -37,10 +37,12 @@ class Allocation:
     Attributes:
         job: The job's id.
         hosts: Names of its nodes, as Slurm prints them.
+        groups: The component of each in a heterogeneous job, or None.
     """
 
     job: str
     hosts: tuple[str, ...]
+    groups: tuple[int | None, ...]
 
 
 def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | None:
@@ -53,7 +55,14 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
     job, nodes = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
         return None
-    return Allocation(job, tuple(commands.hostnames(nodes)))
+    size = int(environ.get("SLURM_HET_SIZE") or 0)
+    lists = [environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in range(size)]
+    found = [
+        (host, group if size else None)
+        for group, listed in enumerate(lists or [nodes])
+        for host in commands.hostnames(listed)
+    ]
+    return Allocation(job, tuple(host for host, _ in found), tuple(group for _, group in found))
 
 
 def link_kinds(
@@ -147,6 +156,7 @@ def _as_steps(
             sockets=sockets,
             scratch=scratch,
             any_gpus=any_gpus,
+            group=allocation.groups[number],
         )
         steps.append(replace(worker, argv=tuple(argv), node=host, need=need))
     return tuple(steps)
@@ -161,26 +171,30 @@ def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
     return tuple(mounts)
 
 
-def beside(hosts: Sequence[str]) -> list[str]:
+def beside(hosts: Sequence[str], group: int | None) -> list[str]:
     """The beginning of a command that runs on each of some nodes, beside what runs there."""
     return [
         *("srun", "--overlap", "--mem=0", "--cpus-per-task=1", "--quiet"),
         *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"),
         f"--nodelist={','.join(hosts)}",
+        *group_option(group),
     ]
 
 
 def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None:
     """Remove the folders of sockets that a run's steps have made on their nodes."""
-    environ = os.environ if environ is None else environ
-    hosts = sorted({worker.node for worker in plan.workers if worker.node is not None})
-    if not hosts or "SLURM_JOB_ID" not in environ:
+    allocation = allocation_here(environ)
+    if allocation is None:
         return
-    hosts = nodes_of(environ["SLURM_JOB_ID"]) or hosts  # one may be lost, or have joined the run
-    argv = [*beside(hosts), "--input=none", "rm", "-rf", "--", plan.sockets]
-    try:
-        code, _, err = commands.run_slurm(argv, timeout_s=_CLEAN_TIMEOUT_S)
-    except UnavailableError as error:
-        code, err = 1, str(error)
-    if code != 0:
-        log.warning("%s stays on %s: %s", plan.sockets, ", ".join(hosts), err.strip())
+    for group in dict.fromkeys(allocation.groups):
+        there = zip(allocation.hosts, allocation.groups, strict=True)
+        hosts = [host for host, at in there if at == group]
+        if group is None:
+            hosts = nodes_of(allocation.job) or hosts  # one may be lost
+        argv = [*beside(hosts, group), "--input=none", "rm", "-rf", "--", plan.sockets]
+        try:
+            code, _, err = commands.run_slurm(argv, timeout_s=_CLEAN_TIMEOUT_S)
+        except UnavailableError as error:
+            code, err = 1, str(error)
+        if code != 0:
+            log.warning("%s stays on %s: %s", plan.sockets, ", ".join(hosts), err.strip())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,6 +200,13 @@ def hostnames(nodelist: str) -> list[str]:
     if code != 0 or not names:
         raise UnavailableError(f"the list of nodes {nodelist!r} cannot be expanded: {err.strip()}")
     return names
+
+
+def component_jobs(environ: Mapping[str, str]) -> str | None:
+    """This job's id; all of its components' (``JOB,JOB``) if it is heterogeneous; None: no job."""
+    size = int(environ.get("SLURM_HET_SIZE") or 0)
+    ids = [environ[f"SLURM_JOB_ID_HET_GROUP_{group}"] for group in range(size)]
+    return ",".join(ids) or environ.get("SLURM_JOB_ID")
 
 
 def step_ids(job: str) -> dict[str, str]:

@@ -51,6 +51,8 @@ class JobRequest:
         python_path: Its ``PYTHONPATH``, or an empty text.
         time: Time limit, or None for the profile's.
         partition: Partition, or None for the profile's.
+        partitions: The partition of each node where modules ask for different ones (None: the
+            cluster's default); nodes of one partition follow each other. Empty: one for all.
         extra: Further directives from the command line.
     """
 
@@ -64,6 +66,7 @@ class JobRequest:
     python_path: str = ""
     time: str | None = None
     partition: str | None = None
+    partitions: tuple[str | None, ...] = ()
     extra: tuple[str, ...] = ()
 
     @property
@@ -75,11 +78,22 @@ class JobRequest:
         """The modules on a node."""
         return [need for need, at in zip(self.needs, self.nodes, strict=True) if at == node]
 
-    def largest(self, what: str) -> int:
-        """The most of ``cpus``, ``gpus`` or ``memory_mib`` that any node must have."""
-        return max(
-            sum(int(getattr(need, what)) for need in self.on(node)) for node in range(self.count)
-        )
+    @property
+    def components(self) -> dict[str | None, list[int]]:
+        """The nodes in each partition: a component of a heterogeneous job where there are several.
+
+        The batch script runs on the first one's first node.
+        """
+        found: dict[str | None, list[int]] = {}
+        everywhere = (self.partition or self.profile.partition,) * self.count
+        for node, partition in enumerate(self.partitions or everywhere):
+            found.setdefault(partition, []).append(node)
+        return found
+
+    def largest(self, what: str, nodes: Sequence[int] | None = None) -> int:
+        """The most of ``cpus``, ``gpus`` or ``memory_mib`` that any of some nodes must have."""
+        nodes = range(self.count) if nodes is None else nodes
+        return max(sum(int(getattr(need, what)) for need in self.on(node)) for node in nodes)
 
     @property
     def grace_s(self) -> int:
@@ -98,7 +112,8 @@ def gpu_directive(profile: ProfileSpec, gpus: int) -> str:
 def directives(request: JobRequest) -> list[str]:
     """The job's ``#SBATCH`` directives, without those that the profile suppresses.
 
-    Every node gets what the fullest one needs: Slurm has no other way within one homogeneous job.
+    Every node gets what the fullest one of its partition needs: Slurm has no other way within one
+    component of a job. Components are parted by ``hetjob`` (sbatch(1), "heterogeneous jobs").
     """
     profile = request.profile
     log = str(RunDir(request.run).supervisor_log)
@@ -107,26 +122,14 @@ def directives(request: JobRequest) -> list[str]:
             f"the run directory {str(request.run)!r} cannot stand in a batch script",
             hint="name one without quotes, backslashes and line breaks with --runs or --run-dir",
         )
-    gpus = request.largest("gpus")
-    given = {
-        "job-name": f"dni-{request.chain}",
-        "account": profile.account,
-        "partition": request.partition or profile.partition,
-        "qos": profile.qos,
-        "constraint": profile.constraint,
-        "reservation": profile.reservation,
-        "time": request.time or profile.time,
-        "nodes": str(request.count),
-        "ntasks-per-node": "1",
-        "cpus-per-task": str(request.largest("cpus")),
-        "mem": f"{request.largest('memory_mib')}M",
-    }
-    lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    if gpus:
-        lines.append(gpu_directive(profile, gpus))
-    if request.count > 1:
-        lines.append(NO_KILL)
-    lines += [
+    first, *others = (
+        _component(request, partition, nodes) for partition, nodes in request.components.items()
+    )
+    lines = [
+        f"--job-name=dni-{request.chain}",
+        *first,
+        # modules are not moved between the components of a heterogeneous job
+        *([NO_KILL] if request.count > 1 and not others else []),
         "--requeue",
         "--open-mode=append",  # a requeued job's log goes on
         # %: sbatch's own patterns
@@ -136,7 +139,29 @@ def directives(request: JobRequest) -> list[str]:
         *profile.directives,
         *request.extra,
     ]
+    for component in others:
+        lines += ["hetjob", *component, *profile.directives, *request.extra]
     return [line for line in lines if _name(line) not in profile.suppress]
+
+
+def _component(request: JobRequest, partition: str | None, nodes: Sequence[int]) -> list[str]:
+    """The directives that each component of a job says for itself."""
+    profile = request.profile
+    given = {
+        "account": profile.account,
+        "partition": partition,
+        "qos": profile.qos,
+        "constraint": profile.constraint,
+        "reservation": profile.reservation,
+        "time": request.time or profile.time,
+        "nodes": str(len(nodes)),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(request.largest("cpus", nodes)),
+        "mem": f"{request.largest('memory_mib', nodes)}M",
+    }
+    lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    gpus = request.largest("gpus", nodes)
+    return [*lines, gpu_directive(profile, gpus)] if gpus else lines
 
 
 def _name(directive: str) -> str:
@@ -152,6 +177,7 @@ def step_argv(
     sockets: Path,
     scratch: str = "",
     any_gpus: bool = False,
+    group: int | None = None,
 ) -> list[str]:
     """The command that runs one module's worker as a step of the job.
 
@@ -163,12 +189,14 @@ def step_argv(
         sockets: Folder of the run's ipc sockets, on the node.
         scratch: Folder for temporary files on the node, or an empty text.
         any_gpus: Whether any module of the chain has GPUs.
+        group: The node's component of a heterogeneous job, or None.
     """
     options = [
         f"--job-name={need.module}",  # by which the step is found again
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={node}",
+        *group_option(group),
         # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
         # step waits. --cpus-per-task: not inherited from the job since Slurm 22.05.
         "--exact",
@@ -183,6 +211,11 @@ def step_argv(
     return ["srun", *options, *shell, *argv]
 
 
+def group_option(group: int | None) -> list[str]:
+    """What ``srun`` must be told in a heterogeneous job; without it, it knows component 0 alone."""
+    return [] if group is None else [f"--het-group={group}"]
+
+
 def step_outline(need: Need, request: JobRequest) -> str:
     """A step's command for people: without what the worker is given."""
     argv = step_argv(
@@ -192,6 +225,7 @@ def step_outline(need: Need, request: JobRequest) -> str:
         profile=request.profile,
         sockets=Path(),
         any_gpus=bool(request.largest("gpus")),
+        group=0 if request.partitions else None,
     )
     return shlex.join([*argv[: argv.index("/bin/sh")], "WORKER"])
 
@@ -201,10 +235,11 @@ def placement_lines(request: JobRequest) -> list[str]:
     lines = []
     for node in range(request.count):
         there = request.on(node)
+        where = f" in {request.partitions[node] or 'default'}" if request.partitions else ""
         names = ", ".join(need.module for need in there)
         gpus = sum(need.gpus for need in there)
         lines.append(
-            f"node {node}: {names} ({sum(need.cpus for need in there)} CPUs, "
+            f"node {node}{where}: {names} ({sum(need.cpus for need in there)} CPUs, "
             f"{sum(need.memory_mib for need in there)} MiB" + (f", {gpus} GPUs)" if gpus else ")")
         )
     return lines

@@ -17,7 +17,8 @@ from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
 from dni_runtime.launch.slurm.job import JobRecord
-from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, place
+from dni_runtime.launch.slurm.partitions import place_in_partitions
+from dni_runtime.launch.slurm.placement import Capacity, Need, crossing
 from dni_runtime.launch.slurm.script import DEFAULT_MEMORY_MIB, JobRequest, render_script
 from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec, PlacementSpec, WorkerSpec
@@ -72,20 +73,17 @@ def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
     return chain.placement if nodes is None else chain.placement.model_copy(update={"nodes": nodes})
 
 
-def wanted_partition(chain: ChainSpec, given: str | None, profile: ProfileSpec) -> str | None:
-    """The one partition that the job goes to, or None for Slurm's default.
+def wanted_partitions(
+    chain: ChainSpec, given: str | None, profile: ProfileSpec
+) -> tuple[str | None, ...]:
+    """The partition of each module, or None for Slurm's default.
 
-    Raises:
-        UsageError: Modules ask for different ones.
+    Modules that name none go where the others go, if those agree.
     """
-    asked = {chain.resources(index).partition for index in range(len(chain.modules))} - {None}
-    if given is None and len(asked) > 1:
-        raise UsageError(
-            f"modules ask for different partitions ({', '.join(sorted(map(str, asked)))}), and one "
-            "job runs in one",
-            hint="give all the same, or say --partition; heterogeneous jobs are not there yet",
-        )
-    return given or next(iter(asked), None) or profile.partition
+    asked = [given or chain.resources(index).partition for index in range(len(chain.modules))]
+    named = set(asked) - {None}
+    rest = named.pop() if len(named) == 1 else profile.partition
+    return tuple(partition or rest for partition in asked)
 
 
 def check_links(
@@ -113,13 +111,18 @@ def check_links(
         )
 
 
-def check_room(request: JobRequest, shapes: Sequence[NodeShape], partition: str | None) -> None:
-    """Refuse what no set of the partition's nodes has.
+def check_room(
+    request: JobRequest,
+    shapes: Sequence[NodeShape],
+    partition: str | None,
+    nodes: Sequence[int],
+) -> None:
+    """Refuse what no set of a partition's nodes has.
 
     Raises:
         UsageError: Says what is asked for and what there is.
     """
-    asked = {what: request.largest(what) for what in ("cpus", "memory_mib", "gpus")}
+    asked = {what: request.largest(what, nodes) for what in ("cpus", "memory_mib", "gpus")}
     fitting = sum(
         shape.count
         for shape in shapes
@@ -127,12 +130,12 @@ def check_room(request: JobRequest, shapes: Sequence[NodeShape], partition: str 
         and shape.memory_mib >= asked["memory_mib"]
         and shape.gpus >= asked["gpus"]
     )
-    if fitting < request.count:
+    if fitting < len(nodes):
         there = "; ".join(
             f"{s.count} with {s.cpus} CPUs, {s.memory_mib} MiB, {s.gpus} GPUs" for s in shapes
         )
         raise UsageError(
-            f"the job needs {request.count} nodes with {asked['cpus']} CPUs, "
+            f"the job needs {len(nodes)} nodes with {asked['cpus']} CPUs, "
             f"{asked['memory_mib']} MiB and {asked['gpus']} GPUs each; partition "
             f"{partition or '(default)'} has {fitting} such nodes ({there or 'none at all'})",
             hint="lower the modules' 'resources', ask for fewer nodes, or name another --partition",
@@ -159,9 +162,9 @@ def make_request(
     python_path: str = "",
     nodes: int | None = None,
     time_limit: str | None = None,
-    partition: str | None = None,
+    partitions: Sequence[str | None] = (),
     costs: Mapping[str, float] | None = None,
-    shapes: Sequence[NodeShape] | None = None,
+    shapes: Mapping[str | None, Sequence[NodeShape]] | None = None,
 ) -> JobRequest:
     """Decide on a job: where its modules go and what it asks Slurm for.
 
@@ -173,9 +176,9 @@ def make_request(
         python_path: Its ``PYTHONPATH``.
         nodes: How many nodes; the chain's placement by default.
         time_limit: Time limit; the profile's by default.
-        partition: Partition; the modules' or the profile's by default.
+        partitions: The partition of each module; the profile's by default.
         costs: Cost of each module, for ``auto``; all the same by default.
-        shapes: The partition's nodes; None where nothing is known of them.
+        shapes: Each partition's nodes; None where nothing is known of them.
 
     Raises:
         UsageError: It cannot run; says why.
@@ -183,8 +186,9 @@ def make_request(
     """
     chain = prepared.chain
     needs = needs_of(chain, prepared.workers, costs)
-    node = None if shapes is None else largest_node(shapes)
-    placed = place(needs, wanted_placement(chain, nodes), node=node)
+    partitions = tuple(partitions) or (profile.partition,) * len(needs)
+    known = {} if shapes is None else {name: largest_node(s) for name, s in shapes.items()}
+    placed, at = place_in_partitions(needs, wanted_placement(chain, nodes), partitions, known)
     check_links(chain, placed, profile, prepared.place)
     request = JobRequest(
         run=root,
@@ -196,10 +200,12 @@ def make_request(
         python=profile.python or python,
         python_path=python_path,
         time=time_limit,
-        partition=partition,
+        partition=at[0],
+        partitions=at if len(set(at)) > 1 else (),
     )
     if shapes is not None:
-        check_room(request, shapes, partition)
+        for partition, there in request.components.items():
+            check_room(request, shapes[partition], partition, there)
     return request
 
 
