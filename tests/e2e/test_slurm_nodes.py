@@ -51,7 +51,7 @@ ROOMY = {"cpus": 2, "memory": "1600M"}  # each node gets what 'bottom' needs: tw
 TIGHT = {"cpus": 1, "memory": "800M"}
 
 
-def testbed(*arguments: str) -> None:
+def fault(*arguments: str) -> None:
     """Have something done to a host; root does it for us."""
     folder = str(Path(os.environ["SLURM_CONF"]).parent)
     done = run([str(ROOT / "scripts" / "slurm-testbed"), *arguments, "--dir", folder])
@@ -63,7 +63,7 @@ def healed(slurm: str, dnictl: Dnictl) -> Iterator[None]:
     """Every host is there again after a test, and its run has ended."""
     yield
     for number in "123":
-        testbed("heal", number)
+        fault("heal", number)
 
     def idle() -> bool:
         shown = run(["sinfo", "--noheader", "--Node", "--format=%T"])
@@ -117,7 +117,7 @@ def check_moved(dnictl: Dnictl, root: RunDir) -> None:
 
 def test_a_module_goes_on_elsewhere_when_its_host_is_lost(dnictl: Dnictl, slurm: str) -> None:
     root = started(dnictl, slurm, ROOMY)
-    testbed("lose", "2")
+    fault("lose", "2")
     eventually("its module runs elsewhere", lambda: events(root, "worker_moved"))
     check_moved(dnictl, root)
 
@@ -127,18 +127,18 @@ def test_one_that_was_only_cut_off_stays_away(dnictl: Dnictl, slurm: str) -> Non
     root = started(dnictl, slurm, ROOMY)
     given_up = Path(f"/proc/{(read_json(root.worker('middle')) or {})['pid']}")
     assert given_up.exists()
-    testbed("cut", "2", "150")
+    fault("cut", "2", "150")
     eventually("its module is started elsewhere", lambda: events(root, "worker_moved"))
     assert given_up.exists()
     eventually("it leaves, while nobody can reach it", lambda: not given_up.exists())
-    testbed("heal", "2")
+    fault("heal", "2")
     check_moved(dnictl, root)
 
 
 def test_without_room_the_job_is_requeued(dnictl: Dnictl, slurm: str) -> None:
     root = started(dnictl, slurm, TIGHT)
     job = (read_json(root.job) or {})["job"]
-    testbed("lose", "2")
+    fault("lose", "2")
 
     def waits() -> bool:
         return run(["squeue", "-h", f"--jobs={job}", "--format=%T"]).stdout.strip() == "PENDING"
@@ -148,7 +148,7 @@ def test_without_room_the_job_is_requeued(dnictl: Dnictl, slurm: str) -> None:
     assert (stopped["phase"], stopped["exit_code"]) == ("stopped", 75)
     assert stopped["error"] == "node n2 lost: no room for middle elsewhere"
     assert not events(root, "worker_moved")
-    testbed("heal", "2")
+    fault("heal", "2")
     time.sleep(3)
     run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
     dnictl.run("wait", timeout_s=300)
@@ -160,13 +160,13 @@ def test_when_the_first_host_is_lost_the_job_starts_anew(dnictl: Dnictl, slurm: 
     """The supervisor is gone with it: the others requeue the job."""
     root = started(dnictl, slurm, ROOMY)
     job = (read_json(root.job) or {})["job"]
-    testbed("lose", "1")
+    fault("lose", "1")
 
     def waits() -> bool:
         return run(["squeue", "-h", f"--jobs={job}", "--format=%T"]).stdout.strip() == "PENDING"
 
     eventually("the job is requeued", waits, within_s=150)
-    testbed("heal", "1")
+    fault("heal", "1")
     time.sleep(3)
     run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
     dnictl.run("wait", timeout_s=300)
