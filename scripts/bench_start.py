@@ -119,6 +119,7 @@ def generated(modules: int) -> dict[str, Any]:
         "seed": 0,
         "data": {"dataset": "digits", "batch_size": 64, "flatten": True},
         "epochs": 1_000_000,
+        "stop_grace_s": 120,  # the marker waits behind a window of batches at each link
         "defaults": {"optimizer": {"Adam": {"lr": 0.001}}, "resources": {"memory": "512M"}},
         "modules": [
             {"name": f"m{index:02d}", "layers": top if index == last else layers}
