@@ -48,7 +48,12 @@ def steps(root: RunDir, name: str) -> int:
 def started_again(job: str) -> None:
     """A requeued job starts; Slurm would let it wait for two minutes."""
     eventually("it is requeued", lambda: state_of(job) == "PENDING")
-    run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+
+    def starts() -> bool:  # again and again: Slurm may put it off only after it is PENDING
+        run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+        return state_of(job) == "RUNNING"
+
+    eventually("it starts", starts)
 
 
 def finished(dnictl: Dnictl, root: RunDir) -> dict[str, Any]:
