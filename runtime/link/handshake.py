@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from dni_runtime.errors import HandshakeError, WireError
-from dni_runtime.wire import PROTOCOL_VERSION, Body, Message
+from dni_runtime.wire import ID_LIMIT, PROTOCOL_VERSION, Body, Message
 
 TEXT_CHARS = 512
-ID_LIMIT = (1 << 62) - 1
 
 INVITATION = "hello"
 REPLACED = "session"
@@ -52,7 +51,7 @@ class Hello:
             _text(link, name)
         return cls(
             _text(message.body, "session"),
-            _natural(message.body, "first", 1, ID_LIMIT),
+            _natural(message.body, "first", 1),
             {name: str(value) for name, value in link.items()},
         )
 
@@ -134,7 +133,7 @@ def received_of(message: Message) -> int:
     Raises:
         WireError: ``body``: it is not there, or not what it should be.
     """
-    return _natural(message.body, "received", 0, ID_LIMIT)
+    return _natural(message.body, "received", 0)
 
 
 def _text(body: Mapping[str, Body], name: str) -> str:
@@ -144,8 +143,8 @@ def _text(body: Mapping[str, Body], name: str) -> str:
     return value
 
 
-def _natural(body: Mapping[str, Body], name: str, low: int, high: int) -> int:
+def _natural(body: Mapping[str, Body], name: str, low: int) -> int:
     value = body.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise WireError("body", f"{name!r} is not a whole number from {low} to {high}")
+    if type(value) is not int or not low <= value <= ID_LIMIT:
+        raise WireError("body", f"{name!r} is not a whole number from {low} to {ID_LIMIT}")
     return value

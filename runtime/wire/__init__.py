@@ -3,7 +3,7 @@
 Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles anything.
 """
 
-from dni_runtime.wire.codec import decode, encode, header_version
+from dni_runtime.wire.codec import ID_LIMIT, decode, encode, header_version
 from dni_runtime.wire.contract import (
     HEADER_BYTES,
     ITEM_BYTES,
@@ -17,6 +17,7 @@ from dni_runtime.wire.message import Body, Buffer, Message, TensorEntry, nbytes
 
 __all__ = [
     "HEADER_BYTES",
+    "ID_LIMIT",
     "ITEM_BYTES",
     "PROTOCOL_VERSION",
     "SCALE_DTYPE",

@@ -18,7 +18,7 @@ from dni_runtime.link.handshake import Hello
 from dni_runtime.link.receiver import JUMP_LIMIT, Receiver
 from dni_runtime.link.sender import SIZES_KEPT, Sender, State
 from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
-from dni_runtime.wire import Buffer, Kind, Mark, Message, TensorEntry, encode
+from dni_runtime.wire import ID_LIMIT, Buffer, Kind, Mark, Message, TensorEntry, encode
 
 MakeSpec = Callable[..., WorkerSpec]
 PEER = b"\x00peer"
@@ -433,7 +433,10 @@ def test_broken_scales_are_refused_and_change_nothing(make_spec: MakeSpec) -> No
     assert len(pair.sender.window) == 0
 
 
-@pytest.mark.parametrize("body", [{}, {"received": -1}, {"received": True}, {"received": "1"}])
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"received": -1}, {"received": True}, {"received": "1"}, {"received": ID_LIMIT + 1}],
+)
 def test_a_welcome_that_says_nothing(make_spec: MakeSpec, body: dict[str, Any]) -> None:
     sender = make_sender(make_spec("stem"))
     sender.state = State.GREETING
@@ -441,6 +444,16 @@ def test_a_welcome_that_says_nothing(make_spec: MakeSpec, body: dict[str, Any]) 
         sender.handle(encode(Message(Kind.WELCOME, "run", "tail", body=body)))
     assert caught.value.reason == "body"
     assert sender.state is State.GREETING
+
+
+def test_a_handshake_may_name_any_id(make_spec: MakeSpec) -> None:
+    hello = Hello("word", ID_LIMIT, {})
+    message = Message(Kind.HELLO, "run", "stem", body=hello.body())
+    assert Hello.of(message) == hello
+    sender = make_sender(make_spec("stem"))
+    sender.state = State.GREETING
+    sender.handle(encode(Message(Kind.WELCOME, "run", "tail", body={"received": ID_LIMIT})))
+    assert sender.window.received == ID_LIMIT
 
 
 def test_a_refusal_that_says_nothing(pair: Pair) -> None:
