@@ -68,9 +68,23 @@ class DataError(DniError):
 
 
 class UnavailableError(DniError):
-    """A program, device, network interface or port that is needed is not there."""
+    """A program, device, network interface or port that is needed is not there.
+
+    Attributes:
+        location: The setting of the chain that asks for it, as keys and indices; empty for none.
+    """
 
     exit_code = 69
+
+    def __init__(
+        self, message: str, *, location: Sequence[str | int] = (), hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.location = tuple(location)
+
+    def __str__(self) -> str:
+        where = _dotted(self.location)
+        return f"{where}: {super().__str__()}" if where else super().__str__()
 
 
 class BuildError(DniError):
@@ -159,10 +173,7 @@ class SpecError(DniError):
     @property
     def path(self) -> str:
         """The location as text, such as ``modules[1].layers[0].Linear``."""
-        text = ""
-        for part in self.location:
-            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-        return text
+        return _dotted(self.location)
 
     def __str__(self) -> str:
         place = self.file or ""
@@ -171,3 +182,10 @@ class SpecError(DniError):
         where = ": ".join(part for part in (place, self.path) if part)
         text = f"{where}: {self.message}" if where else self.message
         return text if self.hint is None else f"{text}\n  → {self.hint}"
+
+
+def _dotted(location: Sequence[str | int]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

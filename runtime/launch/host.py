@@ -115,10 +115,8 @@ def _check_addresses(workers: Sequence[WorkerSpec], place: Place) -> None:
         try:
             check_address(worker.links, worker.index, Path(), worker.module)
         except (UnavailableError, SpecError) as error:
-            message = error.message.removeprefix("links.interface: ").removeprefix("links.port: ")
-            field = "interface" if "interface" in error.message else "port"
-            where = place("links", field)
-            raise type(error)(f"{where}: {message}", hint=error.hint) from None
+            where = place(*error.location)
+            raise type(error)(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def _chain_mounts(chain: ChainSpec, place: Place) -> Iterator[Mount]:

@@ -138,7 +138,9 @@ def _resolve(interface: str | None) -> _Ip:
         _try_bind(ip, 0)
     except UnavailableError as error:
         raise UnavailableError(
-            f"links.interface: this machine does not have the address {interface!r}", hint=_there()
+            f"this machine does not have the address {interface!r}",
+            location=("links", "interface"),
+            hint=_there(),
         ) from error
     return ip
 
@@ -156,7 +158,9 @@ def _in_network(text: str) -> _Ip:
     inside = [ip for _, ip in addresses() if ip in network]
     if not inside:
         raise UnavailableError(
-            f"links.interface: this machine has no address in the network {text!r}", hint=_there()
+            f"this machine has no address in the network {text!r}",
+            location=("links", "interface"),
+            hint=_there(),
         )
     # a wide network may hold loopback too
     return min(inside, key=lambda ip: ip.is_loopback)
@@ -166,14 +170,18 @@ def _of_interface(name: str) -> _Ip:
     known = interfaces()
     if name not in known:
         raise UnavailableError(
-            f"links.interface: this machine has no network interface {name!r}", hint=_there()
+            f"this machine has no network interface {name!r}",
+            location=("links", "interface"),
+            hint=_there(),
         )
     if known[name] is not None:
         return ipaddress.ip_address(str(known[name]))
     others = [ip for there, ip in addresses() if there == name]
     if not others:
         raise UnavailableError(
-            f"links.interface: the network interface {name!r} has no address", hint=_there()
+            f"the network interface {name!r} has no address",
+            location=("links", "interface"),
+            hint=_there(),
         )
     return others[0]
 

@@ -209,16 +209,19 @@ def cannot_listen(address: str, code: int | None) -> UnavailableError:
         port = address.rpartition(":")[2]
         return UnavailableError(
             f"cannot listen on {address}: it is in use",
+            location=("links", "port"),
             hint="choose another 'links.port', or leave it out for one that is free; "
             f"'ss -ltnp sport = :{port}' shows who uses it",
         )
     if code in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return UnavailableError(
             f"cannot listen on {address}: this machine does not have that address",
+            location=("links", "interface"),
             hint="set 'links.interface' to one that 'ip -brief address' shows",
         )
     return UnavailableError(
         f"cannot listen on {address}: {zmq.strerror(code or 0)}",
+        location=("links",),
         hint="check 'links' in chain.yaml and the socket folder's permissions",
     )
 

@@ -64,6 +64,7 @@ def test_ipv6_addresses(tmp_path: Path, links: Any) -> None:
 def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="no network interface 'ib7'") as caught:
         listen_address(tcp(interface="ib7"), 0, tmp_path, "tail")
+    assert str(caught.value).startswith("links.interface: this machine")
     assert "lo (127.0.0.1)" in str(caught.value.hint)
 
 
@@ -159,7 +160,7 @@ def test_what_is_no_network(tmp_path: Path, interface: str) -> None:
 
 
 def test_a_port_that_is_in_use(tmp_path: Path, links: Any, taken: int) -> None:
-    with pytest.raises(UnavailableError, match=f":{taken}: it is in use"):
+    with pytest.raises(UnavailableError, match=f"^links.port: .*:{taken}: it is in use"):
         check_address(tcp(port=taken), 0, tmp_path, "tail")
     with pytest.raises(UnavailableError, match=f":{taken}: it is in use"):
         links.input().bind(f"tcp://127.0.0.1:{taken}")
