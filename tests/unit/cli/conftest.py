@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.launch.prepare import prepare
+from dni_runtime.launch.records import Record, create_run
+from dni_runtime.launch.state import RunState
 from dnictl.main import main
 
 
@@ -33,6 +36,7 @@ class Result:
 
 
 Dnictl = Callable[..., Result]
+WriteChain = Callable[..., Path]
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ modules:
 
 
 @pytest.fixture
-def write_chain(folder: Path) -> Callable[..., Path]:
+def write_chain(folder: Path) -> WriteChain:
     """Write chain.yaml, with pieces of the text replaced."""
 
     def write(*changes: tuple[str, str]) -> Path:
@@ -92,3 +96,21 @@ def write_chain(folder: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def record(write_chain: WriteChain, folder: Path) -> Record:
+    """A run that has been made and not started."""
+    create_run(folder / "runs" / "small-1", prepare(write_chain()), backend="process")
+    return Record.read(folder / "runs" / "small-1")
+
+
+def ended(record: Record, phase: str, code: int, **more: object) -> RunState:
+    """Let a run come to its end (or to whatever phase it is), 65 s after its start."""
+    state = RunState.begin("process", 1, record.modules)
+    state.phase, state.exit_code = phase, code  # type: ignore[assignment]
+    state.ended = state.started + 65
+    for name, value in more.items():
+        setattr(state, name, value)
+    state.write(record.run)
+    return state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
 from dni_runtime.launch import host
-from tests.unit.cli.conftest import Dnictl, Result
-
-WriteChain = Callable[..., Path]
+from tests.unit.cli.conftest import Dnictl, Result, WriteChain
 
 # What to change in the chain, the exit code, and what the message must say.
 WRONG: dict[str, tuple[tuple[str, str], int, list[str]]] = {

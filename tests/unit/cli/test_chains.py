@@ -1,0 +1,80 @@
+"""``init``, ``validate``, ``config``, ``schema``; what ``up`` and ``run`` would start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.unit.cli.conftest import Dnictl, WriteChain
+
+
+@pytest.mark.parametrize("template", ["mlp", "cnn"])
+def test_templates_are_valid(template: str, dnictl: Dnictl, folder: Path) -> None:
+    assert dnictl("init", "--template", template).code == 0
+    result = dnictl("validate", "--json")
+    assert result.code == 0
+    assert result.json["valid"] is True
+    assert len(result.json["modules"]) >= 3
+
+
+def test_init_overwrites_nothing(dnictl: Dnictl, folder: Path) -> None:
+    (folder / "chain.yaml").write_text("mine")
+    result = dnictl("init")
+    assert result.code == 64
+    assert "exists already" in result.err
+    assert (folder / "chain.yaml").read_text() == "mine"
+
+
+def test_validate(dnictl: Dnictl, write_chain: WriteChain) -> None:
+    path = write_chain()
+    result = dnictl("validate", path)
+    assert result.code == 0
+    assert "chain 'small' is valid, 2 modules, 2,474 parameters" in result.out
+    document = dnictl("validate", path, "--json").json
+    assert document["parameters"] == 64 * 32 + 32 + 64 + 32 * 10 + 10
+    assert document["modules"][0]["output"] == "float32[B x 32]"
+    assert document["modules"][1]["interface"] is None
+    assert document["total_steps"] == 2 * document["batches_per_epoch"]
+
+
+def test_config_can_be_read_back(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
+    result = dnictl("config", write_chain())
+    assert result.code == 0
+    document = yaml.safe_load(result.out)
+    assert document["modules"][0]["optimizer"] == {"Adam": {"lr": 0.002}}
+    (folder / "again.yaml").write_text(result.out)
+    assert dnictl("config", "again.yaml", "--json").json == document
+
+
+def test_schema(dnictl: Dnictl) -> None:
+    document = dnictl("schema").json
+    assert document["type"] == "object"
+    assert "modules" in document["properties"]
+
+
+def test_dry_run_prints_the_plan(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
+    path = write_chain()
+    result = dnictl("up", path, "--dry-run", "--backend", "process", "--run-dir", "my run")
+    assert result.code == 0
+    assert f"# run {folder}/my run, backend process" in result.out
+    assert result.out.count("-m dni_runtime.worker") == 2
+    document = dnictl("up", path, "--dry-run", "--backend", "process", "--json").json
+    assert [worker["module"] for worker in document["workers"]] == ["bottom", "top"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["chain.yaml"]
+
+
+def test_one_module_by_hand(dnictl: Dnictl, write_chain: WriteChain) -> None:
+    write_chain()
+    result = dnictl("run", "top", "--run-dir", "r", "--dry-run", "--backend", "process")
+    assert result.code == 0
+    assert "--module top" in result.out
+    result = dnictl("run", "tip", "--run-dir", "r")
+    assert result.code == 64
+    assert "its modules: bottom, top" in result.err
+    result = dnictl("run", "top", "--run-dir", "r", "--backend", "process", "--resume", "newest")
+    assert result.code == 64
+    assert "--resume 'newest'" in result.err
+    assert "auto, own, none" in result.err
+    assert not Path("r").exists()

@@ -1,0 +1,138 @@
+"""The program itself: help, completion, bugs, and commands that need no chain and no run."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from dni_runtime import __version__
+from dni_runtime.launch.records import Record
+from dnictl.main import ALIASES, COMMANDS, cli
+from tests.unit.cli.conftest import Dnictl
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *ALIASES])
+def test_every_command_has_help_with_an_example(name: str, dnictl: Dnictl) -> None:
+    result = dnictl(name, "--help")
+    assert (result.code, result.err) == (0, "")
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    if not command.hidden and not isinstance(command, click.Group):
+        assert "Example" in result.out
+        assert "dnictl " in result.out.split("Example", 1)[1]
+
+
+def test_aliases_name_the_command(dnictl: Dnictl) -> None:
+    assert "Usage: dnictl validate" in dnictl("check", "--help").out
+
+
+def test_the_list_of_commands(dnictl: Dnictl) -> None:
+    out = dnictl("--help").out.split("Commands:")[1]
+    listed = [line.split()[0] for line in out.splitlines() if line[2:3].isalpha()]
+    assert [name for name in listed if name in COMMANDS] == [
+        n for n in COMMANDS if n not in ("supervise", "reference")
+    ]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["version"], ["ps"], ["completion", "bash"]])
+def test_quick_commands_import_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from dnictl.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'zmq', 'numpy', 'jinja2'} & set(sys.modules)),"
+        " file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_version(dnictl: Dnictl) -> None:
+    assert dnictl("--version").out == f"dnictl, version {__version__}\n"
+    assert dnictl("version").out.startswith(f"dni-runtime {__version__}\n")
+    assert dnictl("version", "--json").json["dni-runtime"] == __version__
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, dnictl: Dnictl) -> None:
+    result = dnictl("completion", shell)
+    assert result.code == 0
+    assert "_DNICTL_COMPLETE" in result.out
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "resume"])
+def test_names_of_runs_are_completed(
+    command: str, dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_DNICTL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"dnictl {command} sm")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert dnictl().out == "plain,small-1\n"
+
+
+def test_a_bug_leaves_a_traceback_in_a_file(
+    dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug\nof two lines")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(importlib.import_module("dnictl.runs").ps, "callback", lambda **_: broken())
+    with monkeypatch.context() as context:
+        context.setattr("sys.argv", ["dnictl", "--debug", "ps"])
+        result = dnictl("--debug", "ps")
+        assert result.code == 70
+        assert "in broken" in result.err
+    result = dnictl("ps")
+    assert result.code == 70
+    first, second = result.err.splitlines()
+    assert first == "dnictl: internal error: RuntimeError: a bug"
+    (file,) = tmp_path.glob("dnictl-traceback-*.txt")
+    assert str(file) in second
+    assert "in broken" in file.read_text()
+
+
+def test_ctrl_c(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("dnictl.runs").ps, "callback", interrupted)
+    assert dnictl("ps").code == 130
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "dnictl", "schema"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (1, b"")
+
+
+def test_doctor(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dni_runtime.launch import doctor
+    from dni_runtime.launch.doctor import Check
+
+    found = [
+        Check("torch", "ok", "2.13", "always"),
+        Check("apptainer", "missing", "none", "containers", "install it"),
+        Check("gpu", "missing", "none"),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: iter(found))
+    assert dnictl("doctor").code == 0
+    result = dnictl("doctor", "--backend", "apptainer")
+    assert result.code == 69
+    assert "→ install it" in result.out
+    document = dnictl("doctor", "--json").json
+    assert document["ready"] is True
+    assert [check["name"] for check in document["checks"]] == ["torch", "apptainer", "gpu"]

@@ -1,0 +1,135 @@
+"""Commands on runs that nothing works on: ``ps``, ``status``, ``wait``, ``resume``, ``export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.launch.records import Record
+from tests.unit.cli.conftest import Dnictl, ended
+
+
+def test_no_runs(dnictl: Dnictl) -> None:
+    assert dnictl("ps").code == 0
+    assert dnictl("ps", "--json").json == []
+    for command in (
+        ["status"],
+        ["logs"],
+        ["stop"],
+        ["wait"],
+        ["resume"],
+        ["restart", "top"],
+        ["events"],
+        ["export", "-o", "x"],
+        ["tensorboard"],
+    ):
+        result = dnictl(*command)
+        assert result.code == 64
+        assert "there are no runs in 'runs'" in result.err
+
+
+def test_ps_and_status(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "finished", 0)
+    out = dnictl("ps").out
+    assert "small-1" in out
+    assert "finished" in out
+    (row,) = dnictl("ps", "--json").json
+    assert (row["run"], row["state"]) == ("small-1", "finished")
+    document = dnictl("status", "--json").json
+    assert [module["module"] for module in document["modules"]] == ["bottom", "top"]
+    assert "bottom" in dnictl("status", "small").out
+
+
+def test_runs_from_the_environment(
+    dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DNICTL_RUNS", str(tmp_path / "none"))
+    assert dnictl("ps", "--json").json == []
+    assert len(dnictl("ps", "--json", "--runs", record.run.root.parent).json) == 1
+
+
+@pytest.mark.parametrize(("phase", "code"), [("finished", 0), ("stopped", 75), ("stopped", 130)])
+def test_wait_ends_as_the_run_did(phase: str, code: int, dnictl: Dnictl, record: Record) -> None:
+    ended(record, phase, code)
+    result = dnictl("wait")
+    assert result.code == code
+    assert result.out.startswith(f"small-1: {phase} after 1 min 5 s, epoch 0/2")
+    assert dnictl("wait", "--json").json["state"] == phase
+
+
+def test_wait_tells_what_failed(dnictl: Dnictl, record: Record) -> None:
+    state = ended(record, "failed", 70, failed="top", error="…")
+    top = state.modules["top"]
+    top.state, top.exit_code, top.signal = "failed", 137, "SIGKILL"
+    top.log = str(record.run.log("top", 1))
+    record.run.log("top", 1).write_text("".join(f"line {n}\n" for n in range(30)))
+    state.write(record.run)
+    result = dnictl("wait")
+    assert result.code == 70
+    assert "module 'top' (attempt 1) was killed by SIGKILL" in result.err
+    assert top.log in result.err
+    assert "| line 29" in result.err
+    assert "| line 1\n" not in result.err
+    assert f"→ dnictl resume {record.run.root}" in result.err
+
+
+def test_wait_with_a_limit(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "running", 0)
+    assert dnictl("wait", "--timeout", "0").code == 124
+
+
+def test_a_lost_supervisor(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "running", 0, born=1)
+    assert dnictl("status", "--json").json["state"] == "lost"
+    result = dnictl("wait")
+    assert result.code == 70
+    assert "is gone" in result.err
+    assert dnictl("stop").out == "small-1: lost\n"
+
+
+def test_resume_of_a_run_that_has_no_need(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "finished", 0)
+    result = dnictl("resume")
+    assert result.code == 64
+    assert "dnictl export" in result.err
+    ended(record, "running", 0)
+    result = dnictl("resume")
+    assert result.code == 64
+    assert "dnictl stop" in result.err
+
+
+def test_resume_plans_the_next_attempt(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "stopped", 75, attempt=3)
+    document = dnictl("resume", "--dry-run", "--json").json
+    assert [worker["attempt"] for worker in document["workers"]] == [4, 4]
+    result = dnictl("resume", "--from", "12")
+    assert result.code == 64
+    assert "no complete checkpoint '12'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("phase", "code", "hint"),
+    [("finished", 0, "dnictl status small-1"), ("stopped", 75, "dnictl resume small-1")],
+)
+def test_restart_needs_a_supervisor(
+    phase: str, code: int, hint: str, dnictl: Dnictl, record: Record
+) -> None:
+    ended(record, phase, code)
+    result = dnictl("restart", "top")
+    assert result.code == 64
+    assert f"'small-1' is {phase}" in result.err
+    assert hint in result.err
+    assert not record.run.restart_request("top").exists()
+
+
+def test_export_without_a_checkpoint(dnictl: Dnictl, record: Record) -> None:
+    result = dnictl("export", "-o", "m.safetensors")
+    assert result.code == 74
+    assert "no complete checkpoint" in result.err
+
+
+def test_export_overwrites_nothing(dnictl: Dnictl, record: Record, folder: Path) -> None:
+    (folder / "m.safetensors").write_text("mine")
+    assert dnictl("export", "-o", "m.safetensors").code == 64
+    assert (folder / "m.safetensors").read_text() == "mine"

@@ -1,0 +1,34 @@
+"""``tensorboard``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.launch.records import Record
+from dni_runtime.rundir import append_line
+from tests.unit.cli.conftest import Dnictl, ended
+
+
+def test_tensorboard(dnictl: Dnictl, record: Record, folder: Path) -> None:
+    ended(record, "finished", 0)
+    line = {"time": 1.0, "module": "top", "attempt": 1, "kind": "train", "step": 3, "loss": 0.5}
+    append_line(record.run.metrics("top"), line)
+    result = dnictl("tensorboard", "--follow")
+    assert result.out == f"{record.run.tensorboard}: 1 new events of 1 modules\n"
+    assert "tensorboard --logdir" in result.err
+    assert dnictl("tensorboard", "--logdir", "logs", "--json").json == {
+        "run": "small-1", "logdir": "logs/small-1", "events": {"top": 1},
+    }  # fmt: skip
+    assert list((folder / "logs" / "small-1" / "top").iterdir())
+
+
+def test_tensorboard_without_its_package(
+    dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    result = dnictl("tensorboard")
+    assert result.code == 69
+    assert "pip install 'dni-runtime[tensorboard]'" in result.err
