@@ -36,10 +36,13 @@ def ps(runs: Path, as_json: bool) -> None:
     """
     from dni_runtime.launch.figures import Gauge
     from dni_runtime.launch.records import list_runs
+    from dni_runtime.launch.slurm.job import read_states
 
     rows: list[dict[str, Any]] = []
-    for record in list_runs(runs):
-        figures = asdict(Gauge(record).read())
+    records = list_runs(runs)
+    states = read_states([record.run for record in records])
+    for record, its_state in zip(records, states, strict=True):
+        figures = asdict(Gauge(record).read(its_state))
         hidden = ("modules", "evaluations")
         rows.append({key: value for key, value in figures.items() if key not in hidden})
     if as_json:

@@ -138,50 +138,47 @@ def _failed(command: str, said: str) -> UnavailableError:
     )
 
 
-def job_info(job: str) -> JobInfo | None:
-    """A job's state: squeue while it is there, then the controller's memory, then sacct.
+def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
+    """States of jobs: squeue while they are there, then the controller's memory, then sacct.
 
     Returns:
-        The state, or None when nobody knows the job any more.
+        The state of each job that somebody still knows.
 
     Raises:
         UnavailableError: Slurm does not answer: nothing is known.
     """
     code, out, err = run_slurm(
-        ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N"]
-    )
-    if code == 0 and out.strip():
-        return parse_squeue(out)
-    if code != 0 and "Invalid job id" not in err:
+        ["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}",
+         "--format=%A|%T|%r|%N"]
+    )  # fmt: skip
+    if code != 0 and "Invalid job id" not in err:  # as it says of a single one that is gone
         raise _failed("squeue", err)
+    found = parse_jobs(out)
+    gone = [job for job in jobs if job not in found]
+    if not gone:
+        return found
     try:
         code, out, _ = run_slurm(
-            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}",
-             "--format=State,Reason,NodeList"]
+            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(gone)}",
+             "--format=JobIDRaw,State,Reason,NodeList"]
         )  # fmt: skip
     except UnavailableError:
-        return None
-    return parse_sacct(out) if code == 0 else None
+        return found
+    return found | parse_jobs(out) if code == 0 else found
 
 
-def parse_squeue(out: str) -> JobInfo:
-    """The first line of ``squeue --format=%T|%r|%N``."""
-    state, reason, nodes = (*out.strip().splitlines()[0].split("|"), "", "")[:3]
-    return JobInfo(state, "" if reason == "None" else reason, nodes)
-
-
-def parse_sacct(out: str) -> JobInfo | None:
-    """The last line of ``sacct --parsable2``: after a requeue there is one for each start."""
-    lines = [line for line in out.splitlines() if line.strip()]
-    if not lines:
-        return None
-    state, reason, nodes = (*lines[-1].split("|"), "", "")[:3]
-    state = state.split()[0].rstrip("+") if state else ""  # "CANCELLED by 1000"
-    return JobInfo(
-        state,
-        "" if reason in ("None", "") else reason,
-        "" if nodes == "None assigned" else nodes,
-    )
+def parse_jobs(out: str) -> dict[str, JobInfo]:
+    """Lines ``JOB|STATE|REASON|NODES`` of squeue or sacct; after a requeue the last one counts."""
+    found = {}
+    for line in out.splitlines():
+        job, state, reason, nodes = (*line.strip().split("|"), "", "", "")[:4]
+        if state:
+            found[job] = JobInfo(
+                state.split()[0].rstrip("+"),  # "CANCELLED by 1000"
+                "" if reason == "None" else reason,
+                "" if nodes == "None assigned" else nodes,
+            )
+    return found
 
 
 def cancel(job: str) -> None:

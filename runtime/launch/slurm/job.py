@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from dni_runtime.errors import DataError, UnavailableError
-from dni_runtime.launch.slurm.commands import JobInfo, job_info
+from dni_runtime.launch.slurm.commands import JobInfo, job_infos
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, write_json
 from dni_runtime.spec.profile import ProfileSpec
@@ -71,20 +72,36 @@ class JobRecord:
 
 
 def read_state(run: RunDir) -> RunState:
-    """A run's state, with Slurm's word where the run itself cannot know: before it begins, between
-    two starts, and when its job was ended from outside.
+    """A run's state, as :func:`read_states` has it."""
+    (state,) = read_states([run])
+    return state
+
+
+def read_states(runs: Sequence[RunDir]) -> list[RunState]:
+    """The states of runs, with Slurm's word where a run itself cannot know: before it begins,
+    between two starts, and when its job was ended from outside. Slurm is asked once for all.
     """
-    state = RunState.read(run)
-    record = JobRecord.read(run)
-    if record is None or record.job is None or state.phase in ("finished", "failed"):
-        return state
-    if state.active and time.time() - state.updated < _FRESH_S:
-        return state
+    states = [RunState.read(run) for run in runs]
+    jobs = [_job_to_ask_for(run, state) for run, state in zip(runs, states, strict=True)]
+    asked = sorted({job for job in jobs if job is not None})
     try:
-        info = job_info(record.job)
+        infos = job_infos(asked) if asked else {}
     except UnavailableError:
-        return state
-    return judge(state, record.job, info, told_to_stop=run.stop_request.exists())
+        return states
+    return [
+        state
+        if job is None
+        else judge(state, job, infos.get(job), told_to_stop=run.stop_request.exists())
+        for run, state, job in zip(runs, states, jobs, strict=True)
+    ]
+
+
+def _job_to_ask_for(run: RunDir, state: RunState) -> str | None:
+    record = JobRecord.read(run)
+    if record is None or state.phase in ("finished", "failed"):
+        return None
+    fresh = state.active and time.time() - state.updated < _FRESH_S
+    return None if fresh else record.job
 
 
 def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool) -> RunState:

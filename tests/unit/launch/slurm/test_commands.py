@@ -11,9 +11,8 @@ from dni_runtime.launch.slurm.commands import (
     JobInfo,
     NodeShape,
     node_shapes,
-    parse_sacct,
+    parse_jobs,
     parse_sinfo,
-    parse_squeue,
     parse_steps,
     run_slurm,
 )
@@ -22,19 +21,21 @@ from dni_runtime.launch.slurm.commands import (
 @pytest.mark.parametrize(
     ("line", "info"),
     [
-        ("PENDING|Resources|\n", JobInfo("PENDING", "Resources", "")),
-        ("RUNNING|None|n[1-3]\n", JobInfo("RUNNING", "", "n[1-3]")),
-        ("TIMEOUT|TimeLimit|n1\n", JobInfo("TIMEOUT", "TimeLimit", "n1")),
+        ("7|PENDING|Resources|\n", JobInfo("PENDING", "Resources", "")),
+        ("7|RUNNING|None|n[1-3]\n", JobInfo("RUNNING", "", "n[1-3]")),
+        ("7|TIMEOUT|TimeLimit|n1\n", JobInfo("TIMEOUT", "TimeLimit", "n1")),
+        ("7|REQUEUED|None|n1\n7|CANCELLED by 1001|None|n[1-2]\n",
+         JobInfo("CANCELLED", "", "n[1-2]")),
+        ("7|PENDING|None|None assigned\n", JobInfo("PENDING", "", "")),
     ],
-)
-def test_squeue(line: str, info: JobInfo) -> None:
-    assert parse_squeue(line) == info
+)  # fmt: skip
+def test_one_job(line: str, info: JobInfo) -> None:
+    assert parse_jobs(line) == {"7": info}
 
 
-def test_sacct() -> None:
-    text = "REQUEUED|None|n1\nCANCELLED by 1001|None|n[1-2]\n"
-    assert parse_sacct(text) == JobInfo("CANCELLED", "", "n[1-2]")
-    assert parse_sacct("\n") is None
+def test_several_jobs() -> None:
+    found = parse_jobs("7|RUNNING|None|n1\n\n8|PENDING|Priority|\n")
+    assert found == {"7": JobInfo("RUNNING", "", "n1"), "8": JobInfo("PENDING", "Priority", "")}
 
 
 @pytest.mark.parametrize(
