@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def up_in_allocation(
-    prepared: Prepared, root: Path, site: Site, log_level: str, *, dry_run: bool
+    prepared: Prepared, root: Path, site: Site, log_level: str, *, dry_run: bool, as_json: bool
 ) -> tuple[Record, LaunchPlan] | None:
     """``up`` where Slurm has given nodes already: the same steps as a submitted job's.
 
@@ -49,6 +49,12 @@ def up_in_allocation(
         )
     profile_name = os.environ.get("DNICTL_PROFILE")
     request = request_here(root, prepared, load_profile(profile_name), allocation)
+    if dry_run and as_json:
+        from dnictl.submit import placement_rows
+
+        rows = placement_rows(request, prepared)
+        print_json({"job": allocation.job, "hosts": allocation.hosts, "modules": rows})
+        return None
     if dry_run:
         click.echo(f"# job {allocation.job}: {', '.join(allocation.hosts)}")
         for line in placement_lines(request):
@@ -115,7 +121,11 @@ def submit_again(record: Record, job: JobRecord, cut: str, *, dry_run: bool, as_
             hint=f"remove the newer ones from {str(record.run.checkpoints)!r}",
         )
     if dry_run:
-        click.echo(record.run.script.read_text(), nl=False)
+        script = record.run.script.read_text()
+        if as_json:
+            print_json({"run": record.name, "path": str(record.run.root), "script": script})
+        else:
+            click.echo(script, nl=False)
         return
     number = submit.submit_again(record.run, job)
     if as_json:

@@ -80,7 +80,9 @@ def up(
         from dnictl.allocation import up_in_allocation
 
         site = site_for(prepared, "auto", images, elsewhere=True)
-        started = up_in_allocation(prepared, root, site, log_level, dry_run=dry_run)
+        started = up_in_allocation(
+            prepared, root, site, log_level, dry_run=dry_run, as_json=as_json
+        )
         if started is not None:
             _go(*started, detached=detach, as_json=as_json)
         return

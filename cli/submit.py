@@ -113,7 +113,9 @@ def submit(
         script = render_script(request)
         answer = _checked(script, options) if test_only else None
         if as_json:
-            print_json({"script": script, "modules": _rows(request, prepared), "slurm": answer})
+            print_json(
+                {"script": script, "modules": placement_rows(request, prepared), "slurm": answer}
+            )
         else:
             click.echo(script if answer is None else answer, nl=answer is not None)
         return
@@ -171,7 +173,7 @@ def plan(
         Path("RUN").absolute(), prepared, load_profile(profile), nodes=nodes, partition=partition,
         costs=costs, strict=False,
     )  # fmt: skip
-    rows = _rows(request, prepared)
+    rows = placement_rows(request, prepared)
     if as_json:
         print_json(rows)
     else:
@@ -266,7 +268,8 @@ def _checked(script: str, options: list[str]) -> str:
         return check_only(Path(file.name), options)
 
 
-def _rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
+def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
+    """Which node each module would be on, and what it asks for there."""
     from dni_runtime.launch.slurm.allocation import link_kinds
 
     kinds = link_kinds(prepared.chain, request.profile, request.nodes)

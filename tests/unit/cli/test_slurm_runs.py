@@ -1,32 +1,47 @@
-"""Commands on runs of Slurm, whose programs are made up."""
+"""Commands on runs of Slurm and within its jobs; Slurm's programs are made up."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dni_runtime.launch.records import Record
+from dni_runtime.launch.prepare import prepare
+from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm.job import JobRecord
-from tests.unit.cli.conftest import Dnictl, ended
+from tests.unit.cli.conftest import Dnictl, WriteChain, ended
+
+Program = Callable[[str, str], None]
+
+
+@pytest.fixture
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Make up one of Slurm's programs, from the text of a shell script."""
+    bin = folder / "bin"
+    bin.mkdir()
+    monkeypatch.setenv("PATH", str(bin), prepend=os.pathsep)
+
+    def write(name: str, script: str) -> None:
+        (bin / name).write_text(f"#!/bin/sh\n{script}")
+        (bin / name).chmod(0o755)
+
+    return write
 
 
 def test_a_run_between_two_starts_of_its_job(
-    dnictl: Dnictl, record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch
+    dnictl: Dnictl, record: Record, folder: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on: ``restart`` says that it waits, and ``--follow`` waits for its end."""
     ended(record, "stopped", 75)
     JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
-    (folder / "squeue").write_text(
-        "#!/bin/sh\n"
-        'if [ "$(cat answers)" -gt 0 ]; then echo "PENDING|BeginTime|"; fi\n'
-        "echo $(($(cat answers) - 1)) >answers\n"
+    program(
+        "squeue",
+        'if [ "$(cat answers)" -gt 0 ]; then echo "7|PENDING|BeginTime|"; fi\n'
+        "echo $(($(cat answers) - 1)) >answers\n",
     )
-    (folder / "sacct").write_text("#!/bin/sh\n")
-    for name in ("squeue", "sacct"):
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    program("sacct", "")
     answers = folder / "answers"
 
     answers.write_text("1\n")
@@ -39,3 +54,45 @@ def test_a_run_between_two_starts_of_its_job(
     answers.write_text("2\n")
     assert dnictl("tensorboard", "--follow").code == 0
     assert int(answers.read_text()) < 0
+
+
+def test_ps_asks_slurm_once_for_all_runs(
+    dnictl: Dnictl, write_chain: WriteChain, folder: Path, program: Program
+) -> None:
+    prepared = prepare(write_chain())
+    for job in "12345":
+        run = create_run(folder / "runs" / f"small-{job}", prepared, backend="process")
+        JobRecord(job, (0, 0), None, {}, "info", 0.0).write(run)
+    ended(Record.read(folder / "runs" / "small-5"), "finished", 0)
+    program("squeue", "echo $0 $@ >>asked\necho '1|PENDING|Priority|'\necho '2|RUNNING|None|n1'\n")
+    program("sacct", "echo $0 $@ >>asked\necho '3|TIMEOUT|TimeLimit|n1'\n")
+    states = [row["state"] for row in dnictl("ps", "--json").json]
+    assert states == ["queued", "starting", "lost", "lost", "finished"]
+    squeue, sacct = (folder / "asked").read_text().splitlines()
+    assert "--jobs=1,2,3,4 " in squeue
+    assert "--jobs=3,4 " in sacct
+
+
+def test_dry_runs_print_json_where_asked(
+    dnictl: Dnictl,
+    write_chain: WriteChain,
+    record: Record,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    record.run.script.write_text("#!/bin/bash\n")
+    program("squeue", "echo '7|TIMEOUT|TimeLimit|n1'\n")
+    assert dnictl("resume", "--dry-run").out == "#!/bin/bash\n"
+    assert dnictl("resume", "--dry-run", "--json").json == {
+        "run": "small-1", "path": str(record.run.root), "script": "#!/bin/bash\n",
+    }  # fmt: skip
+
+    program("scontrol", "echo n1\necho n2\n")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    path = write_chain(("epochs: 2", "epochs: 2\nlinks: {interface: lo}"))
+    assert "# job 8: n1, n2" in dnictl("up", path, "--dry-run").out
+    document = dnictl("up", path, "--dry-run", "--json").json
+    assert (document["job"], document["hosts"]) == ("8", ["n1", "n2"])
+    assert [row["module"] for row in document["modules"]] == ["bottom", "top"]
