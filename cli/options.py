@@ -27,6 +27,15 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
     return sorted(name for name in names if name.startswith(incomplete))
 
 
+def complete_profiles(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Names of site profiles that begin so, for the shell."""
+    from dni_runtime.launch.slurm.profiles import profile_files
+
+    return sorted(name for name in profile_files() if name.startswith(incomplete))
+
+
 chain_argument = click.argument(
     "chain", type=click.Path(path_type=Path), default=Path("chain.yaml"), metavar="[CHAIN]"
 )
@@ -61,7 +70,7 @@ images_option = click.option(
     help="Folder of the module images (also: DNICTL_IMAGES).",
 )
 profile_option = click.option(
-    "--profile", metavar="NAME", envvar="DNICTL_PROFILE",
+    "--profile", metavar="NAME", envvar="DNICTL_PROFILE", shell_complete=complete_profiles,
     help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
 )  # fmt: skip
 detach_option = click.option("-d", "--detach", is_flag=True, help="Go on in the background.")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dni_runtime.errors import UnavailableError
+from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
     Wanted,
     backend_option,
     chain_argument,
+    complete_profiles,
     data_option,
     images_option,
     json_option,
@@ -93,6 +94,8 @@ def submit(
       dnictl submit chain.yaml --nodes 2 --time 1:00:00 --profile mycluster
       dnictl submit chain.yaml --dry-run      # where modules go, and the batch script
     """
+    if parsable and as_json:
+        raise UsageError("--parsable and --json ask for two formats", hint="give one of them")
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import new_run_id
     from dni_runtime.launch.slurm.profiles import load_profile
@@ -206,7 +209,7 @@ def list_profiles(as_json: bool) -> None:
 
 
 @profile.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_profiles)
 def show_profile(name: str) -> None:
     """Print a site profile's file, after checking it.
 

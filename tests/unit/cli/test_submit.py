@@ -132,6 +132,23 @@ def test_profiles(dnictl: Dnictl, folder: Path) -> None:
     assert "did you mean 'example'?" in result.err
 
 
+@pytest.mark.parametrize("line", ["dnictl profile show ex", "dnictl submit --profile ex"])
+def test_names_of_profiles_are_completed(
+    line: str, dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_DNICTL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", "3")
+    assert dnictl().out == "plain,example\n"
+
+
+def test_one_format_at_a_time(dnictl: Dnictl, folder: Path) -> None:
+    write(folder)
+    result = dnictl("submit", "--parsable", "--json", "--backend", "process")
+    assert result.code == 64
+    assert "--parsable and --json" in result.err
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "code", "words"),
     [
