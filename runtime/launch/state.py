@@ -37,13 +37,13 @@ class ModuleState:
 
     Attributes:
         state: Its phase, as the worker itself reports it while it runs.
-        restarts: How often it has been started again in this attempt of the run.
         attempt: Which start of the module this is.
         pid: Its process id (in containers: of the process that watches over it), or None.
         born: When that process started; see :class:`RunState`.
         exit_code: As a shell reports it (128 + n after signal n), or None while it runs.
         signal: Name of the signal it died of, or None.
         log: Its log file.
+        restarts: How often it has been started again in this attempt of the run.
     """
 
     state: WorkerPhase = "new"
