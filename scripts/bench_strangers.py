@@ -56,9 +56,6 @@ EACH_S = 0.02
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
-# --- strangers ------------------------------------------------------------------------------------
-
-
 def _clients(address: str, prepare: Callable[[Any], None]) -> Iterator[None]:
     """One ZeroMQ client after the other, each kept for a while."""
     context = zmq.Context()
@@ -135,9 +132,6 @@ def attack(name: str, address: str, server_key: str) -> None:
         for one in attacks:
             next(one)
         time.sleep(EACH_S)
-
-
-# --- measuring ------------------------------------------------------------------------------------
 
 
 class Pace(NamedTuple):

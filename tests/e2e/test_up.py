@@ -374,8 +374,6 @@ def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
     assert (site.folder / "m.pt2").stat().st_size > 0
 
 
-# --- containers -----------------------------------------------------------------------------------
-
 IN_CONTAINERS = """\
 name: boxed
 data: {dataset: npz, path: "sets, of mine/points.npz", batch_size: 32}

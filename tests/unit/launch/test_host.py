@@ -39,9 +39,6 @@ def test_data_that_is_gone(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) ->
         check(chain, workers, data=Path("/gone"))
 
 
-# --- Apptainer and images -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_apptainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dni_runtime.image.apptainer.SETUP_PREFIXES", ())
@@ -220,9 +217,6 @@ def test_mounts(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...
     assert mounted().mounts == (Mount(str(scratch), "/scratch", read_only=False),)
 
 
-# --- devices --------------------------------------------------------------------------------------
-
-
 def test_cuda_without_a_gpu(
     chain: ChainSpec, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,9 +271,6 @@ def test_auto_and_cpu_are_always_there(chain: ChainSpec, make_worker: MakeWorker
     workers = (make_worker(0, device="auto"), make_worker(1, device="cpu"))
     check_devices(chain, workers, "process", place)
     check_devices(chain, workers, "apptainer", place)
-
-
-# --- InfiniBand -----------------------------------------------------------------------------------
 
 
 def test_a_host_without_infiniband(tmp_path: Path) -> None:
