@@ -236,7 +236,7 @@ def steps(run: RunDir, module: str) -> int:
 
 
 def alive(job: str | None) -> bool:
-    info = commands.job_info(str(job))
+    info = commands.job_infos([str(job)]).get(str(job))
     return info is not None and info.state in ("RUNNING", "PENDING", "COMPLETING")
 
 

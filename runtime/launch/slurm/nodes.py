@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def nodes_of(job: str) -> list[str] | None:
     """The nodes that a job has now; None where Slurm does not say."""
     try:
-        info = commands.job_info(job)
+        info = commands.job_infos([job]).get(job)
         if info is None or info.state != "RUNNING" or not info.nodes:
             return None
         return commands.hostnames(info.nodes)
