@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +18,28 @@ import pytest
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, find_apptainer
+from dni_runtime.launch.state import process_birth
+from dni_runtime.rundir import RunDir, complete_cuts
+
+MODULES = ["bottom", "middle", "top"]
+
+CHAIN = """\
+name: digits
+seed: 3
+data: {dataset: digits, batch_size: 64, flatten: true}
+epochs: %d
+stop_grace_s: 20
+defaults: {optimizer: {Adam: {lr: 0.002}}}
+modules:
+  - name: bottom
+    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
+  - name: middle
+    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
+  - name: top
+    layers: [{Linear: {in_features: 64, out_features: 10}}]
+"""
+
+FOREVER = 100_000
 
 
 def missing(reason: str) -> NoReturn:
@@ -68,6 +92,30 @@ def fashion_mnist() -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
+def eventually(what: str, condition: Callable[[], bool], within_s: float = 60) -> None:
+    """Wait until something is so."""
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+
+
+def command_of(pid: int) -> bytes:
+    """A living process's command line; empty when there is none."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+    return command if process_birth(pid) is not None else b""
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names a folder."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    name = str(folder).encode()
+    return [pid for pid in pids if pid != os.getpid() and name in command_of(pid)]
+
+
 @dataclass(frozen=True)
 class Dnictl:
     """Runs ``dnictl`` in a folder.
@@ -75,34 +123,91 @@ class Dnictl:
     Attributes:
         folder: The working directory.
         environ: Variables on top of this process's.
+        started: The processes so far.
     """
 
     folder: Path
     environ: Mapping[str, str] = field(default_factory=dict)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        """Start it."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dnictl", *map(str, arguments)],
+            cwd=self.folder,
+            env={**os.environ, **self.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
 
     def run(
         self, *arguments: str | Path, expect: int = 0, timeout_s: float = 900
     ) -> subprocess.CompletedProcess[str]:
         """Run it to its end; the exit status must be the expected one."""
-        done = subprocess.run(
-            [sys.executable, "-m", "dnictl", *map(str, arguments)],
-            cwd=self.folder,
-            env={**os.environ, **self.environ},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+        process = self.start(*arguments)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+        assert process.returncode == expect, (
+            f"dnictl {' '.join(map(str, arguments))}: exit status {process.returncode}\n"
+            f"{out}\n{err}"
         )
-        assert done.returncode == expect, (
-            f"dnictl {' '.join(map(str, arguments))}: exit status {done.returncode}\n"
-            f"{done.stdout}\n{done.stderr}"
-        )
-        return done
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def json(self, *arguments: str | Path, expect: int = 0) -> Any:
         """Run it with ``--json`` and return the document."""
         return json.loads(self.run(*arguments, "--json", expect=expect).stdout)
+
+
+class Site(Dnictl):
+    """A folder with a chain, and at most one run."""
+
+    def write(self, epochs: int, *settings: str) -> Path:
+        """Write the chain."""
+        path = self.folder / "chain.yaml"
+        path.write_text("\n".join([CHAIN % epochs, *settings, ""]))
+        return path
+
+    @property
+    def latest(self) -> RunDir:
+        """The one run."""
+        (root,) = (self.folder / "runs").iterdir()
+        return RunDir(root)
+
+    def cuts(self, modules: list[str] = MODULES) -> list[int]:
+        """Complete checkpoints of the one run."""
+        runs = self.folder / "runs"
+        return complete_cuts(self.latest, modules) if runs.is_dir() and any(runs.iterdir()) else []
+
+    def wait_for_checkpoint(self, modules: list[str] = MODULES) -> None:
+        """Wait until the run has written a new complete checkpoint."""
+        first = self.cuts(modules)
+        eventually("a complete checkpoint", lambda: self.cuts(modules) not in ([], first))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A folder to work in; whatever is left running in the end is a failure, and is ended."""
+    made = Site(tmp_path)
+    try:
+        yield made
+        eventually("no process is left behind", lambda: not processes_of(tmp_path), 15)
+    finally:
+        for pid in processes_of(tmp_path):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for process in made.started:
+            process.kill()
+            process.communicate(timeout=30)
 
 
 def run(

@@ -18,8 +18,7 @@ from dni_runtime.link import keys
 from dni_runtime.link.address import addresses
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import parse_chain
-from tests.e2e import test_up
-from tests.e2e.test_up import Site, eventually, processes_of
+from tests.e2e.conftest import Site, eventually, processes_of
 from tests.e2e.test_worker import workers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -46,9 +45,6 @@ def beyond_loopback() -> str:
         if not ip.is_loopback:
             return f"interface: '{ip}'"
     return "security: curve"
-
-
-site = test_up.site
 
 
 def write(site: Site, epochs: int, links: str) -> Path:

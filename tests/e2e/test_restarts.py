@@ -14,13 +14,10 @@ import pytest
 from dni_runtime.launch.figures import Gauge, ModuleFigures
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import read_lines
-from tests.e2e import test_up
-from tests.e2e.test_up import FOREVER, MODULES, Site, eventually, processes_of
+from dni_runtime.rundir import RunDir, read_lines
+from tests.e2e.conftest import FOREVER, MODULES, Site, eventually, processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-site = test_up.site
 
 BATCHES = 23  # in an epoch
 PAUSE = """\
@@ -196,7 +193,7 @@ def test_an_exact_chain_begins_again_as_a_whole(site: Site) -> None:
         if killed:
             eventually("an epoch", lambda: (site.json("status", folder)["epoch"] or 0) > 1)
             root = site.folder / folder
-            pid = RunState.read(test_up.RunDir(root)).modules["middle"].pid
+            pid = RunState.read(RunDir(root)).modules["middle"].pid
             os.kill(pid or 0, signal.SIGKILL)
         site.run("wait", folder, timeout_s=240)
         figures = site.json("status", folder)

@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -24,28 +18,9 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.launch.state import RunState, process_birth, session_of
 from dni_runtime.rundir import RunDir, complete_cuts, read_lines
 from dni_runtime.spec import DataSpec
+from tests.e2e.conftest import FOREVER, MODULES, Site, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-MODULES = ["bottom", "middle", "top"]
-
-CHAIN = """\
-name: digits
-seed: 3
-data: {dataset: digits, batch_size: 64, flatten: true}
-epochs: %d
-stop_grace_s: 20
-defaults: {optimizer: {Adam: {lr: 0.002}}}
-modules:
-  - name: bottom
-    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
-  - name: middle
-    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
-  - name: top
-    layers: [{Linear: {in_features: 64, out_features: 10}}]
-"""
-
-FOREVER = 100_000
 
 TWICE = """\
 from torch import nn
@@ -58,100 +33,6 @@ class Twice(nn.Module):
     def forward(self, x):
         return self.factor * x
 """
-
-
-def eventually(what: str, condition: Callable[[], bool], within_s: float = 60) -> None:
-    """Wait until something is so."""
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
-
-
-def command_of(pid: int) -> bytes:
-    """A living process's command line; empty when there is none."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-    return command if process_birth(pid) is not None else b""
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Processes whose command line names a folder."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    name = str(folder).encode()
-    return [pid for pid in pids if pid != os.getpid() and name in command_of(pid)]
-
-
-@dataclass
-class Site:
-    """A folder with a chain, in which commands are run."""
-
-    folder: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def write(self, epochs: int, *settings: str) -> Path:
-        path = self.folder / "chain.yaml"
-        path.write_text("\n".join([CHAIN % epochs, *settings, ""]))
-        return path
-
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dnictl", *map(str, arguments)],
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.started.append(process)
-        return process
-
-    def run(
-        self, *arguments: str | Path, expect: int = 0, timeout_s: float = 120
-    ) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=timeout_s)
-        assert process.returncode == expect, f"{arguments}: {process.returncode}\n{out}\n{err}"
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def json(self, *arguments: str | Path, expect: int = 0) -> Any:
-        return json.loads(self.run(*arguments, "--json", expect=expect).stdout)
-
-    @property
-    def latest(self) -> RunDir:
-        (root,) = (self.folder / "runs").iterdir()
-        return RunDir(root)
-
-    def cuts(self, modules: list[str] = MODULES) -> list[int]:
-        """Complete checkpoints of the one run."""
-        runs = self.folder / "runs"
-        return complete_cuts(self.latest, modules) if runs.is_dir() and any(runs.iterdir()) else []
-
-    def wait_for_checkpoint(self, modules: list[str] = MODULES) -> None:
-        """Wait until the run has written a new complete checkpoint."""
-        first = self.cuts(modules)
-        eventually("a complete checkpoint", lambda: self.cuts(modules) not in ([], first))
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    """A folder to work in; whatever is left running in the end is a failure, and is ended."""
-    made = Site(tmp_path)
-    try:
-        yield made
-        eventually("no process is left behind", lambda: not processes_of(tmp_path), 15)
-    finally:
-        for pid in processes_of(tmp_path):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        for process in made.started:
-            process.kill()
-            process.communicate(timeout=30)
 
 
 def accuracy_of(model: torch.nn.Module) -> float:
