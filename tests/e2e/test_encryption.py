@@ -192,7 +192,7 @@ def test_modules_without_a_shared_folder(site: Site) -> None:
                 [*command, "--module", module, option, address], stderr=subprocess.PIPE, text=True
             )
         )
-    site.started += started
+    site.started.extend(started)
     for process in started:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
