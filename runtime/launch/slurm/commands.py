@@ -33,8 +33,13 @@ class JobInfo:
 
     @property
     def alive(self) -> bool:
-        """Whether it waits or runs; one that is completing has ended as far as we go."""
+        """Whether it waits or runs."""
         return self.state in _ALIVE
+
+    @property
+    def completing(self) -> bool:
+        """Whether it is being ended; a job that was requeued is, too, before it waits again."""
+        return self.state == "COMPLETING"
 
     @property
     def pending(self) -> bool:

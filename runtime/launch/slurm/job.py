@@ -120,6 +120,10 @@ def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool
         if state.phase == "stopped":  # its script is about to end, or to requeue the job
             return replace(state, phase="stopping")
         return state if state.active else replace(state, phase="starting")
+    if state.phase == "stopped" and told_to_stop:
+        return state
+    if info is not None and info.completing:  # to its end, or to be requeued: the next look tells
+        return replace(state, phase="stopping")
     if state.phase == "stopped":
         return state
     if told_to_stop and state.phase == "new":
