@@ -49,8 +49,13 @@ build/typed: pyproject.toml # static tools cannot follow the import hook of an e
 demo-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py
 
+# The tests with Slurm mostly wait for it: they run beside the others, and are shown after them. 5: no tests.
 test-here: $(VENV)/ready
-	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest $(TESTS)
+	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 slurm=0; \
+	$(BIN)/python -m pytest $(TESTS) -m slurm >build/test-slurm.log 2>&1 & trap "kill $$! 2>/dev/null || true" EXIT; \
+	$(BIN)/python -m pytest $(TESTS) -m "not slurm" || code=$$?; \
+	wait $$! || slurm=$$?; cat build/test-slurm.log; \
+	for one in $$code $$slurm; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done
 
 check-here: $(VENV)/ready build/typed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
