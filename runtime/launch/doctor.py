@@ -237,7 +237,10 @@ def _slurm() -> Iterator[Check]:
     if path is None:
         yield Check("slurm", "missing", "no sinfo program")
         return
-    version = (_ask([path, "--version"]) or "does not answer").strip()
+    version = (_ask([path, "--version"]) or "").strip()
+    if not version:
+        yield Check("slurm", "warning", f"{path} does not answer", hint="see 'sinfo --version'")
+        return
     job = os.environ.get("SLURM_JOB_ID")
     yield Check("slurm", "ok", f"{version}{f', inside of job {job}' if job else ''}")
 

@@ -58,3 +58,13 @@ def test_a_machine_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert checks["mksquashfs"].status == "missing"
     assert checks["slurm"].status == "missing"
     assert checks["runs folder"].status == "warning"
+
+
+def test_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\nexit 1\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    checks = {check.name: check for check in examine()}
+    assert checks["slurm"].status == "warning"
+    assert str(sinfo) in checks["slurm"].detail
