@@ -49,13 +49,14 @@ build/typed: pyproject.toml # static tools cannot follow the import hook of an e
 demo-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py
 
-# The tests with Slurm mostly wait for it: they run beside the others, and are shown after them. 5: no tests.
+# Two halves beside each other, because much of it is waiting: the tests with real workers, shown when the others are
+# done, and those with Slurm and the quick ones. 5: no tests in this half.
 test-here: $(VENV)/ready
-	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 slurm=0; \
-	$(BIN)/python -m pytest $(TESTS) -m slurm >build/test-slurm.log 2>&1 & trap "kill $$! 2>/dev/null || true" EXIT; \
-	$(BIN)/python -m pytest $(TESTS) -m "not slurm" || code=$$?; \
-	wait $$! || slurm=$$?; cat build/test-slurm.log; \
-	for one in $$code $$slurm; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done
+	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 e2e=0; \
+	$(BIN)/python -m pytest $(TESTS) -m "e2e and not slurm" >build/test-e2e.log 2>&1 & trap "kill $$! 2>/dev/null || true" EXIT; \
+	$(BIN)/python -m pytest $(TESTS) -m "slurm or not e2e" || code=$$?; \
+	wait $$! || e2e=$$?; cat build/test-e2e.log; \
+	for one in $$code $$e2e; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done
 
 check-here: $(VENV)/ready build/typed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
