@@ -190,7 +190,7 @@ class Supervisor:
     def _heed_requests(self) -> None:
         """Modules that somebody wants to be started again (``dnictl restart``)."""
         with contextlib.suppress(OSError):
-            for path in self._run.requests.iterdir():
+            for path in self._run.requests.glob("restart-*"):  # not one that is being written
                 name = path.name.removeprefix("restart-")
                 path.unlink(missing_ok=True)
                 if name in self._crew.processes and self._stop_reason is None:

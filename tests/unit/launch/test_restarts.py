@@ -173,8 +173,11 @@ def test_stopping_while_a_module_is_away(world: World, supervise: MakeSupervisor
 def test_a_module_that_somebody_wants_to_be_started_again(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
+    half_written = record.run.requests / ".restart-top.host.1234"
+
     def request() -> None:
         begun(world, "bottom", "middle", "top")
+        half_written.touch()
         write_json(record.run.restart_request("bottom"), {"time": 0})
 
     world.at.append((4.0, request))
@@ -184,6 +187,7 @@ def test_a_module_that_somebody_wants_to_be_started_again(
     assert attempts(record, "bottom") == [1, 2]
     assert world.processes["bottom"].worker.resume == "own"
     assert not record.run.restart_request("bottom").exists()
+    assert half_written.exists()
 
 
 def test_a_module_that_does_not_leave_for_its_restart(
