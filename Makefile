@@ -50,10 +50,10 @@ demo-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py
 
 # Two halves beside each other, because much of it is waiting: the tests with real workers, shown when the others are
-# done, and those with Slurm and the quick ones. 5: no tests in this half.
+# done, and those with Slurm and the quick ones. 5: no tests in this half. A shell has its background ignore SIGINT.
 test-here: $(VENV)/ready
 	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 e2e=0; \
-	$(BIN)/python -m pytest $(TESTS) -m "e2e and not slurm" >build/test-e2e.log 2>&1 & trap "kill $$! 2>/dev/null || true" EXIT; \
+	env --default-signal=INT $(BIN)/python -m pytest $(TESTS) -m "e2e and not slurm" >build/test-e2e.log 2>&1 & trap "kill $$! 2>/dev/null || true" EXIT; \
 	$(BIN)/python -m pytest $(TESTS) -m "slurm or not e2e" || code=$$?; \
 	wait $$! || e2e=$$?; cat build/test-e2e.log; \
 	for one in $$code $$e2e; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done

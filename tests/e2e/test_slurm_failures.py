@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,12 @@ def steps(root: RunDir, name: str) -> int:
 
 
 def started_again(job: str) -> None:
-    """A requeued job starts; Slurm would let it wait for two minutes."""
+    """A requeued job starts; Slurm would let it wait for two minutes.
+
+    Not at once: its credential may still be revoked on its nodes, and Slurm then ends the job.
+    """
     eventually("it is requeued", lambda: state_of(job) == "PENDING")
+    time.sleep(3)
 
     def starts() -> bool:  # again and again: Slurm may put it off only after it is PENDING
         run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
