@@ -10,7 +10,7 @@ AS_USER := scripts/as-user -- $(MAKE) --no-print-directory
 export DNI_APPTAINER_PREFIX PYTHON TORCH
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test e2e check wheelcheck system demo-here test-here check-here wheelcheck-here clean
+.PHONY: help demo test e2e gpu check wheelcheck system demo-here test-here gpu-here check-here wheelcheck-here clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ test: system ## Run all tests, with real containers and, as root, a real Slurm o
 
 e2e: ## Run the tests with real workers, containers and Slurm
 	@$(MAKE) --no-print-directory test TESTS=tests/e2e
+
+gpu: system ## Run the tests that need a GPU, here
+	@$(AS_USER) gpu-here
 
 check: system ## Check format, lint and types
 	@$(AS_USER) check-here
@@ -57,6 +60,10 @@ test-here: $(VENV)/ready
 	$(BIN)/python -m pytest $(TESTS) -m "slurm or not e2e" || code=$$?; \
 	wait $$! || e2e=$$?; cat build/test-e2e.log; \
 	for one in $$code $$e2e; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done
+
+gpu-here: $(VENV)/ready
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"torch {torch.__version__} sees no GPU")'
+	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest tests/e2e/test_gpu.py
 
 check-here: $(VENV)/ready build/typed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

@@ -24,7 +24,7 @@ from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.spec.load import suggestion
-from dni_runtime.worker.main import choose_device
+from dni_runtime.worker.device import choose_device
 
 _BATCHES = 4
 """Different batches that are taken in turns."""

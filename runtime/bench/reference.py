@@ -57,21 +57,24 @@ def measure_reference(record: Record, threads: int, bounds: Bounds) -> Reference
 
 
 def time_reference(record: Record, threads: int, bounds: Bounds) -> ReferencePace:
-    """Train the concatenated network on the same batches, on the CPU in float32."""
+    """Train the concatenated network on the same batches."""
     with opened(record, threads) as (_, _, model, source):
         batches = _endless(source)
         until = time.perf_counter() + bounds.warmup_s
+        loss = model.train_batch(*next(batches))
         while time.perf_counter() < until:
-            model.train_batch(*next(batches))
+            loss = model.train_batch(*next(batches))
+        float(loss)  # waits for the device
         began, cpu_s, done, samples = time.perf_counter(), time.process_time(), 0, 0
         while True:
             x_BX, y_BY = next(batches)
-            model.train_batch(x_BX, y_BY)
+            loss = model.train_batch(x_BX, y_BY)
             done += 1
             samples += len(x_BX)
-            seconds = time.perf_counter() - began
-            if seconds >= bounds.seconds or done == bounds.batches:
+            if time.perf_counter() - began >= bounds.seconds or done == bounds.batches:
                 break
+        float(loss)
+        seconds = time.perf_counter() - began
         cpu_s = time.process_time() - cpu_s
     return ReferencePace(seconds, done, samples / seconds, cpu_s / seconds, cpu_s / samples)
 

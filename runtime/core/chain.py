@@ -106,15 +106,17 @@ class Backprop:
 
     Args:
         workers: The modules' specs, head first; each keeps its own optimizer and schedule.
+        device: Where it computes; batches may lie elsewhere.
     """
 
-    def __init__(self, workers: Sequence[WorkerSpec]) -> None:
+    def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
         modules = []
         for worker in workers:
             with seeded(module_seed(worker.seed, worker.index)):
-                modules.append(build_layers(worker.layers, ("layers",)))
+                modules.append(build_layers(worker.layers, ("layers",)).to(self.device))
         self.model = nn.Sequential(*modules)
-        self.loss = build_loss(workers[-1].loss)
+        self.loss = build_loss(workers[-1].loss).to(self.device)
         self.optimizers = []
         self._schedules: dict[str, list[LRScheduler]] = {"epoch": [], "batch": []}
         for worker, module in zip(workers, modules, strict=True):
@@ -130,7 +132,7 @@ class Backprop:
         """One step; gives the loss."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = self.loss(self.model(x_BX), y_BY)
+        loss: Tensor = self.loss(self.model(x_BX.to(self.device)), y_BY.to(self.device))
         loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         for optimizer in self.optimizers:
             optimizer.step()
@@ -144,10 +146,10 @@ class Backprop:
             schedule.step()
 
     def predict(self, x_BX: Tensor) -> Tensor:
-        """The network's output in eval mode."""
+        """The network's output in eval mode, where the batch lies."""
         self.model.eval()
         try:
             with torch.no_grad():
-                return cast("Tensor", self.model(x_BX))
+                return cast("Tensor", self.model(x_BX.to(self.device)).to(x_BX.device))
         finally:
             self.model.train()

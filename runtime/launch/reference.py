@@ -20,6 +20,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.start import last_lines
 from dni_runtime.rundir import append_line
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.worker.device import choose_device
 
 REFERENCE = "backprop"
 
@@ -68,16 +69,19 @@ def in_new_process(record: Record, module: Sequence[str]) -> str:
 def opened(
     record: Record, threads: int
 ) -> Iterator[tuple[ChainSpec, tuple[WorkerSpec, ...], Backprop, DataSource]]:
-    """A run's chain, what its workers would serve, their network in one piece, and the data."""
+    """A run's chain, what its workers would serve, their network in one piece, and the data.
+
+    The network is where the first module would be, and computes in float32.
+    """
     torch.set_num_threads(threads)
     chain, workers = record.specs()
     with importing_from(record.run.sources):
         source = open_data(chain.data.at(record.data), record.run.sources, seed=chain.seed)
-        yield chain, workers, Backprop(workers), source
+        yield chain, workers, Backprop(workers, choose_device(workers[0])), source
 
 
 def train_reference(record: Record, threads: int) -> None:
-    """Train the concatenated network on the same batches, on the CPU in float32.
+    """Train the concatenated network on the same batches.
 
     Writes a line of metrics at the start and after each epoch, as a tail does.
 

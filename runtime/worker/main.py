@@ -18,7 +18,6 @@ from dni_runtime.errors import (
     DataError,
     ImageError,
     StoppedError,
-    UnavailableError,
     UsageError,
 )
 from dni_runtime.link import InputLink, OutputLink, listen_address
@@ -26,6 +25,7 @@ from dni_runtime.link.keys import RunKeys
 from dni_runtime.rundir import RunDir, read_json, socket_folder
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import checkpoint
+from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.metrics import Meter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
 from dni_runtime.worker.resume import Start, begin
@@ -225,25 +225,6 @@ def _links(options: Options, spec: WorkerSpec) -> LinksSpec:
     """The chain's links, with what the command line says of the one from upstream."""
     given = {"transport": options.transport, "interface": options.interface}
     return spec.links.model_copy(update={k: v for k, v in given.items() if v is not None})
-
-
-def choose_device(spec: WorkerSpec) -> torch.device:
-    """The device that the spec asks for.
-
-    Raises:
-        UnavailableError: It asks for a GPU and there is none: never a silent fall-back.
-    """
-    kind, _, number = spec.device.partition(":")
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    index = int(number or 0)
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise UnavailableError(
-            f"module {spec.module!r} asks for device {spec.device!r}, and torch "
-            f"{torch.__version__} sees {torch.cuda.device_count()} GPUs here",
-            hint="run it where a GPU is visible, install torch for it, or set 'device: cpu'",
-        )
-    return torch.device("cuda", index)
 
 
 def _source_root(run: RunDir) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 
@@ -21,6 +22,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.keeper import Keeper
 from dni_runtime.worker.leaving import Leaving
@@ -84,6 +86,8 @@ class ModuleServer:
         self._step = step
         self._meter = meter
         self._stop = stop
+        self._copies = Copies(step.device)
+        self._answers: deque[tuple[int, Fetched]] = deque()
         self._input = input
         self._output = output
         self._neighbours = neighbours if output is not None else None
@@ -197,30 +201,36 @@ class ModuleServer:
 
     def _handle_batch(self, batch: Batch) -> None:
         step, progress, ledger = self._step, self._meter.progress, self._ledger
-        device = step.device
-        x_BX = batch.h.to(device, non_blocking=True)
-        y_BY = batch.y.to(device, non_blocking=True)
+        x_BX, y_BY = self._copies.to_device(batch.h), self._copies.to_device(batch.y)
         g_BX = None
         if batch.mode is not Mode.TRAIN:
             h_BH = step.evaluate(x_BX)
-            self._send_on(batch, h_BH)
+            self._send_on(batch, self._copies.to_host(h_BH))
             if ledger.new(batch.id):
                 self._evaluate(h_BH, y_BY)
             ledger.processed(batch.id)
         elif batch.id <= self._start.cut:  # only sent on: a restarted module was trained on it
-            self._send_on(batch, step.forward_again(x_BX))
+            self._send_on(batch, self._copies.to_host(step.forward_again(x_BX)))
         else:
             self._end_epochs(batch.epoch - 1)
-            h_BH = step.forward(batch.id, x_BX)
-            self._send_on(batch, h_BH)
+            h = self._copies.to_host(step.forward(batch.id, x_BX))
+            at_once = h.here  # else a device that has more to do need not wait for the sending
+            if at_once:
+                self._send_on(batch, h)
             g_BX = step.update(y_BY)
+            if not at_once:
+                self._send_on(batch, h)
             ledger.trained(batch.id, batch.epoch, len(x_BX))
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
             if self._replay is not None:
                 self._replay.keep(x_BX, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
-        self._answer(batch.id, g_BX)
+        if g_BX is not None:
+            self._answer(batch.id, g_BX)
+        elif self._input is not None:
+            self._input.ack(batch.id)
+        self._copies.pace()
 
     def _evaluate(self, h_BH: Tensor, y_BY: Tensor) -> None:
         p_BP = self._step.predict(h_BH)
@@ -237,27 +247,32 @@ class ModuleServer:
             self._start.epochs_ended += 1
             self._step.end_epoch()
 
-    def _send_on(self, batch: Batch, h_BH: Tensor) -> None:
+    def _send_on(self, batch: Batch, h: Fetched) -> None:
         output = self._output
         if output is None:
             return
         if not output.room:
             output.counters.missed += 1
             return
-        output.send_batch(batch.id, batch.epoch, batch.mode, h_BH.to("cpu"), batch.y)
+        output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y)
         self._meter.count_window(output.in_flight)
 
-    def _answer(self, id: int, g_BX: Tensor | None) -> None:
-        """Acknowledge up to ``id``, with the gradient for upstream where there is one."""
-        if self._input is None:
-            return
-        if g_BX is None:
-            self._input.ack(id)
-        else:
-            self._input.send_gradient(id, g_BX.to("cpu"), ack=id)
+    def _answer(self, id: int, g_BX: Tensor) -> None:
+        """Send a gradient upstream, as soon as it is in host memory."""
+        if self._input is not None:
+            self._answers.append((id, self._copies.to_host(g_BX)))
+            self._send_answers()
+
+    def _send_answers(self, *, wait: bool = False) -> None:
+        """Send those gradients that have arrived, or all."""
+        while self._answers and (wait or self._answers[0][1].here):
+            assert self._input is not None
+            id, g = self._answers.popleft()
+            self._input.send_gradient(id, g.wait(), ack=self._meter.progress.id)
 
     def _collect(self) -> None:
         """Take what has come from downstream: gradients, and requests for the head."""
+        self._send_answers()
         if self._output is None:
             return
         if self._neighbours is not None:
@@ -266,10 +281,9 @@ class ModuleServer:
             self._give_up()
         for event in self._output.receive():
             if isinstance(event, Gradient):
-                g_BH = event.g.to(self._step.device, non_blocking=True)
-                g_BX = self._step.late_gradient(event.id, g_BH)
-                if g_BX is not None and self._input is not None:
-                    self._input.send_gradient(event.id, g_BX.to("cpu"), ack=self._meter.progress.id)
+                g_BX = self._step.late_gradient(event.id, self._copies.to_device(event.g))
+                if g_BX is not None:
+                    self._answer(event.id, g_BX)
             elif isinstance(event, Drained):
                 if self._draining is not None and event.id >= self._draining.id:
                     self._give_up()
@@ -300,6 +314,7 @@ class ModuleServer:
             self._finish_marker(marker)
 
     def _finish_marker(self, marker: Marker) -> None:
+        self._send_answers(wait=True)
         progress, mark = self._meter.progress, marker.mark
         progress.id, progress.epoch = marker.id, max(marker.epoch, progress.epoch)
         new = self._ledger.new(marker.id)
@@ -343,6 +358,7 @@ class ModuleServer:
         self._meter.write(self._step, LinkFigures.of(self._input, self._output, replayed))
 
     def _sleep(self) -> None:
+        self._send_answers(wait=True)
         may_take = self._may_take()
         if may_take and self._replay is not None and not self._stop() and self._replay.train():
             return

@@ -191,13 +191,14 @@ class Served:
     """The three modules, each with its server and links, served in turns."""
 
     def __init__(
-        self, stack: ExitStack, folder: Path, workers: tuple[WorkerSpec, ...], batches: Batches
+        self, stack: ExitStack, folder: Path, workers: tuple[WorkerSpec, ...], items: Iterator[Item]
     ) -> None:
         run, stop = RunDir(folder), StopRequest()
         stack.callback(stop.close)
         self.inputs: dict[str, InputLink] = {}
         self.outputs: dict[str, OutputLink] = {}
         self.servers: dict[str, ModuleServer] = {}
+        self.steps: dict[str, ModuleStep] = {}
         for worker in reversed(workers):  # an input end listens before its neighbour connects
             if worker.downstream is not None:
                 below = self.inputs[worker.downstream]
@@ -207,7 +208,7 @@ class Served:
                 output.connect(address, deadline_s=30, stop=partial(greet, below))
             if worker.upstream is not None:
                 self.inputs[worker.module] = stack.enter_context(InputLink(worker, run="run"))
-            step = ModuleStep(worker)
+            step = self.steps[worker.module] = ModuleStep(worker)
             step.measure_late = False
             writer = CheckpointWriter(run, worker.module, list(MODULES), 1, lambda error: None)
             stack.callback(writer.close)
@@ -218,7 +219,7 @@ class Served:
                 meter=Meter(run, worker, 1),
                 checkpoints=writer,
                 stop=stop,
-                stream=stream(batches) if worker.head else None,
+                stream=items if worker.head else None,
                 input=self.inputs.get(worker.module),
                 output=self.outputs.get(worker.module),
                 start=Start(),
@@ -285,7 +286,7 @@ def serve(tmp_path: Path, batches: Batches) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(interface: str, dtype: str) -> Served:
-            served = Served(stack, tmp_path, specs(interface, dtype), batches)
+            served = Served(stack, tmp_path, specs(interface, dtype), stream(batches))
             for _ in range(WARM):
                 served.batch()
             return served
@@ -310,7 +311,7 @@ def test_without_gradients_an_acknowledgement_goes_up(
     traffic: Traffic, tmp_path: Path, batches: Batches, interface: str
 ) -> None:
     with ExitStack() as stack:
-        served = Served(stack, tmp_path, specs(interface, "float32"), batches)
+        served = Served(stack, tmp_path, specs(interface, "float32"), stream(batches))
         traffic.clear()
         served.batch(gradients_of="")
         for module in "bc":
@@ -358,7 +359,7 @@ def test_python_itself_copies_no_tensor(tmp_path: Path) -> None:
     samples = 16 * SAMPLES  # activations of 1 MiB: msgpack takes 256 KiB for each header
     batches = [(torch.zeros(samples, 16), torch.zeros(samples, dtype=torch.int64))]
     with ExitStack() as stack:
-        served = Served(stack, tmp_path, specs("mixed", "float32", samples), batches)
+        served = Served(stack, tmp_path, specs("mixed", "float32", samples), stream(batches))
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
         for _ in range(WARM + COUNTED):

@@ -1,0 +1,114 @@
+"""The device that a module computes on, and copies between it and host memory, where links are.
+
+On a GPU copies go through page-locked memory, on streams of their own: the host does not wait for a
+copy in, computing goes on during a copy out, and the host is never more than a batch ahead
+(PyTorch's notes on CUDA semantics, its tutorial on non_blocking and pin_memory). Where the module
+computes on the CPU nothing is copied, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.spec import WorkerSpec
+
+
+def choose_device(spec: WorkerSpec) -> torch.device:
+    """The device that the spec asks for.
+
+    Raises:
+        UnavailableError: It asks for a GPU and there is none: never a silent fall-back.
+    """
+    kind, _, number = spec.device.partition(":")
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = int(number or 0)
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"module {spec.module!r} asks for device {spec.device!r}, and torch "
+            f"{torch.__version__} sees {torch.cuda.device_count()} GPUs here",
+            hint="run it where a GPU is visible, install torch for it, or set 'device: cpu'",
+        )
+    return torch.device("cuda", index)
+
+
+class Fetched:
+    """A tensor on its way to host memory.
+
+    Args:
+        host: Where it goes.
+        done: Fires when it is there; None: it is.
+        source: What is copied; kept until then.
+    """
+
+    def __init__(
+        self, host: Tensor, done: torch.cuda.Event | None = None, source: Tensor | None = None
+    ) -> None:
+        self._host = host
+        self._done = done
+        self._source = source
+
+    @property
+    def here(self) -> bool:
+        """Whether it has arrived."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch has none
+
+    def wait(self) -> Tensor:
+        """Sleep until it has arrived, and give it."""
+        if self._done is not None:
+            self._done.synchronize()
+            self._done = self._source = None
+        return self._host
+
+
+class Copies:
+    """A device's copies from and to the host.
+
+    Args:
+        device: Where the module computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._in: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._before: torch.cuda.Event | None = None
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """The tensor where the module computes; work given to the device from now on finds it."""
+        if self._in is None:
+            return tensor
+        pinned = tensor.pin_memory()
+        with torch.cuda.stream(self._in):
+            there = pinned.to(self._device, non_blocking=True)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._in)
+        there.record_stream(computing)
+        return there
+
+    def to_host(self, tensor: Tensor) -> Fetched:
+        """Begin to copy what the device has been told to compute."""
+        if self._in is None:
+            return Fetched(tensor)
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            done = self._event(self._out)
+        return Fetched(host, done, tensor)
+
+    def pace(self) -> None:
+        """Sleep until the device has done all but the work given to it since the last call."""
+        if self._in is None:
+            return
+        before, self._before = self._before, self._event(torch.cuda.current_stream(self._device))
+        if before is not None:
+            before.synchronize()
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else waiting spins
+        event.record(stream)
+        return event
