@@ -21,10 +21,15 @@ NESTEROV = {"NAdam": {"lr": 2e-3, "betas": [0.99, 0.999]}}
 SLOW = {"Adam": {"lr": 5e-4}}
 """What shrinking gradients by their age comes to when all are equally late, and Adam divides."""
 
+ACCUMULATED = {"late_optimizers:Accumulated": {"lr": 2e-3, "every": 4}}
+AHEAD = {"late_optimizers:LookAhead": {"lr": 2e-3, "steps": "delay"}}
+
 METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "delayed": ("delayed", None),
     "delayed-nadam": ("delayed", NESTEROV),
     "delayed-slow": ("delayed", SLOW),
+    "delayed-accumulated": ("delayed", ACCUMULATED),
+    "delayed-ahead": ("delayed", AHEAD),
     "cDNI": ("synthetic", None),
     "mixed": ("mixed", None),
     "local": ("local", None),
@@ -40,7 +45,10 @@ def train_late(one: dict[str, Any], data: str) -> float:
     spec["seed"] = one["seed"]
     spec["defaults"]["interface"] = interface
     if optimizer is not None:
-        spec["defaults"]["optimizer"] = optimizer
+        spec["defaults"]["optimizer"] = {
+            name: {key: one["delay"] if value == "delay" else value for key, value in args.items()}
+            for name, args in optimizer.items()
+        }
     return train(ChainSpec.model_validate(spec), Path(), one["delay"])[0]
 
 

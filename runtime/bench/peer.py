@@ -36,6 +36,7 @@ from dni_runtime.bench.ends import (
 from dni_runtime.errors import DniError, UnavailableError, WorkerError
 from dni_runtime.link.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
+from dni_runtime.worker.memory import keep_freed_memory
 
 PROGRAM = (sys.executable, "-P", "-m", "dni_runtime.bench.peer")
 
@@ -161,6 +162,7 @@ class Peer:
 
 def _serve() -> None:
     """What the process does: jobs come in, measurements go out."""
+    keep_freed_memory()  # as a worker does
     torch.set_num_threads(1)
     own = KeyPair.new()
     _say({"public_key": own.public.decode()})
