@@ -164,7 +164,7 @@ def module(
 @click.option("--batches", type=click.IntRange(1),
               help="End earlier, after so many batches.")  # fmt: skip
 @click.option("--warmup", type=click.FloatRange(0), default=3.0, show_default=True,
-              help="Seconds of training before that.")  # fmt: skip
+              help="Seconds of training before that, unmeasured.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1),
               help="Threads of plain backpropagation (default: as many as the chain's modules "
               "have).")  # fmt: skip

@@ -29,6 +29,9 @@ def _templates() -> list[str]:
 def init(template: str, path: Path) -> None:
     """Write a first chain file to PATH (chain.yaml).
 
+    mlp and cnn are small networks on digits that come with this package, fashion-mlp and
+    fashion-cdni (synthetic gradients alone) larger ones on Fashion-MNIST.
+
     \b
     Example:
       dnictl init --template cnn

@@ -118,7 +118,7 @@ def verify(
     \b
     Examples:
       dnictl verify
-      dnictl verify images/head.sif --key public.pem
+      dnictl verify images/bottom.sif --key public.pem
     """
     from dni_runtime.image.check import locked_images, verify_image
 
@@ -163,7 +163,7 @@ def inspect(image: Path, as_json: bool) -> None:
 
     \b
     Example:
-      dnictl inspect images/head.sif
+      dnictl inspect images/bottom.sif
     """
     from dni_runtime.image.apptainer import find_apptainer
     from dni_runtime.image.check import inspect_image
@@ -182,7 +182,7 @@ def inspect(image: Path, as_json: bool) -> None:
 
 @click.group()
 def render() -> None:
-    """Print what other programs are given."""
+    """Print the definitions that images are built from."""
 
 
 @render.command("def")

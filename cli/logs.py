@@ -74,8 +74,8 @@ def logs(
 ) -> None:
     """Print what the workers of a run have logged, merged by time.
 
-    Without MODULE all modules are shown; the module 'supervisor' is what a run in the background
-    printed itself.
+    Without MODULE all modules are shown; the module 'supervisor' is what a run in the background,
+    or a job, printed itself.
 
     \b
     Example:

@@ -81,7 +81,7 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     \b
     Example:
       dnictl status
-      watch -c dnictl status
+      watch dnictl status
     """
     from dni_runtime.launch.figures import Gauge
 

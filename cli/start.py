@@ -123,6 +123,8 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or failed, from its newest complete checkpoint.
 
+    A Slurm job's script is submitted again.
+
     \b
     Example:
       dnictl resume
@@ -218,7 +220,8 @@ def supervise(run: Path) -> None:
 @data_option
 @click.option(
     "--resume", "cut", default="auto", show_default=True, metavar="auto|own|none|CUT",
-    help="What to begin with: a checkpoint, or the module's own newest state.",
+    help="What to begin with: the newest complete checkpoint, the module's own newest state, "
+    "nothing, or the checkpoint at this position of the stream.",
 )  # fmt: skip
 @level_option
 @dry_run_option

@@ -30,7 +30,7 @@ class ProfileSpec(Frozen):
         gpu_request: How GPUs are asked for.
         gpu_type: Type of the GPUs (``--gres=gpu:TYPE:N``).
         interface: Network interface, or network as ``10.0.0.0/24``, of links between nodes.
-        scratch: Folder on each node's own disk, for temporary files and sockets; the shell
+        scratch: Folder on each node's own disk, for temporary files; the shell of the batch script
             expands variables in it, on the job's first node.
         binds: Folders that containers get, at the same path; ``PATH:ro`` for reading only.
         container_args: Further arguments of ``apptainer run``.
