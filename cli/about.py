@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "numpy", "pyzmq", "pydantic", "safetensors")
 @click.command()
 @json_option
 def version(as_json: bool) -> None:
-    """Print the versions of dnictl, Python and what matters beside them.
+    """Print the versions of dnictl, Python, torch and others.
 
     \b
     Example:

@@ -44,7 +44,7 @@ def _seconds(default: float, what: str) -> _Decorator:
 
 @click.group()
 def bench() -> None:
-    """Measure how fast links, modules and whole chains are on this machine.
+    """Measure links, modules and whole chains on this machine.
 
     \b
     Example:

@@ -55,7 +55,7 @@ def init(template: str, path: Path) -> None:
 @data_option
 @json_option
 def validate(chain: Path, data: Path | None, as_json: bool) -> None:
-    """Check a chain file: names, keywords, shapes through the whole chain, and its data.
+    """Check a chain file: names, keywords, shapes, data.
 
     \b
     Example:

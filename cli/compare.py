@@ -57,8 +57,9 @@ def compare(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Train a chain under several gradient interfaces, and by backpropagation in one process.
+    """Compare gradient interfaces, and backpropagation.
 
+    A chain is trained under each of several interfaces, and by backpropagation in one process.
     Same network, data, optimizer and epochs; the chain's modules are processes here and talk
     through their real links. Times begin with the first batch and include evaluations.
 

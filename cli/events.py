@@ -29,9 +29,10 @@ _BEGINS_S = 10.0  # the supervisor looks for requests about once a second
 @runs_option
 @json_option
 def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
-    """Start a module of a run again: it leaves after a checkpoint, and its next attempt goes on.
+    """Start a module of a run again.
 
-    The other modules go on meanwhile.
+    It leaves after a checkpoint, and its next attempt goes on from there. The other modules go on
+    meanwhile.
 
     \b
     Example:
@@ -75,7 +76,9 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(run: str | None, runs: Path, follow: bool, as_json: bool) -> None:
-    """Print what has happened in a run: starts, ends and restarts of workers, and why.
+    """Print what has happened in a run.
+
+    Starts, ends and restarts of workers, and why.
 
     \b
     Example:

@@ -60,7 +60,7 @@ def build(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Make the images of a chain's modules, as far as they are not up to date.
+    """Make the images that are not up to date, one for each module.
 
     The base image (system, Python, torch) is built once and cached; each module's image is a copy
     of it with a small layer.
@@ -113,7 +113,9 @@ def build(
 def verify(
     images: tuple[Path, ...], out: Path, key: Path | None, signed: bool, as_json: bool
 ) -> None:
-    """Compare images with dni.lock and check their signatures; all of --out by default.
+    """Compare images with dni.lock, and check their signatures.
+
+    Without IMAGE all images in --out are looked at.
 
     \b
     Examples:

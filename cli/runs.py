@@ -128,7 +128,9 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
 )  # fmt: skip
 @json_option
 def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
-    """Stop a run after a checkpoint; its workers are killed when they take too long.
+    """Stop a run after a checkpoint.
+
+    Workers that take too long are killed.
 
     \b
     Example:
@@ -218,9 +220,9 @@ def follow(record: Record, until: float | None) -> RunState:
 def export(
     run: str | None, runs: Path, output: Path, cut: int | None, force: bool, as_json: bool
 ) -> None:
-    """Write the trained network to one file, as one plain torch model.
+    """Write the trained network to one file.
 
-    Python gets it back with dni_runtime.load(FILE).
+    It is one plain torch model. Python gets it back with dni_runtime.load(FILE).
 
     \b
     Example:

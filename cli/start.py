@@ -59,8 +59,9 @@ def up(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Train a chain here: start one worker per module, and watch them to the end.
+    """Train a chain here.
 
+    One worker per module is started, and watched to the end.
     Ctrl-C stops the run after a checkpoint (exit code 75; 'dnictl resume' goes on), a second one
     kills it. Inside a Slurm allocation the workers are steps on its nodes, unless --backend says
     otherwise.
@@ -121,9 +122,9 @@ def resume(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Go on with a run that was stopped or failed, from its newest complete checkpoint.
+    """Go on with a run that was stopped or failed.
 
-    A Slurm job's script is submitted again.
+    It begins with the newest complete checkpoint. A Slurm job's script is submitted again.
 
     \b
     Example:
@@ -236,7 +237,9 @@ def run(
     log_level: str,
     dry_run: bool,
 ) -> None:
-    """Serve one module in the foreground; its neighbours are started the same way.
+    """Serve one module in the foreground.
+
+    Its neighbours are started the same way.
 
     \b
     Example, in two terminals:

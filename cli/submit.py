@@ -85,8 +85,9 @@ def submit(
     log_level: str,
     as_json: bool,
 ) -> None:
-    """Train a chain on the nodes of a Slurm cluster: one job, one step per module.
+    """Train a chain on a Slurm cluster.
 
+    One job is submitted, with a step for each module.
     Run directory, data, images and this Python must lie on a file system that the nodes share.
 
     \b

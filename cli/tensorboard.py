@@ -24,10 +24,11 @@ _POLL_S = 2.0
 def tensorboard(
     run: str | None, runs: Path, logdir: Path | None, follow: bool, as_json: bool
 ) -> None:
-    """Write a run's metrics as TensorBoard's event files, one folder per module.
+    """Write a run's metrics for TensorBoard.
 
-    Only what is new is added, so it can be run again at any time. Workers do not take part. Needs
-    the package tensorboard: pip install 'dni-runtime[tensorboard]'.
+    Event files are written, one folder per module. Only what is new is added, so it can be run
+    again at any time. Workers do not take part. Needs the package tensorboard:
+    pip install 'dni-runtime[tensorboard]'.
 
     \b
     Example:
