@@ -101,8 +101,9 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; ends the process with a documented exit code."""
+    color = False if os.environ.get("NO_COLOR") else None  # https://no-color.org
     try:
-        code = cli.main(args=arguments, prog_name="dnictl", standalone_mode=False)
+        code = cli.main(args=arguments, prog_name="dnictl", standalone_mode=False, color=color)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
@@ -115,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1  # as click has it
     except DniError as error:
-        click.echo(f"{click.style('dnictl: error:', fg='red', bold=True)} {error}", err=True)
+        click.echo(
+            f"{click.style('dnictl: error:', fg='red', bold=True)} {error}", err=True, color=color
+        )
         code = error.exit_code
     except Exception as error:
         code = _report_bug(error)

@@ -189,6 +189,11 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
 
     record = chosen_run(run, runs)
     state = follow(record, None if timeout is None else time.monotonic() + timeout)
+    if state.phase == "new":
+        raise UsageError(
+            f"nobody looks after {record.name!r}: its workers are started by hand",
+            hint="'dnictl status' tells what they do",
+        )
     if state.active:
         click.echo(f"dnictl: {record.name} is still {state.phase}", err=True)
         sys.exit(WAIT_TIMEOUT)

@@ -299,11 +299,18 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
         )
 
 
-def site_for(prepared: Prepared, backend: Wanted, images: Path, *, elsewhere: bool = False) -> Site:
-    """What the host, or a cluster that shares its files, offers to a chain."""
+def site_for(
+    prepared: Prepared,
+    backend: Wanted,
+    images: Path,
+    *,
+    elsewhere: bool = False,
+    interface: str | None = None,
+) -> Site:
+    """What the host, or a cluster that shares its files and names an interface, offers a chain."""
     from dni_runtime.launch.host import check_host, exposure
 
-    warning = exposure(prepared.chain.links)
+    warning = exposure(prepared.chain.links, interface)
     if warning is not None:
         click.secho(f"warning: {warning}", err=True, fg="yellow")
     site = check_host(

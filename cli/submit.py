@@ -104,7 +104,7 @@ def submit(
 
     prepared = prepare(chain, data=data)
     site_profile = load_profile(profile)
-    site = site_for(prepared, backend, images, elsewhere=True)
+    site = site_for(prepared, backend, images, elsewhere=True, interface=site_profile.interface)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
     request = _request(
         root, prepared, site_profile, nodes=nodes, time_limit=time_limit, partition=partition,

@@ -96,12 +96,18 @@ def check_host(
     return replace(site, mounts=mounts)
 
 
-def exposure(links: LinksSpec) -> str | None:
-    """What somebody who turned encryption off should know; None where nothing is exposed."""
-    if links.security != "none" or links.transport == "ipc" or links.interface is None:
+def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
+    """What somebody who turned encryption off should know; None where nothing is exposed.
+
+    Args:
+        links: The chain's.
+        interface: Of links between hosts, where the chain names none.
+    """
+    interface = links.interface or interface
+    if links.security != "none" or links.transport == "ipc" or interface is None:
         return None
     return (
-        f"'links.security: none': whoever can reach {links.interface!r} can read this chain's "
+        f"'links.security: none': whoever can reach {interface!r} can read this chain's "
         "activations and labels, and take part in its training (docs/security.md)"
     )
 

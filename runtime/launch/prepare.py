@@ -88,15 +88,15 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         SpecError: The chain cannot be used; names file, line and what is allowed.
         DataError: Its data is missing or malformed.
     """
-    written = load_chain(path)
+    base = path.parent.absolute()
+    written = _beside(base, load_chain(path))
     if data is not None:
         written = written.model_copy(update={"data": written.data.at(data.absolute())})
-    with naming_file(path), importing_from(path.parent.absolute()):
+    with naming_file(path), importing_from(base):
         from dni_runtime.core.resolve import resolved_chain, worker_specs
         from dni_runtime.data import describe, locate
 
         sources = source_files(written, path.parent)
-        base = path.parent.absolute()
         try:
             info = describe(written.data, base)
             location = locate(written.data, base)
@@ -118,6 +118,18 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
     with naming_file(prepared.path), importing_from(prepared.base.absolute()):
         workers = worker_specs(written, prepared.info)
         return replace(prepared, written=written, chain=resolved_chain(written), workers=workers)
+
+
+def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
+    """The chain with absolute paths where its runs use them: they count from its own folder."""
+    mounts = tuple(
+        mount.model_copy(update={"source": str(folder / Path(mount.source).expanduser())})
+        for mount in chain.mounts
+    )
+    image, key = chain.image, chain.image.require_signed
+    if isinstance(key, str):
+        image = image.model_copy(update={"require_signed": str(folder / Path(key).expanduser())})
+    return chain.model_copy(update={"mounts": mounts, "image": image})
 
 
 @contextmanager

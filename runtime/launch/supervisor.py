@@ -152,8 +152,6 @@ class Supervisor:
         if request:
             self._asked_to_stop = True
             self._stop("'dnictl stop' was called", request.get("timeout_s"))
-            if request.get("kill"):
-                self._crew.kill_all("'dnictl stop' ran out of patience")
 
     def _refresh(self) -> None:
         changed = False

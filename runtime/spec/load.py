@@ -20,11 +20,11 @@ from dni_runtime.spec.named import Choice, LayerSpec
 Location = tuple[str | int, ...]
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """Safe YAML with the scalars of YAML 1.2 (``1e-3`` is a number, ``off`` is a word)."""
 
 
-_Loader.yaml_implicit_resolvers = {
+Loader.yaml_implicit_resolvers = {
     first: [
         pair
         for pair in pairs
@@ -33,13 +33,13 @@ _Loader.yaml_implicit_resolvers = {
     ]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(  # YAML 1.2.2, section 10.3.2, core schema
+Loader.add_implicit_resolver(  # YAML 1.2.2, section 10.3.2, core schema
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")
 )
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"),
     list("-+0123456789."),
@@ -174,7 +174,7 @@ def _import_paths(node: object) -> Iterator[str]:
 
 
 def _parse_yaml(text: str, file: str) -> tuple[Any, dict[Location, int]]:
-    loader = _Loader(text)
+    loader = Loader(text)
     try:
         root = loader.get_single_node()
         if root is None:

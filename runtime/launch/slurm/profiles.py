@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.spec.load import explain_details, suggestion
+from dni_runtime.spec.load import Loader, explain_details, suggestion
 from dni_runtime.spec.profile import ProfileSpec
 
 
@@ -60,7 +60,7 @@ def parse_profile(text: str, *, file: str) -> ProfileSpec:
         SpecError: It cannot be used.
     """
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, Loader)  # it is a safe one
     except yaml.YAMLError as error:
         raise SpecError(f"not valid YAML: {error}", file=file) from None
     try:

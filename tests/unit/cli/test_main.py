@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +119,19 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
         process.stdout.close()
         error = process.stderr.read()
     assert (process.returncode, error) == (1, b"")
+
+
+@pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_no_color(tmp_path: Path, environ: dict[str, str], coloured: bool) -> None:
+    own = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    terminal, other = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "dnictl", "status"]
+        subprocess.run(command, stderr=other, cwd=tmp_path, env=own | environ, check=False)
+        assert (b"\x1b[" in os.read(terminal, 4096)) == coloured
+    finally:
+        os.close(terminal)
+        os.close(other)
 
 
 def test_doctor(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:

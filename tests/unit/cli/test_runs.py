@@ -133,3 +133,9 @@ def test_export_overwrites_nothing(dnictl: Dnictl, record: Record, folder: Path)
     (folder / "m.safetensors").write_text("mine")
     assert dnictl("export", "-o", "m.safetensors").code == 64
     assert (folder / "m.safetensors").read_text() == "mine"
+
+
+def test_nobody_waits_for_a_run_by_hand(dnictl: Dnictl, record: Record) -> None:
+    result = dnictl("wait")
+    assert result.code == 64
+    assert "its workers are started by hand" in result.err

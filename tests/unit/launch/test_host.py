@@ -13,8 +13,15 @@ from dni_runtime.errors import DataError, ImageError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
 from dni_runtime.launch import host
-from dni_runtime.launch.host import Site, check_devices, check_host, check_images, infiniband_mounts
-from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.launch.host import (
+    Site,
+    check_devices,
+    check_host,
+    check_images,
+    exposure,
+    infiniband_mounts,
+)
+from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 
 MakeWorker = Callable[..., WorkerSpec]
 
@@ -198,6 +205,14 @@ def test_root_runs_no_containers(
     assert check(chain, workers, wanted="auto", images=tmp_path / "images").backend == "process"
     with pytest.raises(UnavailableError, match="as root"):
         check(chain, workers, wanted="apptainer", images=tmp_path / "images")
+
+
+def test_what_is_exposed_where_the_site_names_the_interface() -> None:
+    open_links = LinksSpec(security="none")
+    assert exposure(open_links) is None
+    assert "'ib0'" in str(exposure(open_links, "ib0"))
+    assert "'eth1'" in str(exposure(LinksSpec(security="none", interface="eth1"), "ib0"))
+    assert exposure(LinksSpec(), "ib0") is None
 
 
 @pytest.mark.usefixtures("apptainer")

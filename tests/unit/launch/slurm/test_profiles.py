@@ -26,6 +26,11 @@ def test_the_packaged_example_is_valid_and_found(folder: Path) -> None:
     assert example.time == "04:00:00"
 
 
+def test_times_need_no_quotes(folder: Path) -> None:
+    """YAML 1.1 makes a number of 4:00:00; chains are read as YAML 1.2, and so are profiles."""
+    assert parse_profile("time: 4:00:00", file="mine.yaml").time == "4:00:00"
+
+
 def test_the_users_own_come_first(folder: Path) -> None:
     (folder / "example.yaml").write_text("partition: mine\n")
     (folder / "empty.yaml").write_text("")
