@@ -29,13 +29,13 @@ from typing import Any
 
 import yaml
 
-from dni_runtime.errors import DataError
 from dni_runtime.launch.figures import Gauge
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.worker.ledger import Counts
 
 ROOT = Path(__file__).resolve().parents[1]
 DNICTL = (sys.executable, "-m", "dnictl")
@@ -229,10 +229,7 @@ def restart_time_s(record: Record, module: str) -> float:
 
 def steps(run: RunDir, module: str) -> int:
     """Batches that a module has trained on, up to this moment."""
-    try:
-        return int((read_json(run.ledger(module)) or {}).get("step") or 0)
-    except DataError:  # it has just been made
-        return 0
+    return (Counts.read(run.ledger(module)) or Counts()).step
 
 
 def alive(job: str | None) -> bool:
