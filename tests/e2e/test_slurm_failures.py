@@ -12,14 +12,11 @@ import pytest
 
 from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.worker.ledger import Counts
-from tests.e2e import test_slurm
-from tests.e2e.conftest import Dnictl, run
+from tests.e2e.conftest import Dnictl, eventually, run, state_of
 from tests.e2e.test_restarts import PAUSE
-from tests.e2e.test_slurm import ROOT, chain, eventually, state_of, submitted, training
+from tests.e2e.test_slurm import ROOT, chain, submitted, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
-
-dnictl = test_slurm.dnictl
 
 MODULES = ("bottom", "middle", "top")
 BATCHES = 23  # in an epoch
