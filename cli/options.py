@@ -61,14 +61,15 @@ backend_option = click.option(
     show_default=True,
     help="What the workers are: processes here, or containers where Apptainer and images are.",
 )
-images_option = click.option(
-    "--images",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="DNICTL_IMAGES",
-    default=Path("images"),
-    show_default=True,
-    help="Folder of the module images (also: DNICTL_IMAGES).",
-)
+_images_folder: dict[str, Any] = {
+    "type": click.Path(path_type=Path, file_okay=False),
+    "envvar": "DNICTL_IMAGES",
+    "default": Path("images"),
+    "show_default": True,
+    "help": "Folder of the module images and of dni.lock (also: DNICTL_IMAGES).",
+}
+images_option = click.option("--images", **_images_folder)
+out_option = click.option("--out", **_images_folder)
 profile_option = click.option(
     "--profile", metavar="NAME", envvar="DNICTL_PROFILE", shell_complete=complete_profiles,
     help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
