@@ -51,6 +51,11 @@ DEADLINE_S = 600.0
 MIB = 1 << 20
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "stop_s")
+HEADINGS = (
+    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "stop (s)"),
+    *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
+)
+FIGURES = (*TIMES, "rss_mib", "pss_mib", "cpu_s")
 
 
 def main() -> None:
@@ -71,13 +76,6 @@ def main() -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-HEADINGS = (
-    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "stop (s)"),
-    *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
-)
-FIGURES = (*TIMES, "rss_mib", "pss_mib", "cpu_s")
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,9 +88,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--interface", default="10.77.0.0/24", help="for Slurm (default: the testbed's)")
     p.add_argument("--folder", type=Path, default=ROOT / "build" / "start", help="%(default)s")
     return p
-
-
-# --- chains --------------------------------------------------------------------------------------
 
 
 def demo(options: argparse.Namespace) -> dict[str, Any]:
@@ -141,9 +136,6 @@ def build(folder: Path, chain: dict[str, Any]) -> None:
         chain["image"] = {"torch_index": url}
     command = [*DNICTL, "build", write(folder, "build", chain), "--out", folder / "images"]
     subprocess.run(command, check=True, stdout=sys.stderr)
-
-
-# --- one run -------------------------------------------------------------------------------------
 
 
 def measure(
@@ -245,9 +237,6 @@ def until(condition: Callable[[], bool], what: str, record: Record | None = None
         if time.monotonic() > end_s:
             sys.exit(f"not within {DEADLINE_S:.0f} s: {what}")
         time.sleep(POLL_S)
-
-
-# --- processes -----------------------------------------------------------------------------------
 
 
 def pids(record: Record) -> list[int]:

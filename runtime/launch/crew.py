@@ -62,8 +62,6 @@ class Crew:
         """Whether any runs, or will run again."""
         return bool(self.processes or self.due)
 
-    # --- starting ------------------------------------------------------------------------------
-
     def start(self, name: str) -> None:
         """Start a module's worker.
 
@@ -143,8 +141,6 @@ class Crew:
         for name in self.due:
             self._modules[name].state = "stopped"
         self.due.clear()
-
-    # --- ending --------------------------------------------------------------------------------
 
     def ask_to_leave(self, name: str) -> None:
         """Have a worker save its state and leave; it is killed when it takes too long."""

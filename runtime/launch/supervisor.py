@@ -119,8 +119,6 @@ class Supervisor:
             self._crew.start(worker.module)
         self._journal.write()
 
-    # --- watching ------------------------------------------------------------------------------
-
     def _look(self) -> None:
         self._obey()
         if self._clock() >= self._refresh_at:
@@ -271,8 +269,6 @@ class Supervisor:
             self._lost.clear()
             self._crew.start_all_again(delay_s, reason)
 
-    # --- hosts ---------------------------------------------------------------------------------
-
     def _complete(self, name: str) -> bool:
         """Whether a worker that has ended says itself that it has finished."""
         module, report = self.state.modules[name], read_json(self._run.worker(name)) or {}
@@ -311,8 +307,6 @@ class Supervisor:
         for name in names:
             if name in self._crew.processes:
                 self._crew.kill(name, where)
-
-    # --- ending --------------------------------------------------------------------------------
 
     def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
         """Tell all workers to leave; in a broken chain no new checkpoint can be completed."""
