@@ -226,7 +226,7 @@ def steps(run: RunDir, module: str) -> int:
 
 def alive(job: str | None) -> bool:
     info = commands.job_infos([str(job)]).get(str(job))
-    return info is not None and info.state in ("RUNNING", "PENDING", "COMPLETING")
+    return info is not None and (info.alive or info.completing)
 
 
 def until(condition: Callable[[], bool], what: str, record: Record | None = None) -> None:
