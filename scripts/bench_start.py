@@ -205,9 +205,7 @@ def restart_time_s(record: Record, module: str) -> float:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
     else:
-        step = commands.step_id(str(job.job), module)
-        assert step is not None
-        commands.signal_steps([step], "KILL")
+        commands.signal_steps([commands.step_ids(str(job.job))[module]], "KILL")
 
     def again() -> bool:
         report = read_json(record.run.worker(module)) or {}

@@ -304,9 +304,7 @@ class Supervisor:
                 self._stop(f"{where}: no room for {', '.join(names)} elsewhere", broken=True)
             for worker in found or ():
                 self._crew.replace(worker)
-        for name in names:
-            if name in self._crew.processes:
-                self._crew.kill(name, where)
+        self._crew.kill([name for name in names if name in self._crew.processes], where)
 
     def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
         """Tell all workers to leave; in a broken chain no new checkpoint can be completed."""

@@ -56,6 +56,10 @@ class World:
         for process in workers.values():
             process.send(number)
 
+    def kill_all(self, workers: Mapping[str, Process]) -> None:
+        for process in workers.values():
+            process.kill()
+
     def exits(self, after_s: float, **codes: int) -> None:
         """Workers that end by themselves; names with their return codes."""
         for name, code in codes.items():
