@@ -105,6 +105,7 @@ class Crew:
             resume = OWN if begun else worker.resume
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
         self.killed.discard(name)
+        self._leaving.pop(name, None)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
         module.restarts += 1
