@@ -17,7 +17,7 @@ from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.traces import prepare_traces, remove_traces
-from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.rundir import RunDir, peek_json
 
 _REFRESH_S = 1.0
 # In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
@@ -146,19 +146,17 @@ class Supervisor:
             else:
                 self._killed_by = signals[0]
                 self._crew.kill_all(f"second {name} received")
-        request = read_json(self._run.stop_request) if self._run.stop_request.exists() else None
+        request = peek_json(self._run.stop_request)
         if request:
             self._asked_to_stop = True
             self._stop("'dnictl stop' was called", request.get("timeout_s"))
-            if request.get("kill"):
-                self._crew.kill_all("'dnictl stop' ran out of patience")
 
     def _refresh(self) -> None:
         changed = False
         for name, module in self.state.modules.items():
             if name not in self._crew.processes:
                 continue
-            report = read_json(self._run.worker(name)) or {}
+            report = peek_json(self._run.worker(name))
             if report.get("attempt") != module.attempt:
                 continue
             self._note_warning(name, report.get("warning"))
@@ -271,7 +269,7 @@ class Supervisor:
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has ended says itself that it has finished."""
-        module, report = self.state.modules[name], read_json(self._run.worker(name)) or {}
+        module, report = self.state.modules[name], peek_json(self._run.worker(name))
         said = (report.get("attempt"), report.get("state"))
         return module.exit_code == 0 and said == (module.attempt, "finished")
 
