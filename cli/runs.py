@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import CheckpointError, UsageError
-from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+from dnictl.options import (
+    chosen_run,
+    json_option,
+    pause,
+    print_json,
+    run_argument,
+    runs_option,
+)
 
 if TYPE_CHECKING:
     from dni_runtime.launch.records import Record
@@ -19,9 +26,6 @@ if TYPE_CHECKING:
 
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as timeout(1) has it."""
-
-_POLL_S = 0.3
-_QUEUE_POLL_S = 5.0
 
 
 @click.command()
@@ -203,8 +207,7 @@ def follow(record: Record, until: float | None) -> RunState:
         state = read_state(record.run)
         if not state.active or (until is not None and time.monotonic() >= until):
             return state
-        # Each look at a job that waits is a question to Slurm's controller.
-        time.sleep(_QUEUE_POLL_S if state.phase == "queued" else _POLL_S)
+        pause(state)
 
 
 @click.command()
