@@ -150,7 +150,7 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     state = read_state(record.run)
     plan = read_json(record.run.plan) or {}
     grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
-    if state.phase == "unsupervised":
+    if state.phase == "unsupervised" and job is None:
         state = end_leftovers(record.run, state, grace_s + 15.0)
     elif state.active:
         write_json(record.run.stop_request, {"time": time.time(), "timeout_s": timeout})

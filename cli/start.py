@@ -137,7 +137,7 @@ def resume(
     record = chosen_run(run, runs)
     job = JobRecord.read(record.run)
     state = read_state(record.run)
-    if state.active and state.phase != "unsupervised":
+    if state.active and (state.phase != "unsupervised" or job is not None):
         raise UsageError(
             f"run {record.name!r} is {state.phase}", hint=f"stop it first: dnictl stop {run or ''}"
         )

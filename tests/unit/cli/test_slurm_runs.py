@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm.job import JobRecord
+from dni_runtime.rundir import read_json, write_json
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 Program = Callable[[str, str], None]
@@ -76,6 +78,27 @@ def test_whoever_follows_a_job_that_waits_asks_slurm_seldom(
     monkeypatch.setattr("dnictl.options.time", SimpleNamespace(sleep=slept.append))
     dnictl(*command)
     assert slept == [5.0, 5.0]
+
+
+def test_a_job_whose_supervisor_is_silent_is_not_submitted_again(
+    dnictl: Dnictl, record: Record, program: Program
+) -> None:
+    """Its job runs: two of them would train in one run directory."""
+    ended(record, "running", 0, host="elsewhere")
+    document = read_json(record.run.state) or {}
+    write_json(record.run.state, document | {"updated": time.time() - 500})
+    for name in record.modules:
+        report = {"attempt": 1, "state": "running", "time": time.time()}
+        write_json(record.run.worker(name), report)
+    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    record.run.script.write_text("#!/bin/bash\n")
+    program("squeue", "echo '7|RUNNING|None|n1'\n")
+    program("sbatch", "echo 8\n")
+    assert dnictl("status", "--json").json["state"] == "unsupervised"
+    result = dnictl("resume")
+    assert result.code == 64
+    assert "is unsupervised" in result.err
+    assert "dnictl stop" in result.err
 
 
 def test_ps_asks_slurm_once_for_all_runs(
