@@ -131,7 +131,7 @@ def resume(
       dnictl resume
     """
     from dni_runtime.launch.slurm.job import JobRecord, read_state
-    from dni_runtime.launch.start import end_leftovers, plan_here, write_plan
+    from dni_runtime.launch.start import end_leftovers, plan_here, site_again, write_plan
     from dni_runtime.rundir import complete_cuts
 
     record = chosen_run(run, runs)
@@ -162,7 +162,7 @@ def resume(
     if cut != "auto" and (not cut.isdigit() or int(cut) not in cuts):
         there = ", ".join(map(str, cuts)) or "none"
         raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
-    site = _site_again(record)
+    site = site_again(record)
     plan = plan_here(
         record.run.root,
         chain,
@@ -318,21 +318,6 @@ def site_for(prepared: Prepared, backend: Wanted, images: Path, *, elsewhere: bo
     if site.notice is not None:
         click.echo(f"dnictl: {site.notice}", err=True)
     return site
-
-
-def _site_again(record: Record) -> Site:
-    """The same backend and images as when the run was made."""
-    from dni_runtime.launch.host import check_host
-    from dni_runtime.launch.prepare import place_of
-
-    chain, workers = record.specs()
-    images = next((path.parent for path in record.images.values()), Path("images"))
-    backend: Wanted = "apptainer" if record.backend == "apptainer" else "process"
-
-    def place(*location: str | int) -> str:
-        return place_of(record.run.chain_file, *location)
-
-    return check_host(chain, workers, wanted=backend, images=images, data=record.data, place=place)
 
 
 def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
