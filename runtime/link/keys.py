@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,7 +192,7 @@ def public(run: RunDir, module: str) -> bytes | None:
     try:
         if len(z85.decode(key)) == _KEY_BYTES:
             return key
-    except (KeyError, ValueError):  # a character that is not Z85's, or too few of them
+    except (KeyError, ValueError, struct.error):  # not Z85: its characters, length or value
         pass
     raise _damaged(path)
 
