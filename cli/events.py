@@ -21,7 +21,7 @@ from dnictl.options import (
 )
 
 _POLL_S = 0.1
-_BEGINS_S = 10.0  # the supervisor looks for requests about once a second
+_BEGINS_S = 60.0  # the supervisor looks once a second, a shared file system shows files later
 
 
 @click.command()
@@ -52,6 +52,12 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
             hint=f"see 'dnictl status {record.name}'"
             if done
             else f"go on with the run by 'dnictl resume {record.name}'",
+        )
+    known = state.modules.get(module)
+    if known is not None and known.state == "finished":
+        raise UsageError(
+            f"module {module!r} has finished: there is nothing to start again",
+            hint=f"see 'dnictl status {record.name}'",
         )
     request = record.run.restart_request(module)
     write_json(request, {"time": time.time()})

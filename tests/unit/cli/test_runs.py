@@ -123,6 +123,16 @@ def test_restart_needs_a_supervisor(
     assert not record.run.restart_request("top").exists()
 
 
+def test_restart_of_a_module_that_has_finished(dnictl: Dnictl, record: Record) -> None:
+    state = ended(record, "running", 0)
+    state.modules["top"].state = "finished"
+    state.write(record.run)
+    result = dnictl("restart", "top")
+    assert result.code == 64
+    assert "module 'top' has finished" in result.err
+    assert not record.run.restart_request("top").exists()
+
+
 def test_export_without_a_checkpoint(dnictl: Dnictl, record: Record) -> None:
     result = dnictl("export", "-o", "m.safetensors")
     assert result.code == 74
