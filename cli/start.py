@@ -159,7 +159,7 @@ def resume(
         if state.phase == "finished":
             conclude(record, as_json=as_json)
     cuts = complete_cuts(record.run, list(record.modules))
-    if cut != "auto" and (not cut.isdigit() or int(cut) not in cuts):
+    if cut != "auto" and (not cut.isdecimal() or int(cut) not in cuts):
         there = ", ".join(map(str, cuts)) or "none"
         raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
     site = site_again(record)
@@ -258,7 +258,7 @@ def run(
             f"chain {prepared.chain.name!r} has no module {module!r}",
             hint=f"its modules: {', '.join(prepared.modules)}",
         )
-    if cut not in ("auto", "own", "none") and not cut.isdigit():
+    if cut not in ("auto", "own", "none") and not cut.isdecimal():
         raise UsageError(
             f"--resume {cut!r}: there is no such checkpoint",
             hint="allowed: auto, own, none, or the number of one in 'checkpoints/' of the run",

@@ -103,9 +103,10 @@ def test_resume_plans_the_next_attempt(dnictl: Dnictl, record: Record) -> None:
     ended(record, "stopped", 75, attempt=3)
     document = dnictl("resume", "--dry-run", "--json").json
     assert [worker["attempt"] for worker in document["workers"]] == [4, 4]
-    result = dnictl("resume", "--from", "12")
-    assert result.code == 64
-    assert "no complete checkpoint '12'" in result.err
+    for cut in ("12", "\N{SUPERSCRIPT TWO}"):
+        result = dnictl("resume", "--from", cut)
+        assert result.code == 64
+        assert f"no complete checkpoint {cut!r}" in result.err
 
 
 @pytest.mark.parametrize(
