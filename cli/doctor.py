@@ -62,9 +62,9 @@ def doctor(
             chain, interface=interface, profile_name=profile, data=data, as_json=as_json
         )
         return
-    if chain is not None or interface is not None:
+    if any(given is not None for given in (chain, interface, data)):
         raise UsageError(
-            "a chain and --interface are for 'dnictl doctor --network'",
+            "a chain, --interface and --data are for 'dnictl doctor --network'",
             hint="'dnictl validate CHAIN' checks a chain",
         )
     from dni_runtime.launch.doctor import examine
