@@ -67,7 +67,7 @@ class Supervisor:
         self._patience = {worker.module: Patience() for worker in plan.workers}
         self._hosts = hosts
         self._lost: dict[str, str] = {}
-        self._warnings: dict[str, str] = {}
+        self._warnings: dict[str, str | None] = {}
         self._refresh_at = 0.0
         names = [worker.module for worker in plan.workers]
         self.state = RunState.begin(plan.backend, plan.workers[0].attempt, names)
@@ -178,9 +178,8 @@ class Supervisor:
 
     def _note_warning(self, name: str, warning: str | None) -> None:
         if warning != self._warnings.get(name):
-            self._warnings.pop(name, None)
+            self._warnings[name] = warning
             if warning is not None:
-                self._warnings[name] = warning
                 self._journal.event("worker_warning", module=name, warning=warning)
 
     def _heed_requests(self) -> None:

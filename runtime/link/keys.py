@@ -183,8 +183,6 @@ def public(run: RunDir, module: str) -> bytes | None:
         DataError: The file is damaged, or not its owner's alone.
     """
     path = _public_file(run, module)
-    if not path.parent.is_dir():
-        return None
     try:
         key = _read(path).removesuffix(b"\n")
     except FileNotFoundError:
