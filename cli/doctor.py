@@ -23,7 +23,7 @@ _NEEDED = {"process": {"always"}, "apptainer": {"always", "containers"}}
 @click.argument("chain", type=click.Path(path_type=Path), required=False, metavar="[CHAIN]")
 @click.option(
     "--backend",
-    type=click.Choice(["process", "apptainer"]),
+    type=click.Choice(list(_NEEDED)),
     default="process",
     show_default=True,
     help="What must be there: for plain processes, or for containers too.",
@@ -62,9 +62,9 @@ def doctor(
             chain, interface=interface, profile_name=profile, data=data, as_json=as_json
         )
         return
-    if chain is not None or interface is not None:
+    if any(given is not None for given in (chain, interface, data)):
         raise UsageError(
-            "a chain and --interface are for 'dnictl doctor --network'",
+            "a chain, --interface and --data are for 'dnictl doctor --network'",
             hint="'dnictl validate CHAIN' checks a chain",
         )
     from dni_runtime.launch.doctor import examine
@@ -74,16 +74,26 @@ def doctor(
         checks.append(check)
         if not as_json:
             _show(check, needed=check.need in _NEEDED[backend])
-    lacking = [c.name for c in checks if c.status == "missing" and c.need in _NEEDED[backend]]
+    lacking = {
+        name: [check.name for check in checks if check.status == "missing" and check.need in needs]
+        for name, needs in _NEEDED.items()
+    }
+    ready = [name for name, names in lacking.items() if not names]
     if as_json:
         print_json(
-            {"backend": backend, "ready": not lacking, "checks": [asdict(c) for c in checks]}
+            {
+                "backend": backend,
+                "ready": backend in ready,
+                "backends": ready,
+                "checks": [asdict(check) for check in checks],
+            }
         )
-    elif lacking:
-        click.echo(f"\nthe {backend} backend cannot be used here: {', '.join(lacking)} missing")
+    elif backend not in ready:
+        problems = ", ".join(lacking[backend])
+        click.echo(f"\nthe {backend} backend cannot be used here: see {problems}")
     else:
-        click.echo(f"\nready for the {backend} backend")
-    if lacking:
+        click.echo(f"\nready for: {', '.join(ready)}")
+    if backend not in ready:
         sys.exit(UnavailableError.exit_code)
 
 

@@ -14,13 +14,14 @@ from dnictl.options import (
     check_module,
     chosen_run,
     json_option,
+    pause,
     print_json,
     run_argument,
     runs_option,
 )
 
-_POLL_S = 0.3
-_BEGINS_S = 10.0  # the supervisor looks for requests about once a second
+_POLL_S = 0.1
+_BEGINS_S = 60.0  # the supervisor looks once a second, a shared file system shows files later
 
 
 @click.command()
@@ -52,6 +53,12 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
             if done
             else f"go on with the run by 'dnictl resume {record.name}'",
         )
+    known = state.modules.get(module)
+    if known is not None and known.state == "finished":
+        raise UsageError(
+            f"module {module!r} has finished: there is nothing to start again",
+            hint=f"see 'dnictl status {record.name}'",
+        )
     request = record.run.restart_request(module)
     write_json(request, {"time": time.time()})
     until = time.monotonic() + _BEGINS_S
@@ -63,7 +70,7 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
                 "does not answer",
                 hint=f"see 'dnictl status {record.name}'",
             )
-        time.sleep(_POLL_S / 3)
+        time.sleep(_POLL_S)
     if as_json:
         print_json({"run": record.name, "module": module})
     else:
@@ -91,12 +98,12 @@ def events(run: str | None, runs: Path, follow: bool, as_json: bool) -> None:
     reader = LineReader(record.run.events)
     while True:
         # The state first: what was written before the end is seen after it.
-        active = read_state(record.run).active
+        state = read_state(record.run)
         for event in reader.new():
             click.echo(json.dumps(event, ensure_ascii=False) if as_json else _line(event))
-        if not follow or not active:
+        if not follow or not state.active:
             return
-        time.sleep(_POLL_S)
+        pause(state)
 
 
 def _line(event: dict[str, Any]) -> str:

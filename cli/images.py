@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import DniError, ImageError, UsageError
-from dnictl.options import chain_argument, data_option, json_option, print_json
+from dnictl.options import chain_argument, data_option, json_option, out_option, print_json
 
 if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from dni_runtime.image.plan import BuildPlan
     from dni_runtime.image.progress import Report, Step
     from dni_runtime.launch.prepare import Prepared
-
-out_option = click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="DNICTL_IMAGES",
-    default=Path("images"),
-    show_default=True,
-    help="Folder of the module images and of dni.lock (also: DNICTL_IMAGES).",
-)
 
 
 @click.command()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import json
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ import click
 
 from dni_runtime.errors import UsageError
 from dni_runtime.rundir import NewLines
-from dnictl.options import check_module, chosen_run, complete_runs, runs_option
+from dnictl.options import check_module, chosen_run, complete_runs, pause, runs_option
 
 if TYPE_CHECKING:
     from dni_runtime.launch.records import Record
 
 SUPERVISOR = "supervisor"
-_POLL_S = 0.3
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 # logging's own form: date, time and milliseconds, which sort as text.
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
@@ -114,12 +112,12 @@ def logs(
         return
     while True:
         # The state first: what was written before the end is seen after it.
-        active = read_state(record.run).active
-        for line in look(all_of_it=not active):
+        state = read_state(record.run)
+        for line in look(all_of_it=not state.active):
             write(line)
-        if not active:
+        if not state.active:
             return
-        time.sleep(_POLL_S)
+        pause(state)
 
 
 def _whose(names: tuple[str, ...], runs: Path) -> tuple[Record, Sequence[str]]:

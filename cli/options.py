@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,10 +13,14 @@ from dni_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dni_runtime.launch.records import Record
+    from dni_runtime.launch.state import RunState
 
 
 Wanted = Literal["auto", "process", "apptainer"]
 """Backends that may be asked for."""
+
+_POLL_S = 0.3
+_QUEUE_POLL_S = 5.0
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -61,14 +66,15 @@ backend_option = click.option(
     show_default=True,
     help="What the workers are: processes here, or containers where Apptainer and images are.",
 )
-images_option = click.option(
-    "--images",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="DNICTL_IMAGES",
-    default=Path("images"),
-    show_default=True,
-    help="Folder of the module images (also: DNICTL_IMAGES).",
-)
+_images_folder: dict[str, Any] = {
+    "type": click.Path(path_type=Path, file_okay=False),
+    "envvar": "DNICTL_IMAGES",
+    "default": Path("images"),
+    "show_default": True,
+    "help": "Folder of the module images and of dni.lock (also: DNICTL_IMAGES).",
+}
+images_option = click.option("--images", **_images_folder)
+out_option = click.option("--out", **_images_folder)
 profile_option = click.option(
     "--profile", metavar="NAME", envvar="DNICTL_PROFILE", shell_complete=complete_profiles,
     help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
@@ -109,6 +115,11 @@ def check_module(record: Record, name: str) -> None:
             f"run {record.name!r} has no module {name!r}",
             hint=f"its modules: {', '.join(record.modules)}",
         )
+
+
+def pause(state: RunState) -> None:
+    """Wait before the next look at a run: each one at a job that waits is a question to Slurm."""
+    time.sleep(_QUEUE_POLL_S if state.phase == "queued" else _POLL_S)
 
 
 def print_json(document: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import click
 
+from dni_runtime.errors import DataError
 from dnictl.show import chain_line, duration, modules_table, number, percent
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ def progress(record: Record, *, quiet: bool = False) -> Iterator[Progress]:
 
 
 class _Throttled:
-    """Reads a run's figures every so many seconds and hands them on."""
+    """Reads a run's figures every so many seconds and hands them on.
+
+    A terminal or a pipe that is gone, or a figure that cannot be read, is no reason to end a run.
+    """
 
     def __init__(self, record: Record, every_s: float, show: Shower) -> None:
         from dni_runtime.launch.figures import Gauge
@@ -69,7 +73,8 @@ class _Throttled:
         now = time.monotonic()
         if now >= self._due or not state.active:
             self._due = now + self._every_s
-            self._show(self._gauge.read(state))
+            with suppress(OSError, DataError):
+                self._show(self._gauge.read(state))
 
 
 class Shower(Protocol):

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import CheckpointError, UsageError
-from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+from dnictl.options import (
+    chosen_run,
+    json_option,
+    pause,
+    print_json,
+    run_argument,
+    runs_option,
+)
 
 if TYPE_CHECKING:
     from dni_runtime.launch.records import Record
@@ -19,9 +26,6 @@ if TYPE_CHECKING:
 
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as timeout(1) has it."""
-
-_POLL_S = 0.3
-_QUEUE_POLL_S = 5.0
 
 
 @click.command()
@@ -146,7 +150,7 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     state = read_state(record.run)
     plan = read_json(record.run.plan) or {}
     grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
-    if state.phase == "unsupervised":
+    if state.phase == "unsupervised" and job is None:
         state = end_leftovers(record.run, state, grace_s + 15.0)
     elif state.active:
         write_json(record.run.stop_request, {"time": time.time(), "timeout_s": timeout})
@@ -208,8 +212,7 @@ def follow(record: Record, until: float | None) -> RunState:
         state = read_state(record.run)
         if not state.active or (until is not None and time.monotonic() >= until):
             return state
-        # Each look at a job that waits is a question to Slurm's controller.
-        time.sleep(_QUEUE_POLL_S if state.phase == "queued" else _POLL_S)
+        pause(state)
 
 
 @click.command()

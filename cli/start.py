@@ -131,13 +131,13 @@ def resume(
       dnictl resume
     """
     from dni_runtime.launch.slurm.job import JobRecord, read_state
-    from dni_runtime.launch.start import end_leftovers, plan_here, write_plan
+    from dni_runtime.launch.start import end_leftovers, plan_here, site_again, write_plan
     from dni_runtime.rundir import complete_cuts
 
     record = chosen_run(run, runs)
     job = JobRecord.read(record.run)
     state = read_state(record.run)
-    if state.active and state.phase != "unsupervised":
+    if state.active and (state.phase != "unsupervised" or job is not None):
         raise UsageError(
             f"run {record.name!r} is {state.phase}", hint=f"stop it first: dnictl stop {run or ''}"
         )
@@ -159,10 +159,10 @@ def resume(
         if state.phase == "finished":
             conclude(record, as_json=as_json)
     cuts = complete_cuts(record.run, list(record.modules))
-    if cut != "auto" and (not cut.isdigit() or int(cut) not in cuts):
+    if cut != "auto" and (not cut.isdecimal() or int(cut) not in cuts):
         there = ", ".join(map(str, cuts)) or "none"
         raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
-    site = _site_again(record)
+    site = site_again(record)
     plan = plan_here(
         record.run.root,
         chain,
@@ -258,7 +258,7 @@ def run(
             f"chain {prepared.chain.name!r} has no module {module!r}",
             hint=f"its modules: {', '.join(prepared.modules)}",
         )
-    if cut not in ("auto", "own", "none") and not cut.isdigit():
+    if cut not in ("auto", "own", "none") and not cut.isdecimal():
         raise UsageError(
             f"--resume {cut!r}: there is no such checkpoint",
             hint="allowed: auto, own, none, or the number of one in 'checkpoints/' of the run",
@@ -325,21 +325,6 @@ def site_for(
     if site.notice is not None:
         click.echo(f"dnictl: {site.notice}", err=True)
     return site
-
-
-def _site_again(record: Record) -> Site:
-    """The same backend and images as when the run was made."""
-    from dni_runtime.launch.host import check_host
-    from dni_runtime.launch.prepare import place_of
-
-    chain, workers = record.specs()
-    images = next((path.parent for path in record.images.values()), Path("images"))
-    backend: Wanted = "apptainer" if record.backend == "apptainer" else "process"
-
-    def place(*location: str | int) -> str:
-        return place_of(record.run.chain_file, *location)
-
-    return check_host(chain, workers, wanted=backend, images=images, data=record.data, place=place)
 
 
 def _print_plan(plan: LaunchPlan, as_json: bool) -> None:

@@ -31,6 +31,7 @@ and nothing relies on locks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -219,12 +220,31 @@ def read_json(path: Path) -> Any | None:
     Raises:
         DataError: The file holds something else.
     """
+    tries = 3
+    while True:
+        tries -= 1
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise DataError(f"{str(path)!r} is not JSON: {error}") from None
+        except OSError as error:
+            # NFS: another host has replaced the file since it was opened here
+            if error.errno != errno.ESTALE or not tries:
+                raise
+
+
+def peek_json(path: Path) -> dict[str, Any]:
+    """A JSON object that others write; empty while there is none that can be read.
+
+    For those who will look again: a file system may be away for a moment.
+    """
     try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise DataError(f"{str(path)!r} is not JSON: {error}") from None
+        document = read_json(path)
+    except (OSError, DataError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def append_line(path: Path, document: dict[str, Any]) -> None:

@@ -29,13 +29,13 @@ from typing import Any
 
 import yaml
 
-from dni_runtime.errors import DataError
 from dni_runtime.launch.figures import Gauge
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.worker.ledger import Counts
 
 ROOT = Path(__file__).resolve().parents[1]
 DNICTL = (sys.executable, "-m", "dnictl")
@@ -51,6 +51,11 @@ DEADLINE_S = 600.0
 MIB = 1 << 20
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "stop_s")
+HEADINGS = (
+    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "stop (s)"),
+    *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
+)
+FIGURES = (*TIMES, "rss_mib", "pss_mib", "cpu_s")
 
 
 def main() -> None:
@@ -71,13 +76,6 @@ def main() -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-HEADINGS = (
-    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "stop (s)"),
-    *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
-)
-FIGURES = (*TIMES, "rss_mib", "pss_mib", "cpu_s")
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,9 +88,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--interface", default="10.77.0.0/24", help="for Slurm (default: the testbed's)")
     p.add_argument("--folder", type=Path, default=ROOT / "build" / "start", help="%(default)s")
     return p
-
-
-# --- chains --------------------------------------------------------------------------------------
 
 
 def demo(options: argparse.Namespace) -> dict[str, Any]:
@@ -141,9 +136,6 @@ def build(folder: Path, chain: dict[str, Any]) -> None:
         chain["image"] = {"torch_index": url}
     command = [*DNICTL, "build", write(folder, "build", chain), "--out", folder / "images"]
     subprocess.run(command, check=True, stdout=sys.stderr)
-
-
-# --- one run -------------------------------------------------------------------------------------
 
 
 def measure(
@@ -213,9 +205,7 @@ def restart_time_s(record: Record, module: str) -> float:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
     else:
-        step = commands.step_id(str(job.job), module)
-        assert step is not None
-        commands.signal_steps([step], "KILL")
+        commands.signal_steps([commands.step_ids(str(job.job))[module]], "KILL")
 
     def again() -> bool:
         report = read_json(record.run.worker(module)) or {}
@@ -229,15 +219,12 @@ def restart_time_s(record: Record, module: str) -> float:
 
 def steps(run: RunDir, module: str) -> int:
     """Batches that a module has trained on, up to this moment."""
-    try:
-        return int((read_json(run.ledger(module)) or {}).get("step") or 0)
-    except DataError:  # it has just been made
-        return 0
+    return (Counts.read(run.ledger(module)) or Counts()).step
 
 
 def alive(job: str | None) -> bool:
     info = commands.job_infos([str(job)]).get(str(job))
-    return info is not None and info.state in ("RUNNING", "PENDING", "COMPLETING")
+    return info is not None and (info.alive or info.completing)
 
 
 def until(condition: Callable[[], bool], what: str, record: Record | None = None) -> None:
@@ -248,9 +235,6 @@ def until(condition: Callable[[], bool], what: str, record: Record | None = None
         if time.monotonic() > end_s:
             sys.exit(f"not within {DEADLINE_S:.0f} s: {what}")
         time.sleep(POLL_S)
-
-
-# --- processes -----------------------------------------------------------------------------------
 
 
 def pids(record: Record) -> list[int]:

@@ -35,7 +35,6 @@ _FIRST_PINGS = 50
 _LEAST = 20  # messages that are timed at least
 _PINGS = 300
 _RUN = "bench"
-_STUCK = WorkerError(f"nothing has arrived for {_DEADLINE_S:.0f} s")
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class LinkSource:
         self._link.receive()
         while not done():
             if time.monotonic() > until:
-                raise _STUCK
+                raise _stuck()
             self._poller.poll(1000)
             self._link.receive()
 
@@ -186,7 +185,7 @@ class LinkSink:
         until = time.monotonic() + _DEADLINE_S
         while not isinstance(batch := self._link.receive(), Batch):
             if time.monotonic() > until:
-                raise _STUCK
+                raise _stuck()
             self._poller.poll(1000)
         self._link.ack(batch.id)
         return int(batch.y)
@@ -216,13 +215,13 @@ class RawSource:
             else:
                 self._socket.send(self._buffer, copy=False)
         except zmq.Again:
-            raise _STUCK from None
+            raise _stuck() from None
 
     def settle(self) -> None:
         try:
             self._socket.recv()
         except zmq.Again:
-            raise _STUCK from None
+            raise _stuck() from None
 
     def close(self) -> None:
         _close(self._context, self._socket)
@@ -267,6 +266,10 @@ def _pair(window: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes
 def _close(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
     socket.close(linger=1000)
     context.term()
+
+
+def _stuck() -> WorkerError:
+    return WorkerError(f"nothing has arrived for {_DEADLINE_S:.0f} s")
 
 
 @contextlib.contextmanager

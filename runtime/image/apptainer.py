@@ -119,9 +119,6 @@ class Mount:
         return text.getvalue()
 
 
-# --- finding it -----------------------------------------------------------------------------------
-
-
 def parse_version(text: str) -> tuple[int, int, int] | None:
     """The version in the output of ``apptainer version`` or ``--version``."""
     match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
@@ -163,9 +160,6 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
             continue
         return Apptainer(path, "singularity" if ce else "apptainer", version)
     raise UnavailableError(problem, hint=hint)
-
-
-# --- commands -------------------------------------------------------------------------------------
 
 
 def build_argv(tool: Apptainer, image: str, definition: str, *, test: bool = True) -> list[str]:
@@ -267,9 +261,6 @@ def verify_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) 
 def sif_argv(tool: Apptainer, action: str, *args: str) -> list[str]:
     """Work on the objects in a SIF file (apptainer-sif(1))."""
     return [str(tool.path), "sif", action, *args]
-
-
-# --- running one ----------------------------------------------------------------------------------
 
 
 def host_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -143,9 +143,6 @@ def _build(
     return BuildResult(lock, path, tuple(built))
 
 
-# --- making one -----------------------------------------------------------------------------------
-
-
 def _make(
     tool: Apptainer,
     plan: ModulePlan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import OWN, LaunchPlan, WorkerPlan
@@ -62,8 +62,6 @@ class Crew:
         """Whether any runs, or will run again."""
         return bool(self.processes or self.due)
 
-    # --- starting ------------------------------------------------------------------------------
-
     def start(self, name: str) -> None:
         """Start a module's worker.
 
@@ -107,6 +105,7 @@ class Crew:
             resume = OWN if begun else worker.resume
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
         self.killed.discard(name)
+        self._leaving.pop(name, None)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
         module.restarts += 1
@@ -120,12 +119,11 @@ class Crew:
 
     def start_all_again(self, delay_s: float, reason: str) -> None:
         """End all, and have them started again from the newest complete checkpoint."""
+        self._starter.kill_all(self.processes)
+        while any(process.poll() is None for process in self.processes.values()):
+            self._sleep(TICK_S)
+        self.processes.clear()
         for worker in self._plan.workers:
-            process = self.processes.pop(worker.module, None)
-            if process is not None:
-                process.kill()
-                while process.poll() is None:
-                    self._sleep(TICK_S)
             self.start_again(worker.module, delay_s, reason, resume="auto")
 
     def replace(self, worker: WorkerPlan) -> None:
@@ -144,14 +142,12 @@ class Crew:
             self._modules[name].state = "stopped"
         self.due.clear()
 
-    # --- ending --------------------------------------------------------------------------------
-
     def ask_to_leave(self, name: str) -> None:
         """Have a worker save its state and leave; it is killed when it takes too long."""
         if name not in self._leaving:
             self._journal.event("restart_requested", module=name)
             self._leaving[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
-            self.processes[name].send(signal.SIGUSR1)
+            self._starter.send_all({name: self.processes[name]}, signal.SIGUSR1)
 
     def has_left(self, name: str) -> bool:
         """Whether a worker that has ended had been asked to; forgets that it was."""
@@ -159,26 +155,27 @@ class Crew:
 
     def see_off(self) -> None:
         """Kill whoever was asked to leave and did not."""
-        for name, kill_at in self._leaving.items():
-            if self._clock() >= kill_at and name in self.processes:
-                self.kill(name, "it did not leave in time")
+        now = self._clock()
+        late = [name for name, kill_at in self._leaving.items() if now >= kill_at]
+        self.kill([name for name in late if name in self.processes], "it did not leave in time")
 
     def tell_all(self) -> None:
         """Send SIGTERM to all: the first one stops them cleanly, the second at once."""
         self._starter.send_all(self.processes, signal.SIGTERM)
 
-    def kill(self, name: str, reason: str) -> None:
-        """Kill a worker, once."""
-        if name not in self.killed:
+    def kill(self, names: Iterable[str], reason: str) -> None:
+        """Kill some workers, each once."""
+        fresh = [name for name in names if name not in self.killed]
+        for name in fresh:
             self.killed.add(name)
             self._journal.event("worker_killed", module=name, reason=reason)
-            self.processes[name].kill()
+        if fresh:
+            self._starter.kill_all({name: self.processes[name] for name in fresh})
 
     def kill_all(self, reason: str) -> None:
         """Kill all workers, and start none again."""
         self.due.clear()
-        for name in self.processes:
-            self.kill(name, reason)
+        self.kill(self.processes, reason)
 
     def reap(self) -> list[str]:
         """Take leave of the workers that have ended: their modules, causes before consequences."""

@@ -80,7 +80,7 @@ def _apptainer() -> Iterator[Check]:
         return
     if os.geteuid() == 0:
         yield Check(
-            "apptainer", "warning", f"{tool}, {tool.path}, but this is root", "containers",
+            "apptainer", "missing", f"{tool}, {tool.path}, but this is root", "containers",
             "run containers as an ordinary user",
         )  # fmt: skip
     else:

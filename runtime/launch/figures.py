@@ -205,7 +205,7 @@ class Gauge:
         job = JobRecord.read(record.run)
         tail = record.modules[-1]
         for name in record.modules:
-            self._follow(name, is_tail=name == tail, since=state.attempt)
+            self._follow(name, state, is_tail=name == tail)
         modules = tuple(self._module(name, state) for name in record.modules)
         evaluations = tuple(self._evaluations[key] for key in sorted(self._evaluations))
         last = evaluations[-1] if evaluations else {}
@@ -234,11 +234,15 @@ class Gauge:
             modules=modules,
         )
 
-    def _follow(self, name: str, *, is_tail: bool, since: int) -> None:
+    def _follow(self, name: str, state: RunState, *, is_tail: bool) -> None:
         """Read a module's new lines; those of earlier attempts of the run are left out."""
+        since = state.attempt
         if name not in self._metrics:
+            known = state.modules.get(name)
+            # of a module that was restarted the counters of all its starts are added up
+            whole = is_tail or (known is not None and known.restarts > 0)
             path = self._record.run.metrics(name)
-            self._metrics[name] = LineReader(path, last_bytes=None if is_tail else _TAIL_BYTES)
+            self._metrics[name] = LineReader(path, last_bytes=None if whole else _TAIL_BYTES)
         for line in self._metrics[name].new():
             if line.get("kind") == "eval":
                 if is_tail:  # others report their early heads

@@ -182,14 +182,14 @@ def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placem
         The plan; the same arguments always give the same plan.
     """
     make = _in_container if placement.backend == "apptainer" else _as_process
+    transports = {chain.links.transport, *(kind for kind, _ in placement.links.values())}
     return LaunchPlan(
         run=str(placement.run),
         backend=placement.backend,
         sockets=str(placement.sockets),
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(make(worker, placement) for worker in workers),
-        keys=chain.links.security != "none"
-        and (chain.links.transport == "tcp" or "tcp" in dict(placement.links.values())),
+        keys=chain.links.security != "none" and "tcp" in transports,
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
             scope="chain" if any(worker.blocks for worker in workers) else "module",

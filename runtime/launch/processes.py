@@ -22,7 +22,7 @@ from dni_runtime.launch.state import session_of
 
 
 class Process(Protocol):
-    """One started worker."""
+    """One started worker, as this host sees it."""
 
     @property
     def pid(self) -> int:
@@ -32,10 +32,10 @@ class Process(Protocol):
         """None while it runs, then its exit code, or minus the number of the signal it died of."""
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the worker; no error when it is gone."""
+        """Send a signal to the process; no error when it is gone."""
 
     def kill(self) -> None:
-        """End the worker and all that it started, at once."""
+        """End the process and all that it started on this host, at once."""
 
 
 class Starter(Protocol):
@@ -49,7 +49,10 @@ class Starter(Protocol):
         """
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
-        """Send a signal to several workers, by module, at once."""
+        """Send a signal to some workers, by module, wherever they run."""
+
+    def kill_all(self, workers: Mapping[str, Process]) -> None:
+        """End some workers, by module, wherever they run, at once."""
 
 
 class Hosts(Protocol):
@@ -163,3 +166,7 @@ class LocalStarter:
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
         for process in workers.values():
             process.send(number)
+
+    def kill_all(self, workers: Mapping[str, Process]) -> None:
+        for process in workers.values():
+            process.kill()

@@ -9,24 +9,50 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from dni_runtime.errors import DniError, UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
-from dni_runtime.launch.host import Site
+from dni_runtime.launch.host import Site, check_host
 from dni_runtime.launch.journal import how_it_ended
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.launch.prepare import place_of
 from dni_runtime.launch.processes import LocalStarter, kill_session
+from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm.commands import component_jobs
 from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.slurm.starter import SlurmStarter
-from dni_runtime.launch.state import RunState, lives
+from dni_runtime.launch.state import ModuleState, RunState, lives
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.launch.traces import remove_traces
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 _DETACH_TIMEOUT_S = 60.0
+_KILLED_S = 10.0  # for the kernel to take the memory of a killed worker apart
+
+
+def site_again(record: Record, *, elsewhere: bool = False) -> Site:
+    """What there is for a run that was made before, with its backend and its images.
+
+    Args:
+        record: The run.
+        elsewhere: As in :func:`check_host`.
+
+    Raises:
+        DniError: As :func:`check_host`.
+    """
+    chain, workers = record.specs()
+    return check_host(
+        chain,
+        workers,
+        wanted="apptainer" if record.backend == "apptainer" else "process",
+        images=next((path.parent for path in record.images.values()), Path("images")),
+        data=record.data,
+        place=partial(place_of, record.run.chain_file),
+        elsewhere=elsewhere,
+    )
 
 
 def plan_here(
@@ -155,14 +181,21 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
     for module in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(module.pid or 0), signal.SIGTERM)
-    until = time.monotonic() + grace_s
-    while left and time.monotonic() < until:
-        time.sleep(0.2)
-        left = [module for module in left if lives(module)]
+    left = _after(grace_s, left)
     for module in left:
         kill_session(int(module.pid or 0))
+    _after(_KILLED_S, left)
     remove_traces(run, socket_path(run.root))
     return RunState.read(run)
+
+
+def _after(within_s: float, modules: list[ModuleState]) -> list[ModuleState]:
+    """Those whose workers live after so many seconds; sooner where none does."""
+    until = time.monotonic() + within_s
+    while modules and time.monotonic() < until:
+        time.sleep(0.1)
+        modules = [module for module in modules if lives(module)]
+    return modules
 
 
 def detach(run: RunDir) -> int:

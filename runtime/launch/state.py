@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dni_runtime.errors import DataError, StoppedError
-from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.rundir import RunDir, peek_json, read_json, write_json
 
 RunPhase = Literal[
     "new", "queued", "starting", "running", "stopping", "unsupervised",
@@ -149,7 +149,7 @@ class RunState:
         """The supervisor is gone: its workers go on, have come to their end, or are gone, too."""
         going_on = False
         for name, module in self.modules.items():
-            report = read_json(run.worker(name)) or {}
+            report = peek_json(run.worker(name))
             if report.get("attempt") == module.attempt:
                 module.state = report["state"]
             silent_s = time.time() - report.get("time", 0.0)

@@ -17,7 +17,7 @@ from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.traces import prepare_traces, remove_traces
-from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.rundir import RunDir, peek_json
 
 _REFRESH_S = 1.0
 # In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
@@ -67,7 +67,7 @@ class Supervisor:
         self._patience = {worker.module: Patience() for worker in plan.workers}
         self._hosts = hosts
         self._lost: dict[str, str] = {}
-        self._warnings: dict[str, str] = {}
+        self._warnings: dict[str, str | None] = {}
         self._refresh_at = 0.0
         names = [worker.module for worker in plan.workers]
         self.state = RunState.begin(plan.backend, plan.workers[0].attempt, names)
@@ -119,8 +119,6 @@ class Supervisor:
             self._crew.start(worker.module)
         self._journal.write()
 
-    # --- watching ------------------------------------------------------------------------------
-
     def _look(self) -> None:
         self._obey()
         if self._clock() >= self._refresh_at:
@@ -148,7 +146,7 @@ class Supervisor:
             else:
                 self._killed_by = signals[0]
                 self._crew.kill_all(f"second {name} received")
-        request = read_json(self._run.stop_request) if self._run.stop_request.exists() else None
+        request = peek_json(self._run.stop_request)
         if request:
             self._asked_to_stop = True
             self._stop("'dnictl stop' was called", request.get("timeout_s"))
@@ -158,7 +156,7 @@ class Supervisor:
         for name, module in self.state.modules.items():
             if name not in self._crew.processes:
                 continue
-            report = read_json(self._run.worker(name)) or {}
+            report = peek_json(self._run.worker(name))
             if report.get("attempt") != module.attempt:
                 continue
             self._note_warning(name, report.get("warning"))
@@ -180,9 +178,8 @@ class Supervisor:
 
     def _note_warning(self, name: str, warning: str | None) -> None:
         if warning != self._warnings.get(name):
-            self._warnings.pop(name, None)
+            self._warnings[name] = warning
             if warning is not None:
-                self._warnings[name] = warning
                 self._journal.event("worker_warning", module=name, warning=warning)
 
     def _heed_requests(self) -> None:
@@ -269,11 +266,9 @@ class Supervisor:
             self._lost.clear()
             self._crew.start_all_again(delay_s, reason)
 
-    # --- hosts ---------------------------------------------------------------------------------
-
     def _complete(self, name: str) -> bool:
         """Whether a worker that has ended says itself that it has finished."""
-        module, report = self.state.modules[name], read_json(self._run.worker(name)) or {}
+        module, report = self.state.modules[name], peek_json(self._run.worker(name))
         said = (report.get("attempt"), report.get("state"))
         return module.exit_code == 0 and said == (module.attempt, "finished")
 
@@ -306,11 +301,7 @@ class Supervisor:
                 self._stop(f"{where}: no room for {', '.join(names)} elsewhere", broken=True)
             for worker in found or ():
                 self._crew.replace(worker)
-        for name in names:
-            if name in self._crew.processes:
-                self._crew.kill(name, where)
-
-    # --- ending --------------------------------------------------------------------------------
+        self._crew.kill([name for name in names if name in self._crew.processes], where)
 
     def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
         """Tell all workers to leave; in a broken chain no new checkpoint can be completed."""

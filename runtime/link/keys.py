@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,8 +183,6 @@ def public(run: RunDir, module: str) -> bytes | None:
         DataError: The file is damaged, or not its owner's alone.
     """
     path = _public_file(run, module)
-    if not path.parent.is_dir():
-        return None
     try:
         key = _read(path).removesuffix(b"\n")
     except FileNotFoundError:
@@ -191,7 +190,7 @@ def public(run: RunDir, module: str) -> bytes | None:
     try:
         if len(z85.decode(key)) == _KEY_BYTES:
             return key
-    except (KeyError, ValueError):  # a character that is not Z85's, or too few of them
+    except (KeyError, ValueError, struct.error):  # not Z85: its characters, length or value
         pass
     raise _damaged(path)
 

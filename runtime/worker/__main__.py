@@ -49,7 +49,7 @@ def main() -> None:
     """Parse, serve, and turn errors into messages and exit codes."""
     given: dict[str, Any] = vars(parser().parse_args())
     level, selftest = given.pop("log_level"), given.pop("selftest")
-    if given["resume"] not in ("auto", "own", "none") and not given["resume"].isdigit():
+    if given["resume"] not in ("auto", "own", "none") and not given["resume"].isdecimal():
         parser().error(f"argument --resume: {given['resume']!r} is not auto, own, none or a number")
     os.umask(0o077)
     logging.basicConfig(

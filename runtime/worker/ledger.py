@@ -41,6 +41,16 @@ class Counts:
     epoch_batches: int = 0
     evaluation: dict[str, Any] | None = None
 
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """What a record says; None where it is missing, being made, or torn."""
+        try:
+            document = json.loads(path.read_bytes())
+            known = {one.name for one in fields(cls)}
+            return cls(**{k: v for k, v in document.items() if k in known})
+        except (OSError, ValueError, AttributeError):
+            return None
+
 
 class Ledger:
     """The record of one module.
@@ -62,14 +72,10 @@ class Ledger:
     @classmethod
     def reopen(cls, path: Path, otherwise: Counts) -> Self:
         """Go on with the record of a former process, where that is newer than a checkpoint's."""
-        found = otherwise
-        try:
-            document = json.loads(path.read_bytes())
-            known = {one.name for one in fields(Counts)}
-            found = Counts(**{k: v for k, v in document.items() if k in known})
-        except (OSError, ValueError, TypeError, AttributeError):
-            pass
-        return cls(path, found if found.id >= otherwise.id else otherwise)
+        found = Counts.read(path)
+        if found is None or found.id < otherwise.id:
+            found = otherwise
+        return cls(path, found)
 
     def new(self, id: int) -> bool:
         """Whether a message has not been counted yet."""

@@ -9,12 +9,11 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from dni_runtime.errors import DataError, EncryptionError, UnavailableError
+from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.link.keys import RunKeys
-from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.rundir import RunDir, peek_json, write_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.rendezvous import check_reachable, fresh_record
 
@@ -168,11 +167,11 @@ class Neighbours:
 
     def gone_for_good(self, neighbour: str) -> bool:
         """Whether a neighbour of a restarted module has finished: all has reached it."""
-        return self._again and self._read(self._run.worker(neighbour)).get("state") == "finished"
+        return self._again and peek_json(self._run.worker(neighbour)).get("state") == "finished"
 
     def expected(self, neighbour: str) -> bool:
         """Whether a supervisor is starting the neighbour again."""
-        state = self._read(self._run.state)
+        state = peek_json(self._run.state)
         if time.time() - state.get("updated", 0.0) > _SUPERVISED_S:
             return False
         module = (state.get("modules") or {}).get(neighbour) or {}
@@ -192,13 +191,6 @@ class Neighbours:
         self._attempt = record.get("attempt")
         key = record.get("public_key")
         return str(record["address"]), None if key is None else str(key).encode()
-
-    @staticmethod
-    def _read(path: Path) -> dict[str, Any]:
-        try:
-            return read_json(path) or {}
-        except (OSError, DataError):  # a file system that is away for a moment
-            return {}
 
 
 def publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: RunKeys) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import DataError, UnavailableError
-from dni_runtime.rundir import read_json
+from dni_runtime.errors import UnavailableError
+from dni_runtime.rundir import peek_json
 
 
 def fresh_record(path: Path) -> dict[str, Any]:
@@ -22,10 +22,9 @@ def fresh_record(path: Path) -> dict[str, Any]:
     try:
         if path.name not in os.listdir(path.parent):
             return {}
-        record = read_json(path)
-    except (OSError, DataError):  # a file system that is away for a moment
+    except OSError:
         return {}
-    return record if isinstance(record, dict) else {}
+    return peek_json(path)
 
 
 def check_reachable(module: str, record: Mapping[str, Any]) -> None:

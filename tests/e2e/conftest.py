@@ -81,6 +81,22 @@ def slurm() -> str:
     return "10.77.0.0/24"
 
 
+@pytest.fixture
+def dnictl(slurm: str, tmp_path: Path) -> Iterator[Dnictl]:
+    """dnictl in a folder of its own, beside a Slurm; jobs that a test leaves are cancelled."""
+    yield Dnictl(tmp_path)
+    for record in tmp_path.glob("runs/*/job.json"):
+        job = json.loads(record.read_text())["job"]
+        if job is not None:
+            run(["scancel", "--quiet", job])
+            eventually("the job is gone", lambda job=job: not state_of(job))
+
+
+def state_of(job: str) -> str:
+    """A Slurm job's state; empty when it has ended."""
+    return run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"]).stdout.strip()
+
+
 @pytest.fixture(scope="session")
 def fashion_mnist() -> Path:
     """The folder of the real data, got as ``make demo`` gets it."""
@@ -92,12 +108,12 @@ def fashion_mnist() -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
-def eventually(what: str, condition: Callable[[], bool], within_s: float = 60) -> None:
+def eventually(what: str, condition: Callable[[], object], within_s: float = 90) -> None:
     """Wait until something is so."""
     until = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < until, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def command_of(pid: int) -> bytes:

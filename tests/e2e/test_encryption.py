@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -18,25 +19,14 @@ from dni_runtime.link import keys
 from dni_runtime.link.address import addresses
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import parse_chain
-from tests.e2e.conftest import Site, eventually, processes_of
+from tests.e2e.conftest import CHAIN, Site, eventually, processes_of
 from tests.e2e.test_worker import workers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-CHAIN = """\
-name: digits
-seed: 3
-data: {dataset: digits, batch_size: 64, flatten: true}
-epochs: %d
-stop_grace_s: 20
-links: {transport: tcp, connect_timeout_s: 60, %s}
-defaults: {optimizer: {Adam: {lr: 0.002}}}
-modules:
-  - name: bottom
-    layers: [{Linear: {in_features: 64, out_features: 64}}, {BatchNorm1d: {num_features: 64}}, ReLU]
-  - name: top
-    layers: [{Linear: {in_features: 64, out_features: 10}}]
-"""
+LINKS = "links: {transport: tcp, connect_timeout_s: 60, %s}\n"
+PAIR = re.sub(r"  - name: middle\n.*\n", "", CHAIN) + LINKS
+"""The chain without its module in the middle; epochs, and settings of its link."""
 
 
 def beyond_loopback() -> str:
@@ -49,7 +39,7 @@ def beyond_loopback() -> str:
 
 def write(site: Site, epochs: int, links: str) -> Path:
     path = site.folder / "chain.yaml"
-    path.write_text(CHAIN % (epochs, links))
+    path.write_text(PAIR % (epochs, links))
     return path
 
 
@@ -175,7 +165,7 @@ def test_modules_that_disagree_about_encryption(site: Site) -> None:
 def test_modules_without_a_shared_folder(site: Site) -> None:
     """docs/security.md: each one is given the other one's public key as a file."""
     runs = {}
-    for worker in workers_of(parse_chain(CHAIN % (8, "security: curve"))):
+    for worker in workers_of(parse_chain(PAIR % (8, "security: curve"))):
         runs[worker.module] = run = RunDir(site.folder / worker.module / "run")
         run.create()
         write_atomic(run.spec(worker.module), worker.to_json())

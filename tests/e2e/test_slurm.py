@@ -7,8 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e.conftest import Dnictl, run
+from tests.e2e.conftest import FOREVER, Dnictl, eventually, run, state_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -42,36 +40,11 @@ LOWER = """\
       - BatchNorm1d: {{num_features: 64}}
       - ReLU
 """
-FOREVER = 100_000
-
-
-@pytest.fixture
-def dnictl(slurm: str, tmp_path: Path) -> Iterator[Dnictl]:
-    """dnictl in a folder of its own; jobs that a test leaves are cancelled."""
-    yield Dnictl(tmp_path)
-    for record in tmp_path.glob("runs/*/job.json"):
-        job = json.loads(record.read_text())["job"]
-        if job is not None:
-            run(["scancel", "--quiet", job])
-            eventually("the job is gone", lambda job=job: not state_of(job))
 
 
 def chain(folder: Path, network: str, epochs: int, lower: tuple[str, ...] = ("bottom",)) -> None:
     layers = "".join(LOWER.format(name=name) for name in lower)
     (folder / "chain.yaml").write_text(CHAIN.format(network=network, epochs=epochs, lower=layers))
-
-
-def state_of(job: str) -> str:
-    """A job's state; empty when it has ended."""
-    return run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"]).stdout.strip()
-
-
-def eventually(what: str, condition: Callable[[], Any], within_s: float = 90) -> Any:
-    until = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < until, f"not within {within_s} s: {what}"
-        time.sleep(0.3)
-    return found
 
 
 def training(root: RunDir, attempt: int = 1) -> bool:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e import test_slurm
-from tests.e2e.conftest import Dnictl, run
+from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.worker.ledger import Counts
+from tests.e2e.conftest import Dnictl, eventually, run, state_of
 from tests.e2e.test_restarts import PAUSE
-from tests.e2e.test_slurm import ROOT, chain, eventually, state_of, submitted, training
+from tests.e2e.test_slurm import ROOT, chain, submitted, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
-
-dnictl = test_slurm.dnictl
 
 MODULES = ("bottom", "middle", "top")
 BATCHES = 23  # in an epoch
@@ -43,7 +41,7 @@ def begin(dnictl: Dnictl, network: str) -> tuple[RunDir, str]:
 
 def steps(root: RunDir, name: str) -> int:
     """Batches that a module has trained on, up to this moment."""
-    return int((read_json(root.ledger(name)) or {}).get("step") or 0)
+    return (Counts.read(root.ledger(name)) or Counts()).step
 
 
 def started_again(job: str) -> None:

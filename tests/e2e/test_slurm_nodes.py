@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e.conftest import Dnictl, run
-from tests.e2e.test_slurm import ROOT, dnictl, eventually, submitted
+from tests.e2e.conftest import Dnictl, eventually, run, state_of
+from tests.e2e.test_slurm import ROOT, submitted
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(500)]
 
-__all__ = ["dnictl"]
 CHAIN = """\
 name: digits
 seed: 3
@@ -140,10 +139,7 @@ def test_without_room_the_job_is_requeued(dnictl: Dnictl, slurm: str) -> None:
     job = (read_json(root.job) or {})["job"]
     fault("lose", "2")
 
-    def waits() -> bool:
-        return run(["squeue", "-h", f"--jobs={job}", "--format=%T"]).stdout.strip() == "PENDING"
-
-    eventually("the job is requeued", waits)
+    eventually("the job is requeued", lambda: state_of(job) == "PENDING")
     stopped = read_json(root.state) or {}
     assert (stopped["phase"], stopped["exit_code"]) == ("stopped", 75)
     assert stopped["error"] == "node n2 lost: no room for middle elsewhere"
@@ -162,10 +158,7 @@ def test_when_the_first_host_is_lost_the_job_starts_anew(dnictl: Dnictl, slurm: 
     job = (read_json(root.job) or {})["job"]
     fault("lose", "1")
 
-    def waits() -> bool:
-        return run(["squeue", "-h", f"--jobs={job}", "--format=%T"]).stdout.strip() == "PENDING"
-
-    eventually("the job is requeued", waits, within_s=150)
+    eventually("the job is requeued", lambda: state_of(job) == "PENDING", within_s=150)
     fault("heal", "1")
     time.sleep(3)
     run(["scontrol", "update", f"JobId={job}", "StartTime=now"])

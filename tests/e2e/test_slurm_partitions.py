@@ -2,72 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e.conftest import Dnictl, run
+from dni_runtime.rundir import read_json, read_lines
+from tests.e2e.conftest import Dnictl, eventually, run
+from tests.e2e.test_slurm import chain, submitted, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(280)]
 
-CHAIN = """\
-name: digits
-seed: 3
-data: {{dataset: digits, batch_size: 64, flatten: true}}
-epochs: {epochs}
-stop_grace_s: 10
-links: {{interface: {network}}}
-defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
-modules:
-  - name: bottom
-    resources: {{partition: main}}
-    layers:
-      - Linear: {{in_features: 64, out_features: 64}}
-      - BatchNorm1d: {{num_features: 64}}
-      - ReLU
-  - name: top
-    resources: {{partition: last}}
-    layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
-"""
-
-
-@pytest.fixture
-def dnictl(slurm: str, tmp_path: Path) -> Iterator[Dnictl]:
-    """dnictl in a folder of its own; jobs that a test leaves are cancelled."""
-    yield Dnictl(tmp_path)
-    for record in tmp_path.glob("runs/*/job.json"):
-        run(["scancel", "--quiet", json.loads(record.read_text())["job"]])
+EPOCHS = 30
+PARTITIONS = {"bottom": "main", "top": "last"}
 
 
 def test_two_partitions_train_through_a_requeue(dnictl: Dnictl, slurm: str) -> None:
-    epochs = 30
-    (dnictl.folder / "chain.yaml").write_text(CHAIN.format(network=slurm, epochs=epochs))
-    submitted = dnictl.run("submit", "--backend", "process", "--parsable").stdout
-    name, _, job = submitted.strip().partition(";")
-    root = RunDir(dnictl.folder / "runs" / name)
-    until = time.monotonic() + 100
-    while int((read_json(root.worker("top")) or {}).get("step") or 0) < 40:
-        assert time.monotonic() < until, root.supervisor_log.read_text()
-        time.sleep(0.2)
+    chain(dnictl.folder, slurm, EPOCHS)
+    path = dnictl.folder / "chain.yaml"
+    text = path.read_text()
+    for module, partition in PARTITIONS.items():
+        named = f"  - name: {module}\n"
+        assert named in text
+        text = text.replace(named, f"{named}    resources: {{partition: {partition}}}\n")
+    path.write_text(text)
+    root, job = submitted(dnictl)
+    eventually("it trains", lambda: training(root))
     # as Slurm tells a job before its time limit
     assert run(["scancel", "--batch", "--signal=TERM", job]).returncode == 0
-    while (read_json(root.state) or {}).get("phase") != "stopped":
-        assert time.monotonic() < until, root.supervisor_log.read_text()
-        time.sleep(0.2)
     shown = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %A"]
-    while (said := run(shown).stdout.split())[::2] != ["PENDING"] * 2:
-        assert time.monotonic() < until, said
-        time.sleep(0.5)
+
+    def waits() -> bool:
+        return run(shown).stdout.split()[::2] == ["PENDING"] * 2
+
+    eventually("the job is requeued", waits)
+    assert (read_json(root.state) or {})["phase"] == "stopped"
     assert dnictl.json("status")["state"] == "queued"
-    for component in said[1::2]:  # Slurm lets a requeued job wait for two minutes
+    for component in run(shown).stdout.split()[1::2]:  # a requeued job would wait for two minutes
         run(["scontrol", "update", f"JobId={component}", "StartTime=now"])
     dnictl.run("wait", timeout_s=150)
     figures = dnictl.json("status")
-    assert (figures["state"], figures["attempt"], figures["step"]) == ("finished", 2, epochs * 23)
+    assert (figures["state"], figures["attempt"], figures["step"]) == ("finished", 2, EPOCHS * 23)
     assert figures["accuracy"] > 0.9
     hosts = {module["module"]: module["host"] for module in figures["modules"]}
     assert hosts["top"] == "n3"  # the one that the partition has
@@ -76,7 +48,7 @@ def test_two_partitions_train_through_a_requeue(dnictl: Dnictl, slurm: str) -> N
         seen = [
             line["epoch"] for line in read_lines(root.metrics(module)) if line["kind"] == "epoch"
         ]
-        assert seen == list(range(1, epochs + 1))
+        assert seen == list(range(1, EPOCHS + 1))
     plan = read_json(root.plan)
     assert plan is not None
     groups = [[word for word in w["argv"] if "het-group" in word] for w in plan["workers"]]

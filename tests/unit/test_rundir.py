@@ -1,10 +1,13 @@
-"""The run directory's files: lines of which a full disk took only a part."""
+"""The run directory's files: cut off by a full disk, or replaced while they are read."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
-from dni_runtime.rundir import append_line, read_lines
+import pytest
+
+from dni_runtime.rundir import append_line, peek_json, read_json, read_lines, write_json
 
 
 def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
@@ -18,3 +21,35 @@ def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"id":5')  # still being written
     assert list(read_lines(path)) == [{"id": 1}, {"id": 4}]
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_file_that_another_host_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """NFS tells those who have opened the old one so; a file that is always stale is an error."""
+    path, left = tmp_path / "top.json", [OSError(errno.ESTALE, "stale")] * times
+    write_json(path, {"id": 1})
+
+    def read_bytes(path: Path) -> bytes:
+        if left:
+            raise left.pop()
+        return b'{"id": 2}'
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    if times < 3:
+        assert read_json(path) == {"id": 2}
+    else:
+        with pytest.raises(OSError, match="stale"):
+            read_json(path)
+
+
+def test_a_look_at_what_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "top.json"
+    assert peek_json(path) == {}
+    for text in ("", "[1]", "null"):
+        path.write_text(text)
+        assert peek_json(path) == {}
+    write_json(path, {"id": 1})
+    assert peek_json(path) == {"id": 1}
+    assert peek_json(tmp_path) == {}

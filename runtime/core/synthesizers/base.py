@@ -107,6 +107,7 @@ class Synthesizer(nn.Module):
 
 
 def zeroed(layer: Zeroable) -> Zeroable:
+    """The layer, with weights and bias zero."""
     nn.init.zeros_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)

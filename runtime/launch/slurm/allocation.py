@@ -10,9 +10,8 @@ from pathlib import Path
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Mount
-from dni_runtime.launch.host import check_host, infiniband_mounts
+from dni_runtime.launch.host import infiniband_mounts
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan, make_plan
-from dni_runtime.launch.prepare import place_of
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
@@ -20,7 +19,7 @@ from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.placement import crossing
 from dni_runtime.launch.slurm.script import group_option, step_argv
 from dni_runtime.launch.slurm.submit import needs_of
-from dni_runtime.launch.start import placement_here
+from dni_runtime.launch.start import placement_here, site_again
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
@@ -100,16 +99,7 @@ def plan_in_allocation(
         )
     chain, workers = record.specs()
     profile = job.site
-    images = next((path.parent for path in record.images.values()), Path("images"))
-    site = check_host(
-        chain,
-        workers,
-        wanted="apptainer" if record.backend == "apptainer" else "process",
-        images=images,
-        data=record.data,
-        place=lambda *location: place_of(record.run.chain_file, *location),
-        elsewhere=True,
-    )
+    site = site_again(record, elsewhere=True)
     if site.backend == "apptainer":
         # of this, the first node; the nodes of one job are alike
         found = infiniband_mounts(chain.infiniband)

@@ -143,6 +143,11 @@ def _failed(command: str, said: str) -> UnavailableError:
     )
 
 
+def _says_gone(said: str) -> bool:
+    """Whether squeue says of a single job that it is not there any more."""
+    return "Invalid job id" in said
+
+
 def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
     """States of jobs: squeue while they are there, then the controller's memory, then sacct.
 
@@ -156,7 +161,7 @@ def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
         ["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}",
          "--format=%A|%T|%r|%N"]
     )  # fmt: skip
-    if code != 0 and "Invalid job id" not in err:  # as it says of a single one that is gone
+    if code != 0 and not _says_gone(err):
         raise _failed("squeue", err)
     found = parse_jobs(out)
     gone = [job for job in jobs if job not in found]
@@ -212,9 +217,17 @@ def component_jobs(environ: Mapping[str, str]) -> str | None:
 
 
 def step_ids(job: str) -> dict[str, str]:
-    """The ids (``JOB.STEP``) of a job's running steps by name; of several the newest."""
-    code, out, _ = run_slurm(["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"])
-    return parse_steps(out) if code == 0 else {}
+    """The ids (``JOB.STEP``) of a job's running steps by name; of several the newest.
+
+    Raises:
+        UnavailableError: Slurm does not answer: nothing is known.
+    """
+    code, out, err = run_slurm(
+        ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
+    )
+    if code != 0 and not _says_gone(err):
+        raise _failed("squeue", err)
+    return parse_steps(out)
 
 
 def parse_steps(out: str) -> dict[str, str]:
@@ -226,11 +239,6 @@ def parse_steps(out: str) -> dict[str, str]:
         if number.isdigit():
             found.append((int(number), label, step))
     return {label: step for _, label, step in sorted(found)}
-
-
-def step_id(job: str, name: str) -> str | None:
-    """The id of a job's running step of a name, or None."""
-    return step_ids(job).get(name)
 
 
 def signal_steps(steps: Sequence[str], name: str) -> None:

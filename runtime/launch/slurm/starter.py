@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalProcess, LocalStarter, Process
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.script import step_environment
 
+_log = logging.getLogger(__name__)
+
 
 class StepProcess:
-    """A worker that runs as a step, seen through its ``srun``.
+    """The ``srun`` of a worker that runs as a step; the step itself is its starter's to signal."""
 
-    Signals go to the step and not to ``srun``, which kills its step at once when it gets a SIGTERM.
-    """
-
-    def __init__(self, srun: LocalProcess, job: str, name: str) -> None:
+    def __init__(self, srun: LocalProcess) -> None:
         self._srun = srun
-        self._job = job
-        self._name = name
 
     @property
     def pid(self) -> int:
@@ -34,21 +33,17 @@ class StepProcess:
         return 128 - code if code is not None and 128 < code < 128 + signal.NSIG else code
 
     def send(self, number: signal.Signals) -> None:
-        step = commands.step_id(self._job, self._name)
-        if step is not None:
-            commands.signal_steps([step], number.name.removeprefix("SIG"))
-        elif self._srun.poll() is None:
-            self._srun.send(signal.SIGTERM)  # it still waits for its step
+        self._srun.send(signal.SIGTERM)  # srun passes the others on, to a step that is not there
 
     def kill(self) -> None:
-        step = commands.step_id(self._job, self._name) if self._srun.poll() is None else None
-        if step is not None:
-            commands.signal_steps([step], "KILL")
         self._srun.kill()
 
 
 class SlurmStarter:
     """Starts workers whose plans begin with ``srun``.
+
+    Signals go to the steps and not to ``srun``, which kills its step at once when it gets a
+    SIGTERM. Where Slurm does not answer, they are not sent: that is no reason to end the run.
 
     Args:
         job: The job's id.
@@ -61,14 +56,26 @@ class SlurmStarter:
 
     def start(self, worker: WorkerPlan) -> StepProcess:
         # The container is srun's child on another node: here there is none to be watched over.
-        process = self._local.start(replace(worker, image=None))
-        return StepProcess(process, self._job, worker.module)
+        return StepProcess(self._local.start(replace(worker, image=None)))
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
-        # Slurm's commands take a tenth of a second each, more where all cores are busy.
-        steps = commands.step_ids(self._job)
-        known = [steps[name] for name in workers if name in steps]
-        commands.signal_steps(known, number.name.removeprefix("SIG"))
-        for name, process in workers.items():
-            if name not in steps:
-                process.send(number)
+        for name in self._signal(workers, number.name.removeprefix("SIG")):
+            workers[name].send(number)
+
+    def kill_all(self, workers: Mapping[str, Process]) -> None:
+        self._signal(workers, "KILL")
+        for process in workers.values():
+            process.kill()
+
+    def _signal(self, modules: Collection[str], name: str) -> list[str]:
+        """Signal the steps of some modules at once; gives the modules that have none yet.
+
+        Slurm's commands take a tenth of a second each, more where all cores are busy.
+        """
+        try:
+            steps = commands.step_ids(self._job)
+            commands.signal_steps([steps[one] for one in modules if one in steps], name)
+        except UnavailableError as error:
+            _log.warning("SIG%s is not sent: %s", name, error)
+            return []
+        return [one for one in modules if one not in steps]

@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,5 +250,5 @@ def submit_again(run: RunDir, record: JobRecord) -> str:
     """Submit a run's script once more, to go on from its newest checkpoint; gives the job's id."""
     run.stop_request.unlink(missing_ok=True)
     job = commands.submit(run.script)
-    replace(record, job=job, submitted=time.time()).write(run)
+    record.with_job(job).write(run)
     return job

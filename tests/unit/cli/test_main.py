@@ -144,10 +144,19 @@ def test_doctor(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
         Check("gpu", "missing", "none"),
     ]
     monkeypatch.setattr(doctor, "examine", lambda: iter(found))
-    assert dnictl("doctor").code == 0
+    result = dnictl("doctor")
+    assert result.code == 0
+    assert result.out.endswith("\nready for: process\n")
     result = dnictl("doctor", "--backend", "apptainer")
     assert result.code == 69
     assert "→ install it" in result.out
+    assert "the apptainer backend cannot be used here: see apptainer" in result.out
     document = dnictl("doctor", "--json").json
-    assert document["ready"] is True
+    assert (document["ready"], document["backends"]) == (True, ["process"])
     assert [check["name"] for check in document["checks"]] == ["torch", "apptainer", "gpu"]
+
+    found[1] = Check("apptainer", "ok", "1.4.5", "containers")
+    for options in ([], ["--backend", "apptainer"]):
+        result = dnictl("doctor", *options)
+        assert result.code == 0
+        assert result.out.endswith("\nready for: process, apptainer\n")

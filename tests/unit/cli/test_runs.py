@@ -103,9 +103,10 @@ def test_resume_plans_the_next_attempt(dnictl: Dnictl, record: Record) -> None:
     ended(record, "stopped", 75, attempt=3)
     document = dnictl("resume", "--dry-run", "--json").json
     assert [worker["attempt"] for worker in document["workers"]] == [4, 4]
-    result = dnictl("resume", "--from", "12")
-    assert result.code == 64
-    assert "no complete checkpoint '12'" in result.err
+    for cut in ("12", "\N{SUPERSCRIPT TWO}"):
+        result = dnictl("resume", "--from", cut)
+        assert result.code == 64
+        assert f"no complete checkpoint {cut!r}" in result.err
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,16 @@ def test_restart_needs_a_supervisor(
     assert result.code == 64
     assert f"'small-1' is {phase}" in result.err
     assert hint in result.err
+    assert not record.run.restart_request("top").exists()
+
+
+def test_restart_of_a_module_that_has_finished(dnictl: Dnictl, record: Record) -> None:
+    state = ended(record, "running", 0)
+    state.modules["top"].state = "finished"
+    state.write(record.run)
+    result = dnictl("restart", "top")
+    assert result.code == 64
+    assert "module 'top' has finished" in result.err
     assert not record.run.restart_request("top").exists()
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm.job import JobRecord
+from dni_runtime.rundir import read_json, write_json
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 Program = Callable[[str, str], None]
+
+WAITS = """\
+if [ "$(cat answers)" -gt 0 ]; then echo "7|PENDING|BeginTime|"; fi
+echo $(($(cat answers) - 1)) >answers
+"""
 
 
 @pytest.fixture
@@ -36,11 +44,7 @@ def test_a_run_between_two_starts_of_its_job(
     """It goes on: ``restart`` says that it waits, and ``--follow`` waits for its end."""
     ended(record, "stopped", 75)
     JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
-    program(
-        "squeue",
-        'if [ "$(cat answers)" -gt 0 ]; then echo "7|PENDING|BeginTime|"; fi\n'
-        "echo $(($(cat answers) - 1)) >answers\n",
-    )
+    program("squeue", WAITS)
     program("sacct", "")
     answers = folder / "answers"
 
@@ -54,6 +58,47 @@ def test_a_run_between_two_starts_of_its_job(
     answers.write_text("2\n")
     assert dnictl("tensorboard", "--follow").code == 0
     assert int(answers.read_text()) < 0
+
+
+@pytest.mark.parametrize("command", [["wait"], ["logs", "-f"], ["events", "-f"]])
+def test_whoever_follows_a_job_that_waits_asks_slurm_seldom(
+    dnictl: Dnictl,
+    record: Record,
+    folder: Path,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+) -> None:
+    ended(record, "stopped", 75)
+    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    program("squeue", WAITS)
+    program("sacct", "")
+    (folder / "answers").write_text("2\n")
+    slept: list[float] = []
+    monkeypatch.setattr("dnictl.options.time", SimpleNamespace(sleep=slept.append))
+    dnictl(*command)
+    assert slept == [5.0, 5.0]
+
+
+def test_a_job_whose_supervisor_is_silent_is_not_submitted_again(
+    dnictl: Dnictl, record: Record, program: Program
+) -> None:
+    """Its job runs: two of them would train in one run directory."""
+    ended(record, "running", 0, host="elsewhere")
+    document = read_json(record.run.state) or {}
+    write_json(record.run.state, document | {"updated": time.time() - 500})
+    for name in record.modules:
+        report = {"attempt": 1, "state": "running", "time": time.time()}
+        write_json(record.run.worker(name), report)
+    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    record.run.script.write_text("#!/bin/bash\n")
+    program("squeue", "echo '7|RUNNING|None|n1'\n")
+    program("sbatch", "echo 8\n")
+    assert dnictl("status", "--json").json["state"] == "unsupervised"
+    result = dnictl("resume")
+    assert result.code == 64
+    assert "is unsupervised" in result.err
+    assert "dnictl stop" in result.err
 
 
 def test_ps_asks_slurm_once_for_all_runs(

@@ -105,7 +105,8 @@ def test_no_file(dnictl: Dnictl) -> None:
 def test_doctor_measures_a_chain_only_when_asked(dnictl: Dnictl, write_chain: WriteChain) -> None:
     path = write_chain()
     check(dnictl("doctor", path), 64, ["doctor --network", "dnictl validate"])
-    check(dnictl("doctor", "--interface", "ib0"), 64, ["doctor --network"])
+    for option in ("--interface", "--data"):
+        check(dnictl("doctor", option, "ib0"), 64, ["doctor --network"])
     wrong = dnictl("doctor", "--network", path, "--interface", "ib0")
     check(wrong, 64, ["--interface", "links.interface"])
 

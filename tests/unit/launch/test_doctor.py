@@ -68,3 +68,15 @@ def test_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path:
     checks = {check.name: check for check in examine()}
     assert checks["slurm"].status == "warning"
     assert str(sinfo) in checks["slurm"].detail
+
+
+def test_root_cannot_use_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As ``up`` has it, which refuses to run Apptainer as root."""
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text("#!/bin/sh\necho 1.4.5\n")
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("DNI_APPTAINER", str(apptainer))
+    for user, status in ((0, "missing"), (1000, "ok")):
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        (check,) = [check for check in examine() if check.name == "apptainer"]
+        assert (check.status, check.need) == (status, "containers")

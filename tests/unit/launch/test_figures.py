@@ -136,6 +136,17 @@ def test_an_earlier_attempts_pace_does_not_count(record: Record, state: RunState
     assert Gauge(record).read(state).samples_per_s is None
 
 
+def test_all_starts_of_a_module_count(record: Record, state: RunState) -> None:
+    """However long ago one was."""
+    now = time.time()
+    train(record, "bottom", now - 400, 1, missed=3)
+    for step in range(400):
+        padding = "x" * 1000
+        train(record, "bottom", now - 399 + step, step, attempt=2, missed=4, padding=padding)
+    state.modules["bottom"].restarts = 1
+    assert Gauge(record).read(state).modules[0].missed == 7
+
+
 def test_damaged_lines_are_passed_over(record: Record) -> None:
     path = record.run.metrics("top")
     path.write_bytes(b'{"a": 1}\nnonsense\n[1]\n{"a": 2}\n{"a": 3')

@@ -204,6 +204,18 @@ def test_a_module_that_does_not_leave_for_its_restart(
     assert killed["module"] == "middle"
 
 
+def test_a_wish_is_forgotten_when_the_whole_chain_is_started_again(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    world.on_term = {"middle": stubborn}
+    world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
+    world.exits(6, bottom=-9)
+    finish(world, 80)
+    assert supervise(scope="chain").run().phase == "finished"
+    assert attempts(record, "middle") == [1, 2]
+    assert not [event for event in events(record) if event["event"] == "worker_killed"]
+
+
 def test_a_warning_becomes_an_event(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:

@@ -56,6 +56,10 @@ class World:
         for process in workers.values():
             process.send(number)
 
+    def kill_all(self, workers: Mapping[str, Process]) -> None:
+        for process in workers.values():
+            process.kill()
+
     def exits(self, after_s: float, **codes: int) -> None:
         """Workers that end by themselves; names with their return codes."""
         for name, code in codes.items():
@@ -303,6 +307,17 @@ def test_sockets_are_removed(world: World, supervisor: Supervisor, plan: LaunchP
     world.exits(1, bottom=0, middle=0, top=0)
     supervisor.run()
     assert not folder.exists()
+
+
+def test_a_report_that_cannot_be_read_does_not_end_the_run(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    world.at.append((1.0, lambda: record.run.worker("top").mkdir()))
+    world.reports(3.0, "running")
+    world.at.append((2.5, lambda: record.run.worker("top").rmdir()))
+    world.exits(5, bottom=0, middle=0, top=0)
+    assert supervisor.run().phase == "finished"
+    assert "run_running" in [event["event"] for event in events(record)]
 
 
 def test_a_report_of_another_attempt_does_not_count(

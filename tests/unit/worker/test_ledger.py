@@ -49,3 +49,19 @@ def test_a_folder_that_is_gone_does_not_end_training(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "none" / "a.json", Counts())
     ledger.trained(1, 1, 8)
     assert ledger.counts.step == 1
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\0" * 10])
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert Counts.read(path) is None
+
+
+def test_others_read_a_record_while_it_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    ledger = Ledger(path, Counts())
+    ledger.trained(1, 1, 8)
+    assert Counts.read(path) == Counts(id=1, step=1, samples=8, epoch=1, epoch_batches=1)
+    ledger.close()

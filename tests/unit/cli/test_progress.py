@@ -1,0 +1,46 @@
+"""A run's progress, of which nobody may be left to see it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+import pytest
+
+from dni_runtime.launch.records import Record
+from dnictl.progress import progress
+from tests.unit.cli.conftest import ended
+
+
+@contextlib.contextmanager
+def closing(file: TextIO) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            file.close()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_reader_that_leaves_does_not_end_the_run(
+    record: Record, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    reader, writer = os.openpty() if terminal else os.pipe()
+    monkeypatch.setenv("TERM", "dumb")  # rich looks whether its terminal is there
+    state = ended(record, "running", 0)
+    file = os.fdopen(writer, "w")
+    with closing(file):
+        monkeypatch.setattr(sys, "stderr", file)
+        with progress(record) as show:
+            show(state)
+            shown = os.read(reader, 1 << 16)
+            os.close(reader)
+            state.phase = "stopping"
+            show(state)
+            state.phase = "stopped"
+            show(state)
+        monkeypatch.undo()
+    assert b"small-1" in shown

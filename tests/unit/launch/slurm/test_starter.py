@@ -1,0 +1,121 @@
+"""Steps of a job: who is told what, with how many questions; Slurm's programs are made up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.processes import Process
+from dni_runtime.launch.slurm.starter import SlurmStarter
+
+STEPS = "echo '7.0|bottom'; echo '7.1|middle'"
+SILENT = "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1"
+GONE = "echo 'slurm_load_job_steps error: Invalid job id specified' >&2; exit 1"
+
+
+@pytest.fixture
+def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs, of which ``scancel`` tells nobody, and ``srun`` waits."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    program(folder, "squeue", STEPS)
+    program(folder, "scancel", "")
+    program(folder, "srun", "exec sleep 60")
+    return folder
+
+
+def program(bin: Path, name: str, script: str) -> None:
+    """Make up a program, which notes its arguments."""
+    note = f'echo "{name} $*" >>{bin.parent}/asked\n'
+    (bin / name).write_text(f"#!/bin/sh\n{note}{script}\n")
+    (bin / name).chmod(0o755)
+
+
+def asked(bin: Path) -> list[str]:
+    """What Slurm's programs were asked since the last call."""
+    notes = bin.parent / "asked"
+    lines = [line for line in notes.read_text().splitlines() if not line.startswith("srun")]
+    notes.write_text("")
+    return lines
+
+
+def ended(process: Process) -> int:
+    until = time.monotonic() + 30
+    while (code := process.poll()) is None:
+        assert time.monotonic() < until, "it does not end"
+        time.sleep(0.01)
+    return code
+
+
+@pytest.fixture
+def starter(bin: Path) -> SlurmStarter:
+    return SlurmStarter("7")
+
+
+@pytest.fixture
+def workers(bin: Path, starter: SlurmStarter, tmp_path: Path) -> Iterator[dict[str, Process]]:
+    """Three workers; the step of ``top`` has not begun."""
+    found: dict[str, Process] = {}
+    for name in ("bottom", "middle", "top"):
+        argv, log = ("srun", f"--job-name={name}"), str(tmp_path / f"{name}.log")
+        found[name] = starter.start(WorkerPlan(name, 1, argv, {}, log))
+    notes, until = tmp_path / "asked", time.monotonic() + 30
+    while not notes.exists() or notes.read_text().count("srun") < 3:
+        assert time.monotonic() < until, "srun does not start"
+        time.sleep(0.01)
+    yield found
+    for process in found.values():
+        process.kill()
+        ended(process)
+
+
+def test_steps_are_told_at_once(
+    bin: Path, starter: SlurmStarter, workers: dict[str, Process]
+) -> None:
+    starter.send_all(workers, signal.SIGUSR1)
+    squeue, scancel = asked(bin)
+    assert squeue.startswith("squeue --steps --noheader --jobs=7 ")
+    assert scancel == "scancel --signal=USR1 7.0 7.1"
+    assert ended(workers["top"]) == -signal.SIGTERM  # srun, which waits for its step
+    assert [workers[name].poll() for name in ("bottom", "middle")] == [None, None]
+
+
+def test_steps_are_killed_at_once(
+    bin: Path, starter: SlurmStarter, workers: dict[str, Process]
+) -> None:
+    starter.kill_all(workers)
+    _, scancel = asked(bin)
+    assert scancel == "scancel --signal=KILL 7.0 7.1"
+    assert [ended(process) for process in workers.values()] == [-signal.SIGKILL] * 3
+
+
+def test_a_job_that_is_gone_has_no_steps(
+    bin: Path, starter: SlurmStarter, workers: dict[str, Process]
+) -> None:
+    program(bin, "squeue", GONE)
+    starter.send_all(workers, signal.SIGTERM)
+    assert len(asked(bin)) == 1
+    assert [ended(process) for process in workers.values()] == [-signal.SIGTERM] * 3
+
+
+def test_where_slurm_does_not_answer(
+    bin: Path,
+    starter: SlurmStarter,
+    workers: dict[str, Process],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No ``srun`` gets a SIGTERM, which would kill its step before a checkpoint."""
+    program(bin, "squeue", SILENT)
+    starter.send_all(workers, signal.SIGTERM)
+    assert "SIGTERM is not sent: squeue failed: error: Unable to contact" in caplog.text
+    assert [process.poll() for process in workers.values()] == [None] * 3
+    starter.kill_all(workers)
+    assert len(asked(bin)) == 2
+    assert [ended(process) for process in workers.values()] == [-signal.SIGKILL] * 3
