@@ -367,7 +367,9 @@ def _watch(record: Record, plan: LaunchPlan, *, quiet: bool, as_json: bool = Fal
             supervisor.run(show)
     finally:
         if plan.workers[0].node is not None:
+            from dni_runtime.launch.interrupts import catching_signals
             from dni_runtime.launch.slurm.allocation import clean_up
 
-            clean_up(plan)
+            with catching_signals(lambda number: None):  # how the run ended is known by now
+                clean_up(plan)
     conclude(record, as_json=as_json)

@@ -240,7 +240,8 @@ class CheckpointWriter:
                 else:
                     metadata = {"document": json.dumps(document)}
                     write_atomic(self._run.snapshot(self._module), save(tensors, metadata))
-                self._on_written()
+                if self.failure is None:  # a snapshot makes up for no checkpoint
+                    self._on_written()
             except Exception as error:  # without this thread the worker would wait for ever
                 what = "checkpoint" if is_cut else "snapshot"
                 failure = CheckpointError(

@@ -170,6 +170,22 @@ def test_what_cannot_be_written_does_not_end_the_writing(
     assert complete_cuts(run, ["a"]) == [5]
 
 
+def test_a_snapshot_makes_up_for_no_checkpoint(worker: WorkerSpec, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    news: list[str] = []
+    writer = checkpoint.CheckpointWriter(
+        run, "a", ["a"], 2, lambda error: news.append("failed"), lambda: news.append("well")
+    )
+    tensors, document = checkpoint.snapshot(ModuleStep(worker))
+    writer.write(1, tensors, document | {"user's": object()})
+    writer.write_snapshot(2, tensors, document)
+    writer.write(3, tensors, document)
+    writer.write_snapshot(4, tensors, document)
+    writer.close()
+    assert news == ["failed", "well", "well"]
+
+
 @pytest.mark.parametrize("damage", ["cut off", "missing", "other module"])
 def test_damaged_checkpoints_are_refused(worker: WorkerSpec, tmp_path: Path, damage: str) -> None:
     run = RunDir(tmp_path)
