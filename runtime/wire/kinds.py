@@ -39,6 +39,7 @@ class Mark(IntFlag):
         CHECKPOINT: Write a checkpoint at this cut.
         STOP: Leave after this; the run can be resumed.
         END: Training has finished.
+        ASKED: The checkpoint is one that a module has asked for, which may leave at it.
     """
 
     EPOCH = 1
@@ -46,3 +47,4 @@ class Mark(IntFlag):
     CHECKPOINT = 4
     STOP = 8
     END = 16
+    ASKED = 32

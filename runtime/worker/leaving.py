@@ -29,7 +29,7 @@ class Leaving:
         input: The link from upstream; None for the head.
 
     Attributes:
-        asked: Whether the module leaves at the next checkpoint, whoever has asked for it.
+        asked: Whether the module has asked for a checkpoint to leave at.
     """
 
     def __init__(
@@ -64,6 +64,15 @@ class Leaving:
             "no checkpoint marker within %.0f s: leaving without one (the last stays)", grace_s
         )
         return True
+
+    def at(self, mark: Mark) -> bool:
+        """Whether the module leaves at this marker, which is no STOP.
+
+        When all modules are told to stop, a checkpoint that was on its way before is not where
+        they meet: some have passed it already.
+        """
+        wanted = Mark.CHECKPOINT in mark and (self._stop.alone or Mark.ASKED in mark)
+        return self.asked and wanted
 
     def _ask(self, input: InputLink) -> None:
         age_s = self._stop.age_s

@@ -300,7 +300,7 @@ class ModuleServer:
     def _ask_upstream(self) -> None:
         """Somebody wants a checkpoint: the head puts a marker into the stream."""
         if self._head is not None:
-            self._head.want(Mark.CHECKPOINT)
+            self._head.want(Mark.CHECKPOINT | Mark.ASKED)
         elif self._input is not None:
             self._input.request("checkpoint")
 
@@ -337,8 +337,7 @@ class ModuleServer:
                 self._input.ack(marker.id)
         if Mark.END in mark:
             self._outcome = Outcome.FINISHED
-        elif Mark.STOP in mark or (self._leaving.asked and Mark.CHECKPOINT in mark):
-            # Whoever has not asked waits a moment: when all are told to stop, STOP comes.
+        elif Mark.STOP in mark or self._leaving.at(mark):
             self._outcome = Outcome.STOPPED
 
     def _report_evaluation(self, epoch: int) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import InputLink
 from dni_runtime.rundir import RunDir, read_json
 from dni_runtime.spec import TailRole
+from dni_runtime.wire import Mark
 from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.leaving import Leaving
 from dni_runtime.worker.ledger import Counts, Ledger
 from dni_runtime.worker.metrics import Meter
 from dni_runtime.worker.resume import Start
@@ -59,3 +62,20 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
         ledger.close()
         stop.close()
     assert len(times) >= 4
+
+
+def test_where_a_module_that_was_told_to_stop_leaves(tmp_path: Path, make_spec: MakeSpec) -> None:
+    """All were told: not at an ordinary checkpoint, which modules upstream have had before."""
+    run, spec = RunDir(tmp_path), make_spec("tail", tail=TailRole(metrics=()))
+    run.create()
+    ordinary, asked = Mark.EPOCH | Mark.CHECKPOINT, Mark.CHECKPOINT | Mark.ASKED
+    for number, places in ((signal.SIGTERM, [False, True]), (signal.SIGUSR1, [True, True])):
+        with closing(StopRequest()) as stop:
+            leaving = Leaving(stop, Meter(run, spec, 1), head=None, input=None)
+            leaving.asked = True
+            {signal.SIGTERM: stop._handle, signal.SIGUSR1: stop._handle_restart}[number](
+                number, None
+            )
+            assert [leaving.at(mark) for mark in (ordinary, asked)] == places
+            leaving.asked = False
+            assert not leaving.at(asked)
