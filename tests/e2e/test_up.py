@@ -258,7 +258,7 @@ def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
 IN_CONTAINERS = """\
 name: boxed
 data: {dataset: npz, path: "sets, of mine/points.npz", batch_size: 32}
-epochs: 400
+epochs: 1200
 image: {torch: "%s"}
 modules:
   - name: bottom
@@ -310,7 +310,7 @@ def test_containers_are_killed_stopped_and_resumed(boxed: Site) -> None:
     assert boxed.json("stop")["exit_code"] == 75
     eventually("no container is left", lambda: not containers_of(boxed), 20)
     figures = boxed.json("resume")
-    assert (figures["state"], figures["attempt"], figures["epoch"]) == ("finished", 4, 400)
+    assert (figures["state"], figures["attempt"], figures["epoch"]) == ("finished", 4, 1200)
     assert figures["accuracy"] > 0.9
     boxed.run("export", "-o", "m.pt2")
 
