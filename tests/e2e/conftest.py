@@ -89,7 +89,7 @@ def dnictl(slurm: str, tmp_path: Path) -> Iterator[Dnictl]:
         job = json.loads(record.read_text())["job"]
         if job is not None:
             run(["scancel", "--quiet", job])
-            eventually("the job is gone", lambda job=job: not state_of(job))
+            eventually("the job is gone", lambda job=job: not state_of(job), within_s=90)
 
 
 def state_of(job: str) -> str:
@@ -108,7 +108,7 @@ def fashion_mnist() -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
-def eventually(what: str, condition: Callable[[], object], within_s: float = 90) -> None:
+def eventually(what: str, condition: Callable[[], object], within_s: float = 60) -> None:
     """Wait until something is so."""
     until = time.monotonic() + within_s
     while not condition():

@@ -58,8 +58,10 @@ def test_staleness(mnist: Path, tmp_path: Path) -> None:
     header, _, *rows = (line.split("|")[1:-1] for line in done.stdout.splitlines())
     assert [cell.strip() for cell in header] == ["delay in batches", "0", "40"]
     assert [row[0].strip() for row in rows] == methods
-    assert all(90 < float(row[1]) < 100 for row in rows)
-    assert all(70 < float(row[2]) < 100 for row in rows)
+    least = {"delayed-ahead": 70}  # after so few steps its predictions lead astray
+    for name, at_once, late in rows:
+        assert 90 < float(at_once) < 100
+        assert least.get(name.strip(), 90) < float(late) < 100
     written = results.read_text()
     assert run(command).stdout == done.stdout
     assert results.read_text() == written, "nothing is trained again"

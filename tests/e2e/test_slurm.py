@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import pytest
 
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e.conftest import FOREVER, Dnictl, eventually, run, state_of
+from tests.e2e import conftest
+from tests.e2e.conftest import FOREVER, Dnictl, run, state_of
+
+eventually = partial(conftest.eventually, within_s=90)  # Slurm takes its time
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
 

@@ -12,9 +12,9 @@ import pytest
 
 from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.worker.ledger import Counts
-from tests.e2e.conftest import Dnictl, eventually, run, state_of
+from tests.e2e.conftest import Dnictl, run, state_of
 from tests.e2e.test_restarts import PAUSE
-from tests.e2e.test_slurm import ROOT, chain, submitted, training
+from tests.e2e.test_slurm import ROOT, chain, eventually, submitted, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e.conftest import Dnictl, eventually, run, state_of
-from tests.e2e.test_slurm import ROOT, submitted
+from tests.e2e.conftest import Dnictl, run, state_of
+from tests.e2e.test_slurm import ROOT, eventually, submitted
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(500)]
 

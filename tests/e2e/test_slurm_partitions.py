@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dni_runtime.rundir import read_json, read_lines
-from tests.e2e.conftest import Dnictl, eventually, run
-from tests.e2e.test_slurm import chain, submitted, training
+from tests.e2e.conftest import Dnictl, run
+from tests.e2e.test_slurm import chain, eventually, submitted, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(280)]
 

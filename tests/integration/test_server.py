@@ -69,13 +69,12 @@ def test_where_a_module_that_was_told_to_stop_leaves(tmp_path: Path, make_spec: 
     run, spec = RunDir(tmp_path), make_spec("tail", tail=TailRole(metrics=()))
     run.create()
     ordinary, asked = Mark.EPOCH | Mark.CHECKPOINT, Mark.CHECKPOINT | Mark.ASKED
-    for number, places in ((signal.SIGTERM, [False, True]), (signal.SIGUSR1, [True, True])):
+    for alone, places in ((False, [False, True]), (True, [True, True])):
         with closing(StopRequest()) as stop:
             leaving = Leaving(stop, Meter(run, spec, 1), head=None, input=None)
             leaving.asked = True
-            {signal.SIGTERM: stop._handle, signal.SIGUSR1: stop._handle_restart}[number](
-                number, None
-            )
+            tell = stop._handle_restart if alone else stop._handle
+            tell(signal.SIGUSR1 if alone else signal.SIGTERM, None)
             assert [leaving.at(mark) for mark in (ordinary, asked)] == places
             leaving.asked = False
             assert not leaving.at(asked)
