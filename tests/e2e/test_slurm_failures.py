@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,10 @@ def test_a_host_is_cut_off_for_a_while(dnictl: Dnictl, slurm: str) -> None:
     assert cut.returncode == 0, cut.stderr
     before = {name: steps(root, name) for name in MODULES}
     assert before["top"] < EPOCHS * BATCHES - 300
+    goes_on = partial(eventually, "it goes on", lambda: steps(root, "top") > before["top"] + 100)
     with pytest.raises(AssertionError, match="not within"):  # in the meantime all wait
-        eventually("it goes on", lambda: steps(root, "top") > before["top"] + 100, CUT_S - 3)
-    eventually("it goes on", lambda: steps(root, "top") > before["top"] + 100, BACK_S + 3)
+        goes_on(within_s=CUT_S - 3)
+    goes_on(within_s=BACK_S + 3)
     figures = finished(dnictl, root)
     assert figures["attempt"] == 1
     assert [one["restarts"] for one in figures["modules"]] == [0, 0, 0]
