@@ -64,7 +64,7 @@ def up_in_allocation(
     job = job_record(request, profile_name, log_level, allocation.job)
     job.write(run)
     record = Record.read(run.root)
-    plan = plan_in_allocation(record, job, allocation, attempt=1)
+    plan = plan_in_allocation(record, job, allocation, attempt=1, site=site)
     write_plan(run, plan)
     return record, plan
 

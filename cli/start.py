@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from dni_runtime.errors import UsageError
 from dnictl.ending import conclude
@@ -149,7 +151,9 @@ def resume(
     if job is not None:
         from dnictl.allocation import submit_again
 
-        submit_again(record, job, cut, dry_run=dry_run, as_json=as_json)
+        source = click.get_current_context().get_parameter_source("log_level")
+        level = job.log_level if source is ParameterSource.DEFAULT else log_level
+        submit_again(record, replace(job, log_level=level), cut, dry_run=dry_run, as_json=as_json)
         return
     chain, workers = record.specs()
     if not dry_run:

@@ -243,7 +243,7 @@ def _request(
     partitions = wanted_partitions(prepared.chain, partition, site_profile)
     shapes: dict[str | None, list[NodeShape]] | None = None
     try:
-        shapes = {name: node_shapes(name) for name in dict.fromkeys(partitions)}
+        shapes = node_shapes(set(partitions))
     except UnavailableError as error:
         if strict:
             raise

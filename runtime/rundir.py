@@ -50,6 +50,12 @@ FOLDERS = (
 )
 
 
+COMING = ("restarting", "starting", "connecting")
+"""What ``state.json`` says of a module that is on its way, and has no links yet."""
+
+_RESTART = "restart-"
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run, and atomic reading and writing of its small files."""
@@ -113,7 +119,11 @@ class RunDir:
         return self.root / "requests"
 
     def restart_request(self, module: str) -> Path:
-        return self.requests / f"restart-{module}"
+        return self.requests / f"{_RESTART}{module}"
+
+    def wanted_restarts(self) -> list[str]:
+        """Modules that somebody wants to be started again; no request that is being written."""
+        return [path.name.removeprefix(_RESTART) for path in self.requests.glob(f"{_RESTART}*")]
 
     def snapshot(self, module: str) -> Path:
         return self.root / "snapshots" / f"{module}.safetensors"
@@ -193,15 +203,24 @@ def hash_name(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
-    """Write a file so that readers see the old content or the whole new one."""
+def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Write a file so that readers see the old content or the whole new one.
+
+    Args:
+        path: The file.
+        data: Its content.
+        mode: Its permissions.
+        durable: Wait until it is on the disk. Without that it may be empty after the host has gone
+            down, and a thread that computes does not wait for the disk.
+    """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -209,9 +228,9 @@ def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
         raise
 
 
-def write_json(path: Path, document: Any) -> None:
-    """Write a JSON document atomically."""
-    write_atomic(path, json.dumps(document, indent=1) + "\n")
+def write_json(path: Path, document: Any, *, durable: bool = True) -> None:
+    """Write a JSON document as :func:`write_atomic` does."""
+    write_atomic(path, json.dumps(document, indent=1) + "\n", durable=durable)
 
 
 def read_json(path: Path) -> Any | None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import OWN, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.state import process_birth, shell_status
-from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.rundir import RunDir, peek_json
 
 TICK_S = 0.2
 LEAVE_S = 15.0
 """Beyond a worker's own deadline for its checkpoint: python, torch and a container have to go
 down."""
+
+_REMIND_S = 5.0
+"""Between two tries to send a signal."""
 
 
 class Crew:
@@ -32,6 +37,8 @@ class Crew:
         processes: The workers that run, by module.
         due: When those that are away will be started again, by module.
         killed: Those that were killed from here.
+        hurried: Those that were told to leave at once.
+        begun: The newest start of each module that has come to its state.
         workers: How each module is started next.
     """
 
@@ -48,6 +55,8 @@ class Crew:
         self.processes: dict[str, Process] = {}
         self.due: dict[str, float] = {}
         self.killed: set[str] = set()
+        self.hurried: set[str] = set()
+        self.begun: dict[str, int] = {}
         self._run = run
         self._plan = plan
         self._starter = starter
@@ -57,6 +66,8 @@ class Crew:
         self._sleep = sleep
         self.workers = {worker.module: worker for worker in plan.workers}
         self._leaving: dict[str, float] = {}
+        self._unsent: dict[str, signal.Signals] = {}
+        self._remind_at = 0.0
 
     def __bool__(self) -> bool:
         """Whether any runs, or will run again."""
@@ -77,14 +88,19 @@ class Crew:
         module.born = process_birth(process.pid)
         self._journal.event("worker_started", module=name, attempt=worker.attempt, pid=process.pid)
 
-    def start_due(self) -> None:
-        """Start those whose time has come."""
+    def start_due(self) -> dict[str, DniError]:
+        """Start those whose time has come; gives those that could not be, and why."""
         ready = [name for name, due in self.due.items() if self._clock() >= due]
+        failed = {}
         for name in ready:
             del self.due[name]
-            self.start(name)
+            try:
+                self.start(name)
+            except DniError as error:
+                failed[name] = error
         if ready:
             self._journal.write()
+        return failed
 
     def start_again(
         self, name: str, delay_s: float, reason: str, *, resume: str | None = None
@@ -100,9 +116,8 @@ class Crew:
         worker, module = self.workers[name], self._modules[name]
         if resume is None:
             # A worker that had not come to its state yet has not taken its place in the stream.
-            report = read_json(self._run.worker(name)) or {}
-            begun = report.get("attempt") == worker.attempt and report.get("begun", False)
-            resume = OWN if begun else worker.resume
+            self.note_begun(name, peek_json(self._run.worker(name)))
+            resume = OWN if self.begun.get(name) == worker.attempt else worker.resume
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
         self.killed.discard(name)
         self._leaving.pop(name, None)
@@ -116,6 +131,11 @@ class Crew:
             delay_s=delay_s,
             reason=reason,
         )
+
+    def note_begun(self, name: str, report: Mapping[str, Any]) -> None:
+        """Remember from a worker's report whether it has come to its state."""
+        if report.get("begun"):
+            self.begun[name] = report["attempt"]
 
     def start_all_again(self, delay_s: float, reason: str) -> None:
         """End all, and have them started again from the newest complete checkpoint."""
@@ -147,7 +167,7 @@ class Crew:
         if name not in self._leaving:
             self._journal.event("restart_requested", module=name)
             self._leaving[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
-            self._starter.send_all({name: self.processes[name]}, signal.SIGUSR1)
+            self._send([name], signal.SIGUSR1)
 
     def has_left(self, name: str) -> bool:
         """Whether a worker that has ended had been asked to; forgets that it was."""
@@ -159,9 +179,27 @@ class Crew:
         late = [name for name, kill_at in self._leaving.items() if now >= kill_at]
         self.kill([name for name in late if name in self.processes], "it did not leave in time")
 
-    def tell_all(self) -> None:
-        """Send SIGTERM to all: the first one stops them cleanly, the second at once."""
-        self._starter.send_all(self.processes, signal.SIGTERM)
+    def stop_all(self) -> None:
+        """Have all workers leave after a checkpoint."""
+        self._send(self.processes, signal.SIGTERM)
+
+    def hurry_all(self) -> None:
+        """Have all workers leave at once."""
+        self.hurried |= self.processes.keys()
+        self._send(self.processes, signal.SIGUSR2)
+
+    def remind(self) -> None:
+        """Send again what could not be sent."""
+        if self._unsent and self._clock() >= self._remind_at:
+            unsent, self._unsent = self._unsent, {}
+            for number in dict.fromkeys(unsent.values()):
+                self._send([name for name, its in unsent.items() if its is number], number)
+
+    def _send(self, names: Iterable[str], number: signal.Signals) -> None:
+        workers = {name: self.processes[name] for name in names if name in self.processes}
+        if workers and not self._starter.send_all(workers, number):
+            self._unsent |= dict.fromkeys(workers, number)
+            self._remind_at = self._clock() + _REMIND_S
 
     def kill(self, names: Iterable[str], reason: str) -> None:
         """Kill some workers, each once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,7 @@ _VERBS_LIBRARIES = (
     "libnl-3.so.200",
     "libnl-route-3.so.200",
 )
+_MOST_HASHED = 8  # images at once: a shared file system serves others, too
 _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 
 
@@ -185,8 +187,9 @@ def check_images(
         ImageError: An image is of another spec, is not what the lock says, or lacks a signature.
     """
     lock = read_lock(folder)
-    found: dict[str, Path] = {}
-    for worker in workers:
+    key = Path(require_signed).expanduser() if isinstance(require_signed, str) else None
+
+    def check(worker: WorkerSpec) -> Path:
         image = _image(folder, worker)
         if not image.is_file():
             raise UnavailableError(
@@ -207,10 +210,12 @@ def check_images(
         if entry is not None:
             verify_hash(image, entry)
         if require_signed:
-            key = Path(require_signed).expanduser() if isinstance(require_signed, str) else None
             verify_signature(tool, image, key=key)
-        found[worker.module] = image.absolute()
-    return found
+        return image.absolute()
+
+    # hashing takes most of the time, and other threads can run meanwhile
+    with ThreadPoolExecutor(min(_MOST_HASHED, len(os.sched_getaffinity(0)))) as pool:
+        return {w.module: path for w, path in zip(workers, pool.map(check, workers), strict=True)}
 
 
 def check_devices(

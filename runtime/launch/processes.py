@@ -48,8 +48,8 @@ class Starter(Protocol):
             UnavailableError: The program cannot be started.
         """
 
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
-        """Send a signal to some workers, by module, wherever they run."""
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
+        """Send a signal to some workers, by module; tells whether that was possible."""
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         """End some workers, by module, wherever they run, at once."""
@@ -163,9 +163,10 @@ class LocalStarter:
             raise UnavailableError(f"module {worker.module!r} cannot be started: {error}") from None
         return LocalProcess(popen)
 
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
         for process in workers.values():
             process.send(number)
+        return True
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():

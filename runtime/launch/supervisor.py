@@ -17,12 +17,11 @@ from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.traces import prepare_traces, remove_traces
-from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.rundir import COMING, RunDir, peek_json
 
 _REFRESH_S = 1.0
 # In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
 _BROKEN_GRACE_S = 5.0
-_COMING = ("restarting", "starting", "connecting")
 
 
 class Supervisor:
@@ -125,15 +124,17 @@ class Supervisor:
             self._refresh_at = self._clock() + _REFRESH_S
             self._refresh()
         self._reap()
-        self._crew.start_due()
+        for name, error in self._crew.start_due().items():
+            self._could_not_start(name, error)
         if self._linger_until is not None and self._clock() >= self._linger_until:
             self._stop("the tail has finished, others have not")
         if self._hurry_at is not None and self._clock() >= self._hurry_at:
             self._hurry_at = None
-            self._crew.tell_all()
+            self._crew.hurry_all()
         if self._kill_at is not None and self._clock() >= self._kill_at:
             self._crew.kill_all("it did not leave in time")
         self._crew.see_off()
+        self._crew.remind()
         self._journal.beat()
 
     def _obey(self) -> None:
@@ -159,6 +160,7 @@ class Supervisor:
             report = peek_json(self._run.worker(name))
             if report.get("attempt") != module.attempt:
                 continue
+            self._crew.note_begun(name, report)
             self._note_warning(name, report.get("warning"))
             if report.get("state") != module.state:
                 module.state = report["state"]
@@ -185,9 +187,8 @@ class Supervisor:
     def _heed_requests(self) -> None:
         """Modules that somebody wants to be started again (``dnictl restart``)."""
         with contextlib.suppress(OSError):
-            for path in self._run.requests.glob("restart-*"):  # not one that is being written
-                name = path.name.removeprefix("restart-")
-                path.unlink(missing_ok=True)
+            for name in self._run.wanted_restarts():
+                self._run.restart_request(name).unlink(missing_ok=True)
                 if name in self._crew.processes and self._stop_reason is None:
                     self._crew.ask_to_leave(name)
 
@@ -203,10 +204,9 @@ class Supervisor:
     def _judge(self, name: str, module: ModuleState) -> None:
         """Decide what the end of one worker means for the run."""
         told = self._stop_reason is not None
-        # SIGTERM ends a worker that is still importing torch, before it can catch it; the second
-        # one ends it at any time.
-        killed = name in self._crew.killed
-        obeyed = told and (killed or module.exit_code == 128 + signal.SIGTERM)
+        # SIGTERM ends a worker that is still importing torch, before it can catch it.
+        driven = name in self._crew.killed or name in self._crew.hurried
+        obeyed = told and (driven or module.exit_code == 128 + signal.SIGTERM)
         asked = self._crew.has_left(name) and not told
         lost = self._lost.pop(name, None)
         if lost is not None:  # whatever became of its process
@@ -259,6 +259,19 @@ class Supervisor:
         self._start_again(name, delay_s, how_it_ended(name, module))
         return True
 
+    def _could_not_start(self, name: str, error: DniError) -> None:
+        """Try again later: a disk that is full now, or a host without room for a process."""
+        module = self.state.modules[name]
+        module.state, module.exit_code = "failed", error.exit_code
+        delay_s = self._patience[name].delay_s(
+            self._plan.restart, DniError.exit_code, self._clock()
+        )
+        if delay_s is not None:
+            self._start_again(name, delay_s, error.message)
+            return
+        self.state.failed, self.state.error = name, error.message
+        self._stop(error.message, broken=True)
+
     def _start_again(self, name: str, delay_s: float, reason: str) -> None:
         if self._plan.restart.scope == "module":
             self._crew.start_again(name, delay_s, reason)
@@ -308,8 +321,10 @@ class Supervisor:
         if broken:
             self._hurry_at = self._clock() + _BROKEN_GRACE_S
         if self._stop_reason is not None:
+            if grace_s is not None and self._kill_at is not None:  # less patience than before
+                self._kill_at = min(self._kill_at, self._clock() + grace_s + LEAVE_S)
             return
-        on_their_way = (m.restarts and m.state in _COMING for m in self.state.modules.values())
+        on_their_way = (m.restarts and m.state in COMING for m in self.state.modules.values())
         if self._crew.due or any(on_their_way):
             self._hurry_at = self._clock() + _BROKEN_GRACE_S
         self._crew.give_up_restarts()
@@ -319,7 +334,7 @@ class Supervisor:
         self._journal.write()
         grace_s = self._plan.stop_grace_s if grace_s is None else grace_s
         self._kill_at = self._clock() + grace_s + LEAVE_S
-        self._crew.tell_all()
+        self._crew.stop_all()
 
     def _conclude(self) -> None:
         tail = self.state.modules[self._plan.workers[-1].module]

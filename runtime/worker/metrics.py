@@ -20,9 +20,9 @@ from torch import Tensor
 
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
-from dni_runtime.errors import CheckpointError, DataError, StoppedError
+from dni_runtime.errors import CheckpointError, StoppedError
 from dni_runtime.link import InputLink, LinkCounters, OutputLink
-from dni_runtime.rundir import RunDir, append_line, read_json, write_json
+from dni_runtime.rundir import RunDir, append_line, peek_json, write_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.ledger import Counts
 
@@ -252,14 +252,12 @@ class Meter:
             return
         path = self.run.worker(self.spec.module)
         try:
-            later = (read_json(path) or {}).get("attempt", 0) if self._shown else 0
+            later = peek_json(path).get("attempt", 0) if self._shown else 0
             if later > self.attempt:
                 self._replaced = True
                 raise StoppedError(f"start {later} of module {self.spec.module!r} has taken over")
             self._shown = True
-            write_json(path, self._report(self.progress))
-        except DataError as error:
-            log.warning("%s", error)
+            write_json(path, self._report(self.progress), durable=False)
         except OSError as error:
             self._complain(error)
 

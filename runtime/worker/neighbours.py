@@ -13,7 +13,7 @@ from pathlib import Path
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.link.keys import RunKeys
-from dni_runtime.rundir import RunDir, peek_json, write_json
+from dni_runtime.rundir import COMING, RunDir, peek_json, write_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.rendezvous import check_reachable, fresh_record
 
@@ -30,7 +30,6 @@ QUIET_S = 2.0
 
 _SUPERVISED_S = 60.0
 _GOING_S = 5.0
-_ON_THEIR_WAY = ("restarting", "starting", "connecting")
 
 
 class Neighbours:
@@ -175,7 +174,7 @@ class Neighbours:
         if time.time() - state.get("updated", 0.0) > _SUPERVISED_S:
             return False
         module = (state.get("modules") or {}).get(neighbour) or {}
-        return bool(module.get("restarts")) and module.get("state") in _ON_THEIR_WAY
+        return bool(module.get("restarts")) and module.get("state") in COMING
 
     def _record(self) -> str:
         return str(self._run.endpoint(str(self._spec.downstream)))

@@ -12,10 +12,11 @@ from types import FrameType
 class StopRequest:
     """Remembers the first SIGTERM or SIGINT; the second ends the process at once.
 
-    SIGUSR1 asks for the same, but of this module alone: it will be started again.
+    SIGUSR1 asks for the same, but of this module alone: it will be started again. SIGUSR2 ends the
+    process at once.
 
     Args:
-        patient: The second one is no news: only SIGKILL ends the process at once.
+        patient: The second one is no news.
 
     Attributes:
         alone: Whether the other modules go on.
@@ -38,11 +39,12 @@ class StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
         signal.signal(signal.SIGUSR1, self._handle_restart)
+        signal.signal(signal.SIGUSR2, self._leave)
 
     @staticmethod
     def ignore() -> None:
         """There is nothing left to stop; Python's own handling ends before the process does."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
 
     def __call__(self) -> bool:
@@ -71,9 +73,13 @@ class StopRequest:
         if self._at_s is not None and not self.alone:
             if self._patient:
                 return
-            os._exit(128 + number)
+            self._leave(number, frame)
         self.alone = False
         self._at_s = time.monotonic()
+
+    @staticmethod
+    def _leave(number: int, frame: FrameType | None) -> None:
+        os._exit(128 + number)
 
     def _handle_restart(self, number: int, frame: FrameType | None) -> None:
         if self._at_s is None:

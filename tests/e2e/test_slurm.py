@@ -116,8 +116,9 @@ def test_stop_resume_and_cancel(dnictl: Dnictl, slurm: str) -> None:
     assert "stopped" in dnictl.run("stop").stdout
     assert all(module["state"] == "stopped" for module in dnictl.json("status")["modules"])
     eventually("its job ends without a requeue", lambda: state_of(first) == "")
-    dnictl.run("resume")
+    dnictl.run("resume", "--log-level", "debug")
     eventually("it trains again", lambda: training(root, 2))
+    assert all("debug" in worker["argv"] for worker in read_json(root.plan)["workers"])
     second = dnictl.json("status")["job"]
     assert second != first
     run(["scancel", second])

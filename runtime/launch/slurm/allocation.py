@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Mount
-from dni_runtime.launch.host import infiniband_mounts
+from dni_runtime.launch.host import Site, infiniband_mounts
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan, make_plan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
@@ -82,9 +82,21 @@ def link_kinds(
 
 
 def plan_in_allocation(
-    record: Record, job: JobRecord, allocation: Allocation, *, attempt: int, resume: str = "auto"
+    record: Record,
+    job: JobRecord,
+    allocation: Allocation,
+    *,
+    attempt: int,
+    site: Site | None = None,
 ) -> LaunchPlan:
     """Plan a start of a run's workers as steps of this job.
+
+    Args:
+        record: The run.
+        job: What was asked for.
+        allocation: The nodes.
+        attempt: Which start of the run this is.
+        site: What :func:`site_again` has found; by default it looks.
 
     Raises:
         UnavailableError: The allocation has too few nodes.
@@ -99,7 +111,7 @@ def plan_in_allocation(
         )
     chain, workers = record.specs()
     profile = job.site
-    site = site_again(record, elsewhere=True)
+    site = site or site_again(record, elsewhere=True)
     if site.backend == "apptainer":
         # of this, the first node; the nodes of one job are alike
         found = infiniband_mounts(chain.infiniband)
@@ -111,9 +123,7 @@ def plan_in_allocation(
     kinds = link_kinds(chain, profile, job.nodes)
     interface = chain.links.interface or profile.interface
     placement = replace(
-        placement_here(
-            root, site, data=record.data, attempt=attempt, resume=resume, log_level=job.log_level
-        ),
+        placement_here(root, site, data=record.data, attempt=attempt, log_level=job.log_level),
         sockets=sockets,
         # the interface in any case: on another node the module would listen on tcp
         links={name: (transport, interface) for name, (transport, _) in kinds.items()},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -247,8 +247,8 @@ def signal_steps(steps: Sequence[str], name: str) -> None:
         run_slurm(["scancel", f"--signal={name}", *steps])
 
 
-def node_shapes(partition: str | None) -> list[NodeShape]:
-    """The kinds of nodes in a partition (the default one without a name).
+def node_shapes(partitions: Collection[str | None]) -> dict[str | None, list[NodeShape]]:
+    """The kinds of nodes in each of some partitions (None: the default one).
 
     Raises:
         UsageError: There is no such partition.
@@ -257,7 +257,7 @@ def node_shapes(partition: str | None) -> list[NodeShape]:
     code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
     if code != 0:
         raise _failed("sinfo", err)
-    return parse_sinfo(out, partition)
+    return {partition: parse_sinfo(out, partition) for partition in partitions}
 
 
 def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:

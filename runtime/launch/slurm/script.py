@@ -27,12 +27,15 @@ NO_KILL = "--no-kill"
 """The job goes on when a node fails, and the supervisor moves what was there (sbatch(1))."""
 
 # The worker's folders on its node, made by a shell because the node may be another one than the
-# supervisor's. Sockets lie in a folder that nobody else can have made or can enter.
+# supervisor's. Sockets lie in a folder that nobody else can have made or can enter; scratch may be
+# one that the site has made for all.
 _STEP = (
-    'umask 077; sockets=$1; scratch=$2; shift 2; mkdir -p -- "$sockets" && [ -O "$sockets" ] && '
-    '[ ! -L "$sockets" ] && chmod 700 "$sockets" || '
-    '{ echo "the folder $sockets belongs to somebody else" >&2; exit 69; }; '
-    '[ -z "$scratch" ] || mkdir -p -- "$scratch" || exit 69; exec "$@"'
+    "umask 077; sockets=$1; scratch=$2; shift 2; foreign() { "
+    'echo "the folder $1 cannot be made, or belongs to somebody else" >&2; exit 69; }; '
+    'mkdir -p -- "$sockets" && [ -O "$sockets" ] && [ ! -L "$sockets" ] && chmod 700 "$sockets" || '
+    'foreign "$sockets"; '
+    '[ -z "$scratch" ] || { mkdir -p -- "$scratch" && case $(stat -L -c %u -- "$scratch") in '
+    '0|$(id -u)) ;; *) false ;; esac; } || foreign "$scratch"; exec "$@"'
 )
 
 

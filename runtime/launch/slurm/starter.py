@@ -58,24 +58,29 @@ class SlurmStarter:
         # The container is srun's child on another node: here there is none to be watched over.
         return StepProcess(self._local.start(replace(worker, image=None)))
 
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
-        for name in self._signal(workers, number.name.removeprefix("SIG")):
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
+        without_step = self._signal(workers, number.name.removeprefix("SIG"))
+        for name in without_step or ():
             workers[name].send(number)
+        return without_step is not None
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         self._signal(workers, "KILL")
         for process in workers.values():
             process.kill()
 
-    def _signal(self, modules: Collection[str], name: str) -> list[str]:
+    def _signal(self, modules: Collection[str], name: str) -> list[str] | None:
         """Signal the steps of some modules at once; gives the modules that have none yet.
 
         Slurm's commands take a tenth of a second each, more where all cores are busy.
+
+        Returns:
+            None where Slurm does not answer.
         """
         try:
             steps = commands.step_ids(self._job)
             commands.signal_steps([steps[one] for one in modules if one in steps], name)
         except UnavailableError as error:
             _log.warning("SIG%s is not sent: %s", name, error)
-            return []
+            return None
         return [one for one in modules if one not in steps]

@@ -186,8 +186,8 @@ def test_signatures_that_are_required(
     tool = Apptainer(program, "apptainer", (1, 4, 5))
     with pytest.raises(ImageError, match=r"signature of .*middle\.sif cannot be confirmed: no"):
         check_images(tool, workers, folder, required)
-    asked_for = [line.split() for line in asked.read_text().splitlines()]
-    assert asked_for == [[*words, str(folder / f"{name}.sif")] for name in ("bottom", "middle")]
+    asked_for = {tuple(line.split()) for line in asked.read_text().splitlines()}
+    assert asked_for >= {(*words, str(folder / f"{name}.sif")) for name in ("bottom", "middle")}
     asked.unlink()
     check_images(tool, workers, folder)
     assert not asked.exists()

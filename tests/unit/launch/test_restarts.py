@@ -141,6 +141,45 @@ def test_it_waits_longer_each_time_and_then_gives_up(
     assert delays == [0.5, 1, 2]
 
 
+def test_one_that_cannot_be_started_is_tried_again(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """A full disk, on which there is no room for a log file."""
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.exits(4, middle=-9)
+    world.at.append((4, lambda: setattr(world, "refuse", "middle")))
+    world.at.append((7, lambda: setattr(world, "refuse", None)))
+    finish(world, 20)
+    state = supervise().run()
+    assert (state.phase, state.failed) == ("finished", None)
+    assert attempts(record, "middle") == [1, 4]
+    again = [event for event in events(record) if event["event"] == "worker_restarting"]
+    assert [event["delay_s"] for event in again] == [0.5, 1, 2]
+    assert again[1]["reason"] == again[2]["reason"] == "no such program"
+    assert world.processes["middle"].worker.resume == "own"
+
+
+def test_one_that_can_never_be_started_ends_the_run(
+    world: World, supervise: MakeSupervisor
+) -> None:
+    world.exits(4, middle=-9)
+    world.at.append((4, lambda: setattr(world, "refuse", "middle")))
+    state = supervise().run()
+    assert (state.phase, state.failed, state.error) == ("failed", "middle", "no such program")
+    assert states(state) == ["stopped", "failed", "stopped"]
+
+
+def test_its_report_may_be_out_of_reach(world: World, supervise: MakeSupervisor) -> None:
+    """What it has said before counts."""
+    report = world.record.run.worker("middle")
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.at.append((3.9, lambda: report.write_text("")))
+    world.exits(4, middle=-9)
+    finish(world, 20)
+    assert supervise().run().phase == "finished"
+    assert world.processes["middle"].worker.resume == "own"
+
+
 def test_bad_input_ends_the_run_at_once(world: World, supervise: MakeSupervisor) -> None:
     world.exits(1, bottom=66)
     state = supervise().run()

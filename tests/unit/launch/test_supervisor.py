@@ -30,6 +30,7 @@ class World:
         self.processes: dict[str, FakeProcess] = {}
         self.at: list[tuple[float, Callable[[], None]]] = []
         self.refuse: str | None = None
+        self.deaf_until = 0.0
         self.on_term: dict[str, Callable[[FakeProcess], None]] = {}
         self.on_start: Callable[[FakeProcess], None] = lambda process: None
 
@@ -52,9 +53,12 @@ class World:
         self.on_start(process)
         return process
 
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> None:
+    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
+        if self.now < self.deaf_until:
+            return False
         for process in workers.values():
             process.send(number)
+        return True
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():
@@ -112,9 +116,9 @@ def stubborn(process: FakeProcess) -> None:
 
 
 def hurried(process: FakeProcess) -> None:
-    """A worker that leaves only at the second SIGTERM."""
-    if len(process.signals) == 2:
-        process.world.end(process.worker.module, 143)
+    """A worker that leaves only when it is told to leave at once, one way or another."""
+    if process.signals[-1][1] == signal.SIGUSR2:
+        process.world.end(process.worker.module, -signal.SIGUSR2)
 
 
 @pytest.fixture
@@ -241,6 +245,32 @@ def test_a_request_to_stop(world: World, supervisor: Supervisor, record: Record)
     state = supervisor.run()
     assert (state.phase, state.exit_code) == ("stopped", 75)
     assert world.processes["middle"].killed_at == pytest.approx(4 + 2 + 15, abs=2 * TICK_S)
+
+
+def test_a_second_request_may_have_less_patience(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    def request(timeout_s: float | None) -> None:
+        write_json(record.run.stop_request, {"time": 0, "timeout_s": timeout_s})
+
+    world.on_term = {"middle": stubborn}
+    world.at.append((4.0, lambda: request(None)))
+    world.at.append((6.0, lambda: request(1)))
+    world.at.append((7.0, lambda: request(20)))
+    assert supervisor.run().phase == "stopped"
+    assert world.processes["middle"].killed_at == pytest.approx(6 + 1 + 15, abs=2 * TICK_S)
+
+
+def test_a_signal_that_cannot_be_sent_is_sent_later(world: World, supervisor: Supervisor) -> None:
+    world.deaf_until = 12.0
+    world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    for process in world.processes.values():
+        ((at, number),) = process.signals
+        assert number == signal.SIGTERM
+        assert 12 <= at < 12 + 5 + 2 * TICK_S
+        assert process.killed_at is None
 
 
 def test_an_old_request_does_not_count(

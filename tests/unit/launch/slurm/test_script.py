@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -112,7 +113,9 @@ def test_a_step_takes_its_share_and_no_more() -> None:
     assert argv[-6:] == ["dni-step", "/tmp/dni-1", "/scratch/1", "worker", "--run", "/a b"]
 
 
-def test_the_steps_shell_makes_private_folders(tmp_path: Path) -> None:
+def test_the_steps_shell_makes_private_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def step(sockets: Path, scratch: str = "") -> subprocess.CompletedProcess[str]:
         argv = step_argv(
             REQUEST.needs[0], "n", ["echo", "a  b"], profile=ProfileSpec(), sockets=sockets,
@@ -129,6 +132,14 @@ def test_the_steps_shell_makes_private_folders(tmp_path: Path) -> None:
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "open")
     assert step(tmp_path / "link").returncode == 69
+    assert step(tmp_path / "s s", "/tmp").returncode == 0  # root's
+    stat = tmp_path / "stat"  # as if somebody else had made it
+    stat.write_text("#!/bin/sh\necho 12345\n")
+    stat.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = step(tmp_path / "s s", str(tmp_path / "t"))
+    assert (done.returncode, done.stdout) == (69, "")
+    assert f"the folder {tmp_path / 't'} cannot be made, or belongs to somebody" in done.stderr
 
 
 def test_the_script_is_sound_bash_and_quotes() -> None:

@@ -79,7 +79,7 @@ def workers(bin: Path, starter: SlurmStarter, tmp_path: Path) -> Iterator[dict[s
 def test_steps_are_told_at_once(
     bin: Path, starter: SlurmStarter, workers: dict[str, Process]
 ) -> None:
-    starter.send_all(workers, signal.SIGUSR1)
+    assert starter.send_all(workers, signal.SIGUSR1)
     squeue, scancel = asked(bin)
     assert squeue.startswith("squeue --steps --noheader --jobs=7 ")
     assert scancel == "scancel --signal=USR1 7.0 7.1"
@@ -100,7 +100,7 @@ def test_a_job_that_is_gone_has_no_steps(
     bin: Path, starter: SlurmStarter, workers: dict[str, Process]
 ) -> None:
     program(bin, "squeue", GONE)
-    starter.send_all(workers, signal.SIGTERM)
+    assert starter.send_all(workers, signal.SIGTERM)
     assert len(asked(bin)) == 1
     assert [ended(process) for process in workers.values()] == [-signal.SIGTERM] * 3
 
@@ -113,7 +113,7 @@ def test_where_slurm_does_not_answer(
 ) -> None:
     """No ``srun`` gets a SIGTERM, which would kill its step before a checkpoint."""
     program(bin, "squeue", SILENT)
-    starter.send_all(workers, signal.SIGTERM)
+    assert not starter.send_all(workers, signal.SIGTERM)
     assert "SIGTERM is not sent: squeue failed: error: Unable to contact" in caplog.text
     assert [process.poll() for process in workers.values()] == [None] * 3
     starter.kill_all(workers)
