@@ -9,6 +9,9 @@
 *start*: from the command until every module has trained its first batch; of that *placed* until the
 first worker is started (dnictl, images checked, Slurm's queue), *loaded* until the last worker
 listens (Python, torch, its module), the rest until links stand and a batch has gone through.
+Of one worker, the median of all: *launch* until its Python begins (Slurm's step, the container and
+its image's mount), *import* of torch and the runtime, *load* of data, module and state, *connect*
+until its links stand.
 *restart*: from a SIGKILL of one module's worker until it trains on a batch that it had not had,
 with ``restart.backoff_s`` of half a second. *stop*: from ``dnictl stop`` until the run has ended
 after its checkpoint. Every figure is the median of the repetitions, with its range.
@@ -51,11 +54,13 @@ DEADLINE_S = 600.0
 MIB = 1 << 20
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "stop_s")
+PARTS = ("launch_s", "import_s", "load_s", "connect_s")
 HEADINGS = (
     *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "stop (s)"),
+    *("a worker's launch (s)", "import (s)", "load (s)", "connect (s)"),
     *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
 )
-FIGURES = (*TIMES, "rss_mib", "pss_mib", "cpu_s")
+FIGURES = (*TIMES, *PARTS, "rss_mib", "pss_mib", "cpu_s")
 
 
 def main() -> None:
@@ -72,7 +77,8 @@ def main() -> None:
         found = [measure(options, name, chain, number) for number in range(options.repetitions)]
         figures = {key: [one[key] for one in found if one.get(key) is not None] for key in FIGURES}
         memory = f"{shown(figures['rss_mib'], 0)}, {shown(figures['pss_mib'], 0)}"
-        cells = [*(shown(figures[key]) for key in TIMES), memory, shown(figures["cpu_s"])]
+        times = [shown(figures[key]) for key in (*TIMES, *PARTS)]
+        cells = [*times, memory, shown(figures["cpu_s"])]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
@@ -186,13 +192,21 @@ def start_times(record: Record, began: float) -> dict[str, float | None]:
     until(all_train, "every module trains", record)
     ended = time.time()
     events = read_lines(record.run.events)
-    placed = min(one["time"] for one in events if one["event"] == "worker_started")
+    launched = {one["module"]: one["time"] for one in events if one["event"] == "worker_started"}
     listens = [record.run.endpoint(name).stat().st_mtime for name in record.modules[1:]]
+    parts = [parts_of(record.run, name, launched[name]) for name in record.modules]
     return {
         "start_s": ended - began,
-        "placed_s": placed - began,
+        "placed_s": min(launched.values()) - began,
         "loaded_s": max(listens) - began,
+        **{key: statistics.median(one[key] for one in parts) for key in PARTS},
     }
+
+
+def parts_of(run: RunDir, module: str, launched: float) -> dict[str, float]:
+    """What a worker's start was made of."""
+    line = next(one for one in read_lines(run.metrics(module)) if one["kind"] == "start")
+    return {"launch_s": line["began"] - launched} | {key: line[key] for key in PARTS[1:]}
 
 
 def restart_time_s(record: Record, module: str) -> float:

@@ -156,18 +156,13 @@ def read_trial(record: Record, method: str, seed: int, metric: str) -> Trial:
     """
     reference = method == REFERENCE
     head, tail = (REFERENCE,) * 2 if reference else (record.modules[0], record.modules[-1])
-    # In a short first epoch the head's own exit is evaluated before it first reports on training.
-    records = read_lines(record.run.metrics(head))
-    starts = (line for line in records if line["kind"] in ("start", "train"))
+    starts = (line for line in read_lines(record.run.metrics(head)) if line["kind"] == "start")
     first = next(starts, None)
     lines = [line for line in read_lines(record.run.metrics(tail)) if line["kind"] == "eval"]
     if first is None or not lines:
         raise DataError(f"run {str(record.run.root)!r} has not been evaluated")
-    began = first["time"]
-    if not reference:  # a worker's first line tells by its rate how long it has trained
-        began -= first["samples"] / first["samples_per_s"]
     points = tuple(
-        Point(line["epoch"], line["time"] - began, _number(line[metric])) for line in lines
+        Point(line["epoch"], line["time"] - first["time"], _number(line[metric])) for line in lines
     )
     samples = lines[-1]["trained"] if reference else _samples(record, tail)
     return Trial(method, seed, points, samples / points[-1].seconds, str(record.run.root))

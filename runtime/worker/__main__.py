@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Parse, serve, and turn errors into messages and exit codes."""
+    began = time.time()
     given: dict[str, Any] = vars(parser().parse_args())
     level, selftest = given.pop("log_level"), given.pop("selftest")
     if given["resume"] not in ("auto", "own", "none") and not given["resume"].isdecimal():
@@ -75,7 +77,7 @@ def main() -> None:
         if selftest:
             worker.selftest(worker.load_spec(options))
         else:
-            worker.serve(options, stop)
+            worker.serve(options, stop, began)
     except DniError as error:
         logging.getLogger("dni_runtime.worker").error("%s", error)
         sys.exit(error.exit_code)

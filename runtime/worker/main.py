@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,8 +55,13 @@ class Options:
     resume: str = "auto"
 
 
-def serve(options: Options, stop: StopRequest) -> None:
+def serve(options: Options, stop: StopRequest, began: float) -> None:
     """Serve one module until the chain has finished.
+
+    Args:
+        options: The command line.
+        stop: Tells when to leave.
+        began: Unix time of the program's start.
 
     Raises:
         StoppedError: The worker was told to stop, and left.
@@ -64,7 +70,7 @@ def serve(options: Options, stop: StopRequest) -> None:
     spec = load_spec(options)
     run = RunDir(options.run)
     run.create()
-    meter = Meter(run, spec, options.attempt)
+    meter = Meter(run, spec, options.attempt, began=began)
     meter.set_state("starting")
     keys = RunKeys(run, spec.module)
     try:
@@ -160,6 +166,7 @@ def _serve(
             publish(run, spec, options.attempt, address, keys)
             log.info("module %s listens on %s", spec.module, address)
         meter.set_state("connecting")
+        meter.loaded_at = time.time()
         if input is not None and again:
             # What upstream can still send decides what can be sent on.
             if not neighbours.wait_for_upstream(input):
@@ -176,7 +183,7 @@ def _serve(
             raise StoppedError("stopped before training began")
         meter.progress.id = start.first_id - 1
         meter.set_state("running")
-        meter.start_from_here()
+        meter.started()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
             spec.module, device, spec.input, spec.output, start.cut,

@@ -60,6 +60,8 @@ class Meter:
         run: The run directory.
         spec: The module.
         attempt: Which start of the module this is.
+        began: Unix time of the program's start; by default of this object's.
+        loaded_at: Unix time at which the module had its state and its address.
         progress: Kept up to date by the server.
         waiting_s: Seconds spent waiting, by reason: ``data`` (the head's source), ``input``,
             ``window``, ``gradient``.
@@ -72,6 +74,8 @@ class Meter:
     run: RunDir
     spec: WorkerSpec
     attempt: int
+    began: float = field(default_factory=time.time)
+    loaded_at: float = field(init=False)
     progress: Progress = field(default_factory=Progress)
     waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     state: str = "starting"
@@ -80,6 +84,7 @@ class Meter:
     begun: bool = False
 
     def __post_init__(self) -> None:
+        self._imported_at = self.loaded_at = time.time()
         self._due = time.monotonic() + INTERVAL_S
         self._sample_due = 0.0
         self._complained = self._replaced = self._shown = False
@@ -87,7 +92,7 @@ class Meter:
         self._loss = Mean()
         self._fill = self._fills = 0
         self._evaluation: dict[str, Any] | None = None
-        self.start_from_here()
+        self._last = self._reading(StepCounters())
 
     def go_on(self, counts: Counts, epoch: int) -> None:
         """Begin with what former attempts have counted; from here on the module has a place."""
@@ -103,9 +108,21 @@ class Meter:
         """A checkpoint could be written (again)."""
         self.warning = None
 
-    def start_from_here(self) -> None:
-        """Measure rates and shares from now, and from the present progress, on."""
+    def started(self) -> None:
+        """Write one line about the start, and measure rates and shares from here on."""
         self._last = self._reading(StepCounters())
+        progress = self.progress
+        self._append(
+            kind="start",
+            id=progress.id,
+            epoch=progress.epoch,
+            step=progress.step,
+            samples=progress.samples,
+            began=self.began,
+            import_s=round(self._imported_at - self.began, 4),
+            load_s=round(self.loaded_at - self._imported_at, 4),
+            connect_s=round(time.time() - self.loaded_at, 4),
+        )
 
     def set_state(self, state: str, error: str | None = None) -> None:
         """Show a state: starting, connecting, running, stopping, finished, stopped or failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def worker(tmp_path: Path, clock: Clock) -> Worker:
 
 def test_rates_and_shares_are_of_the_interval(worker: Worker, clock: Clock) -> None:
     clock.now_s += 7  # connecting is no training
-    worker.meter.start_from_here()
+    worker.meter.started()
     for _ in range(3):
         worker.train()
         worker.meter.count_window(2)
@@ -195,11 +196,24 @@ def test_a_diverged_loss_is_null(worker: Worker) -> None:
     assert worker.line()["loss"] is None
 
 
+def test_what_a_start_was_made_of(tmp_path: Path) -> None:
+    run, now = RunDir(tmp_path), time.time()
+    run.create()
+    meter = Meter(run, workers()[0], 1, began=now - 3)
+    meter.loaded_at += 2
+    meter.started()
+    (line,) = read_lines(run.metrics("a"))
+    assert (line["kind"], line["began"], line["load_s"]) == ("start", now - 3, 2)
+    assert line["import_s"] == pytest.approx(3, abs=0.5)
+    assert line["connect_s"] == pytest.approx(-2, abs=0.5)
+
+
 def test_every_field_is_documented(worker: Worker) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text()
     worker.train()
     worker.meter.evaluated({"loss": 1.0, "accuracy": 0.5}, 8)
     worker.meter.epoch_ended(1, 3)
+    worker.meter.started()
     fields = set(worker.line())
     for line in read_lines(worker.run.metrics("a")):
         fields |= set(line)
