@@ -121,6 +121,7 @@ class Crew:
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
         self.killed.discard(name)
         self._leaving.pop(name, None)
+        self._unsent.pop(name, None)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
         module.restarts += 1

@@ -144,8 +144,8 @@ def _failed(command: str, said: str) -> UnavailableError:
 
 
 def _says_gone(said: str) -> bool:
-    """Whether squeue says of a single job that it is not there any more."""
-    return "Invalid job id" in said
+    """Whether Slurm says of a job or step that it is not there any more, or soon will not be."""
+    return "Invalid job id" in said or "already completing" in said
 
 
 def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
@@ -242,9 +242,15 @@ def parse_steps(out: str) -> dict[str, str]:
 
 
 def signal_steps(steps: Sequence[str], name: str) -> None:
-    """Send a signal (``TERM``) to all processes of some steps; no error when they are gone."""
+    """Send a signal (``TERM``) to all processes of some steps; no error when they are gone.
+
+    Raises:
+        UnavailableError: Slurm does not answer.
+    """
     if steps:
-        run_slurm(["scancel", f"--signal={name}", *steps])
+        code, _, err = run_slurm(["scancel", f"--signal={name}", *steps])
+        if code != 0 and not _says_gone(err):
+            raise _failed("scancel", err)
 
 
 def node_shapes(partitions: Collection[str | None]) -> dict[str | None, list[NodeShape]]:

@@ -105,6 +105,19 @@ def test_a_job_that_is_gone_has_no_steps(
     assert [ended(process) for process in workers.values()] == [-signal.SIGTERM] * 3
 
 
+@pytest.mark.parametrize(
+    ("says", "sent"),
+    [("Job/step already completing or completed", True), ("Unable to contact slurm", False)],
+)
+def test_what_scancel_says(
+    bin: Path, starter: SlurmStarter, workers: dict[str, Process], says: str, sent: bool
+) -> None:
+    program(
+        bin, "scancel", f"echo 'scancel: error: Kill job error on job id 7.0: {says}' >&2; exit 1"
+    )
+    assert starter.send_all(workers, signal.SIGTERM) is sent
+
+
 def test_where_slurm_does_not_answer(
     bin: Path,
     starter: SlurmStarter,
