@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +130,7 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     chain, base = load_chain(given.chain), given.chain.parent
+    sys.path.insert(0, str(base))  # where the chain's import paths start
     if given.epochs:
         chain = chain.model_copy(update={"epochs": given.epochs})
     chains = [chain.model_copy(update={"seed": seed}) for seed in range(given.seeds)]

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
-from dni_runtime.spec import LayerSpec, WorkerSpec
+from dni_runtime.core.interfaces import attends
+from dni_runtime.spec import WorkerSpec
 
-PREDICTING = frozenset({"synthetic", "mixed"})
+_PREDICTING = frozenset({"synthetic", "mixed"})
+_AT_ONCE = frozenset({*_PREDICTING, "local"})
 
 
 def advice(workers: Sequence[WorkerSpec]) -> list[str]:
     """Warnings about a chain that can be trained, but will not learn as well as it could."""
-    bare = [
-        worker.module
-        for worker in workers
-        if worker.interface is not None
-        and worker.interface.name in PREDICTING
-        and not _normalizes(worker.layers)
-    ]
-    if not bare:
-        return []
-    names = ", ".join(repr(name) for name in bare)
-    which = f"modules {names} have" if len(bare) > 1 else f"module {names} has"
-    return [
-        f"{which} no normalisation (such as BatchNorm1d) in front of predicted gradients, which "
-        "then are hard to learn (docs/results.md, Normalisation)"
-    ]
+    bare, attending = [], []
+    for worker in workers:
+        name = worker.interface.name if worker.interface is not None else None
+        if name in _PREDICTING and not any(map(_normalizes, _types(worker))):
+            bare.append(worker.module)
+        if name in _AT_ONCE and attends(worker.layers):
+            attending.append(worker.module)
+    found = []
+    if bare:
+        found.append(
+            f"{_have(bare)} no normalisation (such as BatchNorm1d) in front of predicted "
+            "gradients, which then are hard to learn (docs/results.md, Normalisation)"
+        )
+    if attending:
+        found.append(
+            f"{_have(attending)} attention, which learns little from predicted gradients and local "
+            "heads: 'delayed' is the default there (docs/results.md, Tokens)"
+        )
+    return found
 
 
-def _normalizes(layers: Iterable[LayerSpec]) -> bool:
-    """Whether one of the layers normalises; a user's class may, and a transformer's layers do."""
-    return any(
-        "Norm" in layer.type
-        or "Transformer" in layer.type
-        or ":" in layer.type
-        or _normalizes(layer.layers)
-        or _normalizes(layer.shortcut)
-        for layer in layers
-    )
+def _have(modules: Sequence[str]) -> str:
+    names = ", ".join(map(repr, modules))
+    return f"modules {names} have" if len(modules) > 1 else f"module {names} has"
+
+
+def _types(worker: WorkerSpec) -> Iterator[str]:
+    return (type for layer in worker.layers for type in layer.types)
+
+
+def _normalizes(type: str) -> bool:
+    """Whether a layer does, a user's class may, and a transformer's layers do."""
+    return "Norm" in type or "Transformer" in type or ":" in type

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location
-from dni_runtime.core.interfaces import DEFAULT, Boundary, build_interface
+from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_layer, build_layers
 from dni_runtime.core.training import (
@@ -55,7 +55,7 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
         if index < len(chain.modules) - 1:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
-            choice = chain.setting(index, "interface") or Choice(name=DEFAULT)
+            choice = chain.setting(index, "interface") or default_interface(module.layers)
             interface = find_interface(choice, at).choice
         modules.append(
             ModuleSpec(

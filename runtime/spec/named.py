@@ -96,6 +96,12 @@ class LayerSpec(Frozen):
     layers: tuple[LayerSpec, ...] = ()
     shortcut: tuple[LayerSpec, ...] = ()
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Types of this layer and of all inside it."""
+        inside = (*self.layers, *self.shortcut)
+        return (self.type, *(type for layer in inside for type in layer.types))
+
     @model_validator(mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:

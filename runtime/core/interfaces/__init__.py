@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dni_runtime.core.choices import Location, find_class, parse_options
@@ -12,7 +13,7 @@ from dni_runtime.core.interfaces.mixed import Mixed
 from dni_runtime.core.interfaces.none import Untrained
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice
+from dni_runtime.spec import Choice, LayerSpec
 
 INTERFACES: dict[str, type[GradientInterface]] = {
     "mixed": Mixed,
@@ -22,18 +23,28 @@ INTERFACES: dict[str, type[GradientInterface]] = {
     "exact": Exact,
     "none": Untrained,
 }
-DEFAULT = "mixed"
-
 __all__ = [
-    "DEFAULT",
     "INTERFACES",
     "Boundary",
     "GradientInterface",
     "LateSignal",
     "Signal",
+    "attends",
     "build_interface",
+    "default_interface",
     "resolve_interface",
 ]
+
+
+def default_interface(layers: Iterable[LayerSpec]) -> Choice:
+    """The gradient interface of a module that names none (measured: docs/results.md)."""
+    return Choice(name="delayed" if attends(layers) else "mixed")
+
+
+def attends(layers: Iterable[LayerSpec]) -> bool:
+    """Whether one of the layers is a transformer's, or has attention in its name."""
+    types = [type for layer in layers for type in layer.types]
+    return any("Transformer" in type or "Attention" in type for type in types)
 
 
 class Resolved(NamedTuple):

@@ -30,7 +30,6 @@ TRANSFORMER = "{TransformerEncoderLayer: {d_model: 16, nhead: 2}}"
     [
         ("mixed", "ReLU", "modules 'a', 'b' have"),
         ("synthetic", NORM, "module 'b' has"),
-        ("synthetic", TRANSFORMER, "module 'b' has"),
         ("local", "ReLU", None),
         ("delayed", "ReLU", None),
     ],
@@ -41,3 +40,18 @@ def test_predicted_gradients_want_normalisation(
     found = advice(worker_specs(parse_chain(CHAIN % (interface, layer)), INFO))
     assert len(found) == (named is not None)
     assert named is None or found[0].startswith(named)
+
+
+@pytest.mark.parametrize(("interface", "warned"), [("local", True), ("delayed", False)])
+def test_attention_wants_true_gradients(interface: str, warned: bool) -> None:
+    found = advice(worker_specs(parse_chain(CHAIN % (interface, TRANSFORMER)), INFO))
+    assert len(found) == warned
+    assert not warned or found[0].startswith("module 'a' has attention")
+
+
+def test_what_is_wrong_at_several_cuts() -> None:
+    normalisation, attention = advice(
+        worker_specs(parse_chain(CHAIN % ("mixed", TRANSFORMER)), INFO)
+    )
+    assert normalisation.startswith("module 'b' has no normalisation")
+    assert attention.startswith("module 'a' has attention")

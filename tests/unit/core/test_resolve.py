@@ -48,6 +48,20 @@ def test_contracts_of_neighbours_agree() -> None:
     assert parameter_counts((a, b, c)) == {"a": 60, "b": 4112, "c": 170}
 
 
+@pytest.mark.parametrize(
+    ("layer", "interface"),
+    [
+        ("ReLU", "mixed"),
+        ("TransformerEncoderLayer: {d_model: 16, nhead: 2}", "delayed"),
+        ("Residual: [{Sequential: [{'nn:SelfAttention': {}}]}]", "delayed"),
+    ],
+)
+def test_the_default_interface_is_that_of_the_kind_of_layer(layer: str, interface: str) -> None:
+    text = CHAIN.replace("    interface: mixed\n", "").replace("- Flatten", f"- {layer}")
+    modules = resolved_chain(parse_chain(text)).modules
+    assert [one.interface and one.interface.name for one in modules] == ["mixed", interface, None]
+
+
 def test_local_interfaces_want_no_gradients() -> None:
     chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
     a, b, _ = worker_specs(chain, INFO)
