@@ -28,10 +28,10 @@ def parser(description: str | None, results: Path) -> argparse.ArgumentParser:
 def grid(arguments: argparse.Namespace, **values: Iterable[Any]) -> list[dict[str, Any]]:
     """All combinations of these values, for each seed."""
     same = {"layers": arguments.layers, "epochs": arguments.epochs}
+    seeds = range(arguments.seeds)
     return [
         {**same, "seed": seed, **dict(zip(values, combination, strict=True))}
-        for seed in range(arguments.seeds)
-        for combination in itertools.product(*values.values())
+        for seed, *combination in itertools.product(seeds, *values.values())
     ]
 
 
