@@ -15,6 +15,7 @@ from typing import NoReturn
 import click
 
 from dni_runtime import __version__
+from dni_runtime.core.dynamo import postpone_dynamo
 from dni_runtime.errors import DniError
 
 # Where each command is; modules are imported when one of their commands is used. Command modules
@@ -101,6 +102,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; ends the process with a documented exit code."""
+    postpone_dynamo()  # torch itself is imported by the commands that need it
     color = False if os.environ.get("NO_COLOR") else None  # https://no-color.org
     try:
         code = cli.main(args=arguments, prog_name="dnictl", standalone_mode=False, color=color)

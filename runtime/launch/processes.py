@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
@@ -126,6 +126,20 @@ def kill_session(leader: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def guarded(
+    argv: Sequence[str], *, mode: Literal["exec", "watch"] = "exec", tied: bool = True
+) -> list[str]:
+    """A command that gets SIGTERM when the thread that starts it is gone, by ``launch.child``.
+
+    Args:
+        argv: The command.
+        mode: How: see there.
+        tied: Without it the command goes on.
+    """
+    wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
+    return [*wrapper, mode, str(os.getpid()), str(int(signal.SIGTERM) if tied else 0), *argv]
+
+
 class LocalStarter:
     """Starts workers as processes of this host.
 
@@ -143,14 +157,12 @@ class LocalStarter:
         self._environ = dict(os.environ if environ is None else environ)
 
     def start(self, worker: WorkerPlan) -> LocalProcess:
-        wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
-        mode = "exec" if worker.image is None else "watch"
-        guard = [mode, str(os.getpid()), str(int(signal.SIGTERM) if self._tied else 0)]
+        mode: Literal["exec", "watch"] = "exec" if worker.image is None else "watch"
         try:
             descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 popen = subprocess.Popen(
-                    [*wrapper, *guard, *worker.argv],
+                    guarded(worker.argv, mode=mode, tied=self._tied),
                     stdin=subprocess.DEVNULL,
                     stdout=descriptor,
                     stderr=descriptor,

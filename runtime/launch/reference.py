@@ -16,6 +16,7 @@ from dni_runtime.core.evaluation import evaluate
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.errors import WorkerError
 from dni_runtime.launch.prepare import Prepared, importing_from
+from dni_runtime.launch.processes import guarded
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.start import last_lines
 from dni_runtime.rundir import append_line
@@ -53,7 +54,7 @@ def in_new_process(record: Record, module: Sequence[str]) -> str:
     log = record.run.log(REFERENCE, 1)
     with log.open("wb") as file:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", *module],
+            guarded([sys.executable, "-P", "-m", *module]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=file,

@@ -59,10 +59,12 @@ def main() -> None:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(message)s",
     )
+    from dni_runtime.core.dynamo import postpone_dynamo
     from dni_runtime.worker.memory import keep_freed_memory
     from dni_runtime.worker.signals import StopRequest
 
     keep_freed_memory()
+    postpone_dynamo()
 
     # As a step of Slurm a worker gets each signal twice: from Slurm, which signals all processes of
     # a step, and from Apptainer's starter, which passes it on.

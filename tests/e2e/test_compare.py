@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Dnictl
+from tests.e2e.conftest import Dnictl, eventually, processes_of
 
 pytestmark = pytest.mark.e2e
 
@@ -47,3 +47,14 @@ def test_compare(tmp_path: Path) -> None:
     assert "holds a run already" in shell.run(
         "compare", "--interfaces", "exact", "--out", "c", expect=64
     ).stderr  # fmt: skip
+
+
+def test_the_reference_ends_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "chain.yaml").write_text(CHAIN.replace("epochs: 6", "epochs: 1000000"))
+    out = tmp_path / "c"
+    compare = Dnictl(tmp_path).start("compare", "--interfaces", "none", "--out", out)
+    eventually("backpropagation trains", lambda: list(out.glob("*/metrics/backprop.jsonl")))
+    assert len(processes_of(tmp_path)) == 2
+    compare.terminate()
+    compare.communicate()
+    eventually("nothing is left behind", lambda: not processes_of(tmp_path), 15)

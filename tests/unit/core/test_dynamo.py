@@ -1,0 +1,97 @@
+"""What a worker does not import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+
+BEGIN = """\
+import sys
+from dni_runtime.core.dynamo import postpone_dynamo
+postpone_dynamo()
+import torch
+real = lambda: "torch._dynamo.eval_frame" in sys.modules
+"""
+INFO = DataInfo(
+    sample=TensorSpec(shape=(8,), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=4,
+)
+CHAIN = """\
+name: net
+defaults: {interface: %s}
+modules:
+  - name: a
+    layers: [{Linear: {in_features: 8, out_features: 8}}, {LayerNorm: {normalized_shape: 8}}]
+  - {name: b, layers: [{Linear: {in_features: 8, out_features: 4}}]}
+"""
+
+
+def python(code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + code],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("interface", ["mixed", "delayed"])
+def test_a_module_is_trained_without_it(interface: str) -> None:
+    code = """\
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.spec import WorkerSpec
+for text in {specs!r}:
+    step = ModuleStep(WorkerSpec.from_json(text))
+    h = step.forward(1, torch.ones(4, 8))
+    step.update(torch.zeros(4, dtype=torch.int64))
+    if step.interface is not None:
+        step.late_gradient(1, torch.ones_like(h))
+    assert step.batches == 1
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+print(real(), "sympy" in sys.modules)
+"""
+    workers = worker_specs(parse_chain(CHAIN % interface), INFO)
+    specs = [worker.to_json() for worker in workers]
+    assert python(code.format(specs=specs)) == ["False", "False"]
+
+
+def test_who_compiles_gets_the_real_one() -> None:
+    code = """\
+torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+print(real())
+compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+print(tuple(compiled(torch.ones(3, 2)).shape) == (3, 2), real())
+"""
+    assert python(code) == ["False", "True", "True"]
+
+
+def test_parts_of_it_can_be_imported() -> None:
+    code = """\
+import inspect
+import torch._dynamo
+inspect.getmodule(print)
+print(real())
+from torch._dynamo import config
+import torch._dynamo.backends
+print(real(), torch._dynamo is sys.modules["torch._dynamo"], torch._dynamo.config is config)
+"""
+    assert python(code) == ["False", "True", "True", "True"]
+
+
+def test_who_has_it_keeps_it() -> None:
+    code = """\
+import torch._dynamo.config as before
+postpone_dynamo()
+import torch._dynamo
+print(torch._dynamo.config is before)
+"""
+    assert python(code) == ["True"]
