@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -48,25 +49,43 @@ class _StandIn(ModuleType):
         # such names all modules are asked (inspect).
         if name.startswith("__") and not (name == "__path__" and self.made):
             raise AttributeError(name)
-        return getattr(_real(), name)
-
-
-def _real() -> ModuleType:
-    """Import the real one, in the stand-in's place."""
-    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Finder)]
-    if isinstance(sys.modules.get(_NAME), _StandIn):
-        del sys.modules[_NAME]
-    return importlib.import_module(_NAME)
+        if sys.modules.get(_NAME) is self:
+            del sys.modules[_NAME]
+        return getattr(importlib.import_module(_NAME), name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the stand-in, once; and what the real one has brought with it."""
+
+    def __init__(self) -> None:
+        self._found = False
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(_NAME, self) if fullname == _NAME else None
+    ) -> ModuleSpec | None:
+        if fullname == _NAME and not self._found:
+            self._found = True
+            return ModuleSpec(_NAME, self)
+        if fullname.startswith(f"{_NAME}.") and fullname in sys.modules:
+            return ModuleSpec(fullname, _Loaded(sys.modules[fullname]))
+        return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         module.made = True  # type: ignore[attr-defined]  # it is a stand-in
+
+
+class _Loaded(importlib.abc.Loader):
+    """A part that came with the real one while the stand-in was asked for its path: not again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        with contextlib.suppress(AttributeError):  # as the import system does
+            module.__spec__ = self._spec

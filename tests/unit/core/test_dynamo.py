@@ -87,11 +87,22 @@ print(real(), torch._dynamo is sys.modules["torch._dynamo"], torch._dynamo.confi
     assert python(code) == ["False", "True", "True", "True"]
 
 
+def test_a_part_that_is_imported_first_is_the_one_that_the_others_use() -> None:
+    code = """\
+import torch._dynamo.config as part
+from torch._dynamo import eval_frame
+print(real(), eval_frame.config is part, part.__spec__.origin == part.__file__)
+"""
+    assert python(code) == ["True", "True", "True"]
+
+
 def test_who_has_it_keeps_it() -> None:
     code = """\
-import torch._dynamo.config as before
+sys.meta_path.pop(0)
+import torch._dynamo
+before = torch._dynamo
 postpone_dynamo()
 import torch._dynamo
-print(torch._dynamo.config is before)
+print(real(), torch._dynamo is before)
 """
-    assert python(code) == ["True"]
+    assert python(code) == ["True", "True"]
