@@ -21,11 +21,14 @@ def test_a_row_for_each_backend(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     headings, _, row = done.stdout.splitlines()
     assert headings.startswith("| backend | start (s) |")
-    start, placed, loaded, restart, stop, memory, *_ = re.findall(r"\d+(?:\.\d)?", row)
-    assert 0 < float(placed) < float(loaded) <= float(start)
-    assert 0.5 < float(restart) < 60  # after a backoff of half a second
-    assert 0 < float(stop) < 60
-    assert int(memory) > 50
+    found = map(float, re.findall(r"\d+(?:\.\d)?", row))
+    start, placed, loaded, restart, stop, launch, imported, load, connect, memory, *_ = found
+    assert 0 < placed < loaded <= start
+    assert 0.5 < restart < 60  # after a backoff of half a second
+    assert 0 < stop < 60
+    assert 0 < imported < start
+    assert all(0 <= part < start for part in (launch, load, connect))
+    assert memory > 50
     assert "process" in row
 
 

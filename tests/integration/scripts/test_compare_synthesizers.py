@@ -22,7 +22,10 @@ def test_there_are_chains() -> None:
 
 
 @pytest.mark.parametrize("path", CHAINS, ids=lambda path: path.stem)
-def test_each_chain_takes_the_interfaces_that_are_compared(path: Path) -> None:
+def test_each_chain_takes_the_interfaces_that_are_compared(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(path.parent)  # a chain's import paths start there
     info = DataInfo(
         sample=PIXELS, label=LABEL, classes=10, train_samples=60_000, eval_samples=10_000
     )
