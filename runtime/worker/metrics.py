@@ -111,13 +111,8 @@ class Meter:
     def started(self) -> None:
         """Write one line about the start, and measure rates and shares from here on."""
         self._last = self._reading(StepCounters())
-        progress = self.progress
         self._append(
             kind="start",
-            id=progress.id,
-            epoch=progress.epoch,
-            step=progress.step,
-            samples=progress.samples,
             began=self.began,
             import_s=round(self._imported_at - self.began, 4),
             load_s=round(self.loaded_at - self._imported_at, 4),
@@ -162,10 +157,6 @@ class Meter:
             paired, given_up = now.paired - then.paired, now.given_up - then.given_up
             self._append(
                 kind="train",
-                id=progress.id,
-                epoch=progress.epoch,
-                step=progress.step,
-                samples=progress.samples,
                 interval_s=round(took, 4),
                 batches_per_s=round((now.step - then.step) / took, 3),
                 samples_per_s=round((now.samples - then.samples) / took, 3),
@@ -210,28 +201,13 @@ class Meter:
 
     def epoch_ended(self, epoch: int, batches: int) -> None:
         """Write one line about a training epoch: its batches, each counted once."""
-        progress = self.progress
-        self._append(
-            kind="epoch",
-            id=progress.id,
-            epoch=epoch,
-            step=progress.step,
-            samples=progress.samples,
-            batches=batches,
-        )
+        self._append(kind="epoch", epoch=epoch, batches=batches)
 
     def evaluated(self, result: dict[str, float], samples: int) -> None:
         """Write one line about an evaluation: the tail's of the chain, another's of its head."""
         progress = self.progress
         figures = {key: _finite(value) for key, value in result.items()}
-        self._append(
-            kind="eval",
-            id=progress.id,
-            epoch=progress.epoch,
-            step=progress.step,
-            samples=samples,
-            **figures,
-        )
+        self._append(kind="eval", samples=samples, **figures)
         self._evaluation = {"epoch": progress.epoch, "step": progress.step, **figures}
 
     def _reading(self, counters: StepCounters) -> _Reading:
@@ -248,6 +224,7 @@ class Meter:
 
     def _append(self, **values: Any) -> None:
         head = {"time": time.time(), "module": self.spec.module, "attempt": self.attempt}
+        head |= vars(self.progress)
         try:
             append_line(self.run.metrics(self.spec.module), head | values)
         except OSError as error:
@@ -274,11 +251,11 @@ class Meter:
                 self._replaced = True
                 raise StoppedError(f"start {later} of module {self.spec.module!r} has taken over")
             self._shown = True
-            write_json(path, self._report(self.progress), durable=False)
+            write_json(path, self._report(), durable=False)
         except OSError as error:
             self._complain(error)
 
-    def _report(self, progress: Progress) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         return {
             "module": self.spec.module,
             "attempt": self.attempt,
@@ -286,10 +263,7 @@ class Meter:
             "host": socket.gethostname(),
             "state": self.state,
             "time": time.time(),
-            "id": progress.id,
-            "epoch": progress.epoch,
-            "step": progress.step,
-            "samples": progress.samples,
+            **vars(self.progress),
             "evaluation": self._evaluation,
             "error": self.error,
             "warning": self.warning,

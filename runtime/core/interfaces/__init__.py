@@ -23,6 +23,7 @@ INTERFACES: dict[str, type[GradientInterface]] = {
     "exact": Exact,
     "none": Untrained,
 }
+
 __all__ = [
     "INTERFACES",
     "Boundary",

@@ -96,7 +96,7 @@ def plan_in_allocation(
         job: What was asked for.
         allocation: The nodes.
         attempt: Which start of the run this is.
-        site: What :func:`site_again` has found; by default it looks.
+        site: What there is for it, where that is known; by default :func:`site_again` looks.
 
     Raises:
         UnavailableError: The allocation has too few nodes.

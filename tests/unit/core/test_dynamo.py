@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from tests.unit.core.conftest import Chain
 
 BEGIN = """\
 import sys
@@ -17,19 +16,6 @@ from dni_runtime.core.dynamo import postpone_dynamo
 postpone_dynamo()
 import torch
 real = lambda: "torch._dynamo.eval_frame" in sys.modules
-"""
-INFO = DataInfo(
-    sample=TensorSpec(shape=(8,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=4,
-)
-CHAIN = """\
-name: net
-defaults: {interface: %s}
-modules:
-  - name: a
-    layers: [{Linear: {in_features: 8, out_features: 8}}, {LayerNorm: {normalized_shape: 8}}]
-  - {name: b, layers: [{Linear: {in_features: 8, out_features: 4}}]}
 """
 
 
@@ -45,13 +31,13 @@ def python(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("interface", ["mixed", "delayed"])
-def test_a_module_is_trained_without_it(interface: str) -> None:
+def test_a_module_is_trained_without_it(small: Chain, interface: str) -> None:
     code = """\
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import WorkerSpec
 for text in {specs!r}:
     step = ModuleStep(WorkerSpec.from_json(text))
-    h = step.forward(1, torch.ones(4, 8))
+    h = step.forward(1, torch.ones(4, step.spec.input.shape[0]))
     step.update(torch.zeros(4, dtype=torch.int64))
     if step.interface is not None:
         step.late_gradient(1, torch.ones_like(h))
@@ -59,8 +45,7 @@ for text in {specs!r}:
     step.optimizer.load_state_dict(step.optimizer.state_dict())
 print(real(), "sympy" in sys.modules)
 """
-    workers = worker_specs(parse_chain(CHAIN % interface), INFO)
-    specs = [worker.to_json() for worker in workers]
+    specs = [worker.to_json() for worker in small(interface)]
     assert python(code.format(specs=specs)) == ["False", "False"]
 
 
