@@ -226,6 +226,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
             process.communicate(timeout=30)
 
 
+@pytest.fixture
+def same_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For figures that must agree to the last digit, whatever the CPU (docs/architecture.md)."""
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+
+
 def run(
     argv: Sequence[str | Path],
     *,
