@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,65 @@ from torch import Tensor, nn
 from dni_runtime.spec import TensorSpec
 
 
+class Axis(nn.Module):
+    """Averages of neighbours along one dimension, and back.
+
+    Equal blocks are added up slice by slice: on a CPU that takes a quarter to a half of the time of
+    torch's pooling, or of a product. Where blocks overlap there is a product with a matrix.
+
+    Args:
+        dim: Which dimension, counted from the last: -1 or -2.
+        size: Its length.
+        places: How many averages, fewer than that.
+    """
+
+    matrix: Tensor | None  # [places, size]
+
+    def __init__(self, dim: int, size: int, places: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.places = places
+        self.block = size // places
+        matrix = None
+        if size % places:
+            matrix = F.adaptive_avg_pool1d(torch.eye(size), places).T.contiguous()
+        self.register_buffer("matrix", matrix, persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """The averages, ``size`` values to ``places``."""
+        if self.matrix is not None:
+            return self._times(self.matrix.mT, h)
+        total = self._slice(h, 0) + self._slice(h, 1)
+        for index in range(2, self.block):
+            total += self._slice(h, index)
+        return total.div_(self.block)
+
+    def spread(self, u: Tensor) -> Tensor:
+        """The transposed map, ``places`` values to ``size``."""
+        if self.matrix is not None:
+            return self._times(self.matrix, u)
+        u = u / self.block
+        if self.dim == -1:
+            return u.repeat_interleave(self.block, -1)
+        return torch.stack([u] * self.block, self.dim).flatten(self.dim - 1, self.dim)
+
+    def respread(self, u: Tensor) -> Tensor:
+        """The averages of what :meth:`spread` gives, without making it."""
+        if self.matrix is not None:
+            return self._times(self.matrix @ self.matrix.mT, u)
+        return u / self.block
+
+    def _slice(self, h: Tensor, index: int) -> Tensor:
+        """The value at ``index`` of each block."""
+        return h[..., index :: self.block] if self.dim == -1 else h[..., index :: self.block, :]
+
+    def _times(self, matrix: Tensor, x: Tensor) -> Tensor:
+        """The product that takes the dimension from ``matrix``'s rows to its columns."""
+        return x @ matrix if self.dim == -1 else torch.matmul(matrix.mT, x)
+
+
 class Grid(nn.Module):
     """Averages activations to few places, as ``AdaptiveAvgPool2d`` does, and back.
-
-    Products with small matrices: on a CPU they take a third of the time of torch's pooling.
 
     Args:
         activation: One sample. Feature maps (C x H x W) are averaged to ``places`` x ``places``,
@@ -25,51 +81,57 @@ class Grid(nn.Module):
         features: Length of the vector.
     """
 
-    rows: Tensor | None  # [places, H]
-    columns: Tensor | None  # [places, W]
-
     def __init__(self, activation: TensorSpec, places: int) -> None:
         super().__init__()
-        *channels, height, width = (1, 1, *activation.shape)
-        maps, tokens = len(activation.shape) == 3, len(activation.shape) == 2
-        self.register_buffer(
-            "rows", _means(height, places) if maps or tokens else None, persistent=False
+        shape = list(activation.shape)
+        sides = {2: [-2], 3: [-2, -1]}.get(len(shape), [])
+        self.axes = nn.ModuleList(
+            [Axis(dim, shape[dim], places) for dim in sides if shape[dim] > places]
         )
-        self.register_buffer("columns", _means(width, places) if maps else None, persistent=False)
-        self._grid = activation.shape
-        if maps:
-            self._grid = (*channels[2:], min(places, height), min(places, width))
-        elif tokens:
-            self._grid = (min(places, height), width)
-        self.features = math.prod(self._grid)
+        for axis in self._axes:
+            shape[axis.dim] = places
+        self._grid = tuple(shape)
+        self.features = math.prod(shape)
+
+    @property
+    def _axes(self) -> list[Axis]:
+        return cast("list[Axis]", list(self.axes))
 
     def forward(self, h_BH: Tensor) -> Tensor:
         """The averages: ``[B, features]``."""
-        if self.rows is not None:
-            h_BH = self.rows @ h_BH
-        if self.columns is not None:
-            h_BH = h_BH @ self.columns.mT
+        if not self._axes:
+            return h_BH.flatten(1)
+        return cast("Tensor", _Average.apply(h_BH, self))  # type: ignore[no-untyped-call]
+
+    def average(self, h_BH: Tensor) -> Tensor:
+        """As :meth:`forward`, without autograd's records."""
+        for axis in self._axes:
+            h_BH = axis(h_BH)
         return h_BH.flatten(1)
 
     def spread(self, u_BF: Tensor) -> Tensor:
         """The gradient at the activation, from that at the averages (the transposed map)."""
-        u_BF = u_BF.view(-1, *self._grid)
-        if self.columns is not None:
-            u_BF = u_BF @ self.columns
-        return u_BF if self.rows is None else torch.matmul(self.rows.mT, u_BF)
+        u_BG = u_BF.view(-1, *self._grid)
+        for axis in reversed(self._axes):
+            u_BG = axis.spread(u_BG)
+        return u_BG
 
     def respread(self, u_BF: Tensor) -> Tensor:
         """The averages of what :meth:`spread` gives, without making it."""
-        u_BF = u_BF.view(-1, *self._grid)
-        if self.columns is not None:
-            u_BF = u_BF @ (self.columns @ self.columns.mT)
-        if self.rows is not None:
-            u_BF = torch.matmul(self.rows @ self.rows.mT, u_BF)
-        return u_BF.flatten(1)
+        u_BG = u_BF.view(-1, *self._grid)
+        for axis in self._axes:
+            u_BG = axis.respread(u_BG)
+        return u_BG.flatten(1)
 
 
-def _means(size: int, places: int) -> Tensor | None:
-    """The matrix ``[places, size]`` that averages so many values; None where all are kept."""
-    if size <= places:
-        return None
-    return F.adaptive_avg_pool1d(torch.eye(size), places).T.contiguous()
+class _Average(torch.autograd.Function):
+    """A grid's averages; going back through each slice would take many times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, h_BH: Tensor, grid: Grid) -> Tensor:
+        ctx.grid = grid
+        return grid.average(h_BH)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.grid.spread(grads[0]), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from dni_runtime.core.pooling import Grid
 from dni_runtime.spec import TensorSpec
@@ -37,7 +38,7 @@ def test_what_is_small_enough_stays_as_it_is(shape: tuple[int, ...]) -> None:
     assert torch.equal(made.spread(made(h_BH)), h_BH)
 
 
-@pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 5, 7), (2, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 5, 7), (3, 9, 6), (3, 3, 12), (2, 3, 4, 5)])
 def test_the_way_back_is_the_gradients(shape: tuple[int, ...]) -> None:
     made, h_BH = grid(shape, 3)
     z_BF = made(h_BH.requires_grad_())
@@ -45,3 +46,12 @@ def test_the_way_back_is_the_gradients(shape: tuple[int, ...]) -> None:
     (expected,) = torch.autograd.grad(z_BF, h_BH, u_BF)
     torch.testing.assert_close(made.spread(u_BF), expected)
     torch.testing.assert_close(made.respread(u_BF), made(expected))
+
+
+@pytest.mark.parametrize(("shape", "free"), [((3, 6, 9), True), ((6, 5), True), ((3, 6, 8), False)])
+def test_equal_blocks_cost_no_products(shape: tuple[int, ...], free: bool) -> None:
+    made, h_BH = grid(shape, 3)
+    with FlopCounterMode(display=False) as counted:
+        z_BF = made(h_BH.requires_grad_())
+        z_BF.backward(made.respread(z_BF.detach()))
+    assert (counted.get_total_flops() == 0) is free
