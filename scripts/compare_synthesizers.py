@@ -8,8 +8,8 @@ scripts/fetch-fashion-mnist put into build/mnist and build/fashion-mnist.
 
 A method is a synthesizer's name, or a gradient interface as chain.yaml has it: local, none,
 '{local: {pool: 2}}', '{synthetic: {synthesizer: {critic: {grid: 4}}}}'. Times are CPU times over
-that of backpropagation; products are multiplications of one signal and one lesson at each cut, over
-those of the module's own forward and backward pass.
+that of backpropagation, medians of stretches in turns; products are multiplications of one signal
+and one lesson at each cut, over those of the module's own forward and backward pass.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,10 @@ from dni_runtime.core.synthesizers import SYNTHESIZERS
 from dni_runtime.data import describe, open_data
 from dni_runtime.spec import ChainSpec, Choice, load_chain
 from dni_runtime.spec.load import parse_choice
+from dni_runtime.worker.memory import keep_freed_memory
+
+STRETCH, STRETCHES = 8, 11
+"""Batches that are timed at once, and how often."""
 
 
 class Trained(NamedTuple):
@@ -43,13 +48,11 @@ class Trained(NamedTuple):
         accuracy: Of the chain, in per cent.
         cosines: Means of the last epoch, at each cut that has a synthesizer.
         products: Of the interface at each cut, over its module's.
-        seconds: CPU time.
     """
 
     accuracy: float
     cosines: list[float]
     products: list[float]
-    seconds: float
 
 
 def train(chain: ChainSpec, base: Path, delay: int) -> Trained:
@@ -58,7 +61,6 @@ def train(chain: ChainSpec, base: Path, delay: int) -> Trained:
     source = open_data(chain.data, base, seed=chain.seed)
     local = LocalChain(workers, delay=delay)
     cosines: list[list[float]] = [[] for _ in local.steps[:-1]]
-    began = time.process_time()
     for epoch in range(1, chain.epochs + 1):
         for x_BX, y_BY in source.train_batches(epoch):
             local.train_batch(x_BX, y_BY)
@@ -69,10 +71,9 @@ def train(chain: ChainSpec, base: Path, delay: int) -> Trained:
                         values.append(cosine)
                     step.measure_late = True
         local.end_epoch()
-    took = time.process_time() - began
     result = evaluate(local.predict, source.eval_batches(), workers[-1])
     means = [statistics.fmean(v[1:]) for v in cosines if v[1:]]
-    return Trained(100 * result["accuracy"], means, products(local.steps, x_BX, y_BY), took)
+    return Trained(100 * result["accuracy"], means, products(local.steps, x_BX, y_BY))
 
 
 def products(steps: Sequence[ModuleStep], x_BX: Tensor, y_BY: Tensor) -> list[float]:
@@ -93,18 +94,33 @@ def products(steps: Sequence[ModuleStep], x_BX: Tensor, y_BY: Tensor) -> list[fl
     return shares
 
 
-def backprop(chain: ChainSpec, base: Path) -> tuple[float, float]:
-    """Train by backpropagation; gives accuracy (%) and seconds."""
+def backprop(chain: ChainSpec, base: Path) -> float:
+    """Train by backpropagation; gives the accuracy in per cent."""
     workers = worker_specs(chain, describe(chain.data, base))
     source = open_data(chain.data, base, seed=chain.seed)
     reference = Backprop(workers)
-    began = time.process_time()
     for epoch in range(1, chain.epochs + 1):
         for x_BX, y_BY in source.train_batches(epoch):
             reference.train_batch(x_BX, y_BY)
         reference.end_epoch()
-    took = time.process_time() - began
-    return 100 * evaluate(reference.predict, source.eval_batches(), workers[-1])["accuracy"], took
+    return 100 * evaluate(reference.predict, source.eval_batches(), workers[-1])["accuracy"]
+
+
+def time_over_backprop(chain: ChainSpec, base: Path, delay: int) -> float:
+    """CPU time of a chain over backpropagation's, by turns, so that both meet the same machine."""
+    workers = worker_specs(chain, describe(chain.data, base))
+    source = open_data(chain.data, base, seed=chain.seed)
+    trainers = [LocalChain(workers, delay=delay), Backprop(workers)]
+    batches, ratios = source.train_batches(1), []
+    for _ in range(STRETCHES):
+        stretch, taken = list(islice(batches, STRETCH)), []
+        for trainer in trainers:
+            began = time.process_time()
+            for x_BX, y_BY in stretch:
+                trainer.train_batch(x_BX, y_BY)
+            taken.append(time.process_time() - began)
+        ratios.append(taken[0] / taken[1])
+    return statistics.median(ratios)
 
 
 def with_interface(chain: ChainSpec, method: str) -> ChainSpec:
@@ -129,17 +145,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_intermixed_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as workers do
     chain, base = load_chain(given.chain), given.chain.parent
     sys.path.insert(0, str(base))  # where the chain's import paths start
     if given.epochs:
         chain = chain.model_copy(update={"epochs": given.epochs})
     chains = [chain.model_copy(update={"seed": seed}) for seed in range(given.seeds)]
-    references = [backprop(chain, base) for chain in chains]
-    plain = statistics.fmean(took for _, took in references)
-    print(line("backprop", [accuracy for accuracy, _ in references]), "time 1.00", flush=True)
+    print(line("backprop", [backprop(chain, base) for chain in chains]), "time 1.00", flush=True)
     for method in given.methods or [name for name in SYNTHESIZERS if name != "conv"]:
         trained = [train(with_interface(chain, method), base, given.delay) for chain in chains]
-        times = statistics.fmean(one.seconds for one in trained) / plain
+        times = time_over_backprop(with_interface(chain, method), base, given.delay)
         cosines = zip(*(one.cosines for one in trained), strict=True)
         means = " ".join(f"{statistics.fmean(cut):.3f}" for cut in cosines)
         shares = " ".join(f"{share:.1%}" for share in trained[0].products)

@@ -78,10 +78,13 @@ class Synthetic(GradientInterface):
     ) -> LateSignal | None:
         """One step of the synthesizer's lesson."""
         predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
+        if measure and predicted_BH is None:
+            with torch.no_grad():
+                predicted_BH = self.synthesizer(h_BH, y_BY)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         self._optimizer.step()
-        if not measure:
+        if predicted_BH is None or not measure:
             return None
         with torch.no_grad():
             error = F.mse_loss(predicted_BH, g_BH, reduction="sum")

@@ -44,11 +44,11 @@ class Lesson(NamedTuple):
     """What a synthesizer is to learn from a true gradient.
 
     Attributes:
-        g_BH: The prediction.
+        g_BH: The prediction; None where the loss does not need it.
         loss: What to descend.
     """
 
-    g_BH: Tensor
+    g_BH: Tensor | None
     loss: Tensor
 
 

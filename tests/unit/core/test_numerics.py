@@ -264,7 +264,7 @@ def test_a_critic_fits_gradients_of_another_classifier(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_a_critics_error_is_that_of_its_prediction(kind: str) -> None:
-    """Though it is summed up on the grid; its gradient is autograd's, differentiated twice."""
+    """Though it is summed up over classes; its gradient is autograd's, differentiated twice."""
     synthesizer = critic(kind, grid=2, label_weight=0).double()
     shape = ACTIVATIONS[kind].shape
     h, g = torch.randn(2, 4, *shape, dtype=torch.double).requires_grad_()
@@ -275,7 +275,7 @@ def test_a_critics_error_is_that_of_its_prediction(kind: str) -> None:
     parameters = list(synthesizer.parameters())
     expected = torch.autograd.grad(error, parameters)
     lesson = synthesizer.lesson(h, y, g)
-    torch.testing.assert_close(lesson.g_BH, predicted.detach())
+    torch.testing.assert_close(synthesizer(h, y), predicted)
     torch.testing.assert_close(lesson.loss, error)
     torch.testing.assert_close(torch.autograd.grad(lesson.loss, parameters), expected)
 
@@ -291,8 +291,8 @@ def test_a_critic_stands_gradients_that_are_still_zero() -> None:
     """Those of a synthesizer downstream that has not learned yet."""
     synthesizer = critic("maps", label_weight=0)
     h, y = torch.randn(8, *ACTIVATIONS["maps"].shape), torch.randint(0, 3, (8,))
-    predicted, loss = synthesizer.lesson(h, y, torch.zeros_like(h))
-    assert predicted.abs().max() > 0
+    loss = synthesizer.lesson(h, y, torch.zeros_like(h)).loss
+    assert synthesizer(h, y).abs().max() > 0
     torch.testing.assert_close(loss, torch.tensor(1.0))
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is None or p.grad.isfinite().all() for p in synthesizer.parameters())
@@ -335,6 +335,18 @@ def test_regression_gradient_is_autograds(small: Any) -> None:
     torch.testing.assert_close(late.error, residual.square().sum() / g.square().sum())
     for key, value in interface.synthesizer.state_dict().items():
         torch.testing.assert_close(before[key] - 0.1 * expected[key], value)
+
+
+def test_a_critics_prediction_is_measured_before_it_learns(small: Any) -> None:
+    interface = Synthetic(
+        Boundary.of(small()[0]), SyntheticOptions.model_validate({"synthesizer": "critic"})
+    )
+    h, y, g = torch.randn(16, 8), torch.randint(0, 3, (16,)), torch.randn(16, 8)
+    with torch.no_grad():
+        predicted = interface.synthesizer(h, y)
+    late = interface.learn(h, y, g, measure=True)
+    assert late is not None
+    torch.testing.assert_close(late.error, (predicted - g).square().sum() / g.square().sum())
 
 
 def test_late_gradients_pair_by_id_in_a_bounded_store(small: Any) -> None:
