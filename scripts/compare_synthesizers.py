@@ -73,7 +73,8 @@ def train(chain: ChainSpec, base: Path, delay: int) -> Trained:
         local.end_epoch()
     result = evaluate(local.predict, source.eval_batches(), workers[-1])
     means = [statistics.fmean(v[1:]) for v in cosines if v[1:]]
-    return Trained(100 * result["accuracy"], means, products(local.steps, x_BX, y_BY))
+    shares = products(local.steps, *next(iter(source.train_batches(1))))
+    return Trained(100 * result["accuracy"], means, shares)
 
 
 def products(steps: Sequence[ModuleStep], x_BX: Tensor, y_BY: Tensor) -> list[float]:
@@ -111,9 +112,9 @@ def time_over_backprop(chain: ChainSpec, base: Path, delay: int) -> float:
     workers = worker_specs(chain, describe(chain.data, base))
     source = open_data(chain.data, base, seed=chain.seed)
     trainers = [LocalChain(workers, delay=delay), Backprop(workers)]
-    batches, ratios = source.train_batches(1), []
-    for _ in range(STRETCHES):
-        stretch, taken = list(islice(batches, STRETCH)), []
+    batches, ratios = islice(source.train_batches(1), STRETCHES * STRETCH), []
+    while stretch := list(islice(batches, STRETCH)):
+        taken = []
         for trainer in trainers:
             began = time.process_time()
             for x_BX, y_BY in stretch:

@@ -99,15 +99,9 @@ class Grid(nn.Module):
 
     def forward(self, h_BH: Tensor) -> Tensor:
         """The averages: ``[B, features]``."""
-        if not self._axes:
+        if not self.axes:
             return h_BH.flatten(1)
         return cast("Tensor", _Average.apply(h_BH, self))  # type: ignore[no-untyped-call]
-
-    def average(self, h_BH: Tensor) -> Tensor:
-        """As :meth:`forward`, without autograd's records."""
-        for axis in self._axes:
-            h_BH = axis(h_BH)
-        return h_BH.flatten(1)
 
     def spread(self, u_BF: Tensor) -> Tensor:
         """The gradient at the activation, from that at the averages (the transposed map)."""
@@ -130,7 +124,9 @@ class _Average(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_BH: Tensor, grid: Grid) -> Tensor:
         ctx.grid = grid
-        return grid.average(h_BH)
+        for axis in grid.axes:
+            h_BH = axis(h_BH)
+        return h_BH.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
