@@ -43,12 +43,20 @@ def write(site: Site, epochs: int, links: str) -> Path:
     return path
 
 
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # a socket, or a file that is gone
+        return b""
+
+
 def traces(secret: bytes, run: RunDir) -> list[str]:
     """Where a secret can be found, other than in its key file."""
     found = [
         str(path)
-        for path in run.root.rglob("*")
-        if path.is_file() and path.suffix != ".key" and secret in path.read_bytes()
+        for folder, _, names in os.walk(run.root)  # old checkpoints go meanwhile
+        for path in (Path(folder, name) for name in names)
+        if path.suffix != ".key" and secret in _bytes(path)
     ]
     for pid in processes_of(run.root):
         for name in ("cmdline", "environ"):

@@ -215,8 +215,8 @@ def test_a_full_disk_does_not_end_the_run(site: Site) -> None:
     eventually("it says so", lambda: bool(module(site, "top").warning))
     assert "could not be written" in site.run("status").stderr
     eventually("training goes on", goes_on(site, ["bottom", "middle"]))
-    (warning,) = {event["module"] for event in happened(site, "worker_warning")}
-    assert warning == "top"
+    eventually("an event says so", lambda: bool(happened(site, "worker_warning")))
+    assert {event["module"] for event in happened(site, "worker_warning")} == {"top"}
     newest = site.cuts()[-1]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     eventually("a new checkpoint", lambda: site.cuts()[-1] > newest)
