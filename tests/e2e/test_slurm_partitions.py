@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from dni_runtime.rundir import read_json, read_lines
@@ -35,6 +37,7 @@ def test_two_partitions_train_through_a_requeue(dnictl: Dnictl, slurm: str) -> N
     eventually("the job is requeued", waits)
     assert (read_json(root.state) or {})["phase"] == "stopped"
     assert dnictl.json("status")["state"] == "queued"
+    time.sleep(3)  # until then its credential may be revoked, and Slurm would end it
     for component in run(shown).stdout.split()[1::2]:  # a requeued job would wait for two minutes
         run(["scontrol", "update", f"JobId={component}", "StartTime=now"])
     dnictl.run("wait", timeout_s=150)
