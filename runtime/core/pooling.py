@@ -29,7 +29,6 @@ class Axis(nn.Module):
     def __init__(self, dim: int, size: int, places: int) -> None:
         super().__init__()
         self.dim = dim
-        self.places = places
         self.block = size // places
         matrix = None
         if size % places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,20 +45,26 @@ def write(site: Site, epochs: int, links: str) -> Path:
     return path
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # a socket, or a file that is gone
-        return b""
+def files(root: Path) -> Iterator[tuple[Path, bytes]]:
+    """All files and what is in them, while old checkpoints go."""
+
+    def heed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for folder, _, names in os.walk(root, onerror=heed):
+        for path in (Path(folder, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
+                    yield path, path.read_bytes()
 
 
 def traces(secret: bytes, run: RunDir) -> list[str]:
     """Where a secret can be found, other than in its key file."""
     found = [
         str(path)
-        for folder, _, names in os.walk(run.root)  # old checkpoints go meanwhile
-        for path in (Path(folder, name) for name in names)
-        if path.suffix != ".key" and secret in _bytes(path)
+        for path, content in files(run.root)
+        if path.suffix != ".key" and secret in content
     ]
     for pid in processes_of(run.root):
         for name in ("cmdline", "environ"):

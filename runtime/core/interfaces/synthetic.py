@@ -84,8 +84,9 @@ class Synthetic(GradientInterface):
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         self._optimizer.step()
-        if predicted_BH is None or not measure:
+        if not measure:
             return None
+        assert predicted_BH is not None
         with torch.no_grad():
             error = F.mse_loss(predicted_BH, g_BH, reduction="sum")
             cosine = F.cosine_similarity(predicted_BH.flatten(), g_BH.flatten(), dim=0)

@@ -42,6 +42,7 @@ def test_what_is_small_enough_stays_as_it_is(shape: tuple[int, ...]) -> None:
 def test_the_way_back_is_the_gradients(shape: tuple[int, ...]) -> None:
     made, h_BH = grid(shape, 3)
     z_BF = made(h_BH.requires_grad_())
+    assert torch.autograd.gradcheck(made, h_BH)
     u_BF = torch.randn_like(z_BF)
     (expected,) = torch.autograd.grad(z_BF, h_BH, u_BF)
     torch.testing.assert_close(made.spread(u_BF), expected)
