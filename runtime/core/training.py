@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
@@ -27,10 +28,11 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     and issubclass(cls, lr_scheduler.LRScheduler)
     and cls is not lr_scheduler.LRScheduler
     and not name.startswith("_")
-    # These need callables, other schedules or the loss, which a name with keywords cannot carry.
-    and name not in {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
-    and name != "ReduceLROnPlateau"
+    # These need callables or the loss, which a name with keywords cannot carry.
+    and name not in {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"}
 }
+_OF_SCHEDULES = {"SequentialLR": True, "ChainedScheduler": False}
+"""Schedules of other ``schedules``, and whether the optimizer comes before them."""
 LOSSES: dict[str, type[nn.Module]] = {
     name: cls
     for name, cls in vars(nn).items()
@@ -67,20 +69,30 @@ def module_seed(seed: int, index: int) -> int:
 
 
 def build_optimizer(
-    choice: Choice, parameters: Iterable[nn.Parameter], location: Location = ()
+    choice: Choice,
+    parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
+    location: Location = (),
 ) -> optim.Optimizer:
     """Make an optimizer, fused where torch has a fused one and the spec does not decide it.
+
+    Args:
+        choice: Its name and keywords.
+        parameters: What it updates, or groups of that with options of their own.
+        location: Where the choice stands in the spec.
 
     Raises:
         SpecError: Unknown optimizer or keyword, or a value that it refuses.
     """
     cls = find_class(choice.name, "optimizer", OPTIMIZERS, optim.Optimizer, location)
     args = dict(choice.args)
-    params = list(parameters)
+    params: list[Any] = list(parameters)
+    every: list[Tensor] = [
+        p for one in params for p in (one["params"] if isinstance(one, dict) else [one])
+    ]
     if (
         "fused" in inspect.signature(cls).parameters
         and not {"fused", "foreach", "differentiable"} & set(args)
-        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in every)
     ):
         args["fused"] = True
     at = (*location, choice.name)
@@ -90,17 +102,35 @@ def build_optimizer(
 def build_schedule(
     choice: Choice, optimizer: optim.Optimizer, location: Location = ()
 ) -> lr_scheduler.LRScheduler:
-    """Make a learning-rate schedule.
+    """Make a learning-rate schedule; ``schedules`` of SequentialLR are choices themselves.
 
     Raises:
         SpecError: Unknown schedule or keyword, or a value that it refuses.
     """
     cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
     at = (*location, choice.name)
-    return cast(
-        "lr_scheduler.LRScheduler",
-        call(cls, choice.args, name=choice.name, location=at, given=(optimizer,)),
-    )
+    args = dict(choice.args)
+    given: list[Any] = [optimizer]
+    if choice.name in _OF_SCHEDULES:
+        inner = [
+            build_schedule(one, optimizer, (*at, "schedules", number))
+            for number, one in enumerate(_choices(args.pop("schedules", None), at))
+        ]
+        given = [optimizer, inner] if _OF_SCHEDULES[choice.name] else [inner]
+    made = call(cls, args, name=choice.name, location=at, given=given)
+    return cast("lr_scheduler.LRScheduler", made)
+
+
+def _choices(value: Any, location: Location) -> list[Choice]:
+    try:
+        return TypeAdapter(list[Choice]).validate_python(value)
+    except ValidationError:
+        raise SpecError(
+            "'schedules' is not a list of schedules",
+            location=location,
+            hint="as in SequentialLR: {schedules: [LinearLR: {…}, CosineAnnealingLR: {…}], "
+            "milestones: [100]}",
+        ) from None
 
 
 def build_loss(choice: Choice, location: Location = ()) -> nn.Module:

@@ -23,11 +23,11 @@ from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.guard import REASONS, AllowList, Guard
 from dni_runtime.link.keys import Keyring
-from dni_runtime.link.receiver import Receiver
+from dni_runtime.link.receiver import Receiver, part_of
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, encode
+from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, Part, encode
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Batch:
         mode: What to do with it.
         h: Activations ``[B, *input]``, in the type that the module computes with.
         y: Labels ``[B, *label]``.
+        part: Which part of a training batch it is; None: all of it.
     """
 
     id: int
@@ -53,6 +54,12 @@ class Batch:
     mode: Mode
     h: Tensor
     y: Tensor
+    part: Part | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is a whole batch, or the last part of one."""
+        return self.part is None or self.part.ends_with(len(self.y))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +360,7 @@ class InputLink:
             message.mode,
             from_buffers(tensors[:-1], buffers[:-1], self._contract.dtype),
             from_buffers(tensors[-1:], buffers[-1:], self._label_dtype),
+            part_of(message.body),
         )
 
     def _reply(self) -> None:

@@ -24,7 +24,7 @@ from dni_runtime.link.keys import Keyring
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.wire import Body, Kind, Mark, Message, Mode
+from dni_runtime.wire import Body, Kind, Mark, Message, Mode, Part
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,9 @@ class OutputLink:
         self._dismissed = True
         self._sender.window.acknowledge(self._sender.window.last)
 
-    def send_batch(self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor) -> None:
+    def send_batch(
+        self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor, part: Part | None = None
+    ) -> None:
         """Send a batch downstream, without waiting.
 
         The tensors MUST NOT be changed until the batch is acknowledged: their memory is sent, and
@@ -248,6 +250,7 @@ class OutputLink:
             mode: What to do with it.
             h: Activations ``[B, *output]``.
             y: Labels ``[B, *label]``.
+            part: Which part of a training batch this is; None: all of it.
 
         Raises:
             WireError: A tensor breaks the contract (a bug of the caller).
@@ -267,6 +270,7 @@ class OutputLink:
             mode=mode,
             tensors=h_entries + y_entries,
             buffers=h_buffers + y_buffers,
+            body={} if part is None else {"part": [*part]},
         )
         self._sender.add(message, samples)
         self._transmit()

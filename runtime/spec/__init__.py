@@ -14,8 +14,10 @@ from dni_runtime.spec.machines import (
 from dni_runtime.spec.model import (
     ChainSpec,
     CheckpointSpec,
+    ClipSpec,
     DataSpec,
     Dtype,
+    GroupSpec,
     LinksSpec,
     ModuleSpec,
 )
@@ -27,9 +29,11 @@ __all__ = [
     "ChainSpec",
     "CheckpointSpec",
     "Choice",
+    "ClipSpec",
     "DataInfo",
     "DataSpec",
     "Dtype",
+    "GroupSpec",
     "HeadRole",
     "ImageSpec",
     "LayerSpec",

@@ -82,7 +82,7 @@ def begin(
                 if line["id"] >= start.first_id
             }
         ledger = Ledger.reopen(run.ledger(spec.module), counts)
-        step.pass_over(ledger.counts.step - counts.step)
+        step.optimization.pass_over(ledger.counts.step - counts.step)
         return start, ledger
     # What an earlier attempt wrote after this cut would mix with what comes now.
     checkpoint.forget(run, spec.module, lambda other: other > start.cut)

@@ -213,14 +213,14 @@ class ModuleServer:
             self._send_on(batch, self._copies.to_host(step.forward_again(x_BX)))
         else:
             self._end_epochs(batch.epoch - 1)
-            h = self._copies.to_host(step.forward(batch.id, x_BX))
+            h = self._copies.to_host(step.forward(batch.id, x_BX, batch.part))
             at_once = h.here  # else a device that has more to do need not wait for the sending
             if at_once:
                 self._send_on(batch, h)
             g_BX = step.update(y_BY)
             if not at_once:
                 self._send_on(batch, h)
-            ledger.trained(batch.id, batch.epoch, len(x_BX))
+            ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
             if self._replay is not None:
@@ -245,7 +245,7 @@ class ModuleServer:
         """Step schedules to the end of an epoch, past markers that a former process has had."""
         while self._start.epochs_ended < epoch:
             self._start.epochs_ended += 1
-            self._step.end_epoch()
+            self._step.optimization.end_epoch()
 
     def _send_on(self, batch: Batch, h: Fetched) -> None:
         output = self._output
@@ -254,7 +254,7 @@ class ModuleServer:
         if not output.room:
             output.counters.missed += 1
             return
-        output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y)
+        output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
         self._meter.count_window(output.in_flight)
 
     def _answer(self, id: int, g_BX: Tensor) -> None:

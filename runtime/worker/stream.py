@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from dni_runtime.core.chain import parts_of
 from dni_runtime.data import DataSource
 from dni_runtime.spec import HeadRole
-from dni_runtime.wire import Mark, Mode
+from dni_runtime.wire import Mark, Mode, Part
 
 NOTHING = Mark(0)
 Phase = Literal["train", "eval", "end"]
@@ -28,6 +29,7 @@ class Position:
         step: Training batches of the whole run that have been sent.
         eval_batch: Evaluation batches of this evaluation that have been sent.
         saved: Whether the checkpoint that falls on this very step has been asked for.
+        part: Parts of the next training batch that have been sent.
     """
 
     epoch: int = 1
@@ -36,6 +38,7 @@ class Position:
     step: int = 0
     eval_batch: int = 0
     saved: bool = False
+    part: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,6 +58,7 @@ class Item:
     mark: Mark = NOTHING
     x_BX: Tensor | None = None
     y_BY: Tensor | None = None
+    part: Part | None = None
 
 
 def items(source: DataSource, role: HeadRole, start: Position = Position()) -> Iterator[Item]:
@@ -74,7 +78,7 @@ def items(source: DataSource, role: HeadRole, start: Position = Position()) -> I
         if at.phase == "train":
             sends = _left(source, role, at)
             yield from _train(source, role, at, sends)
-            at = replace(at, batch=at.batch + sends, step=at.step + sends, saved=False)
+            at = replace(at, batch=at.batch + sends, step=at.step + sends, saved=False, part=0)
         last = epoch >= role.epochs or at.step == role.steps
         if at.phase == "train":
             evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
@@ -99,8 +103,15 @@ def _train(source: DataSource, role: HeadRole, at: Position, sends: int) -> Iter
         if every and at.batch and at.step % every == 0 and not at.saved:
             at = replace(at, saved=True)
             yield Item(at.epoch, at, mark=Mark.CHECKPOINT)
-        at = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False)
-        yield Item(at.epoch, at, x_BX=x_BX, y_BY=y_BY)
+        after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
+        if role.micro_batches == 1:
+            yield Item(at.epoch, after, x_BX=x_BX, y_BY=y_BY)
+        else:
+            parts = list(parts_of(x_BX, y_BY, role.micro_batches))
+            for number, (part, x, y) in enumerate(parts[at.part :], start=at.part + 1):
+                then = after if number == len(parts) else replace(at, part=number)
+                yield Item(at.epoch, then, x_BX=x, y_BY=y, part=part)
+        at = after
 
 
 def _left(source: DataSource, role: HeadRole, at: Position) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dni_runtime.core.choices import Location, find_class, parse_options
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal, Wanted
 from dni_runtime.core.interfaces.delayed import Delayed, Exact
 from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.mixed import Mixed
@@ -29,7 +29,9 @@ __all__ = [
     "Boundary",
     "GradientInterface",
     "LateSignal",
+    "Resolved",
     "Signal",
+    "Wanted",
     "attends",
     "build_interface",
     "default_interface",
@@ -53,16 +55,15 @@ class Resolved(NamedTuple):
 
     Attributes:
         choice: With all options.
-        every: Of which batches it wants the true gradient
-            (:meth:`GradientInterface.gradient_every`).
-        defers: As :attr:`GradientInterface.defers`.
-        blocks: As :attr:`GradientInterface.blocks`.
+        wanted: Which gradients it wants.
+        applies: As :attr:`GradientInterface.applies`.
+        signals: As :attr:`GradientInterface.signals`.
     """
 
     choice: Choice
-    every: int
-    defers: bool
-    blocks: bool
+    wanted: Wanted
+    applies: bool
+    signals: bool
 
 
 def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
@@ -74,7 +75,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return Resolved(full, cls.gradient_every(options), cls.defers, cls.blocks)
+    return Resolved(full, cls.wants(options), cls.applies, cls.signals)
 
 
 def build_interface(

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal, Wanted
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.training import build_loss, build_optimizer
 from dni_runtime.errors import SpecError
@@ -50,8 +50,8 @@ class Local(GradientInterface):
         )
 
     @classmethod
-    def gradient_every(cls, options: LocalOptions) -> int:
-        return 0
+    def wants(cls, options: LocalOptions) -> Wanted:
+        return Wanted(0)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         h_BH = h_BH.detach().requires_grad_()

@@ -17,7 +17,11 @@ DATA = DataSpec(dataset="digits", flatten=True, batch_size=64, train_limit=200, 
 
 
 def role(
-    epochs: int = 2, steps: int | None = None, eval_every: int = 1, every_steps: int | None = None
+    epochs: int = 2,
+    steps: int | None = None,
+    eval_every: int = 1,
+    every_steps: int | None = None,
+    micro_batches: int = 1,
 ) -> HeadRole:
     return HeadRole(
         data=DATA,
@@ -25,6 +29,7 @@ def role(
         steps=steps,
         eval_every=eval_every,
         checkpoint=CheckpointSpec(every_steps=every_steps),
+        micro_batches=micro_batches,
     )
 
 
@@ -64,8 +69,25 @@ def test_checkpoints_between_batches() -> None:
     ]
 
 
+def test_batches_in_parts() -> None:
+    whole, cut = run(role(epochs=1)), run(role(epochs=1, micro_batches=4))
+    assert shape(cut)[0] == "16 train"
+    parts = [item for item in cut if item.part is not None]
+    assert [item.part.samples for item in parts if item.part] == [64] * 12 + [8] * 4
+    batches = [item.x_BX for item in whole if item.mode is Mode.TRAIN and item.x_BX is not None]
+    assert torch.equal(torch.cat([i.x_BX for i in parts if i.x_BX is not None]), torch.cat(batches))
+    steps = [item.position.step for item in parts]
+    assert steps == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
+
+
 @pytest.mark.parametrize(
-    "given", [role(every_steps=2), role(epochs=3, steps=7), role(eval_every=2)]
+    "given",
+    [
+        role(every_steps=2),
+        role(epochs=3, steps=7),
+        role(eval_every=2),
+        role(every_steps=2, micro_batches=4),
+    ],
 )
 def test_goes_on_exactly_after_any_item(given: HeadRole) -> None:
     whole = run(given)
