@@ -216,7 +216,7 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
         cuts.append(above)
     late = 0
     for index in range(len(cuts) - 2, -1, -1):
-        late = chain.links.window + (0 if cuts[index].bootstrapped else late)
+        late = chain.links.largest_window + (0 if cuts[index].bootstrapped else late)
         cuts[index] = replace(cuts[index], late=late)
     return cuts
 

@@ -23,6 +23,7 @@ from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.guard import REASONS, AllowList, Guard
 from dni_runtime.link.keys import Keyring
+from dni_runtime.link.output import WINDOWS
 from dni_runtime.link.receiver import Receiver, part_of
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
@@ -114,7 +115,8 @@ class InputLink:
         self._context = sockets.open_context()
         self._socket = sockets.input_socket(
             self._context,
-            window=spec.links.window * (1 + ADJACENT_FAILURES),  # what is retained may come, too
+            window=spec.links.largest_window
+            * (1 + ADJACENT_FAILURES),  # what is retained may come, too
             frame_limit=self._contract.frame_limit("input"),
         )
         self._links = spec.links
@@ -125,6 +127,7 @@ class InputLink:
         self._drained = 0
         self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
         self._handshakes = 0
+        self._windows: tuple[int, ...] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -291,6 +294,14 @@ class InputLink:
             Message(Kind.REQUEST, self._receiver.run, self._contract.target, body={"what": what})
         )
 
+    def tell_windows(self, windows: tuple[int, ...]) -> None:
+        """Tell the module upstream how many messages further down may be lost with this module."""
+        if windows != self._windows:
+            self._windows = windows
+            body: dict[str, Body] = {"what": WINDOWS, WINDOWS: list(windows)}
+            request = Message(Kind.REQUEST, self._receiver.run, self._contract.target, body=body)
+            self._send_control(request)
+
     def reaches_peer(self) -> bool:
         """Whether the module upstream is connected now: an acknowledgement can be sent."""
         self._ack_due = True
@@ -374,6 +385,9 @@ class InputLink:
             self._ack_due = False  # WELCOME has told it
             if self._drained:
                 self.send_drained(self._drained)
+            windows, self._windows = self._windows, ()
+            if windows:
+                self.tell_windows(windows)
 
     def _send(self, frames: list[Buffer]) -> bool:
         peer = self._receiver.peer

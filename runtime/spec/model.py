@@ -70,6 +70,10 @@ class DataSpec(Frozen):
         return self.eval_batch_size or 4 * self.batch_size
 
 
+AUTO_WINDOW_LIMIT = 64
+"""The most that a window which is found by measuring becomes."""
+
+
 class LinksSpec(Frozen):
     """How neighbouring modules talk.
 
@@ -79,7 +83,8 @@ class LinksSpec(Frozen):
             address in it) to listen on (default: loopback). With ``auto`` it is for links that
             cross hosts.
         port: For tcp: first port; module *i* listens on ``port + i``. Default: one that is free.
-        window: Batches that may be under way on a link before the sender waits.
+        window: Batches that may be under way on a link before the sender waits; ``auto``: as many
+            as fill the line and keep the other end busy, and no more, found by measuring.
         dtype: Type of activations on the wire (default: the type the module computes).
         gradient_dtype: Type of gradients on the wire (default: the activations' type).
         security: ``auto`` encrypts tcp beyond loopback and lets in only the neighbour; ``curve``
@@ -95,13 +100,18 @@ class LinksSpec(Frozen):
     transport: Literal["auto", "ipc", "tcp"] = "auto"
     interface: str | None = None
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    window: Annotated[int, Field(ge=1, le=4096)] = 8
+    window: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = 8
     dtype: Dtype | None = None
     gradient_dtype: Dtype | None = None
     security: Literal["auto", "curve", "none"] = "auto"
     connect_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     on_loss: Literal["wait", "continue"] = "wait"
     replay: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+
+    @property
+    def largest_window(self) -> int:
+        """Batches that may be under way at most."""
+        return AUTO_WINDOW_LIMIT if self.window == "auto" else self.window
 
     @model_validator(mode="after")
     def _tcp_only(self) -> Self:

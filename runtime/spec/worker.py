@@ -35,7 +35,9 @@ def retained(chain: ChainSpec, index: int) -> int:
     if chain.restart.policy == "never":
         return 0
     links_beyond = max(len(chain.modules) - 2 - index, 0)
-    return chain.links.window * min(links_beyond, ADJACENT_FAILURES)
+    window = chain.links.window
+    first = LinksSpec.model_fields["window"].default  # one that is measured is told later
+    return (first if window == "auto" else window) * min(links_beyond, ADJACENT_FAILURES)
 
 
 class TensorSpec(Frozen):

@@ -353,6 +353,8 @@ class ModuleServer:
         )
 
     def _write_metrics(self) -> None:
+        if self._input is not None and self._output is not None:
+            self._input.tell_windows(self._output.windows)
         replayed = 0 if self._replay is None else self._replay.count
         self._meter.write(self._step, LinkFigures.of(self._input, self._output, replayed))
 

@@ -188,9 +188,12 @@ def test_exact_equals_the_single_process_reference(
 BOUNDED = "{delayed: {max_late: 1, predict: true, micro_batches: 4}}"
 
 
-@pytest.mark.parametrize("interface", ["mixed", "delayed", BOUNDED])
-def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str) -> None:
-    chain = make(chain_spec(interface, epochs=12))
+@pytest.mark.parametrize(
+    ("interface", "links"),
+    [("mixed", "ipc, window: auto"), ("delayed", "ipc"), (BOUNDED, "tcp, window: auto")],
+)
+def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str, links: str) -> None:
+    chain = make(chain_spec(interface, epochs=12, transport=links))
     chain.start()
     assert set(chain.wait().values()) == {0}, chain.logs()
     lines = list(read_lines(chain.run.metrics("c")))
