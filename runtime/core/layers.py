@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.errors import DataError
 from dni_runtime.spec import LayerSpec
 
 LAYERS: dict[str, type[nn.Module]] = {
@@ -48,6 +53,28 @@ def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Seq
     return nn.Sequential(
         *(build_layer(layer, (*location, number)) for number, layer in enumerate(layers))
     )
+
+
+def tensors_of(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters and buffers of a module's layers."""
+    with torch.device("meta"):
+        state = build_layers(layers).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def load_initial(layers: nn.Module, file: Path) -> None:
+    """Give layers the initial weights that a run directory holds; others stay as they are.
+
+    Raises:
+        DataError: The file is missing, unreadable, or of another module.
+    """
+    try:
+        tensors = load_file(file)
+        unknown = layers.load_state_dict(tensors, strict=False).unexpected_keys
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise DataError(f"initial weights {str(file)!r} cannot be used: {error}") from None
+    if unknown:
+        raise DataError(f"initial weights {str(file)!r} are of another module: {unknown[0]!r}")
 
 
 def build_layer(layer: LayerSpec, location: Location = ()) -> nn.Module:

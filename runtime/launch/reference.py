@@ -13,6 +13,7 @@ import torch
 
 from dni_runtime.core.chain import Backprop
 from dni_runtime.core.evaluation import evaluate
+from dni_runtime.core.layers import load_initial
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.errors import WorkerError
 from dni_runtime.launch.prepare import Prepared, importing_from
@@ -78,7 +79,11 @@ def opened(
     chain, workers = record.specs()
     with importing_from(record.run.sources):
         source = open_data(chain.data.at(record.data), record.run.sources, seed=chain.seed)
-        yield chain, workers, Backprop(workers, choose_device(workers[0])), source
+        reference = Backprop(workers, choose_device(workers[0]))
+        for worker, module in zip(workers, reference.model, strict=True):
+            if worker.initial:
+                load_initial(module, record.run.initial(worker.module))
+        yield chain, workers, reference, source
 
 
 def train_reference(record: Record, threads: int) -> None:

@@ -18,6 +18,7 @@ from dni_runtime.spec.model import (
     DataSpec,
     Dtype,
     GroupSpec,
+    InitSpec,
     LinksSpec,
     ModuleSpec,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "GroupSpec",
     "HeadRole",
     "ImageSpec",
+    "InitSpec",
     "LayerSpec",
     "LinksSpec",
     "ModuleSpec",

@@ -194,6 +194,22 @@ class GroupSpec(Frozen):
         return self
 
 
+class InitSpec(Frozen):
+    """Initial weights that are not drawn.
+
+    Attributes:
+        file: A file of safetensors, or the directory of a run (its newest complete checkpoint).
+        names: The module's prefixes of parameters' names, and what they are in the file, as in
+            ``{"0": transformer.wte, "1": transformer.h.0}``; ``""`` stands for all (default: the
+            module's name, as in what ``dnictl export`` writes). What has no prefix here is drawn.
+        strict: Whether all that has a prefix must be in the file.
+    """
+
+    file: str
+    names: dict[str, str] = Field(default_factory=dict)
+    strict: bool = True
+
+
 class ModuleDefaults(Frozen):
     """Settings of one module, or of all modules that do not say otherwise.
 
@@ -206,6 +222,7 @@ class ModuleDefaults(Frozen):
         clip: Gradient clipping.
         accumulate: Batches in one update of the weights.
         ema: Decay of an exponential moving average of the weights, which is evaluated and exported.
+        init: Initial weights that are not drawn.
         freeze: Whether the weights stay as they are; gradients pass through.
         device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
         precision: Type of the module's matrix products (``bfloat16``: torch.autocast).
@@ -221,6 +238,7 @@ class ModuleDefaults(Frozen):
     clip: ClipSpec | None = None
     accumulate: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    init: InitSpec | None = None
     freeze: bool | None = None
     device: Device | None = None
     precision: Literal["float32", "bfloat16"] | None = None

@@ -111,6 +111,7 @@ class WorkerSpec(Frozen):
         accumulate: Batches in one update.
         ema: Decay of the average of the weights, or None.
         freeze: Whether the weights stay as they are.
+        initial: Whether the run directory holds weights that the module begins with.
         loss: The chain's loss; local gradient interfaces use it too.
         seed: The chain's seed.
         device: Where the module computes.
@@ -155,6 +156,7 @@ class WorkerSpec(Frozen):
     accumulate: int = 1
     ema: float | None = None
     freeze: bool = False
+    initial: bool = False
     loss: Choice
     seed: int
     device: str
@@ -204,7 +206,7 @@ class WorkerSpec(Frozen):
     def hash(self) -> str:
         """SHA-256 of what the image must hold: host paths and link timing are left out."""
         document = self.model_dump(mode="json")
-        for name in ("stop_grace_s", "late", "retain", "snapshot_s"):
+        for name in ("stop_grace_s", "late", "retain", "snapshot_s", "initial"):
             document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
