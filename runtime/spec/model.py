@@ -95,6 +95,8 @@ class LinksSpec(Frozen):
             that do not fit are then not sent.
         replay: Batches that a module keeps, to train on them again while its neighbour upstream is
             gone; 0 for none.
+        synthetic_inputs: Train on inputs predicted from labels instead, while the neighbour
+            upstream is ``gone``, or whenever the next batch is ``late``.
     """
 
     transport: Literal["auto", "ipc", "tcp"] = "auto"
@@ -107,6 +109,7 @@ class LinksSpec(Frozen):
     connect_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     on_loss: Literal["wait", "continue"] = "wait"
     replay: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    synthetic_inputs: Literal["gone", "late"] | None = None
 
     @property
     def largest_window(self) -> int:
@@ -117,6 +120,8 @@ class LinksSpec(Frozen):
     def _tcp_only(self) -> Self:
         if self.transport == "ipc" and (self.interface is not None or self.port is not None):
             raise ValueError("'interface' and 'port' are for 'transport': 'tcp' or 'auto'")
+        if self.replay and self.synthetic_inputs is not None:
+            raise ValueError("'replay' and 'synthetic_inputs' are for the same time: choose one")
         return self
 
 

@@ -24,12 +24,12 @@ from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.head import Head
+from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.keeper import Keeper
 from dni_runtime.worker.leaving import Leaving
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, Meter
 from dni_runtime.worker.neighbours import Neighbours
-from dni_runtime.worker.replay import Replay
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item
@@ -108,7 +108,7 @@ class ModuleServer:
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
         self._goes_on_alone = step.spec.links.on_loss == "continue"
-        self._replay = Replay.of(step, input)
+        self._idle = Idle.of(step, input)
         # Input that cannot be taken yet must not wake the loop up again and again.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
@@ -191,8 +191,8 @@ class ModuleServer:
             item = self._input.receive()
             if item is None:
                 return False
-            if self._replay is not None:
-                self._replay.heard()
+            if self._idle is not None:
+                self._idle.heard()
         if isinstance(item, Marker):
             self._handle_marker(item)
         else:
@@ -223,8 +223,8 @@ class ModuleServer:
             ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
-            if self._replay is not None:
-                self._replay.keep(x_BX, y_BY)
+            if self._idle is not None:
+                self._idle.keep(x_BX, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
         if g_BX is not None:
             self._answer(batch.id, g_BX)
@@ -355,13 +355,13 @@ class ModuleServer:
     def _write_metrics(self) -> None:
         if self._input is not None and self._output is not None:
             self._input.tell_windows(self._output.windows)
-        replayed = 0 if self._replay is None else self._replay.count
+        replayed = 0 if self._idle is None else self._idle.count
         self._meter.write(self._step, LinkFigures.of(self._input, self._output, replayed))
 
     def _sleep(self) -> None:
         self._send_answers(wait=True)
         may_take = self._may_take()
-        if may_take and self._replay is not None and not self._stop() and self._replay.train():
+        if may_take and self._idle is not None and not self._stop() and self._idle.train():
             return
         began = time.monotonic()
         if may_take:

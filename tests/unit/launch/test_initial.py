@@ -121,7 +121,7 @@ def test_what_is_not_there_may_be_drawn(tmp_path: Path, model: dict[str, torch.T
 
 
 def test_a_run_directory_without_them(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="initial weights .* cannot be used"):
+    with pytest.raises(DataError, match=r"initial weights .* cannot be used"):
         load_initial(nn.Linear(2, 2), tmp_path / "none.safetensors")
     save_file({"other": torch.zeros(1)}, tmp_path / "wrong.safetensors")
     with pytest.raises(DataError, match="another module: 'other'"):

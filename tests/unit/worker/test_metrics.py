@@ -19,8 +19,8 @@ from dni_runtime.errors import StoppedError
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
+from dni_runtime.worker.idle import ReplayBuffer
 from dni_runtime.worker.metrics import LinkFigures, Meter
-from dni_runtime.worker.replay import ReplayBuffer
 
 CHAIN = """\
 name: small
