@@ -8,8 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.training import METRICS, build_loss
+from dni_runtime.core.training import METRICS
 from dni_runtime.spec import WorkerSpec
 
 
@@ -30,10 +31,8 @@ class Evaluation:
     def of(cls, step: ModuleStep) -> Self:
         """Of the chain at its tail, else of the module's early head."""
         if step.spec.tail is not None:
-            assert step.loss is not None
             return cls(step.loss, step.spec.tail.metrics)
-        loss = build_loss(step.spec.loss).to(step.device)
-        return cls(loss, ("accuracy",) if step.classifies else ())
+        return cls(step.loss, ("accuracy",) if step.classifies else ())
 
     def to_dict(self) -> dict[str, Any]:
         """The sums so far; waits for the device."""
@@ -75,7 +74,9 @@ def evaluate(
         worker: The tail's spec, for loss and metrics.
     """
     assert worker.tail is not None
-    evaluation = Evaluation(build_loss(worker.loss), worker.tail.metrics)
+    evaluation = Evaluation(
+        ChainLoss(worker.loss, worker.prediction, worker.label), worker.tail.metrics
+    )
     with torch.no_grad():
         for x_BX, y_BY in batches:
             evaluation.add(predict(x_BX), y_BY)

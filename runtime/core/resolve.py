@@ -6,6 +6,7 @@ name, keyword or shape is an error before anything starts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +16,9 @@ from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_layer, build_layers
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.training import (
     METRICS,
-    build_loss,
     build_optimizer,
     build_schedule,
     empty_batch,
@@ -236,12 +237,13 @@ def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> Tensor:
 
 
 def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> None:
-    loss = build_loss(chain.loss, ("loss",))
+    loss = ChainLoss(chain.loss, prediction, info.label, ("loss",))
     p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
     y_BY = empty_batch(info.label, BATCH, "cpu")
     hint = f"the tail gives {prediction}, labels are {info.label}"
     try:
         value = loss(p_BP, y_BY)
+        adds_up = ":" in chain.loss.name and _adds_up(loss, p_BP, y_BY)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
@@ -250,15 +252,31 @@ def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> Non
             hint=hint,
         ) from None
     if value.dim() != 0:
-        raise SpecError(f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar", hint=hint)
-    if chain.loss.name == "CrossEntropyLoss" and info.classes is not None:
-        outputs = prediction.shape[0] if prediction.shape else 0
-        if outputs < info.classes:
-            raise SpecError(
-                f"the tail gives {prediction}, but the data has {info.classes} classes",
-                location=("modules", len(chain.modules) - 1, "layers"),
-                hint=f"end with a layer of {info.classes} outputs",
-            )
+        raise SpecError(
+            f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar",
+            location=("loss",),
+            hint=hint,
+        )
+    if adds_up:
+        raise SpecError(
+            f"{chain.loss.name} is a sum over the batch: for twice the samples it is twice as high",
+            location=("loss",),
+            hint="divide by the number of samples; gradients between modules are per sample",
+        )
+    if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:
+        raise SpecError(
+            f"the tail gives {prediction}, but the data has {info.classes} classes",
+            location=("modules", len(chain.modules) - 1, "layers"),
+            hint=f"end with a layer of {info.classes} outputs",
+        )
+
+
+def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
+    """Whether a loss is a sum over the batch instead of a mean."""
+    p_BP = torch.rand(p_BP.shape, generator=torch.Generator().manual_seed(0)).to(p_BP.dtype)
+    once = float(loss(p_BP, y_BY))
+    twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])))
+    return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
 
 
 def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:

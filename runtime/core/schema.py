@@ -6,7 +6,8 @@ from typing import Any
 
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.layers import LAYERS
-from dni_runtime.core.training import LOSSES, METRICS, OPTIMIZERS, SCHEDULES
+from dni_runtime.core.losses import LOSSES
+from dni_runtime.core.training import METRICS, OPTIMIZERS, SCHEDULES
 from dni_runtime.spec import ChainSpec
 
 

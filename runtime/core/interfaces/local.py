@@ -14,8 +14,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.pooling import Grid
-from dni_runtime.core.training import build_loss, build_optimizer
+from dni_runtime.core.training import build_optimizer
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 from dni_runtime.spec.named import Frozen
@@ -44,7 +45,7 @@ class Local(GradientInterface):
     def __init__(self, boundary: Boundary, options: LocalOptions) -> None:
         super().__init__(boundary, options)
         self.head = build_head(boundary.activation, boundary.prediction, options)
-        self.loss = build_loss(boundary.loss)
+        self.loss = ChainLoss(boundary.loss, boundary.prediction, boundary.label)
         self._optimizer = build_optimizer(
             options.optimizer or boundary.optimizer, self.head.parameters(), ("optimizer",)
         )

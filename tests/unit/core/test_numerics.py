@@ -398,7 +398,7 @@ def test_the_control_does_not_learn(small: Any) -> None:
         chain.train_batch(x, y)
     for step, before in zip(chain.steps, frozen, strict=True):
         same = [torch.equal(v, before[k]) for k, v in step.layers.named_parameters()]
-        assert not any(same) if step.loss is not None else all(same)
+        assert not any(same) if step.interface is None else all(same)
 
 
 def test_evaluation_changes_nothing(small: Any) -> None:
