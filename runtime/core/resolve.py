@@ -16,9 +16,9 @@ from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_layer, build_layers
-from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.losses import ChainLoss, class_axis
+from dni_runtime.core.metrics import check_metrics
 from dni_runtime.core.training import (
-    METRICS,
     build_optimizer,
     build_schedule,
     empty_batch,
@@ -35,7 +35,6 @@ from dni_runtime.spec import (
     TensorSpec,
     WorkerSpec,
 )
-from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.worker import retained
 
 BATCH = 2
@@ -44,12 +43,20 @@ BATCH = 2
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
 
 
-def resolved_chain(chain: ChainSpec) -> ChainSpec:
+def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
     """The chain with every module's settings filled in; what ``dnictl config`` prints.
 
+    Args:
+        chain: The chain.
+        info: What its data looks like.
+
     Raises:
-        SpecError: A gradient interface or one of its options is unknown.
+        SpecError: A layer, gradient interface or option is unknown or does not fit.
     """
+    return _resolve(chain, _infer(chain, info), info)
+
+
+def _resolve(chain: ChainSpec, activations: Sequence[TensorSpec], info: DataInfo) -> ChainSpec:
     modules = []
     for index, module in enumerate(chain.modules):
         interface = None
@@ -72,7 +79,10 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
                 resources=chain.resources(index),
             )
         )
-    return chain.model_copy(update={"modules": tuple(modules), "defaults": type(chain.defaults)()})
+    update = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
+    if "metrics" not in chain.model_fields_set and class_axis(activations[-1], info.label) is None:
+        update["metrics"] = ()  # the default needs class labels
+    return chain.model_copy(update=update)
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
@@ -85,19 +95,13 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     Raises:
         SpecError: Something is unknown, misspelt or does not fit; ``location`` says where.
     """
-    full = resolved_chain(chain)
     if chain.data.batch_size < 2:
         _refuse_batchnorm(chain)
-    activations = _infer(full, info)
+    activations = _infer(chain, info)
+    full = _resolve(chain, activations, info)
     prediction = activations[-1]
-    _check_loss(full, prediction, info)
-    for number, metric in enumerate(full.metrics):
-        if metric not in METRICS:
-            raise SpecError(
-                f"unknown metric {metric!r}",
-                location=("metrics", number),
-                hint=suggestion(metric, list(METRICS)),
-            )
+    loss = _check_loss(full, prediction, info)
+    check_metrics(full.metrics, loss, prediction, info.label)
     interfaces = [
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules
@@ -236,7 +240,7 @@ def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> Tensor:
         ) from None
 
 
-def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> None:
+def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> ChainLoss:
     loss = ChainLoss(chain.loss, prediction, info.label, ("loss",))
     p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
     y_BY = empty_batch(info.label, BATCH, "cpu")
@@ -269,6 +273,7 @@ def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> Non
             location=("modules", len(chain.modules) - 1, "layers"),
             hint=f"end with a layer of {info.classes} outputs",
         )
+    return loss
 
 
 def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:

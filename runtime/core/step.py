@@ -25,8 +25,8 @@ from dni_runtime.core.interfaces.base import Pending
 from dni_runtime.core.layers import build_layers
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.mean import Mean
+from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.training import (
-    METRICS,
     build_optimizer,
     build_schedule,
     module_seed,
@@ -177,7 +177,7 @@ class ModuleStep:
         if signal.loss is not None:
             self.counters.loss = signal.loss
         if self.measure_head and self.classifies and signal.p_BP is not None:
-            self.counters.head_accuracy.add(METRICS["accuracy"](signal.p_BP, y_BY))
+            self.counters.head_accuracy.add(accuracy(self.loss, signal.p_BP, y_BY))
             self.measure_head = False
         if due(id, self.spec.gradients_in):
             self._keep(id, Pending(h_detached_BH, y_BY))

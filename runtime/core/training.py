@@ -1,10 +1,10 @@
-"""Optimizers, schedules and metrics by name, and seeds."""
+"""Optimizers and schedules by name, and seeds."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -30,25 +30,6 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     and name not in {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
     and name != "ReduceLROnPlateau"
 }
-Metric = Callable[[Tensor, Tensor], Tensor]
-
-
-def _accuracy(p_BC: Tensor, y_BY: Tensor) -> Tensor:
-    return (p_BC.argmax(1) == y_BY).float().mean()
-
-
-def _top5(p_BC: Tensor, y_BY: Tensor) -> Tensor:
-    top = p_BC.topk(min(5, p_BC.shape[1]), 1).indices
-    return (top == y_BY.unsqueeze(1)).any(1).float().mean()
-
-
-METRICS: dict[str, Metric] = {
-    "accuracy": _accuracy,
-    "top5": _top5,
-    "mae": lambda p_BP, y_BY: (p_BP - y_BY).abs().mean(),
-    "mse": lambda p_BP, y_BY: (p_BP - y_BY).square().mean(),
-}
-"""Means over a batch, of predictions and labels."""
 
 
 def module_seed(seed: int, index: int) -> int:
