@@ -25,7 +25,8 @@ LOSSES: dict[str, type[nn.Module]] = {
     and "reduction" in inspect.signature(cls).parameters
 }
 
-_TINY = torch.finfo(torch.float32).tiny
+_TINY = 1e-30
+"""What zero valid labels are divided by, which gives zero."""
 
 
 class ChainLoss(nn.Module):
@@ -148,11 +149,7 @@ class ChainLoss(nn.Module):
                 args["weight"] = args["weight"][:classes]
         if self.ignore_index is not None:
             args["ignore_index"] = self.ignore_index
-        return ChainLoss(
-            Choice(name="CrossEntropyLoss", args=args),
-            TensorSpec(shape=(classes,), dtype="float32"),
-            TensorSpec(shape=(), dtype="int64"),
-        )
+        return cross_entropy(classes, args)
 
     def difference(self, scores_NC: Tensor, y_N: Tensor) -> Tensor:
         """The gradient of the mean at the scores, times N; for a cross-entropy of rows.
@@ -180,6 +177,20 @@ class ChainLoss(nn.Module):
 
     def _torch_layout(self, p_BP: Tensor) -> Tensor:
         return p_BP if self.class_axis == 1 else p_BP.movedim(-1, 1)
+
+
+def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss:
+    """``CrossEntropyLoss`` of ``[N, classes]`` scores.
+
+    Args:
+        classes: How many.
+        args: Its keywords.
+    """
+    return ChainLoss(
+        Choice(name="CrossEntropyLoss", args=args or {}),
+        TensorSpec(shape=(classes,), dtype="float32"),
+        TensorSpec(shape=(), dtype="int64"),
+    )
 
 
 def class_axis(prediction: TensorSpec, label: TensorSpec) -> int | None:
