@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
-from dni_runtime.core.layers import build_layer, build_layers
+from dni_runtime.core.layers import build_layers
 from dni_runtime.core.losses import ChainLoss, class_axis
 from dni_runtime.core.metrics import check_metrics
+from dni_runtime.core.shapes import BATCH, Inferred, infer_shapes
 from dni_runtime.core.training import (
     build_optimizer,
     build_schedule,
@@ -29,16 +30,12 @@ from dni_runtime.spec import (
     Choice,
     DataInfo,
     HeadRole,
-    LayerSpec,
     ModuleSpec,
     TailRole,
     TensorSpec,
     WorkerSpec,
 )
 from dni_runtime.spec.worker import retained
-
-BATCH = 2
-"""Samples in the batch that shapes are inferred with: BatchNorm needs more than one."""
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
 
@@ -53,17 +50,17 @@ def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
     Raises:
         SpecError: A layer, gradient interface or option is unknown or does not fit.
     """
-    return _resolve(chain, _infer(chain, info), info)
+    return _resolve(chain, infer_shapes(chain, info), info)
 
 
-def _resolve(chain: ChainSpec, activations: Sequence[TensorSpec], info: DataInfo) -> ChainSpec:
+def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> ChainSpec:
     modules = []
     for index, module in enumerate(chain.modules):
         interface = None
         if index < len(chain.modules) - 1:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
-            choice = chain.setting(index, "interface") or default_interface(module.layers)
+            choice = chain.setting(index, "interface") or default_interface(inferred[index].attends)
             interface = find_interface(choice, at).choice
         modules.append(
             ModuleSpec(
@@ -80,7 +77,8 @@ def _resolve(chain: ChainSpec, activations: Sequence[TensorSpec], info: DataInfo
             )
         )
     update = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
-    if "metrics" not in chain.model_fields_set and class_axis(activations[-1], info.label) is None:
+    prediction = inferred[-1].output
+    if "metrics" not in chain.model_fields_set and class_axis(prediction, info.label) is None:
         update["metrics"] = ()  # the default needs class labels
     return chain.model_copy(update=update)
 
@@ -97,8 +95,9 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     """
     if chain.data.batch_size < 2:
         _refuse_batchnorm(chain)
-    activations = _infer(chain, info)
-    full = _resolve(chain, activations, info)
+    inferred = infer_shapes(chain, info)
+    full = _resolve(chain, inferred, info)
+    activations = [one.output for one in inferred]
     prediction = activations[-1]
     loss = _check_loss(full, prediction, info)
     check_metrics(full.metrics, loss, prediction, info.label)
@@ -149,6 +148,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 links=full.links,
                 retain=retained(full, index),
                 blocks=blocks[index],
+                attends=inferred[index].attends,
                 snapshot_s=full.restart.snapshot_s if full.restart.policy != "never" else 0.0,
                 keep=full.checkpoint.keep,
                 stop_grace_s=full.stop_grace_s,
@@ -177,67 +177,6 @@ def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:
             layers = build_layers(worker.layers)
             counts[worker.module] = sum(p.numel() for p in layers.parameters() if p.requires_grad)
     return counts
-
-
-def _infer(chain: ChainSpec, info: DataInfo) -> list[TensorSpec]:
-    """Run every layer on the meta device; gives each module's output."""
-    current = info.sample
-    outputs = []
-    for index, module in enumerate(chain.modules):
-        for number, layer in enumerate(module.layers):
-            at: Location = ("modules", index, "layers", number)
-            current = _infer_layer(layer, current, at, first=number == 0 and index > 0)
-        outputs.append(current)
-    return outputs
-
-
-def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bool) -> TensorSpec:
-    for key in ("layers", "shortcut"):  # a block's own layers first: their errors say more
-        inner = given
-        for number, one in enumerate(getattr(layer, key)):
-            place = (key, number) if layer.type == "Residual" else (number,)
-            inner = _infer_layer(one, inner, (*at, layer.type, *place), first=first and not number)
-    with torch.device("meta"):
-        built = build_layer(layer, at)
-    name = layer.type
-    try:
-        with torch.no_grad():
-            output = built(empty_batch(given, BATCH, "meta"))
-    except NotImplementedError:
-        output = _infer_on_cpu(layer, given, at)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "the module before sends" if first else "it gets"
-        raise SpecError(
-            f"{name}{layer.args or ''} does not fit: {what} {given}: {reason}",
-            location=(*at, "args" if ":" in name else name),
-            hint="B is the batch; compare the layer's sizes with what arrives",
-        ) from None
-    if not isinstance(output, Tensor):
-        raise SpecError(
-            f"{name} gives {type(output).__name__} instead of one tensor",
-            location=at,
-            hint="wrap it in a module of your own that returns one tensor",
-        )
-    if output.dim() < 1 or output.shape[0] != BATCH:
-        raise SpecError(
-            f"{name} does not keep the batch as first dimension: {BATCH} samples of {given} "
-            f"became a tensor of shape {tuple(output.shape)}",
-            location=at,
-        )
-    return TensorSpec(shape=tuple(output.shape[1:]), dtype=str(output.dtype).split(".")[-1])
-
-
-def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> Tensor:
-    """For user layers that do something the meta device cannot: a tiny real batch."""
-    try:
-        with torch.no_grad():
-            output: Tensor = build_layer(layer, at)(empty_batch(given, BATCH, "cpu"))
-            return output
-    except Exception as error:
-        raise SpecError(
-            f"{layer.type} fails on {given}: {type(error).__name__}: {error}", location=at
-        ) from None
 
 
 def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> ChainLoss:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dni_runtime.core.interfaces import default_interface
 from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.core.schema import json_schema
 from dni_runtime.errors import SpecError
@@ -47,19 +46,6 @@ def test_contracts_of_neighbours_agree() -> None:
     assert c.tail is not None
     assert c.interface is None
     assert parameter_counts((a, b, c)) == {"a": 60, "b": 4112, "c": 170}
-
-
-@pytest.mark.parametrize(
-    ("layer", "interface"),
-    [
-        ("ReLU", "mixed"),
-        ("TransformerEncoderLayer: {d_model: 16, nhead: 2}", "delayed"),
-        ("Residual: [{Sequential: [{'nn:SelfAttention': {}}]}]", "delayed"),
-    ],
-)
-def test_the_default_interface_is_that_of_the_kind_of_layer(layer: str, interface: str) -> None:
-    layers = parse_chain(CHAIN.replace("- Flatten", f"- {layer}")).modules[1].layers
-    assert default_interface(layers).name == interface
 
 
 def test_local_interfaces_want_no_gradients() -> None:
