@@ -13,7 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from dni_runtime.core.layers import build_layers
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, seeded
-from dni_runtime.core.training import build_optimizer, build_schedule, module_seed
+from dni_runtime.core.training import (
+    build_optimizer,
+    build_schedule,
+    module_seed,
+    sparse_parameters,
+)
 from dni_runtime.spec import WorkerSpec
 
 Carry: TypeAlias = Callable[[int, Tensor], Tensor]
@@ -119,7 +124,9 @@ class Backprop:
         for worker, module in zip(workers, modules, strict=True):
             if not any(p.requires_grad for p in module.parameters()):
                 continue
-            optimizer = build_optimizer(worker.optimizer, module.parameters())
+            optimizer = build_optimizer(
+                worker.optimizer, module.parameters(), sparse=sparse_parameters(module)
+            )
             self.optimizers.append(optimizer)
             if worker.schedule is not None:
                 schedule = build_schedule(worker.schedule, optimizer)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
@@ -23,6 +23,7 @@ from dni_runtime.core.training import (
     build_optimizer,
     build_schedule,
     empty_batch,
+    sparse_parameters,
 )
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import (
@@ -227,10 +228,7 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
     """Make optimizers, schedules and interfaces once, so that their errors come now."""
     for worker in workers:
         at = ("modules", worker.index)
-        parameters = [nn.Parameter(torch.zeros(1))]
-        optimizer = build_optimizer(
-            worker.optimizer, parameters, _place(chain, worker.index, "optimizer")
-        )
+        optimizer = _check_optimizer(worker, _place(chain, worker.index, "optimizer"))
         if worker.schedule is not None:
             build_schedule(worker.schedule, optimizer, _place(chain, worker.index, "schedule"))
         if worker.interface is not None:
@@ -246,6 +244,38 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                     Boundary.of(worker),
                     _place(chain, worker.index, "interface"),
                 )
+
+
+def _check_optimizer(worker: WorkerSpec, location: Location) -> optim.Optimizer:
+    """Make a module's optimizer for its own parameters, and try a step."""
+    with torch.device("meta"):
+        layers = build_layers(worker.layers)
+    named = {name: p for name, p in layers.named_parameters() if p.requires_grad}
+    trains = worker.interface is None or find_interface(worker.interface).trains
+    if not named or not trains:
+        return build_optimizer(worker.optimizer, [nn.Parameter(torch.zeros(2, 2))], location)
+    sparse = sparse_parameters(layers)
+
+    def build(*parameters: nn.Parameter) -> optim.Optimizer:
+        return build_optimizer(worker.optimizer, parameters, location, sparse=sparse)
+
+    try:
+        return build(*named.values())
+    except SpecError as error:
+        refused = []
+        for name, p in named.items():
+            try:
+                build(p)
+            except SpecError:
+                refused.append(f"{name} ({' x '.join(map(str, p.shape))})")
+        if len(refused) in (0, len(named)):
+            raise
+        raise SpecError(
+            f"{error.message}; of module {worker.module!r} it refuses {', '.join(refused[:3])}"
+            + (", …" if len(refused) > 3 else ""),
+            location=error.location,
+            hint="give the module another optimizer, or cut the chain so that it has none of these",
+        ) from None
 
 
 def _check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:

@@ -30,6 +30,7 @@ from dni_runtime.core.training import (
     build_optimizer,
     build_schedule,
     module_seed,
+    sparse_parameters,
     torch_dtype,
 )
 from dni_runtime.spec import WorkerSpec
@@ -103,7 +104,11 @@ class ModuleStep:
             self.layers.requires_grad_(False)
         parameters = [p for p in self.layers.parameters() if p.requires_grad]
         self.optimizer = (
-            build_optimizer(spec.optimizer, parameters, ("optimizer",)) if parameters else None
+            build_optimizer(
+                spec.optimizer, parameters, ("optimizer",), sparse=sparse_parameters(self.layers)
+            )
+            if parameters
+            else None
         )
         self.schedule = (
             build_schedule(spec.schedule, self.optimizer, ("schedule",))

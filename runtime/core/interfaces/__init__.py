@@ -53,12 +53,14 @@ class Resolved(NamedTuple):
             (:meth:`GradientInterface.gradient_every`).
         defers: As :attr:`GradientInterface.defers`.
         blocks: As :attr:`GradientInterface.blocks`.
+        trains: As :attr:`GradientInterface.trains`.
     """
 
     choice: Choice
     every: int
     defers: bool
     blocks: bool
+    trains: bool
 
 
 def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
@@ -70,7 +72,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return Resolved(full, cls.gradient_every(options), cls.defers, cls.blocks)
+    return Resolved(full, cls.gradient_every(options), cls.defers, cls.blocks, cls.trains)
 
 
 def build_interface(

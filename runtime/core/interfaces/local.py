@@ -48,9 +48,16 @@ class Local(GradientInterface):
         self.head = build_head(
             boundary.activation, boundary.prediction, options, self.loss.class_axis
         )
-        self._optimizer = build_optimizer(
-            options.optimizer or boundary.optimizer, self.head.parameters(), ("optimizer",)
-        )
+        own = options.optimizer
+        try:
+            self._optimizer = build_optimizer(
+                own or boundary.optimizer, self.head.parameters(), ("optimizer",)
+            )
+        except SpecError as error:
+            hint = "the early head takes the module's optimizer unless 'optimizer' names one for it"
+            raise SpecError(
+                error.message, location=error.location, hint=error.hint if own else hint
+            ) from None
 
     @classmethod
     def gradient_every(cls, options: LocalOptions) -> int:
