@@ -9,10 +9,11 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_module
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.step import ModuleStep, seeded
-from dni_runtime.core.training import build_loss, module_seed
+from dni_runtime.core.training import module_seed
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
@@ -141,11 +142,12 @@ class Backprop:
         modules, self._random_states = [], []
         for worker in workers:
             with seeded(module_seed(worker.seed, worker.index)) as state:
-                module = build_layers(worker.layers, ("layers",)).to(self.device)
+                module = build_module(worker, self.device)
                 self._random_states.append(state())
             modules.append(module.requires_grad_(not worker.freeze))
         self.model = nn.Sequential(*modules)
-        self.loss = build_loss(workers[-1].loss).to(self.device)
+        tail = workers[-1]
+        self.loss = ChainLoss(tail.loss, tail.prediction, tail.label).to(self.device)
         self._optimizations = [
             Optimization(worker, module) for worker, module in zip(workers, modules, strict=True)
         ]

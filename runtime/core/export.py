@@ -107,10 +107,21 @@ def export_model(
             for worker in workers
         ],
     }
-    tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    tensors = _separate(model.state_dict())
     data = save(tensors, metadata={METADATA: json.dumps(description), "format": "pt"})
     write_atomic(output, data, mode=0o644)
     return model
+
+
+def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that share no memory, as safetensors want them; tied weights are written each."""
+    seen: set[int] = set()
+    tensors = {}
+    for key, value in state.items():
+        storage = value.untyped_storage().data_ptr()
+        tensors[key] = value.clone() if storage in seen else value.contiguous()
+        seen.add(storage)
+    return tensors
 
 
 def load_model(path: str | os.PathLike[str]) -> nn.Module:

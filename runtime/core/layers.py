@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -10,10 +11,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError
-from dni_runtime.spec import LayerSpec
+from dni_runtime.spec import LayerSpec, WorkerSpec
 
 LAYERS: dict[str, type[nn.Module]] = {
     name: cls
@@ -53,6 +56,21 @@ def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Seq
     return nn.Sequential(
         *(build_layer(layer, (*location, number)) for number, layer in enumerate(layers))
     )
+
+
+def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequential:
+    """A module's layers in train mode, lazy ones with the sizes that they find.
+
+    Raises:
+        SpecError: As :func:`build_layers`.
+    """
+    with torch.device("meta") if device == "meta" else contextlib.nullcontext():
+        layers = build_layers(worker.layers, ("layers",))
+    if any(isinstance(p, UninitializedParameter) for p in layers.parameters()):
+        with torch.no_grad():
+            layers.eval()(empty_batch(worker.input, 1, "meta" if device == "meta" else "cpu"))
+        layers.train()
+    return layers if device == "meta" else layers.to(device)
 
 
 def tensors_of(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:

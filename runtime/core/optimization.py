@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dni_runtime.core.choices import Location, check_keywords, find_class
-from dni_runtime.core.training import OPTIMIZERS, build_optimizer, build_schedule
+from dni_runtime.core.training import (
+    OPTIMIZERS,
+    build_optimizer,
+    build_schedule,
+    sparse_parameters,
+)
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import GroupSpec, WorkerSpec
 
@@ -154,7 +159,7 @@ def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer
     left = {name: p for name, p in layers.named_parameters() if p.requires_grad}
     if not left:
         return {}
-    kinds = _kinds(layers)
+    kinds, sparse = _kinds(layers), sparse_parameters(layers)
     own: list[dict[str, Any]] = []
     others: dict[str, Optimizer] = {}
     for number, group in enumerate(spec.groups):
@@ -167,11 +172,38 @@ def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer
             _check_options(spec, group, at)
             own.append({"params": params, **group.options})
         else:
-            others[f"group-{number}"] = build_optimizer(group.optimizer, params, (*at, "optimizer"))
+            others[f"group-{number}"] = build_optimizer(
+                group.optimizer, params, (*at, "optimizer"), sparse=sparse
+            )
     if left:
         own.insert(0, {"params": list(left.values())})
-    first = {"module": build_optimizer(spec.optimizer, own, ("optimizer",))} if own else {}
-    return {**first, **others}
+    if not own:
+        return others
+    try:
+        module = build_optimizer(spec.optimizer, own, ("optimizer",), sparse=sparse)
+    except SpecError as error:
+        raise _naming_refused(error, spec, left, sparse) from None
+    return {"module": module, **others}
+
+
+def _naming_refused(
+    error: SpecError, spec: WorkerSpec, named: Mapping[str, nn.Parameter], sparse: Collection[int]
+) -> SpecError:
+    """The error, with the parameters that an optimizer refuses where it takes the others."""
+    refused = []
+    for name, p in named.items():
+        try:
+            build_optimizer(spec.optimizer, [p], sparse=sparse)
+        except SpecError:
+            refused.append(f"{name} ({' x '.join(map(str, p.shape))})")
+    if len(refused) in (0, len(named)):
+        return error
+    return SpecError(
+        f"{error.message}; of module {spec.module!r} it refuses {', '.join(refused[:3])}"
+        + (", …" if len(refused) > 3 else ""),
+        location=error.location,
+        hint="give these an optimizer of their own under 'groups'",
+    )
 
 
 def _check_options(spec: WorkerSpec, group: GroupSpec, at: Location) -> None:

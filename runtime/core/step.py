@@ -16,18 +16,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dni_runtime.core.interfaces import (
     Boundary,
     GradientInterface,
     build_interface,
 )
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_module
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.mean import Mean
+from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.passes import ForwardPass, ForwardPasses
-from dni_runtime.core.training import METRICS, build_loss, module_seed, torch_dtype
+from dni_runtime.core.training import module_seed, torch_dtype
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
@@ -96,6 +98,7 @@ class ModuleStep:
 
     Attributes:
         counters: What has been counted and measured.
+        loss: The chain's loss, by which the tail is trained.
         optimization: What updates the weights.
         batches: Training batches so far.
         store: How many batches, or parts, are kept for gradients that are still to come.
@@ -113,17 +116,13 @@ class ModuleStep:
         self.counters = StepCounters()
         self.batches = 0
         self.measure_late = self.measure_head = True
-        scores = spec.prediction.shape[:1]
-        self.classifies = spec.classes is not None and bool(scores) and scores[0] >= spec.classes
         with seeded(module_seed(spec.seed, spec.index)) as state:
-            self.layers = build_layers(spec.layers, ("layers",)).to(self.device)
+            self.layers = build_module(spec, self.device)
             self.interface: GradientInterface | None = None
-            self.loss: nn.Module | None = None
-            if spec.interface is None:
-                self.loss = build_loss(spec.loss).to(self.device)
-            else:
+            if spec.interface is not None:
                 interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
                 self.interface = interface.to(self.device)
+            self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
         interface_ = self.interface
         if spec.freeze or (interface_ is not None and not interface_.trains):
@@ -141,6 +140,7 @@ class ModuleStep:
             device=self.device,
             version=lambda: self.optimization.version,
         )
+        self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self.store = (interface_.store if interface_ is not None else None) or -(
             -(spec.late + MARGIN) // max(spec.gradients_in, 1)
@@ -215,7 +215,6 @@ class ModuleStep:
         ends = part.ends_with(len(y_BY))
         answers = due(id, self.spec.gradients_out)
         if self.interface is None:
-            assert self.loss is not None
             loss = self.loss(done.h_BH, y_BY)
             self.counters.loss = loss.detach()
             if len(y_BY) != part.samples:
@@ -248,7 +247,7 @@ class ModuleStep:
         if signal.loss is not None:
             self.counters.loss = signal.loss
         if self.measure_head and self.classifies and signal.p_BP is not None:
-            self.counters.head_accuracy.add(METRICS["accuracy"](signal.p_BP, y_BY))
+            self.counters.head_accuracy.add(accuracy(self.loss, signal.p_BP, y_BY))
             self.measure_head = False
         return signal.g_BH
 
@@ -267,7 +266,6 @@ class ModuleStep:
         """
         h_BH = self._passes.compute(x_BX).h_BH
         if self.interface is None:
-            assert self.loss is not None
             _backward(self.loss(h_BH, y_BY), None)
         else:
             signal = self.interface.signal(h_BH.detach(), y_BY)

@@ -1,10 +1,10 @@
-"""Optimizers, schedules, losses and metrics by name, and seeds."""
+"""Optimizers and schedules by name, and seeds."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,33 +33,6 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
 }
 _OF_SCHEDULES = {"SequentialLR": True, "ChainedScheduler": False}
 """Schedules of other ``schedules``, and whether the optimizer comes before them."""
-LOSSES: dict[str, type[nn.Module]] = {
-    name: cls
-    for name, cls in vars(nn).items()
-    if isinstance(cls, type)
-    and issubclass(cls, nn.modules.loss._Loss)
-    and "reduction" in inspect.signature(cls).parameters
-}
-
-Metric = Callable[[Tensor, Tensor], Tensor]
-
-
-def _accuracy(p_BC: Tensor, y_BY: Tensor) -> Tensor:
-    return (p_BC.argmax(1) == y_BY).float().mean()
-
-
-def _top5(p_BC: Tensor, y_BY: Tensor) -> Tensor:
-    top = p_BC.topk(min(5, p_BC.shape[1]), 1).indices
-    return (top == y_BY.unsqueeze(1)).any(1).float().mean()
-
-
-METRICS: dict[str, Metric] = {
-    "accuracy": _accuracy,
-    "top5": _top5,
-    "mae": lambda p_BP, y_BY: (p_BP - y_BY).abs().mean(),
-    "mse": lambda p_BP, y_BY: (p_BP - y_BY).square().mean(),
-}
-"""Means over a batch, of predictions and labels."""
 
 
 def module_seed(seed: int, index: int) -> int:
@@ -68,35 +41,90 @@ def module_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def sparse_parameters(layers: nn.Module) -> frozenset[int]:
+    """The ids of parameters whose gradients are sparse."""
+    return frozenset(
+        id(one.weight)
+        for one in layers.modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+    )
+
+
 def build_optimizer(
     choice: Choice,
     parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
     location: Location = (),
+    *,
+    sparse: Collection[int] = (),
 ) -> optim.Optimizer:
     """Make an optimizer, fused where torch has a fused one and the spec does not decide it.
+
+    For parameters on the meta device, which stand for a module that is checked, a step of it is
+    tried with small ones of the same kinds.
 
     Args:
         choice: Its name and keywords.
         parameters: What it updates, or groups of that with options of their own.
         location: Where the choice stands in the spec.
+        sparse: Ids of parameters whose gradients are sparse (:func:`sparse_parameters`).
 
     Raises:
-        SpecError: Unknown optimizer or keyword, or a value that it refuses.
+        SpecError: Unknown optimizer or keyword, a value that it refuses, or parameters that it
+            cannot update.
     """
     cls = find_class(choice.name, "optimizer", OPTIMIZERS, optim.Optimizer, location)
     args = dict(choice.args)
     params: list[Any] = list(parameters)
-    every: list[Tensor] = [
+    every: list[nn.Parameter] = [
         p for one in params for p in (one["params"] if isinstance(one, dict) else [one])
     ]
     if (
         "fused" in inspect.signature(cls).parameters
         and not {"fused", "foreach", "differentiable"} & set(args)
+        and not any(id(p) in sparse for p in every)
         and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in every)
     ):
         args["fused"] = True
     at = (*location, choice.name)
-    return cast("optim.Optimizer", call(cls, args, name=choice.name, location=at, given=(params,)))
+    optimizer = call(cls, args, name=choice.name, location=at, given=(params,))
+    if any(p.is_meta for p in every):
+        _try_a_step(choice, every, at, sparse)
+    return cast("optim.Optimizer", optimizer)
+
+
+def _try_a_step(
+    choice: Choice, parameters: Sequence[nn.Parameter], at: Location, sparse: Collection[int]
+) -> None:
+    """Update stand-ins on the CPU: no optimizer computes on the meta device what it needs."""
+    with torch.device("cpu"):
+        standing_in, also_sparse = [], set()
+        for p in parameters:
+            one = nn.Parameter(torch.zeros([min(size, 2) for size in p.shape], dtype=p.dtype))
+            one.grad = torch.zeros_like(one)
+            if id(p) in sparse:
+                row = torch.zeros_like(one[:1]).detach()
+                one.grad = torch.sparse_coo_tensor(
+                    torch.tensor([[0]]), row, one.shape, check_invariants=True
+                )
+                also_sparse.add(id(one))
+            standing_in.append(one)
+        optimizer = build_optimizer(choice, standing_in, at[:-1], sparse=also_sparse)
+        try:
+            optimizer.step()
+        except TypeError as error:
+            if "closure" not in str(error):
+                raise _refusal(choice, error, at) from None
+            raise SpecError(
+                f"{choice.name} needs a closure: it computes the loss several times in a step",
+                location=at,
+                hint="a module has one gradient for each batch; take another, such as Adam",
+            ) from None
+        except Exception as error:
+            raise _refusal(choice, error, at) from None
+
+
+def _refusal(choice: Choice, error: Exception, at: Location) -> SpecError:
+    return SpecError(f"{choice.name} cannot update the parameters: {error}", location=at)
 
 
 def build_schedule(
@@ -131,32 +159,6 @@ def _choices(value: Any, location: Location) -> list[Choice]:
             hint="as in SequentialLR: {schedules: [LinearLR: {…}, CosineAnnealingLR: {…}], "
             "milestones: [100]}",
         ) from None
-
-
-def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
-    """Make a loss that is a mean over the batch (gradients then travel per sample).
-
-    Raises:
-        SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
-    """
-    cls = find_class(choice.name, "loss", LOSSES, nn.Module, location)
-    at = (*location, choice.name)
-    if choice.args.get("reduction", "mean") != "mean":
-        raise SpecError(
-            f"{choice.name} with reduction {choice.args['reduction']!r}",
-            location=(*at, "reduction"),
-            hint="allowed: 'mean'; gradients between modules are per sample",
-        )
-    loss = call(cls, _with_tensors(choice.args), name=choice.name, location=at)
-    return cast("nn.Module", loss)
-
-
-def _with_tensors(args: dict[str, Any]) -> dict[str, Any]:
-    """Lists of numbers become tensors (``weight`` and ``pos_weight`` of torch's losses)."""
-    return {
-        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
-        for key, value in args.items()
-    }
 
 
 def torch_dtype(name: str) -> torch.dtype:

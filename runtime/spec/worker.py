@@ -91,7 +91,7 @@ class HeadRole(Frozen):
 class TailRole(Frozen):
     """What only the last module needs."""
 
-    metrics: tuple[str, ...]
+    metrics: tuple[Choice, ...]
 
 
 class WorkerSpec(Frozen):
@@ -135,6 +135,7 @@ class WorkerSpec(Frozen):
         retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
         max_late: How many updates may be missing from the weights of a forward pass; the module
             waits for true gradients before it exceeds that. None: any number.
+        attends: Whether there is attention in the module's layers.
         snapshot_s: Seconds between snapshots of the module's own state; 0 for none.
         keep: How many complete checkpoints to keep.
         stop_grace_s: Seconds for a checkpoint when told to stop.
@@ -178,6 +179,7 @@ class WorkerSpec(Frozen):
     links: LinksSpec
     retain: int = Field(default=0, ge=0)
     max_late: int | None = None
+    attends: bool = False
     snapshot_s: float = Field(default=0.0, ge=0)
     keep: int
     stop_grace_s: float
@@ -206,7 +208,7 @@ class WorkerSpec(Frozen):
     def hash(self) -> str:
         """SHA-256 of what the image must hold: host paths and link timing are left out."""
         document = self.model_dump(mode="json")
-        for name in ("stop_grace_s", "late", "retain", "snapshot_s", "initial"):
+        for name in ("stop_grace_s", "late", "retain", "attends", "snapshot_s", "initial"):
             document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from dni_runtime.core.choices import Location, find_class, parse_options
@@ -13,7 +12,7 @@ from dni_runtime.core.interfaces.mixed import Mixed
 from dni_runtime.core.interfaces.none import Untrained
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice, LayerSpec
+from dni_runtime.spec import Choice
 
 INTERFACES: dict[str, type[GradientInterface]] = {
     "mixed": Mixed,
@@ -32,22 +31,19 @@ __all__ = [
     "Resolved",
     "Signal",
     "Wanted",
-    "attends",
     "build_interface",
     "default_interface",
     "resolve_interface",
 ]
 
 
-def default_interface(layers: Iterable[LayerSpec]) -> Choice:
-    """The gradient interface of a module that names none (measured: docs/results.md)."""
-    return Choice(name="delayed" if attends(layers) else "mixed")
+def default_interface(attends: bool) -> Choice:
+    """The gradient interface of a module that names none (measured: docs/results.md).
 
-
-def attends(layers: Iterable[LayerSpec]) -> bool:
-    """Whether one of the layers is a transformer's, or has attention in its name."""
-    types = [type for layer in layers for type in layer.types]
-    return any("Transformer" in type or "Attention" in type for type in types)
+    Args:
+        attends: Whether there is attention in the module.
+    """
+    return Choice(name="delayed" if attends else "mixed")
 
 
 class Resolved(NamedTuple):
@@ -58,12 +54,14 @@ class Resolved(NamedTuple):
         wanted: Which gradients it wants.
         applies: As :attr:`GradientInterface.applies`.
         signals: As :attr:`GradientInterface.signals`.
+        trains: As :attr:`GradientInterface.trains`.
     """
 
     choice: Choice
     wanted: Wanted
     applies: bool
     signals: bool
+    trains: bool
 
 
 def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
@@ -75,7 +73,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return Resolved(full, cls.wants(options), cls.applies, cls.signals)
+    return Resolved(full, cls.wants(options), cls.applies, cls.signals, cls.trains)
 
 
 def build_interface(
