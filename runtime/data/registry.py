@@ -9,7 +9,7 @@ from dni_runtime.data.cifar import find_cifar10
 from dni_runtime.data.idx import find_idx
 from dni_runtime.data.npz import find_digits, find_npz
 from dni_runtime.data.paths import resolve
-from dni_runtime.data.source import DataSource, Found, limited
+from dni_runtime.data.source import DataSource, Found, used
 from dni_runtime.data.user import find_user
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, DataSpec
@@ -33,9 +33,9 @@ def describe(spec: DataSpec, base: Path) -> DataInfo:
 
     Raises:
         SpecError: There is no such data set or class.
-        DataError: Its files are missing or are not what they should be.
+        DataError: Its files are missing, are not what they should be, or are too few for one batch.
     """
-    return limited(_find(spec, base).info, spec)
+    return used(_find(spec, base).info, spec)
 
 
 def locate(spec: DataSpec, base: Path) -> Path | None:

@@ -6,15 +6,18 @@ Shape suffixes: N samples of a split, B samples of a batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dni_runtime.data.ahead import in_thread
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec
 
@@ -28,14 +31,20 @@ Both are new tensors that nobody else refers to.
 
 
 class Split(Protocol):
-    """The training or the evaluation samples."""
+    """The training or the evaluation samples.
+
+    Attributes:
+        slow: Whether a batch takes so long that it is worth reading ahead.
+    """
+
+    slow: ClassVar[bool] = False
 
     def __len__(self) -> int:
         """N, the number of samples."""
         ...
 
-    def batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
-        """One batch for each tensor of sample numbers (int64, (B,)), in the order given."""
+    def batch(self, order_B: Tensor) -> Batch:
+        """The samples of these numbers (int64, (B,)), in the order given."""
         ...
 
 
@@ -44,7 +53,7 @@ class Found:
     """A data set that is there but is not loaded yet.
 
     Attributes:
-        info: What it looks like, after ``flatten``; all samples counted, or None for not known.
+        info: What it looks like, before ``flatten``; all samples counted, or None for not known.
         path: The folder or file that it lies in; None when it needs none.
         load: Reads the training and the evaluation samples.
     """
@@ -54,11 +63,26 @@ class Found:
     load: Callable[[], tuple[Split, Split]]
 
 
-def limited(info: DataInfo, spec: DataSpec) -> DataInfo:
-    """``info`` with the counts that ``train_limit`` and ``eval_limit`` leave."""
+def used(info: DataInfo, spec: DataSpec) -> DataInfo:
+    """What is used of a data set: counts within the limits, samples as vectors where wanted.
+
+    Raises:
+        DataError: The training samples do not fill one batch.
+    """
+    sample = info.sample
+    if spec.flatten:
+        sample = sample.model_copy(update={"shape": (prod(sample.shape),)})
+    train_samples = _least(info.train_samples, spec.train_limit)
+    if train_samples is not None and spec.train_batches(train_samples) == 0:
+        raise DataError(
+            f"data set {spec.dataset!r}: {train_samples} training samples do not fill one batch of "
+            f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()})",
+            hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
+        )
     return info.model_copy(
         update={
-            "train_samples": _least(info.train_samples, spec.train_limit),
+            "sample": sample,
+            "train_samples": train_samples,
             "eval_samples": _least(info.eval_samples, spec.eval_limit),
         }
     )
@@ -92,16 +116,10 @@ class DataSource:
             DataError: The samples do not fill one training batch.
         """
         counts = {"train_samples": len(train), "eval_samples": len(evaluation)}
-        self.info = limited(info.model_copy(update=counts), spec)
+        self.info = used(info.model_copy(update=counts), spec)
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         samples = self.info.train_samples or 0
         self.train_batch_count = spec.train_batches(samples)
-        if self.train_batch_count == 0:
-            raise DataError(
-                f"data set {spec.dataset!r}: {samples} training samples do not fill one batch of "
-                f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()})",
-                hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
-            )
         if samples > self.train_batch_count * spec.batch_size and not spec.drop_last:
             logger.info(
                 "data set %s: the last of %d training samples is left out of each epoch: "
@@ -124,11 +142,23 @@ class DataSource:
             order_N = torch.from_numpy(order)
         else:
             order_N = torch.arange(samples)
-        return self._train.batches(torch.split(order_N, size)[start : self.train_batch_count])
+        return self._read(self._train, torch.split(order_N, size)[start : self.train_batch_count])
 
     def eval_batches(self) -> Iterator[Batch]:
         """All evaluation batches, in the data set's own order; the last may be smaller."""
         order_N = torch.arange(self.info.eval_samples or 0)
-        return self._evaluation.batches(
-            torch.split(order_N, self._spec.eval_size) if len(order_N) else ()
+        return self._read(
+            self._evaluation, torch.split(order_N, self._spec.eval_size) if len(order_N) else ()
         )
+
+    def _read(self, split: Split, orders_B: Sequence[Tensor]) -> Iterator[Batch]:
+        batches = (split.batch(order_B) for order_B in orders_B)
+        if not split.slow:
+            yield from map(self._shaped, batches)
+            return
+        with closing(in_thread(batches)) as ahead:
+            yield from map(self._shaped, ahead)
+
+    def _shaped(self, batch: Batch) -> Batch:
+        x, y = batch
+        return (x.reshape(len(x), -1), y) if self._spec.flatten else batch

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dni_runtime.data import DataSource, open_data
+from dni_runtime.data import DataSource, describe, open_data
 from dni_runtime.data.memory import MemorySplit
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
@@ -108,6 +108,11 @@ def test_batches_of_one_by_choice_stay() -> None:
 def test_less_than_one_batch_is_an_error(samples: int, keywords: dict[str, object]) -> None:
     with pytest.raises(DataError, match=r"do not fill one batch of 4.*\n.*data\.batch_size"):
         source(samples, **keywords)
+
+
+def test_too_few_samples_show_before_anything_is_loaded() -> None:
+    with pytest.raises(DataError, match="1437 training samples do not fill one batch of 2000"):
+        describe(DataSpec(batch_size=2000, drop_last=True), Path())
 
 
 def test_limits() -> None:
