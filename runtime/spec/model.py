@@ -30,8 +30,8 @@ class DataSpec(Frozen):
         drop_last: Leave out a last, smaller batch.
         train_limit: Use only so many training samples.
         eval_limit: Use only so many evaluation samples.
-        args: Keyword arguments of a user's data set, which is made twice: with ``train=True`` and
-            with ``train=False``.
+        args: The data set's own options. For a user's class its keyword arguments; it is made
+            twice: with ``train=True`` and with ``train=False``.
     """
 
     dataset: str = "digits"
