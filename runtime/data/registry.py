@@ -13,6 +13,7 @@ from dni_runtime.data.idx import find_idx
 from dni_runtime.data.npz import find_digits, find_npz
 from dni_runtime.data.paths import resolve
 from dni_runtime.data.source import DataSource, Found, used
+from dni_runtime.data.text import TextOptions, find_text
 from dni_runtime.data.user import find_user
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, DataSpec
@@ -38,6 +39,7 @@ DATASETS: dict[str, DataSet] = {
     "fashion-mnist": DataSet(find_idx),
     "cifar10": DataSet(find_cifar10),
     "npz": DataSet(find_npz),
+    "text": DataSet(find_text, TextOptions),
 }
 
 

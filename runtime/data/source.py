@@ -47,6 +47,10 @@ class Split(Protocol):
         """The samples of these numbers (int64, (B,)), in the order given."""
         ...
 
+    def in_epoch(self, rng: np.random.Generator) -> Split:
+        """The samples as they are in one epoch, which may draw something of its own."""
+        return self
+
 
 @dataclass(frozen=True)
 class Found:
@@ -136,13 +140,14 @@ class DataSource:
                 of an epoch is the same after a restart.
             start: How many batches at the beginning to skip, without reading them.
         """
-        samples, size = self.info.train_samples or 0, self._spec.batch_size
+        samples, size, split = self.info.train_samples or 0, self._spec.batch_size, self._train
         if self._spec.shuffle:
-            order = np.random.default_rng([self._seed, epoch]).permutation(samples)
-            order_N = torch.from_numpy(order)
+            rng = np.random.default_rng([self._seed, epoch])
+            order_N = torch.from_numpy(rng.permutation(samples))
+            split = split.in_epoch(rng)
         else:
             order_N = torch.arange(samples)
-        return self._read(self._train, torch.split(order_N, size)[start : self.train_batch_count])
+        return self._read(split, torch.split(order_N, size)[start : self.train_batch_count])
 
     def eval_batches(self) -> Iterator[Batch]:
         """All evaluation batches, in the data set's own order; the last may be smaller."""

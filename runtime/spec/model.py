@@ -19,8 +19,8 @@ class DataSpec(Frozen):
     """Which data the head reads.
 
     Attributes:
-        dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, or the import path
-            (``package.module:Class``) of a ``torch.utils.data.Dataset``.
+        dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, ``text``, or the
+            import path (``package.module:Class``) of a ``torch.utils.data.Dataset``.
         path: Folder or file of the data; found by itself where a package installs it.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per evaluation batch (default: four training batches).
