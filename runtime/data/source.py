@@ -80,7 +80,8 @@ def used(info: DataInfo, spec: DataSpec) -> DataInfo:
     if train_samples is not None and spec.train_batches(train_samples) == 0:
         raise DataError(
             f"data set {spec.dataset!r}: {train_samples} training samples do not fill one batch of "
-            f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()})",
+            f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()}"
+            f"{', streams: true' if spec.streams else ''})",
             hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
         )
     return info.model_copy(
@@ -124,7 +125,8 @@ class DataSource:
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         samples = self.info.train_samples or 0
         self.train_batch_count = spec.train_batches(samples)
-        if samples > self.train_batch_count * spec.batch_size and not spec.drop_last:
+        whole = spec.drop_last or spec.streams
+        if samples > self.train_batch_count * spec.batch_size and not whole:
             logger.info(
                 "data set %s: the last of %d training samples is left out of each epoch: "
                 "a batch of one sample cannot be batch-normalised",
@@ -140,21 +142,28 @@ class DataSource:
                 of an epoch is the same after a restart.
             start: How many batches at the beginning to skip, without reading them.
         """
-        samples, size, split = self.info.train_samples or 0, self._spec.batch_size, self._train
-        if self._spec.shuffle:
+        samples, spec, split = self.info.train_samples or 0, self._spec, self._train
+        if spec.streams:
+            orders_B = _dealt(samples, spec.batch_size)
+        elif spec.shuffle:
             rng = np.random.default_rng([self._seed, epoch])
-            order_N = torch.from_numpy(rng.permutation(samples))
+            orders_B = torch.split(torch.from_numpy(rng.permutation(samples)), spec.batch_size)
             split = split.in_epoch(rng)
         else:
-            order_N = torch.arange(samples)
-        return self._read(split, torch.split(order_N, size)[start : self.train_batch_count])
+            orders_B = torch.split(torch.arange(samples), spec.batch_size)
+        return self._read(split, orders_B[start : self.train_batch_count])
 
     def eval_batches(self) -> Iterator[Batch]:
-        """All evaluation batches, in the data set's own order; the last may be smaller."""
-        order_N = torch.arange(self.info.eval_samples or 0)
-        return self._read(
-            self._evaluation, torch.split(order_N, self._spec.eval_size) if len(order_N) else ()
-        )
+        """All evaluation batches, in the data set's own order; the last may be smaller.
+
+        Streams are as many as the samples allow, up to ``eval_batch_size``, and of one length.
+        """
+        samples, size = self.info.eval_samples or 0, self._spec.eval_size
+        if not samples:
+            return iter(())
+        if self._spec.streams:
+            return self._read(self._evaluation, _dealt(samples, min(samples, size)))
+        return self._read(self._evaluation, torch.split(torch.arange(samples), size))
 
     def _read(self, split: Split, orders_B: Sequence[Tensor]) -> Iterator[Batch]:
         batches = (split.batch(order_B) for order_B in orders_B)
@@ -167,3 +176,9 @@ class DataSource:
     def _shaped(self, batch: Batch) -> Batch:
         x, y = batch
         return (x.reshape(len(x), -1), y) if self._spec.flatten else batch
+
+
+def _dealt(samples: int, rows: int) -> tuple[Tensor, ...]:
+    """Sample numbers dealt to contiguous streams: in row b of batch k b * (samples // rows) + k."""
+    length = samples // rows
+    return torch.arange(rows * length).reshape(rows, length).t().contiguous().unbind()

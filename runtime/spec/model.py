@@ -27,6 +27,8 @@ class DataSpec(Frozen):
         flatten: Give samples as vectors.
         normalize: Scale images to zero mean and unit variance with the training set's figures.
         shuffle: A new order of the samples each epoch, drawn from the chain's seed.
+        streams: Instead deal the samples to ``batch_size`` contiguous streams, one for each row of
+            the batches, so that each row goes on from batch to batch.
         drop_last: Leave out a last, smaller batch.
         train_limit: Use only so many training samples.
         eval_limit: Use only so many evaluation samples.
@@ -41,10 +43,26 @@ class DataSpec(Frozen):
     flatten: bool = False
     normalize: bool = True
     shuffle: bool = True
+    streams: bool = False
     drop_last: bool = False
     train_limit: Annotated[int, Field(ge=1)] | None = None
     eval_limit: Annotated[int, Field(ge=1)] | None = None
     args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _streams_are_in_order(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("streams") is True:
+            return {"shuffle": False, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Self:
+        if self.streams and self.shuffle:
+            raise ValueError(
+                "'streams: true' beside 'shuffle: true': streams keep the data's order"
+            )
+        return self
 
     def at(self, path: object | None) -> Self:
         """The same data at another place; None: where it is."""
@@ -54,10 +72,11 @@ class DataSpec(Frozen):
         """Batches in one epoch of so many samples.
 
         A last one of a single sample is left out, because BatchNorm cannot normalise over one value
-        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay.
+        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay. Streams
+        are all of one length.
         """
         whole, rest = divmod(samples, self.batch_size)
-        return whole + (rest > 1 and not self.drop_last)
+        return whole + (rest > 1 and not self.drop_last and not self.streams)
 
     @property
     def largest_batch(self) -> int:

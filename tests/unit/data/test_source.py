@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from dni_runtime.data import DataSource, describe, open_data
@@ -128,6 +131,39 @@ def test_evaluation_reads_all_in_order() -> None:
     assert labels(one.eval_batches()) == [[0, 1, 2], [3, 4, 5], [6]]
     assert len(list(source(evaluation=17).eval_batches())) == 2  # four training batches each
     assert list(source(evaluation=0).eval_batches()) == []
+
+
+@given(
+    samples=st.integers(1, 200),
+    rows=st.integers(1, 9),
+    eval_rows=st.integers(1, 9),
+    epoch=st.integers(0, 99),
+    data=st.data(),
+)
+def test_streams_go_on_from_batch_to_batch(samples, rows, eval_rows, epoch, data) -> None:
+    assume(samples >= rows)
+    keywords = {"streams": True, "batch_size": rows, "eval_batch_size": eval_rows}
+    one = source(samples, samples, **keywords)
+    batches = labels(one.train_batches(epoch))
+    length = samples // rows
+    assert one.train_batch_count == length
+    assert batches == [[b * length + k for b in range(rows)] for k in range(length)]
+    start = data.draw(st.integers(0, length))
+    assert labels(one.train_batches(epoch, start)) == batches[start:]
+    streams = list(zip(*labels(one.eval_batches()), strict=True))
+    assert len(streams) == min(eval_rows, samples)
+    read = [number for stream in streams for number in stream]
+    assert read == list(range(len(read)))
+    assert samples - len(read) < len(streams)
+
+
+def test_streams_are_not_shuffled() -> None:
+    with pytest.raises(ValidationError, match="streams keep the data's order"):
+        DataSpec(streams=True, shuffle=True)
+    spec = DataSpec(streams=True, shuffle=False)
+    assert DataSpec(streams=True) == spec == DataSpec.model_validate_json(spec.model_dump_json())
+    with pytest.raises(DataError, match=r"3 training samples .* of 4 \(.*streams: true\)"):
+        source(3, streams=True)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"normalize": False}, {"shuffle": False}])

@@ -95,6 +95,16 @@ def test_without_shuffle_the_text_is_read_from_its_start() -> None:
     assert [row[0] for row in rows] == [0, 8, 16, 24]
 
 
+def test_a_stream_is_contiguous_text() -> None:
+    source = numbered(200, 8, streams=True, batch_size=3, eval_batch_size=2)
+    for batches, length in ((source.train_batches(5), 7), (source.eval_batches(), 11)):
+        streams = torch.cat([x for x, _ in batches], dim=1)
+        assert streams.shape[1] == 8 * length
+        for row, stream in enumerate(streams.tolist()):
+            first = 8 * length * row
+            assert stream == list(range(first, first + 8 * length))
+
+
 def test_evaluation_reads_the_last_part_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(200)))
     spec = text("a.txt", args={"context": 7, "eval_share": 0.25}, eval_batch_size=3)
