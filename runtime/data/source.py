@@ -51,6 +51,10 @@ class Split(Protocol):
         """The samples as they are in one epoch, which may draw something of its own."""
         return self
 
+    def held_out(self) -> Split:
+        """The samples as they are when the last ones are held out for validation."""
+        return self
+
 
 @dataclass(frozen=True)
 class Found:
@@ -68,7 +72,11 @@ class Found:
 
 
 def used(info: DataInfo, spec: DataSpec) -> DataInfo:
-    """What is used of a data set: counts within the limits, samples as vectors where wanted.
+    """What is used of a data set: its parts within the limits, samples as vectors where wanted.
+
+    Args:
+        info: What it looks like, all samples counted.
+        spec: What is wanted of it.
 
     Raises:
         DataError: The training samples do not fill one batch.
@@ -76,7 +84,20 @@ def used(info: DataInfo, spec: DataSpec) -> DataInfo:
     sample = info.sample
     if spec.flatten:
         sample = sample.model_copy(update={"shape": (prod(sample.shape),)})
-    train_samples = _least(info.train_samples, spec.train_limit)
+    train_samples, eval_samples = info.train_samples, _least(info.eval_samples, spec.eval_limit)
+    test_samples = None
+    if spec.validation is not None:
+        eval_samples, test_samples = None, eval_samples
+        if train_samples is not None:
+            eval_samples = spec.held_out(train_samples)
+            if eval_samples >= train_samples:
+                raise DataError(
+                    f"data set {spec.dataset!r}: data.validation {spec.validation} holds out "
+                    f"{eval_samples} of {train_samples} training samples: none are left",
+                    hint="lower data.validation",
+                )
+            train_samples -= eval_samples
+    train_samples = _least(train_samples, spec.train_limit)
     if train_samples is not None and spec.train_batches(train_samples) == 0:
         raise DataError(
             f"data set {spec.dataset!r}: {train_samples} training samples do not fill one batch of "
@@ -88,7 +109,8 @@ def used(info: DataInfo, spec: DataSpec) -> DataInfo:
         update={
             "sample": sample,
             "train_samples": train_samples,
-            "eval_samples": _least(info.eval_samples, spec.eval_limit),
+            "eval_samples": eval_samples,
+            "test_samples": test_samples,
         }
     )
 
@@ -101,8 +123,10 @@ class DataSource:
     """Training and evaluation batches of one data set.
 
     Attributes:
-        info: What the data looks like; its counts are those used (``train_limit``, ``eval_limit``).
+        info: What the data looks like; its counts are those used (``train_limit``, ``eval_limit``,
+            ``validation``).
         train_batch_count: Batches in one epoch.
+        has_test: Whether evaluations are of held-out training samples, so that a test set is left.
     """
 
     def __init__(
@@ -112,8 +136,8 @@ class DataSource:
 
         Args:
             info: What the data looks like.
-            train: Training samples.
-            evaluation: Evaluation samples.
+            train: Training samples, with those that are held out for validation.
+            evaluation: Evaluation samples; the test set where there is a validation part.
             spec: Batch sizes, limits and order.
             seed: Seed of the order of the training samples, at least 0.
 
@@ -122,6 +146,7 @@ class DataSource:
         """
         counts = {"train_samples": len(train), "eval_samples": len(evaluation)}
         self.info = used(info.model_copy(update=counts), spec)
+        self.has_test = spec.validation is not None
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         samples = self.info.train_samples or 0
         self.train_batch_count = spec.train_batches(samples)
@@ -154,16 +179,27 @@ class DataSource:
         return self._read(split, orders_B[start : self.train_batch_count])
 
     def eval_batches(self) -> Iterator[Batch]:
-        """All evaluation batches, in the data set's own order; the last may be smaller.
+        """The batches of each evaluation, in the data set's own order; the last may be smaller.
 
         Streams are as many as the samples allow, up to ``eval_batch_size``, and of one length.
         """
-        samples, size = self.info.eval_samples or 0, self._spec.eval_size
+        samples = self.info.eval_samples or 0
+        if not self.has_test:
+            return self._in_order(self._evaluation, 0, samples)
+        return self._in_order(self._train.held_out(), len(self._train) - samples, samples)
+
+    def test_batches(self) -> Iterator[Batch]:
+        """The batches of the test set, likewise; none where there is no validation part."""
+        return self._in_order(self._evaluation, 0, self.info.test_samples or 0)
+
+    def _in_order(self, split: Split, first: int, samples: int) -> Iterator[Batch]:
         if not samples:
             return iter(())
         if self._spec.streams:
-            return self._read(self._evaluation, _dealt(samples, min(samples, size)))
-        return self._read(self._evaluation, torch.split(torch.arange(samples), size))
+            orders_B = _dealt(samples, min(samples, self._spec.eval_size))
+        else:
+            orders_B = torch.split(torch.arange(samples), self._spec.eval_size)
+        return self._read(split, [first + order_B for order_B in orders_B])
 
     def _read(self, split: Split, orders_B: Sequence[Tensor]) -> Iterator[Batch]:
         batches = (split.batch(order_B) for order_B in orders_B)

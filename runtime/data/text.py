@@ -77,6 +77,10 @@ class TextSplit(Split):
         """The windows begin anywhere within the first one."""
         return replace(self, offset=int(rng.integers(self.spare))) if self.spare else self
 
+    def held_out(self) -> TextSplit:
+        """The windows begin where those of training cannot reach, wherever they begin."""
+        return replace(self, offset=self.spare)
+
 
 def find_text(spec: DataSpec, base: Path, options: TextOptions) -> Found:
     """Find a text and cut it into a part for training and one for evaluation.

@@ -32,6 +32,9 @@ class DataSpec(Frozen):
         drop_last: Leave out a last, smaller batch.
         train_limit: Use only so many training samples.
         eval_limit: Use only so many evaluation samples.
+        validation: Hold out the last training samples, so many or such a share of them: the
+            evaluations during training are of these, and the data set's own evaluation samples
+            are the test set, evaluated once, at the end of the run.
         args: The data set's own options. For a user's class its keyword arguments; it is made
             twice: with ``train=True`` and with ``train=False``.
     """
@@ -47,6 +50,7 @@ class DataSpec(Frozen):
     drop_last: bool = False
     train_limit: Annotated[int, Field(ge=1)] | None = None
     eval_limit: Annotated[int, Field(ge=1)] | None = None
+    validation: int | float | None = None
     args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -54,6 +58,15 @@ class DataSpec(Frozen):
     def _streams_are_in_order(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("streams") is True:
             return {"shuffle": False, **value}
+        return value
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _number_or_share(cls, value: object) -> object:
+        number = type(value) is int and value >= 1
+        share = type(value) is float and 0 < value < 1
+        if value is not None and not number and not share:
+            raise ValueError(f"{value!r} is neither a number of samples nor a share below 1")
         return value
 
     @model_validator(mode="after")
@@ -77,6 +90,12 @@ class DataSpec(Frozen):
         """
         whole, rest = divmod(samples, self.batch_size)
         return whole + (rest > 1 and not self.drop_last and not self.streams)
+
+    def held_out(self, samples: int) -> int:
+        """How many of so many training samples are held out for validation."""
+        if isinstance(self.validation, float):
+            return max(int(samples * self.validation), 1)
+        return self.validation or 0
 
     @property
     def largest_batch(self) -> int:

@@ -54,7 +54,8 @@ class DataInfo(Frozen):
         label: One label.
         classes: Number of classes, or None where labels are not class indices.
         train_samples: Number of training samples, or None when it is not known yet.
-        eval_samples: Number of evaluation samples, or None when it is not known yet.
+        eval_samples: Number of samples of each evaluation, or None when it is not known yet.
+        test_samples: Number of test samples, where evaluations are of others; else None.
     """
 
     sample: TensorSpec
@@ -62,6 +63,7 @@ class DataInfo(Frozen):
     classes: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
+    test_samples: int | None = None
 
 
 class HeadRole(Frozen):

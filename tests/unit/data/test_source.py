@@ -134,6 +134,62 @@ def test_evaluation_reads_all_in_order() -> None:
 
 
 @given(
+    samples=st.integers(2, 120),
+    tested=st.integers(0, 20),
+    validation=st.integers(1, 60) | st.floats(0.01, 0.9),
+    limit=st.none() | st.integers(2, 120),
+    streams=st.booleans(),
+    epoch=st.integers(0, 9),
+)
+def test_the_last_training_samples_are_held_out(
+    samples, tested, validation, limit, streams, epoch
+) -> None:
+    keywords = {"batch_size": 1, "eval_batch_size": 3, "train_limit": limit, "streams": streams}
+    held = validation if isinstance(validation, int) else max(int(samples * validation), 1)
+    assume(held < samples)
+    one = source(samples, tested, validation=validation, **keywords)
+    left = min(samples - held, limit or samples)
+    assert one.has_test
+    assert (one.info.train_samples, one.info.eval_samples) == (left, held)
+    assert one.info.test_samples == tested
+    train = [y for (y,) in labels(one.train_batches(epoch))]
+    assert sorted(train) == list(range(left))
+
+    def read(batches: object) -> list[int]:
+        found = labels(batches)
+        ordered = zip(*found, strict=True) if streams else found
+        return [y for row in ordered for y in row]
+
+    rows = min(held, 3) if streams else 1
+    assert read(one.eval_batches()) == list(range(samples - held, samples - held % rows))
+    rows = min(tested, 3) or 1 if streams else 1
+    assert read(one.test_batches()) == list(range(tested - tested % rows))
+
+
+def test_without_validation_there_is_no_test_set() -> None:
+    one = source()
+    assert not one.has_test
+    assert one.info.test_samples is None
+    assert list(one.test_batches()) == []
+
+
+@pytest.mark.parametrize("validation", [0, -1, 1.0, 0.0, 1.5, True, "some", [1]])
+def test_a_validation_part_is_a_number_or_a_share(validation: object) -> None:
+    with pytest.raises(ValidationError, match="neither a number of samples nor a share below 1"):
+        DataSpec.model_validate({"validation": validation})
+
+
+@pytest.mark.parametrize("validation", [10, 11])
+def test_a_validation_part_that_leaves_nothing(validation: int) -> None:
+    with pytest.raises(DataError, match=rf"{validation} of 10 training samples: none.*\n.*valid"):
+        source(10, validation=validation)
+    spec = DataSpec(validation=1500)
+    with pytest.raises(DataError, match="1500 of 1437 training samples"):
+        describe(spec, Path())
+    assert describe(DataSpec(validation=0.25), Path()).eval_samples == 359
+
+
+@given(
     samples=st.integers(1, 200),
     rows=st.integers(1, 9),
     eval_rows=st.integers(1, 9),

@@ -95,6 +95,28 @@ def test_without_shuffle_the_text_is_read_from_its_start() -> None:
     assert [row[0] for row in rows] == [0, 8, 16, 24]
 
 
+@given(
+    size=st.integers(10, 256),
+    context=st.integers(1, 9),
+    held=st.integers(1, 20),
+    epoch=st.integers(0, 99),
+    shuffle=st.booleans(),
+)
+def test_no_training_window_reaches_into_the_validation_part(
+    size, context, held, epoch, shuffle
+) -> None:
+    samples = (size - 1 - context) // context
+    assume(samples > held)
+    source = numbered(size, context, batch_size=1, shuffle=shuffle, validation=held)
+    train = windows(list(source.train_batches(epoch)))
+    evaluated = windows(list(source.eval_batches()))
+    assert (len(train), len(evaluated)) == (samples - held, held)
+    last = max(row[-1] for row in train) + 1  # its label is one further
+    first = min(row[0] for row in evaluated)
+    assert last < first <= last + 2 * context
+    assert max(row[-1] for row in evaluated) + 1 < size
+
+
 def test_a_stream_is_contiguous_text() -> None:
     source = numbered(200, 8, streams=True, batch_size=3, eval_batch_size=2)
     for batches, length in ((source.train_batches(5), 7), (source.eval_batches(), 11)):
