@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from dni_runtime.data.augment import find_augmentation
 from dni_runtime.data.cifar import find_cifar10
 from dni_runtime.data.idx import find_idx
 from dni_runtime.data.npz import find_digits, find_npz
@@ -63,10 +64,14 @@ def describe(spec: DataSpec, base: Path) -> DataInfo:
         base: Folder of ``chain.yaml``, where relative paths and a user's imports start.
 
     Raises:
-        SpecError: There is no such data set or class.
+        SpecError: There is no such data set, class or augmentation, or they do not fit together.
         DataError: Its files are missing, are not what they should be, or are too few for one batch.
     """
-    return used(_find(spec, base).info, spec)
+    info = _find(spec, base).info
+    augment = find_augmentation(spec.augment, base, seed=0)
+    if augment is not None:
+        augment.check(info.sample)
+    return used(info, spec)
 
 
 def locate(spec: DataSpec, base: Path) -> Path | None:
@@ -91,15 +96,16 @@ def open_data(spec: DataSpec, base: Path, *, seed: int) -> DataSource:
     Args:
         spec: The data set.
         base: Folder of ``chain.yaml``.
-        seed: Seed of the order of the training samples, at least 0.
+        seed: Seed of the order of the training samples and of their augmentation, at least 0.
 
     Raises:
-        SpecError: There is no such data set or class.
+        SpecError: There is no such data set, class or augmentation.
         DataError: Its files are missing, damaged, or too few for one batch.
     """
     found = _find(spec, base)
+    augment = find_augmentation(spec.augment, base, seed)
     train, evaluation = found.load()
-    return DataSource(found.info, train, evaluation, spec, seed=seed)
+    return DataSource(found.info, train, evaluation, spec, seed=seed, augment=augment)
 
 
 def _find(spec: DataSpec, base: Path) -> Found:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime.data.ahead import in_thread
+from dni_runtime.data.augment import Augmentation
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec
 
@@ -130,7 +131,14 @@ class DataSource:
     """
 
     def __init__(
-        self, info: DataInfo, train: Split, evaluation: Split, spec: DataSpec, *, seed: int
+        self,
+        info: DataInfo,
+        train: Split,
+        evaluation: Split,
+        spec: DataSpec,
+        *,
+        seed: int,
+        augment: Augmentation | None = None,
     ) -> None:
         """Wrap two splits.
 
@@ -140,6 +148,7 @@ class DataSource:
             evaluation: Evaluation samples; the test set where there is a validation part.
             spec: Batch sizes, limits and order.
             seed: Seed of the order of the training samples, at least 0.
+            augment: What is done to training samples; None for nothing.
 
         Raises:
             DataError: The samples do not fill one training batch.
@@ -148,6 +157,7 @@ class DataSource:
         self.info = used(info.model_copy(update=counts), spec)
         self.has_test = spec.validation is not None
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
+        self._augment = augment
         samples = self.info.train_samples or 0
         self.train_batch_count = spec.train_batches(samples)
         whole = spec.drop_last or spec.streams
@@ -176,7 +186,7 @@ class DataSource:
             split = split.in_epoch(rng)
         else:
             orders_B = torch.split(torch.arange(samples), spec.batch_size)
-        return self._read(split, orders_B[start : self.train_batch_count])
+        return self._read(split, orders_B[: self.train_batch_count], epoch=epoch, start=start)
 
     def eval_batches(self) -> Iterator[Batch]:
         """The batches of each evaluation, in the data set's own order; the last may be smaller.
@@ -201,17 +211,27 @@ class DataSource:
             orders_B = torch.split(torch.arange(samples), self._spec.eval_size)
         return self._read(split, [first + order_B for order_B in orders_B])
 
-    def _read(self, split: Split, orders_B: Sequence[Tensor]) -> Iterator[Batch]:
-        batches = (split.batch(order_B) for order_B in orders_B)
-        if not split.slow:
-            yield from map(self._shaped, batches)
-            return
-        with closing(in_thread(batches)) as ahead:
-            yield from map(self._shaped, ahead)
+    def _read(
+        self,
+        split: Split,
+        orders_B: Sequence[Tensor],
+        *,
+        epoch: int | None = None,
+        start: int = 0,
+    ) -> Iterator[Batch]:
+        """The batches of these numbers from ``start`` on; those of an epoch are augmented."""
+        numbers = range(start, len(orders_B))
+        loaded = (split.batch(orders_B[number]) for number in numbers)
+        with closing(in_thread(loaded)) if split.slow else nullcontext(loaded) as batches:
+            for number, batch in zip(numbers, batches, strict=False):
+                yield self._finished(batch, epoch, number)
 
-    def _shaped(self, batch: Batch) -> Batch:
+    def _finished(self, batch: Batch, epoch: int | None, number: int) -> Batch:
+        # Augmented here and not in a thread: torch's global generator is the model's, too.
         x, y = batch
-        return (x.reshape(len(x), -1), y) if self._spec.flatten else batch
+        if self._augment is not None and epoch is not None:
+            x = self._augment(x, epoch, number)
+        return (x.reshape(len(x), -1), y) if self._spec.flatten else (x, y)
 
 
 def _dealt(samples: int, rows: int) -> tuple[Tensor, ...]:

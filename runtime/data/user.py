@@ -8,8 +8,6 @@ Shape suffixes: N samples of a split, B samples of a batch.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from dni_runtime.data.imports import import_class
 from dni_runtime.data.paths import resolve
 from dni_runtime.data.source import Batch, Found, Split
-from dni_runtime.errors import DataError, DniError, SpecError
+from dni_runtime.errors import DataError, DniError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
-
-_LOCATION = ("data", "dataset")
 
 
 def find_user(spec: DataSpec, base: Path) -> Found:
@@ -33,7 +30,7 @@ def find_user(spec: DataSpec, base: Path) -> Found:
         DataError: The class fails, or does not give (sample, label) pairs of numbers.
     """
     name = spec.dataset
-    cls = _import(name, base)
+    cls = import_class(name, base, what="data set", location=("data", "dataset"))
     path = None if spec.path is None else resolve(spec.path, base)
     args = dict(spec.args) if path is None else {"path": str(path), **spec.args}
     train, evaluation = _make(name, cls, args, train=True), _make(name, cls, args, train=False)
@@ -155,51 +152,6 @@ def _classes(dataset: object) -> int | None:
     if isinstance(told, int):
         return told
     return len(told) if isinstance(told, list | tuple) else None
-
-
-def _import(name: str, base: Path) -> type[Any]:
-    module_name, _, attribute = name.partition(":")
-    root = base.resolve()
-    # Like the folder of a script, and left there: the class may import its neighbours later.
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    importlib.invalidate_caches()
-    looked = f"looked in {root} (the folder of chain.yaml) and in the installed packages"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        own = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
-        raise SpecError(
-            f"data set {name!r}: there is no module {error.name!r}; {looked}"
-            if own
-            else f"data set {name!r}: {module_name!r} imports {error.name!r}, which is not there",
-            location=_LOCATION,
-            hint=None if own else "install it, and list it under image.requirements",
-        ) from None
-    except Exception as error:
-        raise SpecError(
-            f"data set {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
-            location=_LOCATION,
-        ) from error
-    _check_origin(name, module_name, root)
-    found = getattr(module, attribute, None)
-    if not isinstance(found, type):
-        file = getattr(module, "__file__", module_name)
-        raise SpecError(f"data set {name!r}: {file} has no class {attribute!r}", location=_LOCATION)
-    return found
-
-
-def _check_origin(name: str, module_name: str, root: Path) -> None:
-    """Refuse a module of this name that lies elsewhere, when there is one beside ``chain.yaml``."""
-    top = module_name.partition(".")[0]
-    own = next((p for p in (root / f"{top}.py", root / top / "__init__.py") if p.is_file()), None)
-    used = getattr(sys.modules.get(top), "__file__", None)
-    if own is not None and used is not None and Path(used).resolve() != own.resolve():
-        raise SpecError(
-            f"data set {name!r}: {own} is hidden by {used}, a module of the same name",
-            location=_LOCATION,
-            hint="give your file another name",
-        )
 
 
 def _make(name: str, cls: type[Any], args: dict[str, Any], *, train: bool) -> Dataset[Any]:

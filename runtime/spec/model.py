@@ -35,6 +35,8 @@ class DataSpec(Frozen):
         validation: Hold out the last training samples, so many or such a share of them: the
             evaluations during training are of these, and the data set's own evaluation samples
             are the test set, evaluated once, at the end of the run.
+        augment: Import paths of classes, with their keyword arguments, whose objects are called
+            with each batch of training samples, in this order.
         args: The data set's own options. For a user's class its keyword arguments; it is made
             twice: with ``train=True`` and with ``train=False``.
     """
@@ -51,6 +53,7 @@ class DataSpec(Frozen):
     train_limit: Annotated[int, Field(ge=1)] | None = None
     eval_limit: Annotated[int, Field(ge=1)] | None = None
     validation: int | float | None = None
+    augment: tuple[Choice, ...] = ()
     args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
