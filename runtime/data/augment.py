@@ -5,16 +5,15 @@ Shape suffix: B samples of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dni_runtime.data.imports import import_class
+from dni_runtime.data.seeds import seeded
 from dni_runtime.errors import DataError, DniError, SpecError
 from dni_runtime.spec import Choice, TensorSpec
 
@@ -46,7 +45,7 @@ class Augmentation:
         Raises:
             DataError: One fails, or gives something of another shape or type.
         """
-        with _seeded(self._seed, epoch, number):
+        with seeded(self._seed, epoch, number):
             for name, function in self._functions:
                 x_B = _apply(name, function, x_B)
         return x_B
@@ -62,7 +61,7 @@ class Augmentation:
                 f"samples are {sample}; only floats can be augmented", location=_LOCATION
             )
         x_B = torch.zeros((2, *sample.shape))
-        with _seeded(self._seed, 0, 0):
+        with seeded(self._seed, 0, 0):
             for number, (name, function) in enumerate(self._functions):
                 try:
                     _apply(name, function, x_B.clone())
@@ -136,12 +135,3 @@ def _apply(name: str, function: Callable[[Tensor], Any], x_B: Tensor) -> Tensor:
         f"augmentation {name!r} makes {what} of a batch of float32 of shape {tuple(x_B.shape)}",
         hint="an augmentation keeps shape and type",
     )
-
-
-@contextmanager
-def _seeded(*numbers: int) -> Iterator[None]:
-    """Seed torch's global generator within, and put it back afterwards; GPUs' are not touched."""
-    (seed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(seed) >> 1)
-        yield

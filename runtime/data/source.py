@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dni_runtime.data.ahead import in_thread
+from dni_runtime.data.ahead import in_processes, in_thread
 from dni_runtime.data.augment import Augmentation
+from dni_runtime.data.seeds import derived_seed, seeded
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec
 
@@ -178,6 +179,7 @@ class DataSource:
             start: How many batches at the beginning to skip, without reading them.
         """
         samples, spec, split = self.info.train_samples or 0, self._spec, self._train
+        orders_B: Sequence[Tensor]
         if spec.streams:
             orders_B = _dealt(samples, spec.batch_size)
         elif spec.shuffle:
@@ -186,7 +188,19 @@ class DataSource:
             split = split.in_epoch(rng)
         else:
             orders_B = torch.split(torch.arange(samples), spec.batch_size)
-        return self._read(split, orders_B[: self.train_batch_count], epoch=epoch, start=start)
+        orders_B = orders_B[: self.train_batch_count]
+        if not spec.workers or not (split.slow or self._augment):
+            return self._read(split, orders_B, epoch=epoch, start=start)
+
+        def make(number: int) -> Batch:
+            # Here torch's global generator is nobody else's, so that a data set may draw from it.
+            with seeded(self._seed, epoch, number, 1):
+                batch = split.batch(orders_B[number])
+            return self._finished(batch, epoch, number)
+
+        numbers = range(start, len(orders_B))
+        seed = derived_seed(self._seed, epoch)
+        return in_processes(make, numbers, spec.workers, seed=seed)
 
     def eval_batches(self) -> Iterator[Batch]:
         """The batches of each evaluation, in the data set's own order; the last may be smaller.
@@ -227,7 +241,7 @@ class DataSource:
                 yield self._finished(batch, epoch, number)
 
     def _finished(self, batch: Batch, epoch: int | None, number: int) -> Batch:
-        # Augmented here and not in a thread: torch's global generator is the model's, too.
+        # Never in the thread that reads ahead: torch's global generator is the model's, too.
         x, y = batch
         if self._augment is not None and epoch is not None:
             x = self._augment(x, epoch, number)

@@ -37,6 +37,8 @@ class DataSpec(Frozen):
             are the test set, evaluated once, at the end of the run.
         augment: Import paths of classes, with their keyword arguments, whose objects are called
             with each batch of training samples, in this order.
+        workers: Processes that load and augment training batches beside training; 0: loaded in a
+            thread where that takes long, and augmented in between.
         args: The data set's own options. For a user's class its keyword arguments; it is made
             twice: with ``train=True`` and with ``train=False``.
     """
@@ -54,6 +56,7 @@ class DataSpec(Frozen):
     eval_limit: Annotated[int, Field(ge=1)] | None = None
     validation: int | float | None = None
     augment: tuple[Choice, ...] = ()
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")

@@ -171,13 +171,14 @@ class WorkerSpec(Frozen):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what the image must hold: host paths and link timing are left out."""
+        """SHA-256 of what the image must hold: host paths and timing are left out."""
         document = self.model_dump(mode="json")
         for name in ("stop_grace_s", "late", "retain", "blocks", "snapshot_s"):
             document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
-            document["head"]["data"].pop("path")
+            for name in ("path", "workers"):
+                document["head"]["data"].pop(name)
         return _digest(document)
 
     def link_hash(self, *, end: Literal["input", "output"]) -> str:

@@ -57,7 +57,9 @@ class Item:
     y_BY: Tensor | None = None
 
 
-def items(source: DataSource, role: HeadRole, start: Position = Position()) -> Iterator[Item]:
+def items(
+    source: DataSource, role: HeadRole, start: Position = Position()
+) -> Generator[Item, None, None]:
     """Give the stream from a position on.
 
     Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
