@@ -49,6 +49,7 @@ def main() -> None:
     prompt = given.prompt.encode()
     if not prompt or given.temperature < 0:
         parser.error("it needs a prompt, and a temperature of 0 or more")
+    torch.set_num_threads(1)  # one sample of a small model: more threads only wait for each other
     if given.seed is not None:
         torch.manual_seed(given.seed)
     try:
