@@ -100,9 +100,10 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         written = written.model_copy(update={"data": written.data.at(data.absolute())})
     with naming_file(path), importing_from(base):
         from dni_runtime.core.resolve import resolved_chain, worker_specs
-        from dni_runtime.data import describe, locate
+        from dni_runtime.data import describe, locate, with_defaults
         from dni_runtime.launch.initial import find_initial
 
+        written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
         try:
             info = describe(written.data, base)

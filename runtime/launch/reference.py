@@ -89,7 +89,7 @@ def opened(
 def train_reference(record: Record, threads: int) -> None:
     """Train the concatenated network on the same batches.
 
-    Writes a line of metrics at the start and after each epoch, as a tail does.
+    Writes a line of metrics at the start and after each evaluation, as a tail does.
 
     Args:
         record: The run directory.
@@ -114,7 +114,11 @@ def train_reference(record: Record, threads: int) -> None:
                 reference.end_epoch()
             last = epoch == chain.epochs or step == chain.steps
             if last or (chain.eval_every and epoch % chain.eval_every == 0):
+                place = {"epoch": epoch, "step": step, "trained": samples}
                 result = evaluate(reference.predict, source.eval_batches(), workers[-1])
-                tell(kind="eval", epoch=epoch, step=step, trained=samples, **result)
+                tell(kind="eval", **place, **result)
+                if last and source.has_test:
+                    result = evaluate(reference.predict, source.test_batches(), workers[-1])
+                    tell(kind="test", **place, **result)
             if step == chain.steps:
                 break

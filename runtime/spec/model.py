@@ -26,19 +26,28 @@ class DataSpec(Frozen):
     """Which data the head reads.
 
     Attributes:
-        dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, or the import path
-            (``package.module:Class``) of a ``torch.utils.data.Dataset``.
+        dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, ``text``, or the
+            import path (``package.module:Class``) of a ``torch.utils.data.Dataset``.
         path: Folder or file of the data; found by itself where a package installs it.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per evaluation batch (default: four training batches).
         flatten: Give samples as vectors.
         normalize: Scale images to zero mean and unit variance with the training set's figures.
         shuffle: A new order of the samples each epoch, drawn from the chain's seed.
+        streams: Instead deal the samples to ``batch_size`` contiguous streams, one for each row of
+            the batches, so that each row goes on from batch to batch.
         drop_last: Leave out a last, smaller batch.
         train_limit: Use only so many training samples.
         eval_limit: Use only so many evaluation samples.
-        args: Keyword arguments of a user's data set, which is made twice: with ``train=True`` and
-            with ``train=False``.
+        validation: Hold out the last training samples, so many or such a share of them: the
+            evaluations during training are of these, and the data set's own evaluation samples
+            are the test set, evaluated once, at the end of the run.
+        augment: Import paths of classes, with their keyword arguments, whose objects are called
+            with each batch of training samples, in this order.
+        workers: Processes that load and augment training batches beside training; 0: loaded in a
+            thread where that takes long, and augmented in between.
+        args: The data set's own options. For a user's class its keyword arguments; it is made
+            twice: with ``train=True`` and with ``train=False``.
     """
 
     dataset: str = "digits"
@@ -48,10 +57,38 @@ class DataSpec(Frozen):
     flatten: bool = False
     normalize: bool = True
     shuffle: bool = True
+    streams: bool = False
     drop_last: bool = False
     train_limit: Annotated[int, Field(ge=1)] | None = None
     eval_limit: Annotated[int, Field(ge=1)] | None = None
+    validation: int | float | None = None
+    augment: tuple[Choice, ...] = ()
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _streams_are_in_order(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("streams") is True:
+            return {"shuffle": False, **value}
+        return value
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _number_or_share(cls, value: object) -> object:
+        number = type(value) is int and value >= 1
+        share = type(value) is float and 0 < value < 1
+        if value is not None and not number and not share:
+            raise ValueError(f"{value!r} is neither a number of samples nor a share below 1")
+        return value
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Self:
+        if self.streams and self.shuffle:
+            raise ValueError(
+                "'streams: true' beside 'shuffle: true': streams keep the data's order"
+            )
+        return self
 
     def at(self, path: object | None) -> Self:
         """The same data at another place; None: where it is."""
@@ -61,10 +98,17 @@ class DataSpec(Frozen):
         """Batches in one epoch of so many samples.
 
         A last one of a single sample is left out, because BatchNorm cannot normalise over one value
-        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay.
+        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay. Streams
+        are all of one length.
         """
         whole, rest = divmod(samples, self.batch_size)
-        return whole + (rest > 1 and not self.drop_last)
+        return whole + (rest > 1 and not self.drop_last and not self.streams)
+
+    def held_out(self, samples: int) -> int:
+        """How many of so many training samples are held out for validation."""
+        if isinstance(self.validation, float):
+            return max(int(samples * self.validation), 1)
+        return self.validation or 0
 
     @property
     def largest_batch(self) -> int:

@@ -63,7 +63,8 @@ class DataInfo(Frozen):
         label: One label.
         classes: Number of classes, or None where labels are not class indices.
         train_samples: Number of training samples, or None when it is not known yet.
-        eval_samples: Number of evaluation samples, or None when it is not known yet.
+        eval_samples: Number of samples of each evaluation, or None when it is not known yet.
+        test_samples: Number of test samples, where evaluations are of others; else None.
     """
 
     sample: TensorSpec
@@ -71,6 +72,7 @@ class DataInfo(Frozen):
     classes: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
+    test_samples: int | None = None
 
 
 class HeadRole(Frozen):
@@ -206,13 +208,14 @@ class WorkerSpec(Frozen):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what the image must hold: host paths and link timing are left out."""
+        """SHA-256 of what the image must hold: host paths and timing are left out."""
         document = self.model_dump(mode="json")
         for name in ("stop_grace_s", "late", "retain", "attends", "snapshot_s", "initial"):
             document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
-            document["head"]["data"].pop("path")
+            for name in ("path", "workers"):
+                document["head"]["data"].pop(name)
         return _digest(document)
 
     def link_hash(self, *, end: Literal["input", "output"]) -> str:

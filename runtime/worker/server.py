@@ -323,8 +323,9 @@ class ModuleServer:
             counts = self._ledger.counts
             if new and counts.epoch == marker.epoch:
                 self._meter.epoch_ended(marker.epoch, counts.epoch_batches)
-        if Mark.EVAL in mark and self._evaluation is not None:
-            self._report_evaluation(marker.epoch)
+        # A restarted module may go past markers of evaluations that it has reported before.
+        if new and mark & (Mark.EVAL | Mark.TEST) and self._evaluation is not None:
+            self._report_evaluation(marker.epoch, test=Mark.TEST in mark)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
             self._keeper.checkpoint(marker.id, over=Mark.END in mark)
         if mark & (Mark.END | Mark.STOP):
@@ -340,14 +341,15 @@ class ModuleServer:
         elif Mark.STOP in mark or self._leaving.at(mark):
             self._outcome = Outcome.STOPPED
 
-    def _report_evaluation(self, epoch: int) -> None:
+    def _report_evaluation(self, epoch: int, *, test: bool) -> None:
         assert self._evaluation is not None
         result, samples = self._evaluation.result(), self._evaluation.samples
         self._evaluation = self._ledger.counts.evaluation = None
-        self._meter.evaluated(result, samples)
+        self._meter.evaluated(result, samples, test=test)
         log.info(
-            "epoch %d%s: %s",
+            "epoch %d%s%s: %s",
             epoch,
+            ", test set" if test else "",
             ", early head" if self._step.spec.tail is None else "",
             ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Literal
@@ -10,12 +10,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dni_runtime.core.chain import parts_of
-from dni_runtime.data import DataSource
+from dni_runtime.data import Batch, DataSource
 from dni_runtime.spec import HeadRole
 from dni_runtime.wire import Mark, Mode, Part
 
 NOTHING = Mark(0)
-Phase = Literal["train", "eval", "end"]
+Phase = Literal["train", "eval", "test", "end"]
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Position:
 
     Attributes:
         epoch: The epoch, from 1.
-        phase: Whether training batches, evaluation batches or the end come next.
+        phase: Whether training batches, evaluation batches, test batches or the end come next.
         batch: Training batches of this epoch that have been sent.
         step: Training batches of the whole run that have been sent.
-        eval_batch: Evaluation batches of this evaluation that have been sent.
+        eval_batch: Evaluation or test batches of this evaluation that have been sent.
         saved: Whether the checkpoint that falls on this very step has been asked for.
         part: Parts of the next training batch that have been sent.
     """
@@ -61,11 +61,14 @@ class Item:
     part: Part | None = None
 
 
-def items(source: DataSource, role: HeadRole, start: Position = Position()) -> Iterator[Item]:
+def items(
+    source: DataSource, role: HeadRole, start: Position = Position()
+) -> Generator[Item, None, None]:
     """Give the stream from a position on.
 
-    Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; at the very
-    end an END marker. CHECKPOINT is added to the markers where the spec asks for one.
+    Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
+    last evaluation, where there is a test set, test batches and a TEST marker; at the very end an
+    END marker. CHECKPOINT is added to the markers where the spec asks for one.
 
     Args:
         source: The data.
@@ -87,12 +90,22 @@ def items(source: DataSource, role: HeadRole, start: Position = Position()) -> I
             at = replace(at, phase="eval") if evaluates else _next(at, last)
             yield Item(epoch, at, mark=Mark.EPOCH | Mark.CHECKPOINT if saves else Mark.EPOCH)
         if at.phase == "eval":
-            for x_BX, y_BY in islice(source.eval_batches(), at.eval_batch, None):
-                at = replace(at, eval_batch=at.eval_batch + 1)
-                yield Item(epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
-            at = _next(at, last)
+            at = yield from _evaluate(source.eval_batches(), at)
+            tests = last and source.has_test
+            at = replace(at, phase="test", eval_batch=0) if tests else _next(at, last)
             yield Item(epoch, at, mark=Mark.EVAL)
+        if at.phase == "test":
+            at = _next((yield from _evaluate(source.test_batches(), at)), last)
+            yield Item(epoch, at, mark=Mark.TEST)
     yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
+
+
+def _evaluate(batches: Iterator[Batch], at: Position) -> Generator[Item, None, Position]:
+    """The batches of an evaluation that are still to be sent; gives the position after them."""
+    for x_BX, y_BY in islice(batches, at.eval_batch, None):
+        at = replace(at, eval_batch=at.eval_batch + 1)
+        yield Item(at.epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
+    return at
 
 
 def _train(source: DataSource, role: HeadRole, at: Position, sends: int) -> Iterator[Item]:
