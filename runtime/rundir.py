@@ -19,6 +19,7 @@
       metrics/MODULE.jsonl          what a worker measured
       tensorboard/MODULE/           the same as event files, when asked for
       initial/MODULE.safetensors    weights that a module begins with, where the chain gives some
+      best.json                     which checkpoint is the best, where one is selected
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
@@ -113,6 +114,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        return self.root / "best.json"
 
     @property
     def marks(self) -> Path:

@@ -18,7 +18,7 @@ from dni_runtime.core.interfaces import Boundary, Resolved, build_interface, def
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_layers, build_module
 from dni_runtime.core.losses import ChainLoss, class_axis
-from dni_runtime.core.metrics import check_metrics
+from dni_runtime.core.metrics import check_metrics, rises
 from dni_runtime.core.optimization import Optimization, check_groups
 from dni_runtime.core.shapes import BATCH, Inferred, infer_shapes
 from dni_runtime.core.training import empty_batch
@@ -30,10 +30,12 @@ from dni_runtime.spec import (
     DataInfo,
     HeadRole,
     ModuleSpec,
+    SelectionRole,
     TailRole,
     TensorSpec,
     WorkerSpec,
 )
+from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
@@ -172,8 +174,11 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                     eval_every=full.eval_every,
                     checkpoint=full.checkpoint,
                     micro_batches=micro_batches,
+                    selects=full.selection is not None,
                 ),
-                tail=TailRole(metrics=full.metrics) if index == last else None,
+                tail=TailRole(metrics=full.metrics, selection=_selection(full))
+                if index == last
+                else None,
             )
         )
     _check_training(chain, workers)
@@ -227,6 +232,30 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
         late = chain.links.largest_window + (0 if cuts[index].bootstrapped else late)
         cuts[index] = replace(cuts[index], late=late)
     return cuts
+
+
+def _selection(chain: ChainSpec) -> SelectionRole | None:
+    """How the tail finds the best evaluation.
+
+    Raises:
+        SpecError: There is no such metric, or no evaluation.
+    """
+    wanted = chain.selection
+    if wanted is None:
+        return None
+    known = {"loss": False, **{metric.name: rises(metric) for metric in chain.metrics}}
+    name = wanted.metric or (chain.metrics[0].name if chain.metrics else "loss")
+    if name not in known:
+        raise SpecError(
+            f"no metric {name!r} is evaluated",
+            location=("selection", "metric"),
+            hint=suggestion(name, list(known)),
+        )
+    if chain.eval_every == 0:
+        raise SpecError("a selection needs evaluations", location=("eval_every",))
+    return SelectionRole(
+        metric=name, rises=known[name], patience=wanted.patience, min_delta=wanted.min_delta
+    )
 
 
 def _micro_batches(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:

@@ -23,7 +23,14 @@ from dni_runtime.spec.model import (
     ModuleSpec,
 )
 from dni_runtime.spec.named import Choice, LayerSpec
-from dni_runtime.spec.worker import DataInfo, HeadRole, TailRole, TensorSpec, WorkerSpec
+from dni_runtime.spec.worker import (
+    DataInfo,
+    HeadRole,
+    SelectionRole,
+    TailRole,
+    TensorSpec,
+    WorkerSpec,
+)
 
 __all__ = [
     "BaseSpec",
@@ -44,6 +51,7 @@ __all__ = [
     "MountSpec",
     "PlacementSpec",
     "ResourcesSpec",
+    "SelectionRole",
     "TailRole",
     "TensorSpec",
     "WorkerSpec",

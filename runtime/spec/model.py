@@ -197,6 +197,21 @@ class CheckpointSpec(Frozen):
     keep: Annotated[int, Field(ge=1)] = 2
 
 
+class SelectionSpec(Frozen):
+    """Keeping the best checkpoint, and stopping when it gets no better.
+
+    Attributes:
+        metric: What evaluations are compared by: ``loss`` or one of the chain's metrics (default:
+            the first of them, else the loss).
+        patience: End the run after so many evaluations in a row without a better one; None: never.
+        min_delta: By how much an evaluation must be better to count.
+    """
+
+    metric: str | None = None
+    patience: Annotated[int, Field(ge=1)] | None = None
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
 class RestartSpec(Frozen):
     """What happens when a worker dies.
 
@@ -340,6 +355,7 @@ class ChainSpec(Frozen):
         links: How neighbours talk.
         placement: Where the modules are on a cluster.
         checkpoint: When checkpoints are written.
+        selection: Keep the checkpoint with the best evaluation, too, and when to stop early.
         restart: What happens when a worker dies.
         image: What the images hold.
         mounts: Host folders inside the containers.
@@ -361,6 +377,7 @@ class ChainSpec(Frozen):
     links: LinksSpec = LinksSpec()
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    selection: SelectionSpec | None = None
     restart: RestartSpec = RestartSpec()
     image: ImageSpec = ImageSpec()
     mounts: tuple[MountSpec, ...] = ()

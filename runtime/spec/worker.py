@@ -75,15 +75,33 @@ class DataInfo(Frozen):
     test_samples: int | None = None
 
 
+class SelectionRole(Frozen):
+    """How the tail finds the best evaluation.
+
+    Attributes:
+        metric: Which of its figures counts.
+        rises: Whether more is better.
+        patience: Evaluations without a better one before the run ends; None: any number.
+        min_delta: By how much one must be better to count.
+    """
+
+    metric: str
+    rises: bool
+    patience: int | None
+    min_delta: float
+
+
 class HeadRole(Frozen):
     """What only the first module needs.
 
     Attributes:
+        selects: Whether each evaluation needs a checkpoint before it.
         micro_batches: Into how many parts each training batch is cut.
     """
 
     data: DataSpec
     micro_batches: int = 1
+    selects: bool = False
     epochs: int
     steps: int | None
     eval_every: int
@@ -94,6 +112,7 @@ class TailRole(Frozen):
     """What only the last module needs."""
 
     metrics: tuple[Choice, ...]
+    selection: SelectionRole | None = None
 
 
 class WorkerSpec(Frozen):

@@ -25,6 +25,7 @@ from torch import Tensor
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
+from dni_runtime.worker.selection import best_cut
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +286,8 @@ class CheckpointWriter:
     def _drop_old(self) -> None:
         complete = complete_cuts(self._run, self._chain)
         if len(complete) >= self._keep:
-            forget(self._run, self._module, lambda cut: cut < complete[-self._keep])
+            best = best_cut(self._run)
+            forget(self._run, self._module, lambda cut: cut < complete[-self._keep] and cut != best)
 
 
 def forget(run: RunDir, module: str, unwanted: Callable[[int], bool]) -> None:

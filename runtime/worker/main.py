@@ -32,7 +32,7 @@ from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
 from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import items
+from dni_runtime.worker.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _serve(
         writer = checkpoint.CheckpointWriter(
             run, spec.module, chain, spec.keep, meter.warn, meter.all_is_well
         )
-        stream = items(source, spec.head, start.position) if source and spec.head else None
+        stream = Stream(source, spec.head, start.position) if source and spec.head else None
         try:
             server = ModuleServer(
                 step,

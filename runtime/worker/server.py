@@ -31,10 +31,14 @@ from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, Meter
 from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import Start
+from dni_runtime.worker.selection import Selection
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item
 
 log = logging.getLogger(__name__)
+
+END_EARLY = "end"
+"""What a tail asks of the head that has seen enough evaluations."""
 
 POLL_MS = 500
 """Longest sleep: metrics and the state file are refreshed in between."""
@@ -104,6 +108,10 @@ class ModuleServer:
         if ledger.counts.evaluation is not None:
             self._evaluation = Evaluation.of(step)
             self._evaluation.go_on_from(ledger.counts.evaluation)
+        tail = step.spec.tail
+        self._selection: Selection | None = None
+        if tail is not None and tail.selection is not None:
+            self._selection = Selection(meter.run, tail.selection, start.cut)
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
@@ -288,7 +296,7 @@ class ModuleServer:
                 if self._draining is not None and event.id >= self._draining.id:
                     self._give_up()
             else:
-                self._ask_upstream()
+                self._ask_upstream(event.what)
 
     def _give_up(self) -> None:
         """No true gradient for a batch before the marker will come any more."""
@@ -297,12 +305,15 @@ class ModuleServer:
         marker, self._draining = self._draining, None
         self._finish_marker(marker)
 
-    def _ask_upstream(self) -> None:
-        """Somebody wants a checkpoint: the head puts a marker into the stream."""
-        if self._head is not None:
+    def _ask_upstream(self, what: str) -> None:
+        """Somebody wants something of the head: a checkpoint's marker, or an early end."""
+        if self._head is None:
+            assert self._input is not None
+            self._input.request(what)
+        elif what == END_EARLY:
+            self._head.end_early()
+        else:
             self._head.want(Mark.CHECKPOINT | Mark.ASKED)
-        elif self._input is not None:
-            self._input.request("checkpoint")
 
     def _handle_marker(self, marker: Marker) -> None:
         if self._output is not None:
@@ -328,6 +339,8 @@ class ModuleServer:
             self._report_evaluation(marker.epoch, test=Mark.TEST in mark)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
             self._keeper.checkpoint(marker.id, over=Mark.END in mark)
+            if self._selection is not None:
+                self._selection.checkpoint(marker.id)
         if mark & (Mark.END | Mark.STOP):
             self._last = marker
         else:
@@ -346,6 +359,9 @@ class ModuleServer:
         result, samples = self._evaluation.result(), self._evaluation.samples
         self._evaluation = self._ledger.counts.evaluation = None
         self._meter.evaluated(result, samples, test=test)
+        if self._selection is not None and not test and self._selection.evaluated(result, epoch):
+            log.info("no better evaluation for a while: training ends")
+            self._ask_upstream(END_EARLY)
         log.info(
             "epoch %d%s%s: %s",
             epoch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Literal
@@ -61,8 +61,30 @@ class Item:
     part: Part | None = None
 
 
+class Stream(Iterator[Item]):
+    """The stream from a position on, which may end early; see :func:`items`."""
+
+    def __init__(self, source: DataSource, role: HeadRole, start: Position = Position()) -> None:
+        self._early: list[bool] = []
+        self._items = items(source, role, start, lambda: bool(self._early))
+
+    def __next__(self) -> Item:
+        return next(self._items)
+
+    def end(self) -> None:
+        """Send no more training batches."""
+        self._early.append(True)
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        self._items.close()
+
+
 def items(
-    source: DataSource, role: HeadRole, start: Position = Position()
+    source: DataSource,
+    role: HeadRole,
+    start: Position = Position(),
+    early: Callable[[], bool] = lambda: False,
 ) -> Generator[Item, None, None]:
     """Give the stream from a position on.
 
@@ -74,19 +96,21 @@ def items(
         source: The data.
         role: Epochs, steps and checkpoints.
         start: Where to begin.
+        early: Tells whether training ends before that; what is left is the test set and the end.
     """
     at = start
     while at.phase != "end":
         epoch = at.epoch
         if at.phase == "train":
-            sends = _left(source, role, at)
-            yield from _train(source, role, at, sends)
-            at = replace(at, batch=at.batch + sends, step=at.step + sends, saved=False, part=0)
+            at = yield from _train(source, role, at, early)
+            if early():
+                at = replace(at, phase="test" if source.has_test else "end")
         last = epoch >= role.epochs or at.step == role.steps
         if at.phase == "train":
             evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
             every = role.checkpoint.every_epochs
             saves = every > 0 and epoch % every == 0 and not last  # END saves the last one
+            saves |= role.selects and evaluates
             at = replace(at, phase="eval") if evaluates else _next(at, last)
             yield Item(epoch, at, mark=Mark.EPOCH | Mark.CHECKPOINT if saves else Mark.EPOCH)
         if at.phase == "eval":
@@ -95,7 +119,7 @@ def items(
             at = replace(at, phase="test", eval_batch=0) if tests else _next(at, last)
             yield Item(epoch, at, mark=Mark.EVAL)
         if at.phase == "test":
-            at = _next((yield from _evaluate(source.test_batches(), at)), last)
+            at = _next((yield from _evaluate(source.test_batches(), at)), last=True)
             yield Item(epoch, at, mark=Mark.TEST)
     yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
 
@@ -108,10 +132,13 @@ def _evaluate(batches: Iterator[Batch], at: Position) -> Generator[Item, None, P
     return at
 
 
-def _train(source: DataSource, role: HeadRole, at: Position, sends: int) -> Iterator[Item]:
-    if not sends:
-        return
-    every = role.checkpoint.every_steps
+def _train(
+    source: DataSource, role: HeadRole, at: Position, early: Callable[[], bool]
+) -> Generator[Item, None, Position]:
+    """The training batches of an epoch that are still to be sent; gives the position after them."""
+    sends, every = _left(source, role, at), role.checkpoint.every_steps
+    if not sends or early():
+        return at
     for x_BX, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
         if every and at.batch and at.step % every == 0 and not at.saved:
             at = replace(at, saved=True)
@@ -125,6 +152,9 @@ def _train(source: DataSource, role: HeadRole, at: Position, sends: int) -> Iter
                 then = after if number == len(parts) else replace(at, part=number)
                 yield Item(at.epoch, then, x_BX=x, y_BY=y, part=part)
         at = after
+        if early():
+            break
+    return at
 
 
 def _left(source: DataSource, role: HeadRole, at: Position) -> int:

@@ -30,6 +30,7 @@ from dni_runtime.rundir import (
     write_json,
 )
 from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
+from dni_runtime.spec.model import SelectionSpec
 
 pytestmark = pytest.mark.e2e
 
@@ -207,6 +208,26 @@ def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str, li
     assert all((read_json(chain.run.worker(n)) or {})["state"] == "finished" for n in chain.names)
     assert len(complete_cuts(chain.run, chain.names)) == 2
     assert not list((chain.run.root / "endpoints").iterdir())
+
+
+def test_training_ends_when_it_gets_no_better(make: Callable[..., Chain]) -> None:
+    """A selection keeps the best checkpoint beside the newest ones, and ends the run early."""
+    spec = chain_spec("mixed", epochs=200).model_copy(
+        update={"selection": SelectionSpec(patience=2, min_delta=0.003)}
+    )
+    chain = make(spec)
+    chain.start()
+    assert set(chain.wait().values()) == {0}, chain.logs()
+    evals = [line for line in read_lines(chain.run.metrics("c")) if line["kind"] == "eval"]
+    best = read_json(chain.run.best) or {}
+    assert 3 < evals[-1]["epoch"] < 100
+    assert best["epoch"] == evals[-3]["epoch"]
+    assert best["value"] == pytest.approx(evals[-3]["accuracy"], abs=1e-6)
+    cuts = complete_cuts(chain.run, chain.names)
+    assert best["cut"] in cuts
+    assert len(cuts) <= 3
+    tail = json.loads((chain.run.checkpoints / f"{cuts[-1]:012d}" / "c.json").read_text())
+    assert tail["over"]
 
 
 @pytest.mark.parametrize("interface", ["exact", "{exact: {micro_batches: 3}}, accumulate: 3"])

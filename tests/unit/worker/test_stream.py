@@ -11,7 +11,7 @@ import torch
 from dni_runtime.data import open_data
 from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker.stream import Item, Position, items
+from dni_runtime.worker.stream import Item, Position, Stream, items
 
 DATA = DataSpec(dataset="digits", flatten=True, batch_size=64, train_limit=200, eval_limit=100)
 
@@ -71,6 +71,28 @@ def test_checkpoints_between_batches() -> None:
     assert shape(run(role(epochs=1, eval_every=0, every_steps=3))) == [
         *("3 train", "1 CHECKPOINT", "1 train", "1 EPOCH", "1 CHECKPOINT|END"),
     ]
+
+
+@pytest.mark.parametrize("data", [DATA, TESTED])
+def test_an_early_end(data: DataSpec) -> None:
+    """No training batch follows, but the test set and the end."""
+    source = open_data(data, Path(), seed=1)
+    stream = Stream(source, role(epochs=9, data=data))
+    seen = [next(stream) for _ in range(10)]
+    stream.end()
+    rest = list(stream)
+    tests = ["2 eval", "1 TEST"] if data is TESTED else []
+    assert shape(rest) == [*tests, "1 CHECKPOINT|END"]
+    assert rest[-1].position.step == seen[-1].position.step
+    for number, item in enumerate(rest[:-1]):
+        again = list(items(source, role(epochs=9, data=data), item.position))
+        assert shape(again) == shape(rest[number + 1 :])
+
+
+def test_a_checkpoint_before_each_evaluation() -> None:
+    given = role(epochs=3, eval_every=2).model_copy(update={"selects": True})
+    markers = [item.mark for item in run(given) if item.x_BX is None]
+    assert [Mark.CHECKPOINT in mark for mark in markers if Mark.EPOCH in mark] == [True] * 3
 
 
 def test_batches_in_parts() -> None:
