@@ -6,6 +6,7 @@ name, keyword or shape is an error before anything starts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +16,9 @@ from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_layer, build_layers
+from dni_runtime.core.losses import ChainLoss, class_axis
+from dni_runtime.core.metrics import check_metrics
 from dni_runtime.core.training import (
-    METRICS,
-    build_loss,
     build_optimizer,
     build_schedule,
     empty_batch,
@@ -34,7 +35,6 @@ from dni_runtime.spec import (
     TensorSpec,
     WorkerSpec,
 )
-from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.worker import retained
 
 BATCH = 2
@@ -43,12 +43,20 @@ BATCH = 2
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
 
 
-def resolved_chain(chain: ChainSpec) -> ChainSpec:
+def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
     """The chain with every module's settings filled in; what ``dnictl config`` prints.
 
+    Args:
+        chain: The chain.
+        info: What its data looks like.
+
     Raises:
-        SpecError: A gradient interface or one of its options is unknown.
+        SpecError: A layer, gradient interface or option is unknown or does not fit.
     """
+    return _resolve(chain, _infer(chain, info), info)
+
+
+def _resolve(chain: ChainSpec, activations: Sequence[TensorSpec], info: DataInfo) -> ChainSpec:
     modules = []
     for index, module in enumerate(chain.modules):
         interface = None
@@ -71,7 +79,10 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
                 resources=chain.resources(index),
             )
         )
-    return chain.model_copy(update={"modules": tuple(modules), "defaults": type(chain.defaults)()})
+    update = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
+    if "metrics" not in chain.model_fields_set and class_axis(activations[-1], info.label) is None:
+        update["metrics"] = ()  # the default needs class labels
+    return chain.model_copy(update=update)
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
@@ -84,19 +95,13 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     Raises:
         SpecError: Something is unknown, misspelt or does not fit; ``location`` says where.
     """
-    full = resolved_chain(chain)
     if chain.data.batch_size < 2:
         _refuse_batchnorm(chain)
-    activations = _infer(full, info)
+    activations = _infer(chain, info)
+    full = _resolve(chain, activations, info)
     prediction = activations[-1]
-    _check_loss(full, prediction, info)
-    for number, metric in enumerate(full.metrics):
-        if metric not in METRICS:
-            raise SpecError(
-                f"unknown metric {metric!r}",
-                location=("metrics", number),
-                hint=suggestion(metric, list(METRICS)),
-            )
+    loss = _check_loss(full, prediction, info)
+    check_metrics(full.metrics, loss, prediction, info.label)
     interfaces = [
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules
@@ -235,13 +240,14 @@ def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> Tensor:
         ) from None
 
 
-def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> None:
-    loss = build_loss(chain.loss, ("loss",))
+def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> ChainLoss:
+    loss = ChainLoss(chain.loss, prediction, info.label, ("loss",))
     p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
     y_BY = empty_batch(info.label, BATCH, "cpu")
     hint = f"the tail gives {prediction}, labels are {info.label}"
     try:
         value = loss(p_BP, y_BY)
+        adds_up = ":" in chain.loss.name and _adds_up(loss, p_BP, y_BY)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
@@ -250,15 +256,32 @@ def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> Non
             hint=hint,
         ) from None
     if value.dim() != 0:
-        raise SpecError(f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar", hint=hint)
-    if chain.loss.name == "CrossEntropyLoss" and info.classes is not None:
-        outputs = prediction.shape[0] if prediction.shape else 0
-        if outputs < info.classes:
-            raise SpecError(
-                f"the tail gives {prediction}, but the data has {info.classes} classes",
-                location=("modules", len(chain.modules) - 1, "layers"),
-                hint=f"end with a layer of {info.classes} outputs",
-            )
+        raise SpecError(
+            f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar",
+            location=("loss",),
+            hint=hint,
+        )
+    if adds_up:
+        raise SpecError(
+            f"{chain.loss.name} is a sum over the batch: for twice the samples it is twice as high",
+            location=("loss",),
+            hint="divide by the number of samples; gradients between modules are per sample",
+        )
+    if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:
+        raise SpecError(
+            f"the tail gives {prediction}, but the data has {info.classes} classes",
+            location=("modules", len(chain.modules) - 1, "layers"),
+            hint=f"end with a layer of {info.classes} outputs",
+        )
+    return loss
+
+
+def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
+    """Whether a loss is a sum over the batch instead of a mean."""
+    p_BP = torch.rand(p_BP.shape, generator=torch.Generator().manual_seed(0)).to(p_BP.dtype)
+    once = float(loss(p_BP, y_BY))
+    twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])))
+    return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
 
 
 def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:

@@ -79,7 +79,7 @@ class HeadRole(Frozen):
 class TailRole(Frozen):
     """What only the last module needs."""
 
-    metrics: tuple[str, ...]
+    metrics: tuple[Choice, ...]
 
 
 class WorkerSpec(Frozen):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dni_runtime.core.interfaces import default_interface
 from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.core.schema import json_schema
 from dni_runtime.errors import SpecError
@@ -57,9 +58,8 @@ def test_contracts_of_neighbours_agree() -> None:
     ],
 )
 def test_the_default_interface_is_that_of_the_kind_of_layer(layer: str, interface: str) -> None:
-    text = CHAIN.replace("    interface: mixed\n", "").replace("- Flatten", f"- {layer}")
-    modules = resolved_chain(parse_chain(text)).modules
-    assert [one.interface and one.interface.name for one in modules] == ["mixed", interface, None]
+    layers = parse_chain(CHAIN.replace("- Flatten", f"- {layer}")).modules[1].layers
+    assert default_interface(layers).name == interface
 
 
 def test_local_interfaces_want_no_gradients() -> None:
@@ -92,13 +92,13 @@ def test_host_settings_change_no_hash() -> None:
 
 
 def test_resolved_chain_says_everything_and_resolves_to_itself() -> None:
-    full = resolved_chain(parse_chain(CHAIN))
+    full = resolved_chain(parse_chain(CHAIN), INFO)
     assert full.modules[0].interface is not None
     assert full.modules[0].interface.args["local_weight"] == 0.5
     assert full.modules[1].optimizer is not None
     assert full.modules[1].optimizer.name == "Adam"
     assert full.modules[2].interface is None
-    assert resolved_chain(full) == full
+    assert resolved_chain(full, INFO) == full
 
 
 @pytest.mark.parametrize(
