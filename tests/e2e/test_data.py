@@ -1,9 +1,11 @@
-"""Real Fashion-MNIST; a head with processes that augment its batches."""
+"""Real Fashion-MNIST; a head with processes that augment its batches; the language model."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,23 @@ def test_batches_made_by_processes_are_the_same(site: Site) -> None:
         return losses
 
     assert trained(0) == trained(2, killed=True)
+
+
+def test_a_language_model_is_trained_and_writes(site: Site) -> None:
+    """As the template's first lines say, on a little of the text."""
+    site.run("init", "--template", "lm")
+    chain = site.folder / "chain.yaml"
+    some = "batch_size: 32\n  train_limit: 640\n  eval_limit: 64\n"
+    chain.write_text(chain.read_text().replace("batch_size: 32\n", some))
+    site.run("validate")
+    figures = site.json("up", "--backend", "process")
+    first, second = figures["evaluations"]
+    assert second["bits_per_character"] < first["bits_per_character"] < 8
+    site.run("export", "-o", "model.safetensors")
+    command = [sys.executable, "generate.py", "--prompt", "def ", "--bytes", "20"]
+    text = subprocess.run(command, cwd=site.folder, capture_output=True, check=True).stdout
+    assert text.startswith(b"def ")
+    assert len(text) == 25
 
 
 def parent_of(pid: int) -> int:

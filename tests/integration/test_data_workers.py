@@ -46,7 +46,8 @@ class Squares(torch.utils.data.Dataset):
             raise ValueError("bad file")
         if index == 9 and self.fault == "death":
             os._exit(3)
-        if index == 9 and self.fault == "sleep":
+        if index == 9 and str(self.fault).startswith("/"):
+            open(self.fault, "x").close()
             time.sleep(600)
         if self.fault == "draw":
             return torch.rand(3), os.getpid()
@@ -59,12 +60,19 @@ class Noise:
 """
 
 
+def eventually(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     threads, handler = set(threading.enumerate()), signal.getsignal(signal.SIGCHLD)
     yield
     assert multiprocessing.active_children() == []
-    assert set(threading.enumerate()) <= threads
+    eventually(lambda: set(threading.enumerate()) <= threads)  # those of queues end by themselves
     assert signal.getsignal(signal.SIGCHLD) == handler
 
 
@@ -174,9 +182,11 @@ def test_an_abandoned_epoch_ends_its_processes(make, tmp_path: Path) -> None:
 
 
 def test_a_process_that_hangs_is_killed(make, tmp_path: Path) -> None:
-    spec = make("sleep", workers=1, shuffle=False)
+    asleep = tmp_path / "asleep"
+    spec = make(str(asleep), workers=1, shuffle=False)
     batches = open_data(spec, tmp_path, seed=0).train_batches(1)
     next(batches)
+    eventually(asleep.exists)
     (process,) = multiprocessing.active_children()
     batches.close()
     assert process.exitcode == -signal.SIGKILL
@@ -216,10 +226,7 @@ def test_they_do_not_outlive_a_head_that_is_killed() -> None:
     finally:
         head.kill()
         head.communicate()
-    until = time.monotonic() + 30
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    eventually(lambda: not any(_runs(pid) for pid in pids))
 
 
 def _runs(pid: int) -> bool:

@@ -10,7 +10,7 @@ import yaml
 from tests.unit.cli.conftest import Dnictl, WriteChain
 
 
-@pytest.mark.parametrize("template", ["mlp", "cnn"])
+@pytest.mark.parametrize("template", ["mlp", "cnn", "lm"])
 def test_templates_are_valid(template: str, dnictl: Dnictl, folder: Path) -> None:
     assert dnictl("init", "--template", template).code == 0
     result = dnictl("validate", "--json")
