@@ -23,6 +23,9 @@ from dni_runtime.spec import LayerSpec, WorkerSpec
 LAYERS_PREFIX = "layers."
 """Where a module's own tensors lie in its checkpoint."""
 
+AVERAGE_PREFIX = "average.module."
+"""Where the average of its weights lies, where one is kept (``AveragedModel.state_dict``)."""
+
 METADATA = "dni-runtime"
 
 
@@ -42,7 +45,8 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Se
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
         layers = build_layers(worker.layers)
-        tensors = _read(states[worker.module], LAYERS_PREFIX)
+        prefix = LAYERS_PREFIX if worker.ema is None else AVERAGE_PREFIX
+        tensors = _read(states[worker.module], prefix)
         try:
             layers.load_state_dict(tensors)
         except RuntimeError as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Collection, Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
@@ -27,10 +28,11 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     and issubclass(cls, lr_scheduler.LRScheduler)
     and cls is not lr_scheduler.LRScheduler
     and not name.startswith("_")
-    # These need callables, other schedules or the loss, which a name with keywords cannot carry.
-    and name not in {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
-    and name != "ReduceLROnPlateau"
+    # These need callables or the loss, which a name with keywords cannot carry.
+    and name not in {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"}
 }
+_OF_SCHEDULES = {"SequentialLR": True, "ChainedScheduler": False}
+"""Schedules of other ``schedules``, and whether the optimizer comes before them."""
 
 
 def module_seed(seed: int, index: int) -> int:
@@ -50,7 +52,7 @@ def sparse_parameters(layers: nn.Module) -> frozenset[int]:
 
 def build_optimizer(
     choice: Choice,
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
     location: Location = (),
     *,
     sparse: Collection[int] = (),
@@ -61,9 +63,9 @@ def build_optimizer(
     tried with small ones of the same kinds.
 
     Args:
-        choice: Its class and keywords.
-        parameters: What it updates.
-        location: Where it stands in the spec.
+        choice: Its name and keywords.
+        parameters: What it updates, or groups of that with options of their own.
+        location: Where the choice stands in the spec.
         sparse: Ids of parameters whose gradients are sparse (:func:`sparse_parameters`).
 
     Raises:
@@ -72,18 +74,21 @@ def build_optimizer(
     """
     cls = find_class(choice.name, "optimizer", OPTIMIZERS, optim.Optimizer, location)
     args = dict(choice.args)
-    params = list(parameters)
+    params: list[Any] = list(parameters)
+    every: list[nn.Parameter] = [
+        p for one in params for p in (one["params"] if isinstance(one, dict) else [one])
+    ]
     if (
         "fused" in inspect.signature(cls).parameters
         and not {"fused", "foreach", "differentiable"} & set(args)
-        and not any(id(p) in sparse for p in params)
-        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+        and not any(id(p) in sparse for p in every)
+        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in every)
     ):
         args["fused"] = True
     at = (*location, choice.name)
     optimizer = call(cls, args, name=choice.name, location=at, given=(params,))
-    if any(p.is_meta for p in params):
-        _try_a_step(choice, params, at, sparse)
+    if any(p.is_meta for p in every):
+        _try_a_step(choice, every, at, sparse)
     return cast("optim.Optimizer", optimizer)
 
 
@@ -125,17 +130,35 @@ def _refusal(choice: Choice, error: Exception, at: Location) -> SpecError:
 def build_schedule(
     choice: Choice, optimizer: optim.Optimizer, location: Location = ()
 ) -> lr_scheduler.LRScheduler:
-    """Make a learning-rate schedule.
+    """Make a learning-rate schedule; ``schedules`` of SequentialLR are choices themselves.
 
     Raises:
         SpecError: Unknown schedule or keyword, or a value that it refuses.
     """
     cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
     at = (*location, choice.name)
-    return cast(
-        "lr_scheduler.LRScheduler",
-        call(cls, choice.args, name=choice.name, location=at, given=(optimizer,)),
-    )
+    args = dict(choice.args)
+    given: list[Any] = [optimizer]
+    if choice.name in _OF_SCHEDULES:
+        inner = [
+            build_schedule(one, optimizer, (*at, "schedules", number))
+            for number, one in enumerate(_choices(args.pop("schedules", None), at))
+        ]
+        given = [optimizer, inner] if _OF_SCHEDULES[choice.name] else [inner]
+    made = call(cls, args, name=choice.name, location=at, given=given)
+    return cast("lr_scheduler.LRScheduler", made)
+
+
+def _choices(value: Any, location: Location) -> list[Choice]:
+    try:
+        return TypeAdapter(list[Choice]).validate_python(value)
+    except ValidationError:
+        raise SpecError(
+            "'schedules' is not a list of schedules",
+            location=location,
+            hint="as in SequentialLR: {schedules: [LinearLR: {…}, CosineAnnealingLR: {…}], "
+            "milestones: [100]}",
+        ) from None
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -65,7 +65,9 @@ class Head:
         self._remember(id)
         mark = self._start.marks.get(id)
         # An id that a former process may have used stands for what it stood for then.
-        if mark is None and self._wanted and id > self._ledger.counts.id + self._start.again:
+        between = self.position.part == 0  # no marker goes between the parts of a batch
+        new = id > self._ledger.counts.id + self._start.again
+        if mark is None and self._wanted and between and new:
             mark, self._wanted = self._wanted, NOTHING
             try:
                 note_mark(self._meter.run, id, mark)
@@ -79,7 +81,7 @@ class Head:
         self.position = item.position
         if item.x_BX is None or item.y_BY is None:
             return Marker(id, item.epoch, item.mark, {})
-        return Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY)
+        return Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY, item.part)
 
     def oldest(self) -> tuple[int, Position] | None:
         """The oldest id that may have to be sent again, and the position before it."""

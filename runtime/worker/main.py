@@ -191,6 +191,7 @@ def _serve(
         writer = checkpoint.CheckpointWriter(
             run, spec.module, chain, spec.keep, meter.warn, meter.all_is_well
         )
+        stream = items(source, spec.head, start.position) if source and spec.head else None
         try:
             server = ModuleServer(
                 step,
@@ -199,13 +200,15 @@ def _serve(
                 stop=stop,
                 start=start,
                 ledger=ledger,
-                stream=items(source, spec.head, start.position) if source and spec.head else None,
+                stream=stream,
                 input=input,
                 output=output,
                 neighbours=neighbours,
             )
             outcome = server.serve()
         finally:
+            if stream is not None:
+                stream.close()  # which ends what reads ahead
             writer.close()
         if writer.failure is not None:
             raise writer.failure

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dni_runtime.core.layers import load_initial
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, append_line, complete_cuts, read_lines
@@ -68,6 +69,8 @@ def begin(
     again = wanted == OWN
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
     start, counts = Start(again=again), Counts()
+    if state is None and spec.initial:
+        load_initial(step.layers, run.initial(spec.module))
     if state is not None:
         checkpoint.restore(step, *state)
         start, counts = _start(state[1], again=again)
@@ -82,7 +85,7 @@ def begin(
                 if line["id"] >= start.first_id
             }
         ledger = Ledger.reopen(run.ledger(spec.module), counts)
-        step.pass_over(ledger.counts.step - counts.step)
+        step.optimization.pass_over(ledger.counts.step - counts.step)
         return start, ledger
     # What an earlier attempt wrote after this cut would mix with what comes now.
     checkpoint.forget(run, spec.module, lambda other: other > start.cut)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal, Wanted
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.training import build_optimizer
@@ -60,8 +60,8 @@ class Local(GradientInterface):
             ) from None
 
     @classmethod
-    def gradient_every(cls, options: LocalOptions) -> int:
-        return 0
+    def wants(cls, options: LocalOptions) -> Wanted:
+        return Wanted(0)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         h_BH = h_BH.detach().requires_grad_()
