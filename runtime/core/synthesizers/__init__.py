@@ -48,13 +48,14 @@ def auto_synthesizer(
 ) -> Choice:
     """The default, by shapes; docs/results.md has the measurements behind it.
 
-    Vectors get a narrow hidden layer. Feature maps and tokens get a critic where each sample has
-    one class label. Otherwise maps get a narrow hidden layer; tokens what is shaped like a
-    classifier where there are classes, else a linear map, of low rank where it is wide.
+    Vectors get a narrow hidden layer. Feature maps and tokens get a critic where each sample, or
+    each token, has a class label. Otherwise maps get a narrow hidden layer; tokens what is shaped
+    like a classifier where there are classes, else a linear map, of low rank where it is wide.
     """
-    per_sample = classes is not None and label is not None and not label.shape
-    if per_sample and len(activation.shape) in (2, 3):
-        return Choice(name="critic")
+    if classes is not None and label is not None and len(activation.shape) in (2, 3):
+        per_token = len(activation.shape) == 2 and label.shape == activation.shape[:1]
+        if not label.shape or per_token:
+            return Choice(name="critic")
     if len(activation.shape) != 2:
         return Choice(name="mlp")
     if classes is not None and label is not None:
