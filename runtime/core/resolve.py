@@ -15,6 +15,7 @@ from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_layer, build_layers
+from dni_runtime.core.recurrent import CELLS
 from dni_runtime.core.training import (
     METRICS,
     build_loss,
@@ -212,7 +213,9 @@ def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bo
         raise SpecError(
             f"{name} gives {type(output).__name__} instead of one tensor",
             location=at,
-            hint="wrap it in a module of your own that returns one tensor",
+            hint="'Recurrent' has one output"
+            if name in CELLS
+            else "wrap it in a module of your own that returns one tensor",
         )
     if output.dim() < 1 or output.shape[0] != BATCH:
         raise SpecError(
