@@ -32,13 +32,13 @@ class FutureOptions(Frozen):
     """How the gradient from beyond a batch's last step is predicted.
 
     Attributes:
-        synthesizer: ``linear``, ``low-rank``, ``mlp`` or a user class; it sees the state.
+        synthesizer: ``mlp``, ``linear``, ``low-rank`` or a user class; it sees the state.
         optimizer: The synthesizer's optimizer.
         scale: Factor on the predicted gradient.
     """
 
-    synthesizer: Choice = Choice(name="linear")
-    optimizer: Choice = Choice(name="Adam", args={"lr": 0.001})
+    synthesizer: Choice = Choice(name="mlp", args={"hidden": 256})
+    optimizer: Choice = Choice(name="Adam", args={"lr": 0.0003})
     scale: float = Field(default=1.0, gt=0)
 
 
