@@ -38,12 +38,21 @@ def grid(arguments: argparse.Namespace, **values: Iterable[Any]) -> list[dict[st
 def accuracies(
     path: Path, wanted: Iterable[dict[str, Any]], train: Callable[[dict[str, Any]], float]
 ) -> list[dict[str, Any]]:
-    """The wanted trainings, each with its ``accuracy``.
+    """The wanted trainings, each with its ``accuracy``: in per cent, given by ``train``."""
+    return measured(path, wanted, lambda one: {"accuracy": train(one)})
+
+
+def measured(
+    path: Path,
+    wanted: Iterable[dict[str, Any]],
+    train: Callable[[dict[str, Any]], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """The wanted trainings, each with what was measured.
 
     Args:
         path: File of JSON lines; made where it is missing.
         wanted: What tells one training from another.
-        train: Gives the test accuracy of one, in per cent.
+        train: Gives the results of one by name.
     """
     done = []
     if path.exists():
@@ -53,7 +62,7 @@ def accuracies(
     for one in wanted:
         result = next((old for old in done if one.items() <= old.items()), None)
         if result is None:
-            result = {**one, "accuracy": train(one)}
+            result = {**one, **train(one)}
             with path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             print(json.dumps(result), file=sys.stderr, flush=True)
@@ -69,8 +78,10 @@ def cell(values: list[float]) -> str:
     return f"{statistics.fmean(values):.2f}{spread}"
 
 
-def table(corner: str, results: list[dict[str, Any]], row: str, column: str) -> str:
-    """Accuracies by two of their keys, over the seeds, as a Markdown table."""
+def table(
+    corner: str, results: list[dict[str, Any]], row: str, column: str, value: str = "accuracy"
+) -> str:
+    """A value of results by two of their keys, over the seeds, as a Markdown table."""
     columns = list(dict.fromkeys(one[column] for one in results))
     lines = [
         f"| {corner} | {' | '.join(map(str, columns))} |",
@@ -78,7 +89,7 @@ def table(corner: str, results: list[dict[str, Any]], row: str, column: str) -> 
     ]
     for name in dict.fromkeys(one[row] for one in results):
         cells = [
-            cell([one["accuracy"] for one in results if (one[row], one[column]) == (name, other)])
+            cell([one[value] for one in results if (one[row], one[column]) == (name, other)])
             for other in columns
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, DniError, UsageError
 from dni_runtime.rundir import write_atomic
@@ -32,6 +33,8 @@ METADATA = "dni-runtime"
 def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Sequential:
     """Build the whole network from the modules' checkpoints.
 
+    Recurrent layers begin each batch with zeros, and have no synthesizers.
+
     Args:
         workers: The modules' specs, head first.
         states: Each module's checkpoint file (``.safetensors``).
@@ -44,7 +47,7 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Se
     """
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
-        layers = build_layers(worker.layers)
+        layers = build_layers([exported(layer) for layer in worker.layers])
         prefix = LAYERS_PREFIX if worker.ema is None else AVERAGE_PREFIX
         tensors = _read(states[worker.module], prefix)
         try:
@@ -83,9 +86,12 @@ def export_model(
     if output.suffix == ".pt2":
         example = empty_batch(first.input, 2, "cpu")
         try:
-            program = torch.export.export(
-                model, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},)
-            )
+            with warnings.catch_warnings():
+                # torch's recurrent cells keep their weights in a list too; they are exported whole.
+                warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)
+                program = torch.export.export(
+                    model, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},)
+                )
         except Exception as error:
             raise UsageError(
                 f"torch.export cannot express this network: {str(error).splitlines()[0]}",
@@ -102,7 +108,7 @@ def export_model(
         "modules": [
             {
                 "name": worker.module,
-                "layers": [layer.model_dump(mode="json") for layer in worker.layers],
+                "layers": [exported(layer).model_dump(mode="json") for layer in worker.layers],
             }
             for worker in workers
         ],

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError
 from dni_runtime.spec import LayerSpec, WorkerSpec
@@ -27,7 +28,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     and not issubclass(cls, nn.modules.loss._Loss)
     and cls not in (nn.Module, nn.Container, nn.ModuleList, nn.ModuleDict, nn.Sequential)
     and cls not in (nn.ParameterList, nn.ParameterDict, nn.DataParallel)
-}
+} | {"Recurrent": Recurrent}
 """The layers that a spec may name; ``Sequential`` and ``Residual`` are blocks, handled here."""
 
 
@@ -109,3 +110,15 @@ def build_layer(layer: LayerSpec, location: Location = ()) -> nn.Module:
     cls = find_class(layer.type, "layer", known, nn.Module, location)
     at = (*location, "args" if ":" in layer.type else layer.type)
     return cast("nn.Module", call(cls, layer.args, name=layer.type, location=at))
+
+
+def exported(layer: LayerSpec) -> LayerSpec:
+    """The layer as a plain function of one batch: recurrent ones carry no state and predict none.
+
+    It takes the state dict of the layer itself.
+    """
+    args = layer.args
+    if layer.type == "Recurrent":
+        args = {key: value for key, value in args.items() if key != "synthetic"} | {"carry": False}
+    inside = {key: tuple(map(exported, getattr(layer, key))) for key in ("layers", "shortcut")}
+    return layer.model_copy(update={"args": args, **inside})

@@ -20,6 +20,7 @@ from dni_runtime.core.layers import build_layers, build_module
 from dni_runtime.core.losses import ChainLoss, class_axis
 from dni_runtime.core.metrics import check_metrics, rises
 from dni_runtime.core.optimization import Optimization, check_groups
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.shapes import BATCH, Inferred, infer_shapes
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
@@ -354,6 +355,8 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
             field, *rest = error.location
             location = (*_place(chain, worker.index, str(field)), *rest)
             raise SpecError(error.message, location=location, hint=error.hint) from None
+        if any(isinstance(layer, Recurrent) for layer in own.modules()):
+            _check_recurrent(chain, worker)
         if worker.interface is not None:
             if not worker.output.dtype.startswith(("float", "bfloat")):
                 raise SpecError(
@@ -367,6 +370,22 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                     Boundary.of(worker),
                     _place(chain, worker.index, "interface"),
                 )
+
+
+def _check_recurrent(chain: ChainSpec, worker: WorkerSpec) -> None:
+    """Refuse what cannot be had with a state that runs on from batch to batch."""
+    interface = worker.interface
+    parts = None if interface is None else find_interface(interface).wanted.micro_batches
+    wrong = None
+    if parts is not None and parts > 1:
+        wrong = "'micro_batches': each part would go on from another one's state"
+    elif interface is not None and interface.args.get("keep") == "input":
+        wrong = "'keep: input': the pass would be computed again from another state"
+    if wrong is not None:
+        raise SpecError(
+            f"module {worker.module!r} has a recurrent layer; not with {wrong}",
+            location=_place(chain, worker.index, "interface"),
+        )
 
 
 def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dni_runtime.core.attention import AttentionWatch, has_attention_layer
 from dni_runtime.core.choices import Location
 from dni_runtime.core.layers import build_layer
+from dni_runtime.core.recurrent import CELLS
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec, DataInfo, LayerSpec, TensorSpec
@@ -83,7 +84,9 @@ def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bo
         raise SpecError(
             f"{name} gives {type(output).__name__} instead of one tensor",
             location=at,
-            hint="wrap it in a module of your own that returns one tensor",
+            hint="'Recurrent' has one output"
+            if name in CELLS
+            else "wrap it in a module of your own that returns one tensor",
         )
     if output.dim() < 1 or output.shape[0] != BATCH:
         raise SpecError(

@@ -29,6 +29,7 @@ from dni_runtime.core.mean import Mean
 from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.passes import ForwardPass, ForwardPasses
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import module_seed, torch_dtype
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
@@ -141,6 +142,7 @@ class ModuleStep:
             version=lambda: self.optimization.version,
         )
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
+        self._recurrent = [one for one in self.layers.modules() if isinstance(one, Recurrent)]
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self.store = (interface_.store if interface_ is not None else None) or -(
             -(spec.late + MARGIN) // max(spec.gradients_in, 1)
@@ -232,7 +234,7 @@ class ModuleStep:
         g_BX = None
         if self._signals:
             g_BH = kept.g_BH = self._signal(kept.h_BH, y_BY)
-            only = self.optimization.parameters if answers and self._relays else None
+            only = self._own_leaves() if answers and self._relays else None
             _backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
             g_BX = _per_sample(done.x_BX.grad, part)
         if comes:
@@ -300,13 +302,19 @@ class ModuleStep:
         h_BH, x_BX = self._passes.output(kept.forward), kept.forward.x_BX
         if self._applies and not self._signals:
             return self._apply(kept, h_BH, g_BH, x_BX)
+        samples = kept.part.samples
         if x_BX.requires_grad:
-            _backward(h_BH, g_BH, inputs=[x_BX], retain=self._applies)
+            _backward(h_BH, g_BH / samples, inputs=[x_BX], retain=self._applies)
         if self._applies:
             assert kept.g_BH is not None
-            correction_BH = (g_BH - kept.g_BH) / kept.part.samples
-            _backward(h_BH, correction_BH, inputs=self.optimization.parameters)
-        return None if x_BX.grad is None else x_BX.grad.contiguous()
+            only = self.optimization.parameters
+            _backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
+        return _per_sample(x_BX.grad, kept.part)
+
+    def _own_leaves(self) -> list[Tensor]:
+        """What the module's own error signal is for, its input left out."""
+        starts = [layer.start for layer in self._recurrent if layer.start is not None]
+        return [*self.optimization.parameters, *starts]
 
     def _apply(self, kept: _Kept, h_BH: Tensor, g_BH: Tensor, x_BX: Tensor) -> Tensor | None:
         """Add a true gradient to its batch's; update the weights when that is complete."""

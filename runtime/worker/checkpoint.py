@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
@@ -302,7 +303,10 @@ def forget(run: RunDir, module: str, unwanted: Callable[[int], bool]) -> None:
 
 
 def _optimizers(step: ModuleStep) -> dict[str, torch.optim.Optimizer]:
-    own = step.optimization.optimizers
+    own = dict(step.optimization.optimizers)
+    for name, layer in step.layers.named_modules():
+        if isinstance(layer, Recurrent):
+            own |= {f"layers.{name}.{key}": one for key, one in layer.optimizers().items()}
     return own if step.interface is None else own | step.interface.optimizers()
 
 

@@ -72,6 +72,42 @@ def test_training_goes_on_exactly(worker: WorkerSpec, tmp_path: Path) -> None:
     assert not errors
 
 
+def test_a_recurrent_layer_goes_on_exactly() -> None:
+    """Its state, its synthesizer and optimizer, and a lesson that has come but is not learned."""
+    text = (
+        "name: x\ndefaults: {interface: synthetic}\nmodules:\n"
+        "  - name: a\n    layers: "
+        "[{Recurrent: {cell: LSTM, input_size: 4, hidden_size: 3, synthetic: true}}]\n"
+        "  - name: b\n    layers: [Flatten, {Linear: {in_features: 15, out_features: 3}}]\n"
+    )
+    tokens = TensorSpec(shape=(5, 4), dtype="float32")
+    label = TensorSpec(shape=(), dtype="int64")
+    spec = worker_specs(parse_chain(text), DataInfo(sample=tokens, label=label, classes=3))[0]
+    data = list(torch.randn(10, 8, 5, 4, generator=torch.Generator().manual_seed(2)))
+
+    def train_on(step: ModuleStep, batches: list[torch.Tensor]) -> None:
+        for x in batches:
+            h = step.forward(step.batches + 1, x)
+            step.update(x[:, 0, :3].argmax(1))
+            step.late_gradient(step.batches, torch.tanh(h))
+
+    first, second, unbroken = (ModuleStep(spec) for _ in range(3))
+    train_on(first, data[:5])
+    tensors, document = checkpoint.snapshot(first)
+    assert tensors["layers.0.state"].shape == (8, 6)
+    assert tensors["layers.0.state"].any()
+    assert "layers.0.synthesizer" in document["optimizers"]
+    train_on(second, [x[:2] for x in data[7:9]])
+    checkpoint.restore(second, tensors, json.loads(json.dumps(document)))
+    train_on(unbroken, data[:5])
+    for step in (first, second, unbroken):
+        train_on(step, data[5:])
+    states = [checkpoint.snapshot(step)[0] for step in (first, second, unbroken)]
+    for other in states[1:]:
+        assert other.keys() == states[0].keys()
+        assert all(torch.equal(states[0][key], other[key]) for key in other)
+
+
 def test_a_schedule_of_milestones_goes_on(worker: WorkerSpec, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
