@@ -15,7 +15,7 @@ from dni_runtime.errors import UsageError
 from dnictl.options import chain_argument, data_option, json_option, print_json
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.compare import Trial
+    from dni_runtime.launch.compare import Compared, Trial
     from dni_runtime.launch.prepare import Prepared
 
 
@@ -107,7 +107,7 @@ def compare(
         rows = summarize(trials, metric, level)
         document = {
             "chain": prepared.chain.name,
-            "metric": metric,
+            "metric": metric.name,
             "target": level,
             "epochs": prepared.chain.epochs,
             "threads": threads,
@@ -119,11 +119,11 @@ def compare(
             value = trials[-1].points[-1].value
             click.echo(
                 f"{len(trials)}/{len(references) + len(variants)} {method}, seed {seed}: "
-                f"{metric} {value:.4f}, {trials[-1].samples_per_s:,.0f} samples/s",
+                f"{metric.name} {value:.4f}, {trials[-1].samples_per_s:,.0f} samples/s",
                 err=True,
             )
     curves = folder / "curves.png"
-    picture(curves, lambda: draw(trials, metric, prepared.chain.name, curves))
+    picture(curves, lambda: draw(trials, metric.name, prepared.chain.name, curves))
     if as_json:
         print_json(document)
         return
@@ -146,7 +146,7 @@ def _train(
     prepared: Prepared,
     method: str,
     seed: int,
-    metric: str,
+    metric: Compared,
     folder: Path,
     threads: int,
     *,

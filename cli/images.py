@@ -70,7 +70,7 @@ def build(
 
     prepared = prepare(chain, data=data)
     modules = _module_builds(prepared)
-    image = prepared.chain.image
+    image = prepared.chain.image_to_build
     options = BuildOptions(
         out=out.absolute(),
         cache=cache_folder(),
@@ -201,7 +201,7 @@ def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
     with naming_file(chain):
         if wanted in (None, "base"):
             folder = chain.parent.absolute()
-            plan = plan_base(load_chain(chain).image, cache_folder(), folder=folder)
+            plan = plan_base(load_chain(chain).image_to_build, cache_folder(), folder=folder)
             texts["base"] = plan.definition
         if wanted != "base":
             from dni_runtime.launch.prepare import prepare

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dni_runtime.core.interfaces import attends
 from dni_runtime.spec import WorkerSpec
 
 _PREDICTING = frozenset({"synthetic", "mixed"})
@@ -18,7 +17,7 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
         name = worker.interface.name if worker.interface is not None else None
         if name in _PREDICTING and not any(map(_normalizes, _types(worker))):
             bare.append(worker.module)
-        if name in _AT_ONCE and attends(worker.layers):
+        if name in _AT_ONCE and worker.attends:
             attending.append(worker.module)
     found = []
     if bare:

@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from dni_runtime.core.layers import build_layers
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, seeded
-from dni_runtime.core.training import (
-    build_loss,
-    build_optimizer,
-    build_schedule,
-    module_seed,
-)
+from dni_runtime.core.training import build_optimizer, build_schedule, module_seed
 from dni_runtime.spec import WorkerSpec
 
 Carry: TypeAlias = Callable[[int, Tensor], Tensor]
@@ -116,7 +112,8 @@ class Backprop:
             with seeded(module_seed(worker.seed, worker.index)):
                 modules.append(build_layers(worker.layers, ("layers",)).to(self.device))
         self.model = nn.Sequential(*modules)
-        self.loss = build_loss(workers[-1].loss).to(self.device)
+        tail = workers[-1]
+        self.loss = ChainLoss(tail.loss, tail.prediction, tail.label).to(self.device)
         self.optimizers = []
         self._schedules: dict[str, list[LRScheduler]] = {"epoch": [], "batch": []}
         for worker, module in zip(workers, modules, strict=True):

@@ -2,64 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.metrics import (
+    METRICS,
+    OF_LOSS,
+    TorchMetric,
+    cross_entropy_of,
+    mean_of,
+)
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.training import METRICS, build_loss
-from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec import Choice, WorkerSpec
+
+_NATS = "cross-entropy"
+"""The mean that ``OF_LOSS`` are made from, where the loss is another."""
 
 
 class Evaluation:
     """Sums of a loss and metrics over one evaluation, on the predictions' device.
 
+    Means are over valid labels, as the loss of one large batch would be: batches weigh as much as
+    their labels count, not as many samples as they have.
+
     Args:
         loss: The chain's loss.
-        metrics: Names of the metrics.
+        metrics: The metrics.
+        device: Where predictions are.
+
+    Attributes:
+        samples: Samples so far.
     """
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], metrics: tuple[str, ...]) -> None:
-        self._functions = {"loss": loss, **{name: METRICS[name] for name in metrics}}
+    def __init__(
+        self,
+        loss: ChainLoss,
+        metrics: Sequence[Choice],
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.samples = 0
-        self._sums: dict[str, Tensor] = {}
+        self._loss = loss
+        self._names = [metric.name for metric in metrics]
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._others = {
+            metric.name: TorchMetric(metric, loss, device)
+            for metric in metrics
+            if metric.name not in METRICS
+        }
 
     @classmethod
     def of(cls, step: ModuleStep) -> Self:
         """Of the chain at its tail, else of the module's early head."""
         if step.spec.tail is not None:
-            assert step.loss is not None
-            return cls(step.loss, step.spec.tail.metrics)
-        loss = build_loss(step.spec.loss).to(step.device)
-        return cls(loss, ("accuracy",) if step.classifies else ())
+            return cls(step.loss, step.spec.tail.metrics, step.device)
+        metrics = (Choice(name="accuracy"),) if step.classifies else ()
+        return cls(step.loss, metrics, step.device)
 
     def to_dict(self) -> dict[str, Any]:
-        """The sums so far; waits for the device."""
-        sums = {name: float(total) for name, total in self._sums.items()}
-        return {"samples": self.samples, "sums": sums}
+        """The sums so far, as JSON; waits for the device."""
+        sums = {name: [float(one) for one in pair] for name, pair in self._sums.items()}
+        others = {name: metric.to_dict() for name, metric in self._others.items()}
+        return {"samples": self.samples, "sums": sums, "others": others}
 
     def go_on_from(self, document: dict[str, Any]) -> None:
         """Begin with the sums that :meth:`to_dict` gave."""
         self.samples = document["samples"]
-        self._sums = {
-            name: torch.tensor(total, dtype=torch.float64)
-            for name, total in document["sums"].items()
-        }
+        for name, (total, count) in document["sums"].items():
+            self._sums[name] = _double(total), _double(count)
+        for name, state in document["others"].items():
+            self._others[name].go_on_from(state)
 
+    @torch.no_grad()
     def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
-        """Count one batch of predictions, without waiting for a device."""
-        with torch.no_grad():
-            for name, function in self._functions.items():
-                total = function(p_BP, y_BY).double() * len(p_BP)
-                before = self._sums.get(name)
-                self._sums[name] = total if before is None else before.to(total.device) + total
+        """Count one batch of predictions; without waiting for a device, but for torchmetrics."""
+        count = self._loss.count(y_BY)
+        self._add("loss", self._loss(p_BP, y_BY).double() * count.double(), count)
+        for name in self._names:
+            if name in self._others:
+                self._others[name].add(p_BP, y_BY)
+            elif name not in OF_LOSS:
+                self._add(name, *mean_of(name, self._loss, p_BP, y_BY))
+        if not self._loss.is_plain and not OF_LOSS.keys().isdisjoint(self._names):
+            self._add(_NATS, *cross_entropy_of(self._loss, p_BP, y_BY))
         self.samples += len(p_BP)
 
     def result(self) -> dict[str, float]:
-        """Means over all samples."""
-        return {name: float(total) / max(self.samples, 1) for name, total in self._sums.items()}
+        """The loss and the metrics; not a number where no label was valid."""
+        if not self.samples:
+            return {}
+        nats = "loss" if self._loss.is_plain else _NATS
+        found = {"loss": self._mean("loss")}
+        for name in self._names:
+            if name in self._others:
+                found[name] = self._others[name].result()
+            else:
+                found[name] = (
+                    OF_LOSS[name](self._mean(nats)) if name in OF_LOSS else self._mean(name)
+                )
+        return found
+
+    def _add(self, name: str, total: Tensor, count: Tensor) -> None:
+        total, count = total.double(), count.double()
+        if name in self._sums:
+            before, counted = self._sums[name]
+            total, count = before.to(total.device) + total, counted.to(count.device) + count
+        self._sums[name] = total, count
+
+    def _mean(self, name: str) -> float:
+        total, count = self._sums[name]
+        return float(total / count)
+
+
+def _double(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def evaluate(
@@ -67,7 +126,7 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     worker: WorkerSpec,
 ) -> dict[str, float]:
-    """Loss and metrics of a whole network, weighted by batch size.
+    """Loss and metrics of a whole network; see :class:`Evaluation`.
 
     Args:
         predict: The network in eval mode, from samples to predictions.
@@ -75,7 +134,8 @@ def evaluate(
         worker: The tail's spec, for loss and metrics.
     """
     assert worker.tail is not None
-    evaluation = Evaluation(build_loss(worker.loss), worker.tail.metrics)
+    loss = ChainLoss(worker.loss, worker.prediction, worker.label)
+    evaluation = Evaluation(loss, worker.tail.metrics)
     with torch.no_grad():
         for x_BX, y_BY in batches:
             evaluation.add(predict(x_BX), y_BY)

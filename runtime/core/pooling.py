@@ -117,6 +117,34 @@ class Grid(nn.Module):
         return u_BG.flatten(1)
 
 
+class Tokens(nn.Module):
+    """Each token by itself: what :class:`Grid` is to a sample.
+
+    Args:
+        activation: One sample, tokens (T x C).
+
+    Attributes:
+        features: Length of a token's vector.
+    """
+
+    def __init__(self, activation: TensorSpec) -> None:
+        super().__init__()
+        self._shape = activation.shape
+        self.features = activation.shape[-1]
+
+    def forward(self, h_BTC: Tensor) -> Tensor:
+        """The tokens of all samples in a row: ``[N, features]``."""
+        return h_BTC.flatten(0, 1)
+
+    def spread(self, u_NF: Tensor) -> Tensor:
+        """The gradient at the activation, from that at the tokens."""
+        return u_NF.view(-1, *self._shape)
+
+    def respread(self, u_NF: Tensor) -> Tensor:
+        """What is given: nothing is averaged."""
+        return u_NF
+
+
 class _Average(torch.autograd.Function):
     """A grid's averages; going back through each slice would take many times as long."""
 

@@ -6,6 +6,7 @@ name, keyword or shape is an error before anything starts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
-from dni_runtime.core.layers import build_layer, build_layers
+from dni_runtime.core.layers import build_layers
+from dni_runtime.core.losses import ChainLoss, class_axis
+from dni_runtime.core.metrics import check_metrics
+from dni_runtime.core.shapes import BATCH, Inferred, infer_shapes
 from dni_runtime.core.training import (
-    METRICS,
-    build_loss,
     build_optimizer,
     build_schedule,
     empty_batch,
@@ -28,34 +30,37 @@ from dni_runtime.spec import (
     Choice,
     DataInfo,
     HeadRole,
-    LayerSpec,
     ModuleSpec,
     TailRole,
     TensorSpec,
     WorkerSpec,
 )
-from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.worker import retained
-
-BATCH = 2
-"""Samples in the batch that shapes are inferred with: BatchNorm needs more than one."""
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
 
 
-def resolved_chain(chain: ChainSpec) -> ChainSpec:
+def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
     """The chain with every module's settings filled in; what ``dnictl config`` prints.
 
+    Args:
+        chain: The chain.
+        info: What its data looks like.
+
     Raises:
-        SpecError: A gradient interface or one of its options is unknown.
+        SpecError: A layer, gradient interface or option is unknown or does not fit.
     """
+    return _resolve(chain, infer_shapes(chain, info), info)
+
+
+def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> ChainSpec:
     modules = []
     for index, module in enumerate(chain.modules):
         interface = None
         if index < len(chain.modules) - 1:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
-            choice = chain.setting(index, "interface") or default_interface(module.layers)
+            choice = chain.setting(index, "interface") or default_interface(inferred[index].attends)
             interface = find_interface(choice, at).choice
         modules.append(
             ModuleSpec(
@@ -71,7 +76,11 @@ def resolved_chain(chain: ChainSpec) -> ChainSpec:
                 resources=chain.resources(index),
             )
         )
-    return chain.model_copy(update={"modules": tuple(modules), "defaults": type(chain.defaults)()})
+    update = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
+    prediction = inferred[-1].output
+    if "metrics" not in chain.model_fields_set and class_axis(prediction, info.label) is None:
+        update["metrics"] = ()  # the default needs class labels
+    return chain.model_copy(update=update)
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
@@ -84,19 +93,14 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     Raises:
         SpecError: Something is unknown, misspelt or does not fit; ``location`` says where.
     """
-    full = resolved_chain(chain)
     if chain.data.batch_size < 2:
         _refuse_batchnorm(chain)
-    activations = _infer(full, info)
+    inferred = infer_shapes(chain, info)
+    full = _resolve(chain, inferred, info)
+    activations = [one.output for one in inferred]
     prediction = activations[-1]
-    _check_loss(full, prediction, info)
-    for number, metric in enumerate(full.metrics):
-        if metric not in METRICS:
-            raise SpecError(
-                f"unknown metric {metric!r}",
-                location=("metrics", number),
-                hint=suggestion(metric, list(METRICS)),
-            )
+    loss = _check_loss(full, prediction, info)
+    check_metrics(full.metrics, loss, prediction, info.label)
     interfaces = [
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules
@@ -144,6 +148,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 links=full.links,
                 retain=retained(full, index),
                 blocks=blocks[index],
+                attends=inferred[index].attends,
                 snapshot_s=full.restart.snapshot_s if full.restart.policy != "never" else 0.0,
                 keep=full.checkpoint.keep,
                 stop_grace_s=full.stop_grace_s,
@@ -174,74 +179,14 @@ def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:
     return counts
 
 
-def _infer(chain: ChainSpec, info: DataInfo) -> list[TensorSpec]:
-    """Run every layer on the meta device; gives each module's output."""
-    current = info.sample
-    outputs = []
-    for index, module in enumerate(chain.modules):
-        for number, layer in enumerate(module.layers):
-            at: Location = ("modules", index, "layers", number)
-            current = _infer_layer(layer, current, at, first=number == 0 and index > 0)
-        outputs.append(current)
-    return outputs
-
-
-def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bool) -> TensorSpec:
-    for key in ("layers", "shortcut"):  # a block's own layers first: their errors say more
-        inner = given
-        for number, one in enumerate(getattr(layer, key)):
-            place = (key, number) if layer.type == "Residual" else (number,)
-            inner = _infer_layer(one, inner, (*at, layer.type, *place), first=first and not number)
-    with torch.device("meta"):
-        built = build_layer(layer, at)
-    name = layer.type
-    try:
-        with torch.no_grad():
-            output = built(empty_batch(given, BATCH, "meta"))
-    except NotImplementedError:
-        output = _infer_on_cpu(layer, given, at)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "the module before sends" if first else "it gets"
-        raise SpecError(
-            f"{name}{layer.args or ''} does not fit: {what} {given}: {reason}",
-            location=(*at, "args" if ":" in name else name),
-            hint="B is the batch; compare the layer's sizes with what arrives",
-        ) from None
-    if not isinstance(output, Tensor):
-        raise SpecError(
-            f"{name} gives {type(output).__name__} instead of one tensor",
-            location=at,
-            hint="wrap it in a module of your own that returns one tensor",
-        )
-    if output.dim() < 1 or output.shape[0] != BATCH:
-        raise SpecError(
-            f"{name} does not keep the batch as first dimension: {BATCH} samples of {given} "
-            f"became a tensor of shape {tuple(output.shape)}",
-            location=at,
-        )
-    return TensorSpec(shape=tuple(output.shape[1:]), dtype=str(output.dtype).split(".")[-1])
-
-
-def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> Tensor:
-    """For user layers that do something the meta device cannot: a tiny real batch."""
-    try:
-        with torch.no_grad():
-            output: Tensor = build_layer(layer, at)(empty_batch(given, BATCH, "cpu"))
-            return output
-    except Exception as error:
-        raise SpecError(
-            f"{layer.type} fails on {given}: {type(error).__name__}: {error}", location=at
-        ) from None
-
-
-def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> None:
-    loss = build_loss(chain.loss, ("loss",))
+def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> ChainLoss:
+    loss = ChainLoss(chain.loss, prediction, info.label, ("loss",))
     p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
     y_BY = empty_batch(info.label, BATCH, "cpu")
     hint = f"the tail gives {prediction}, labels are {info.label}"
     try:
         value = loss(p_BP, y_BY)
+        adds_up = ":" in chain.loss.name and _adds_up(loss, p_BP, y_BY)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
@@ -250,15 +195,32 @@ def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> Non
             hint=hint,
         ) from None
     if value.dim() != 0:
-        raise SpecError(f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar", hint=hint)
-    if chain.loss.name == "CrossEntropyLoss" and info.classes is not None:
-        outputs = prediction.shape[0] if prediction.shape else 0
-        if outputs < info.classes:
-            raise SpecError(
-                f"the tail gives {prediction}, but the data has {info.classes} classes",
-                location=("modules", len(chain.modules) - 1, "layers"),
-                hint=f"end with a layer of {info.classes} outputs",
-            )
+        raise SpecError(
+            f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar",
+            location=("loss",),
+            hint=hint,
+        )
+    if adds_up:
+        raise SpecError(
+            f"{chain.loss.name} is a sum over the batch: for twice the samples it is twice as high",
+            location=("loss",),
+            hint="divide by the number of samples; gradients between modules are per sample",
+        )
+    if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:
+        raise SpecError(
+            f"the tail gives {prediction}, but the data has {info.classes} classes",
+            location=("modules", len(chain.modules) - 1, "layers"),
+            hint=f"end with a layer of {info.classes} outputs",
+        )
+    return loss
+
+
+def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
+    """Whether a loss is a sum over the batch instead of a mean."""
+    p_BP = torch.rand(p_BP.shape, generator=torch.Generator().manual_seed(0)).to(p_BP.dtype)
+    once = float(loss(p_BP, y_BY))
+    twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])))
+    return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
 
 
 def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.layers import LAYERS
-from dni_runtime.core.training import LOSSES, METRICS, OPTIMIZERS, SCHEDULES
+from dni_runtime.core.losses import LOSSES
+from dni_runtime.core.metrics import METRICS
+from dni_runtime.core.training import OPTIMIZERS, SCHEDULES
 from dni_runtime.spec import ChainSpec
 
 
@@ -64,7 +66,8 @@ def json_schema() -> dict[str, Any]:
         for field, kind in kinds.items():
             definitions[model]["properties"][field] = kind
     schema["properties"]["loss"] = _choice_schema(sorted(LOSSES))
-    schema["properties"]["metrics"]["items"] = {"enum": sorted(METRICS)}
+    any_class = _choice_schema([])["anyOf"]  # of torchmetrics, which need not be installed
+    schema["properties"]["metrics"]["items"] = {"anyOf": [{"enum": sorted(METRICS)}, *any_class]}
     return schema
 
 

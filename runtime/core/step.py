@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dni_runtime.core.interfaces import (
     Boundary,
@@ -23,10 +23,10 @@ from dni_runtime.core.interfaces import (
 )
 from dni_runtime.core.interfaces.base import Pending
 from dni_runtime.core.layers import build_layers
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.mean import Mean
+from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.training import (
-    METRICS,
-    build_loss,
     build_optimizer,
     build_schedule,
     module_seed,
@@ -76,6 +76,7 @@ class ModuleStep:
     Attributes:
         counters: What has been counted and measured.
         batches: Updates so far.
+        loss: The chain's loss, by which the tail is trained.
         measure_late: Whether to measure what the next late gradient teaches.
         measure_head: Whether to measure the early head on the next training batch.
         classifies: Whether predictions are scores of classes, of which accuracies can be told.
@@ -90,17 +91,13 @@ class ModuleStep:
         self.counters = StepCounters()
         self.batches = 0
         self.measure_late = self.measure_head = True
-        scores = spec.prediction.shape[:1]
-        self.classifies = spec.classes is not None and bool(scores) and scores[0] >= spec.classes
         with seeded(module_seed(spec.seed, spec.index)) as state:
             self.layers = build_layers(spec.layers, ("layers",)).to(self.device)
             self.interface: GradientInterface | None = None
-            self.loss: nn.Module | None = None
-            if spec.interface is None:
-                self.loss = build_loss(spec.loss).to(self.device)
-            else:
+            if spec.interface is not None:
                 interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
                 self.interface = interface.to(self.device)
+            self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
         if self.interface is not None and not self.interface.trains:
             self.layers.requires_grad_(False)
@@ -113,6 +110,7 @@ class ModuleStep:
             if spec.schedule is not None and self.optimizer is not None
             else None
         )
+        self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
         self._parameters = parameters
         self._output_dtype = torch_dtype(spec.output.dtype)
         self._stored: OrderedDict[int, Pending] = OrderedDict()
@@ -168,7 +166,6 @@ class ModuleStep:
         del self._current
         self._newest = id
         if self.interface is None:
-            assert self.loss is not None
             loss = self.loss(h_BH, y_BY)
             self.counters.loss = loss.detach()
             return self._descend(loss, None, x_BX)
@@ -180,7 +177,7 @@ class ModuleStep:
         if signal.loss is not None:
             self.counters.loss = signal.loss
         if self.measure_head and self.classifies and signal.p_BP is not None:
-            self.counters.head_accuracy.add(METRICS["accuracy"](signal.p_BP, y_BY))
+            self.counters.head_accuracy.add(accuracy(self.loss, signal.p_BP, y_BY))
             self.measure_head = False
         if due(id, self.spec.gradients_in):
             self._keep(id, Pending(h_detached_BH, y_BY))
@@ -203,7 +200,6 @@ class ModuleStep:
             h_BH = self.layers(x_BX)
         h_BH = h_BH.to(self._output_dtype)
         if self.interface is None:
-            assert self.loss is not None
             self._descend(self.loss(h_BH, y_BY), None, x_BX)
         else:
             signal = self.interface.signal(h_BH.detach(), y_BY)

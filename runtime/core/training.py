@@ -1,18 +1,17 @@
-"""Optimizers, schedules, losses and metrics by name, and seeds."""
+"""Optimizers and schedules by name, and seeds."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from dni_runtime.core.choices import Location, call, find_class
-from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 
 OPTIMIZERS: dict[str, type[optim.Optimizer]] = {
@@ -31,33 +30,6 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     and name not in {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
     and name != "ReduceLROnPlateau"
 }
-LOSSES: dict[str, type[nn.Module]] = {
-    name: cls
-    for name, cls in vars(nn).items()
-    if isinstance(cls, type)
-    and issubclass(cls, nn.modules.loss._Loss)
-    and "reduction" in inspect.signature(cls).parameters
-}
-
-Metric = Callable[[Tensor, Tensor], Tensor]
-
-
-def _accuracy(p_BC: Tensor, y_BY: Tensor) -> Tensor:
-    return (p_BC.argmax(1) == y_BY).float().mean()
-
-
-def _top5(p_BC: Tensor, y_BY: Tensor) -> Tensor:
-    top = p_BC.topk(min(5, p_BC.shape[1]), 1).indices
-    return (top == y_BY.unsqueeze(1)).any(1).float().mean()
-
-
-METRICS: dict[str, Metric] = {
-    "accuracy": _accuracy,
-    "top5": _top5,
-    "mae": lambda p_BP, y_BY: (p_BP - y_BY).abs().mean(),
-    "mse": lambda p_BP, y_BY: (p_BP - y_BY).square().mean(),
-}
-"""Means over a batch, of predictions and labels."""
 
 
 def module_seed(seed: int, index: int) -> int:
@@ -101,32 +73,6 @@ def build_schedule(
         "lr_scheduler.LRScheduler",
         call(cls, choice.args, name=choice.name, location=at, given=(optimizer,)),
     )
-
-
-def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
-    """Make a loss that is a mean over the batch (gradients then travel per sample).
-
-    Raises:
-        SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
-    """
-    cls = find_class(choice.name, "loss", LOSSES, nn.Module, location)
-    at = (*location, choice.name)
-    if choice.args.get("reduction", "mean") != "mean":
-        raise SpecError(
-            f"{choice.name} with reduction {choice.args['reduction']!r}",
-            location=(*at, "reduction"),
-            hint="allowed: 'mean'; gradients between modules are per sample",
-        )
-    loss = call(cls, _with_tensors(choice.args), name=choice.name, location=at)
-    return cast("nn.Module", loss)
-
-
-def _with_tensors(args: dict[str, Any]) -> dict[str, Any]:
-    """Lists of numbers become tensors (``weight`` and ``pos_weight`` of torch's losses)."""
-    return {
-        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
-        for key, value in args.items()
-    }
 
 
 def torch_dtype(name: str) -> torch.dtype:

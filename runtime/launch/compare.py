@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dni_runtime.core.interfaces import INTERFACES
+from dni_runtime.core.metrics import rises
 from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.records import Record
@@ -138,17 +139,27 @@ def _choice(own: Choice | None, name: str) -> Choice:
     return Choice(name=name)
 
 
-def metric_of(chain: ChainSpec) -> str:
-    """What is compared: the chain's first metric, else its loss."""
-    return chain.metrics[0] if chain.metrics else "loss"
+class Compared(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        name: A metric's, or ``loss``.
+        rises: Whether more is better.
+    """
+
+    name: str
+    rises: bool
 
 
-def rises(metric: str) -> bool:
-    """Whether more is better."""
-    return metric in ("accuracy", "top5")
+def metric_of(chain: ChainSpec) -> Compared:
+    """The chain's first metric, else its loss."""
+    if not chain.metrics:
+        return Compared("loss", False)
+    metric = chain.metrics[0]
+    return Compared(metric.name, rises(metric))
 
 
-def read_trial(record: Record, method: str, seed: int, metric: str) -> Trial:
+def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Trial:
     """What a finished run has measured.
 
     Raises:
@@ -162,7 +173,8 @@ def read_trial(record: Record, method: str, seed: int, metric: str) -> Trial:
     if first is None or not lines:
         raise DataError(f"run {str(record.run.root)!r} has not been evaluated")
     points = tuple(
-        Point(line["epoch"], line["time"] - first["time"], _number(line[metric])) for line in lines
+        Point(line["epoch"], line["time"] - first["time"], _number(line[metric.name]))
+        for line in lines
     )
     samples = lines[-1]["trained"] if reference else _samples(record, tail)
     return Trial(method, seed, points, samples / points[-1].seconds, str(record.run.root))
@@ -181,21 +193,21 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def default_target(trials: Sequence[Trial], metric: str) -> float | None:
+def default_target(trials: Sequence[Trial], metric: Compared) -> float | None:
     """One point below the reference's mean; None for metrics that fall."""
     last = [trial.points[-1].value for trial in trials if trial.method == REFERENCE]
-    return statistics.mean(last) - TARGET_BELOW if last and rises(metric) else None
+    return statistics.mean(last) - TARGET_BELOW if last and metric.rises else None
 
 
-def seconds_to(trial: Trial, metric: str, target: float) -> float | None:
+def seconds_to(trial: Trial, metric: Compared, target: float) -> float | None:
     """Seconds of training until an evaluation first reached the target."""
     for point in trial.points:
-        if point.value >= target if rises(metric) else point.value <= target:
+        if point.value >= target if metric.rises else point.value <= target:
             return point.seconds
     return None
 
 
-def summarize(trials: Sequence[Trial], metric: str, target: float | None) -> list[Row]:
+def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -> list[Row]:
     """One row per method, in the order of the trials."""
     rows = []
     for method in dict.fromkeys(trial.method for trial in trials):

@@ -103,7 +103,7 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         except DataError as error:
             raise DataError(f"{place_of(path, 'data')}: {error.message}", hint=error.hint) from None
         workers = worker_specs(written, info)
-        chain = resolved_chain(written)
+        chain = resolved_chain(written, info)
     return Prepared(path, written, chain, info, location, workers, sources)
 
 
@@ -117,7 +117,8 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
 
     with naming_file(prepared.path), importing_from(prepared.base.absolute()):
         workers = worker_specs(written, prepared.info)
-        return replace(prepared, written=written, chain=resolved_chain(written), workers=workers)
+        chain = resolved_chain(written, prepared.info)
+        return replace(prepared, written=written, chain=chain, workers=workers)
 
 
 def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:

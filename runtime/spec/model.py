@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -13,6 +14,12 @@ Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|(cuda|rocm)(:\d{1
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int8-channel"]
 """Types on the wire; ``int8`` is quantized with one scale per tensor, or one per channel."""
+
+PLAIN_METRICS = frozenset({"accuracy", "top5", "mae", "mse", "perplexity", "bits_per_character"})
+"""Metrics that are not of torchmetrics."""
+
+TORCHMETRICS = "torchmetrics>=1.4"
+"""What the others need."""
 
 
 class DataSpec(Frozen):
@@ -193,7 +200,8 @@ class ChainSpec(Frozen):
         steps: Stop after so many training batches, even within an epoch.
         eval_every: Evaluate after every so many epochs; 0 for never.
         loss: A loss of ``torch.nn``, at the tail.
-        metrics: What evaluation reports beside the loss.
+        metrics: What evaluation reports beside the loss: ``PLAIN_METRICS``, or classes of
+            torchmetrics.
         defaults: Settings of the modules that do not say otherwise.
         modules: The modules, head first.
         links: How neighbours talk.
@@ -214,7 +222,7 @@ class ChainSpec(Frozen):
     steps: Annotated[int, Field(ge=1)] | None = None
     eval_every: Annotated[int, Field(ge=0)] = 1
     loss: Choice = Choice(name="CrossEntropyLoss")
-    metrics: tuple[str, ...] = ("accuracy",)
+    metrics: tuple[Choice, ...] = (Choice(name="accuracy"),)
     defaults: ModuleDefaults = ModuleDefaults()
     modules: Annotated[tuple[ModuleSpec, ...], Field(min_length=1, max_length=1024)]
     links: LinksSpec = LinksSpec()
@@ -256,6 +264,16 @@ class ChainSpec(Frozen):
             if left:
                 raise ValueError(f"placement.map says nothing of module {left[0]!r}")
         return self
+
+    @property
+    def image_to_build(self) -> ImageSpec:
+        """The image, with torchmetrics where a metric needs it and no requirement names it."""
+        given = [re.split(r"[^A-Za-z0-9._-]", one.strip())[0] for one in self.image.requirements]
+        needed = any(metric.name not in PLAIN_METRICS for metric in self.metrics)
+        if not needed or "torchmetrics" in map(str.lower, given):
+            return self.image
+        more = (*self.image.requirements, TORCHMETRICS)
+        return self.image.model_copy(update={"requirements": more})
 
     def setting(self, index: int, field: str) -> Any:
         """A module's own setting, else the chain's default, else None."""

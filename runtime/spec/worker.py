@@ -77,7 +77,7 @@ class HeadRole(Frozen):
 class TailRole(Frozen):
     """What only the last module needs."""
 
-    metrics: tuple[str, ...]
+    metrics: tuple[Choice, ...]
 
 
 class WorkerSpec(Frozen):
@@ -113,6 +113,7 @@ class WorkerSpec(Frozen):
         retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
         blocks: Whether the module takes no other batch before a true gradient has come: what a
             neighbour that restarts has lost would be missed for good.
+        attends: Whether there is attention in the module's layers.
         snapshot_s: Seconds between snapshots of the module's own state; 0 for none.
         keep: How many complete checkpoints to keep.
         stop_grace_s: Seconds for a checkpoint when told to stop.
@@ -148,6 +149,7 @@ class WorkerSpec(Frozen):
     links: LinksSpec
     retain: int = Field(default=0, ge=0)
     blocks: bool = False
+    attends: bool = False
     snapshot_s: float = Field(default=0.0, ge=0)
     keep: int
     stop_grace_s: float
@@ -171,7 +173,7 @@ class WorkerSpec(Frozen):
     def hash(self) -> str:
         """SHA-256 of what the image must hold: host paths and link timing are left out."""
         document = self.model_dump(mode="json")
-        for name in ("stop_grace_s", "late", "retain", "blocks", "snapshot_s"):
+        for name in ("stop_grace_s", "late", "retain", "blocks", "attends", "snapshot_s"):
             document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:

@@ -3,7 +3,7 @@
 A worker that is killed loses what it had learned since its last snapshot, but not the count of what
 it had acknowledged: the ledger is one small record, written before each acknowledgement into the
 same page of a file, which the kernel keeps when the process is gone (a host that goes down may take
-the newest counts with it).
+the newest counts with it). Sums of an evaluation that do not fit are in a file beside it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from dni_runtime.rundir import peek_json, write_json
+
 log = logging.getLogger(__name__)
 
 RECORD_BYTES = 4096
 """One page: a write of it is never seen in part."""
+
+_FILE = "file"
+"""Key of the file that an evaluation's sums are in when they are too many for the page."""
 
 
 @dataclass
@@ -47,7 +52,10 @@ class Counts:
         try:
             document = json.loads(path.read_bytes())
             known = {one.name for one in fields(cls)}
-            return cls(**{k: v for k, v in document.items() if k in known})
+            found = cls(**{k: v for k, v in document.items() if k in known})
+            if found.evaluation is not None and _FILE in found.evaluation:
+                found.evaluation = peek_json(path.with_name(found.evaluation[_FILE])) or None
+            return found
         except (OSError, ValueError, AttributeError):
             return None
 
@@ -62,6 +70,7 @@ class Ledger:
 
     def __init__(self, path: Path, counts: Counts) -> None:
         self.counts = counts
+        self._path = path
         self._file: int | None = None
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -105,10 +114,22 @@ class Ledger:
             return
         record = json.dumps(vars(self.counts)).encode()
         try:
+            if len(record) >= RECORD_BYTES:
+                record = self._without_evaluation()
             os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
         except OSError as error:
             log.warning("counts will not outlive this process: %s", error)
             self.close()
+
+    def _without_evaluation(self) -> bytes:
+        """The record, with the evaluation's sums in one of two files, which take turns.
+
+        What the record says until it is replaced stays where it is.
+        """
+        counts = self.counts
+        beside = self._path.with_name(f"{self._path.stem}.evaluation-{counts.id % 2}")
+        write_json(beside, counts.evaluation, durable=False)
+        return json.dumps(vars(counts) | {"evaluation": {_FILE: beside.name}}).encode()
 
     def close(self) -> None:
         """Close the file."""

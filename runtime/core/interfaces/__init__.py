@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from dni_runtime.core.choices import Location, find_class, parse_options
@@ -13,7 +12,7 @@ from dni_runtime.core.interfaces.mixed import Mixed
 from dni_runtime.core.interfaces.none import Untrained
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice, LayerSpec
+from dni_runtime.spec import Choice
 
 INTERFACES: dict[str, type[GradientInterface]] = {
     "mixed": Mixed,
@@ -30,22 +29,19 @@ __all__ = [
     "GradientInterface",
     "LateSignal",
     "Signal",
-    "attends",
     "build_interface",
     "default_interface",
     "resolve_interface",
 ]
 
 
-def default_interface(layers: Iterable[LayerSpec]) -> Choice:
-    """The gradient interface of a module that names none (measured: docs/results.md)."""
-    return Choice(name="delayed" if attends(layers) else "mixed")
+def default_interface(attends: bool) -> Choice:
+    """The gradient interface of a module that names none (measured: docs/results.md).
 
-
-def attends(layers: Iterable[LayerSpec]) -> bool:
-    """Whether one of the layers is a transformer's, or has attention in its name."""
-    types = [type for layer in layers for type in layer.types]
-    return any("Transformer" in type or "Attention" in type for type in types)
+    Args:
+        attends: Whether there is attention in the module.
+    """
+    return Choice(name="delayed" if attends else "mixed")
 
 
 class Resolved(NamedTuple):

@@ -14,8 +14,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.pooling import Grid
-from dni_runtime.core.training import build_loss, build_optimizer
+from dni_runtime.core.training import build_optimizer
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 from dni_runtime.spec.named import Frozen
@@ -27,7 +28,7 @@ class LocalOptions(Frozen):
     Attributes:
         hidden: Width of a hidden layer in the head, or None for a linear head.
         pool: Side of the grid to which feature maps are averaged before the head; of tokens, their
-            number.
+            number (not for a prediction per token).
         optimizer: The head's optimizer (default: the module's).
     """
 
@@ -43,8 +44,10 @@ class Local(GradientInterface):
 
     def __init__(self, boundary: Boundary, options: LocalOptions) -> None:
         super().__init__(boundary, options)
-        self.head = build_head(boundary.activation, boundary.prediction, options)
-        self.loss = build_loss(boundary.loss)
+        self.loss = ChainLoss(boundary.loss, boundary.prediction, boundary.label)
+        self.head = build_head(
+            boundary.activation, boundary.prediction, options, self.loss.class_axis
+        )
         self._optimizer = build_optimizer(
             options.optimizer or boundary.optimizer, self.head.parameters(), ("optimizer",)
         )
@@ -76,21 +79,27 @@ class Local(GradientInterface):
 
 
 def build_head(
-    activation: TensorSpec, prediction: TensorSpec, options: LocalOptions
+    activation: TensorSpec,
+    prediction: TensorSpec,
+    options: LocalOptions,
+    class_axis: int | None = None,
 ) -> nn.Sequential:
     """An auxiliary head from an activation to the chain's prediction.
 
-    Linear, or with a hidden layer; maps (C x H x W) and tokens (T x C) are averaged to a grid
-    first.
+    Linear, or with a hidden layer. Maps (C x H x W) and tokens (T x C) are averaged to a grid
+    first; where each token has a prediction of its own, the head is applied to each token.
+
+    Args:
+        activation: One sample of the activation.
+        prediction: One sample at the chain's output.
+        options: The head's size.
+        class_axis: The axis of a batch of predictions that holds the classes, where one does.
 
     Raises:
         SpecError: The prediction has a shape that no such head produces.
     """
     if len(activation.shape) == 2 and len(prediction.shape) == 2:
-        raise SpecError(
-            f"no local head from {activation} to a prediction per token, {prediction}",
-            hint="bring your own interface by import path, or use 'synthetic'",
-        )
+        return _token_head(activation, prediction, options, classes_second=class_axis == 1)
     grid = Grid(activation, options.pool)
     layers: list[nn.Module] = [grid]
     features = grid.features
@@ -101,3 +110,37 @@ def build_head(
     if len(prediction.shape) != 1:
         layers.append(nn.Unflatten(1, prediction.shape))
     return nn.Sequential(*layers)
+
+
+def _token_head(
+    activation: TensorSpec,
+    prediction: TensorSpec,
+    options: LocalOptions,
+    *,
+    classes_second: bool,
+) -> nn.Sequential:
+    """A head on each token: LayerNorm, and a linear map or one hidden layer with GELU."""
+    tokens, features = activation.shape
+    numbers, predicted = prediction.shape if classes_second else prediction.shape[::-1]
+    if predicted != tokens:
+        raise SpecError(
+            f"no local head from {tokens} tokens, {activation}, to predictions of {predicted}, "
+            f"{prediction}",
+            hint="cut the chain where there is a token for each prediction, use 'synthetic', or "
+            "bring your own interface by import path",
+        )
+    layers: list[nn.Module] = [nn.LayerNorm(features)]
+    if options.hidden:
+        layers += [nn.Linear(features, options.hidden), nn.GELU()]
+        features = options.hidden
+    layers.append(nn.Linear(features, numbers))
+    if classes_second:
+        layers.append(_Transpose())
+    return nn.Sequential(*layers)
+
+
+class _Transpose(nn.Module):
+    """From tokens first to torch's layout, classes first."""
+
+    def forward(self, p_BTV: Tensor) -> Tensor:
+        return p_BTV.mT

@@ -16,6 +16,7 @@ from dni_runtime.core.interfaces.base import (
     LateSignal,
     Signal,
 )
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers import build_synthesizer
 from dni_runtime.core.training import build_optimizer
 from dni_runtime.spec import Choice
@@ -57,6 +58,7 @@ class Synthetic(GradientInterface):
             boundary.label if options.conditioned else None,
             boundary.classes,
             ("synthesizer",),
+            loss=ChainLoss(boundary.loss, boundary.prediction, boundary.label),
         )
         self.options = options
         self.store = options.store or -(-(boundary.late + MARGIN) // options.learn_every)
@@ -70,7 +72,7 @@ class Synthetic(GradientInterface):
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         with torch.no_grad():
-            g_BH = self.synthesizer(h_BH, y_BY)
+            g_BH = self.synthesizer.predict(h_BH, y_BY)
             return Signal(g_BH if self.options.scale == 1 else g_BH * self.options.scale)
 
     def learn(
@@ -80,7 +82,7 @@ class Synthetic(GradientInterface):
         predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
         if measure and predicted_BH is None:
             with torch.no_grad():
-                predicted_BH = self.synthesizer(h_BH, y_BY)
+                predicted_BH = self.synthesizer.predict(h_BH, y_BY)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
         self._optimizer.step()

@@ -8,6 +8,7 @@ last map and the label's part are zero, which still lets the first gradient thro
 from __future__ import annotations
 
 from dni_runtime.core.choices import Location, find_class, parse_options
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
 from dni_runtime.core.synthesizers.critic import Critic
 from dni_runtime.core.synthesizers.maps import Classifier, Linear, LowRank
@@ -67,6 +68,8 @@ def build_synthesizer(
     label: TensorSpec | None,
     classes: int | None,
     location: Location = (),
+    *,
+    loss: ChainLoss | None = None,
 ) -> Synthesizer:
     """Make a synthesizer by name or import path.
 
@@ -76,6 +79,7 @@ def build_synthesizer(
         label: One sample's label, or None when not conditioned.
         classes: Number of classes, when labels are class indices.
         location: Where the choice stands in the spec.
+        loss: The chain's loss, which knows the ignored labels.
 
     Raises:
         SpecError: Unknown synthesizer, or options that do not fit the activation.
@@ -86,8 +90,10 @@ def build_synthesizer(
     options = parse_options(cls.Options, choice, location)
     try:
         synthesizer: Synthesizer = cls(activation, label, classes, options)
-        return synthesizer
     except (ValueError, RuntimeError) as error:
         raise SpecError(
             f"synthesizer {choice.name!r} {error}", location=(*location, choice.name)
         ) from None
+    if loss is not None:
+        synthesizer.set_loss(loss)
+    return synthesizer

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dni_runtime.core.losses import ChainLoss, cross_entropy
 from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.named import Frozen
 
@@ -31,11 +32,18 @@ class LabelTerm(nn.Module):
             self.map = nn.Linear(math.prod(label.shape), features, bias=False)
             nn.init.zeros_(self.map.weight)
 
-    def forward(self, y_BY: Tensor) -> Tensor:
-        """Give the label's part: (B, features), or (B, T, features) for a label per token."""
+    def forward(self, y_BY: Tensor, valid_BY: Tensor | None = None) -> Tensor:
+        """Give the label's part: (B, features), or (B, T, features) for a label per token.
+
+        Args:
+            y_BY: The labels.
+            valid_BY: Which of them count; the others have no part. None: all do.
+        """
         if self.table is not None:
-            # Labels that a loss ignores are negative (CrossEntropyLoss: -100).
-            return cast("Tensor", self.table(y_BY.clamp_min(0)))
+            if valid_BY is None:
+                return cast("Tensor", self.table(y_BY))
+            term: Tensor = self.table(y_BY.masked_fill(~valid_BY, 0))
+            return term * valid_BY.unsqueeze(-1)
         assert self.map is not None
         return cast("Tensor", self.map(y_BY.flatten(1).to(self.map.weight.dtype)))
 
@@ -60,6 +68,10 @@ class Synthesizer(nn.Module):
         label: One sample's label, or None when not conditioned.
         classes: Number of classes, when labels are class indices.
         options: The synthesizer's own options.
+
+    Attributes:
+        loss: The chain's loss, which knows the ignored labels; until it is told, a plain
+            cross-entropy where there are classes.
     """
 
     Options: ClassVar[type[Frozen]] = Frozen
@@ -77,8 +89,27 @@ class Synthesizer(nn.Module):
         self.tokens = len(activation.shape) == 2
         self.features = activation.shape[-1] if self.tokens else math.prod(activation.shape)
         self.label: LabelTerm | None = None
+        self.loss: ChainLoss | None = None if classes is None else cross_entropy(classes)
         self._label = label
         self._classes = classes
+
+    def set_loss(self, loss: ChainLoss) -> None:
+        """Tell the synthesizer the chain's loss, before it is used."""
+        self.loss = loss
+
+    def predict(self, h_BH: Tensor, y_BY: Tensor) -> Tensor:
+        """The prediction; zero, as the true gradient is, where all labels of a sample are ignored.
+
+        Args:
+            h_BH: The activation, detached.
+            y_BY: The labels.
+        """
+        g_BH: Tensor = self(h_BH, y_BY)
+        valid_BY = self._valid(y_BY)
+        if valid_BY is None:
+            return g_BH
+        taught_B = valid_BY.flatten(1).any(1) if valid_BY.dim() > 1 else valid_BY
+        return g_BH.masked_fill(~taught_B.view(-1, *[1] * (g_BH.dim() - 1)), 0.0)
 
     def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
         """The squared error of the prediction, summed over features and averaged over the batch.
@@ -88,11 +119,15 @@ class Synthesizer(nn.Module):
             y_BY: The labels.
             g_BH: The true per-sample gradient at h.
         """
-        predicted_BH = self(h_BH, y_BY)
+        predicted_BH = self.predict(h_BH, y_BY)
         return Lesson(predicted_BH, F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH))
 
     def _label_term(self, features: int) -> LabelTerm | None:
         return None if self._label is None else LabelTerm(features, self._label, self._classes)
+
+    def _valid(self, y_BY: Tensor) -> Tensor | None:
+        """Which labels count; None where all do."""
+        return None if self.loss is None else self.loss.valid(y_BY)
 
     def _vectors(self, h_BH: Tensor) -> Tensor:
         return h_BH if self.tokens else h_BH.flatten(1)
@@ -100,7 +135,7 @@ class Synthesizer(nn.Module):
     def _add_label(self, out: Tensor, y_BY: Tensor | None) -> Tensor:
         if self.label is None or y_BY is None:
             return out
-        term: Tensor = self.label(y_BY)
+        term: Tensor = self.label(y_BY, self._valid(y_BY))
         while term.dim() < out.dim():  # one label for all tokens of a sample
             term = term.unsqueeze(1)
         return out + term

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from dni_runtime.core.pooling import Grid
+from dni_runtime.core.losses import ChainLoss, cross_entropy
+from dni_runtime.core.pooling import Grid, Tokens
 from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
 from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.named import Frozen
@@ -17,7 +17,8 @@ class CriticOptions(Frozen):
     """Options of the critic.
 
     Attributes:
-        grid: Side of the grid to which feature maps are averaged first; of tokens, their number.
+        grid: Side of the grid to which feature maps are averaged first; of tokens, their number
+            (not with a label per token).
         label_weight: Weight of the label's loss beside the error of the gradient.
     """
 
@@ -28,8 +29,9 @@ class CriticOptions(Frozen):
 class Critic(Synthesizer):
     """The gradient of a small classifier's own loss: ``g = d CE(V pool(h) + b, y) / dh``.
 
-    The classifier learns from the label, as a local head does, and from the error of its gradient
-    (Sobolev Training, Czarnecki et al. 2017, arXiv:1706.04859, sec. 4.3).
+    With a label per token it guesses each token's by itself. The classifier's loss has the chain's
+    ignored label, weights and smoothing. It learns from the label, as a local head does, and from
+    the error of its gradient (Sobolev Training, Czarnecki et al. 2017, arXiv:1706.04859, sec. 4.3).
     Either alone teaches the module less than both (docs/results.md, Convolutions).
     """
 
@@ -45,17 +47,22 @@ class Critic(Synthesizer):
         super().__init__(activation, label, classes, options)
         if classes is None or label is None:
             raise ValueError("needs class labels and 'conditioned: true'")
-        if label.shape:
-            raise ValueError(f"needs one label for a sample, not {label}")
+        per_token = self.tokens and label.shape == activation.shape[:1]
+        if label.shape and not per_token:
+            raise ValueError(f"needs one label for a sample or for each token, not {label}")
         self.label_weight = options.label_weight
-        self.grid = Grid(activation, options.grid)
+        self.grid = Tokens(activation) if per_token else Grid(activation, options.grid)
         self.guess = nn.Linear(self.grid.features, classes)
+        self.own = cross_entropy(classes)
+
+    def set_loss(self, loss: ChainLoss) -> None:
+        super().set_loss(loss)
+        self.own = loss.on_scores(self.guess.out_features)
 
     def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
         assert y_BY is not None
-        return self.grid.spread(
-            self._difference(self.guess(self.grid(h_BH)), y_BY) @ self.guess.weight
-        )
+        scores_NC = self.guess(self.grid(h_BH))
+        return self.grid.spread(self._difference(scores_NC, y_BY) @ self.guess.weight)
 
     def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
         """The label's loss, and the error of its gradient.
@@ -67,15 +74,15 @@ class Critic(Synthesizer):
         d V pool(spread(V^T)) d^T - 2 d (pool(g) V^T)^T + |g|^2``, for each sample.
         """
         with torch.no_grad():
-            z_BF, pooled_BF, true = self.grid(h_BH), self.grid(g_BH), g_BH.square().sum()
-        logits_BC, map_CF = self.guess(z_BF), self.guess.weight
-        d_BC = self._difference(logits_BC, y_BY)
-        predicted = (d_BC @ (map_CF @ self.grid.respread(map_CF).mT) * d_BC).sum()
+            z_NF, pooled_NF, true = self.grid(h_BH), self.grid(g_BH), g_BH.square().sum()
+        scores_NC, map_CF = self.guess(z_NF), self.guess.weight
+        d_NC = self._difference(scores_NC, y_BY)
+        predicted = (d_NC @ (map_CF @ self.grid.respread(map_CF).mT) * d_NC).sum()
         size = (predicted.detach() + true).clamp_min(1e-30)
-        error = (predicted - 2 * (d_BC * (pooled_BF @ map_CF.mT)).sum() + true) / size
-        return Lesson(None, error + self.label_weight * F.cross_entropy(logits_BC, y_BY))
+        error = (predicted - 2 * (d_NC * (pooled_NF @ map_CF.mT)).sum() + true) / size
+        return Lesson(None, error + self.label_weight * self.own(scores_NC, y_BY.flatten()))
 
-    def _difference(self, logits_BC: Tensor, y_BY: Tensor) -> Tensor:
-        """Per-sample gradient of the classifier's loss at its guess: ``[B, classes]``."""
-        known = F.one_hot(y_BY.clamp_min(0), logits_BC.shape[1]).to(logits_BC.dtype)
-        return logits_BC.softmax(1) - known
+    def _difference(self, scores_NC: Tensor, y_BY: Tensor) -> Tensor:
+        """Per-sample gradient of the classifier's loss at its guess: ``[N, classes]``."""
+        d_NC = self.own.difference(scores_NC, y_BY.flatten())
+        return d_NC if y_BY.dim() == 1 else d_NC * (len(y_BY) / y_BY.numel())

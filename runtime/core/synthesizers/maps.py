@@ -100,10 +100,13 @@ class Classifier(Synthesizer):
 
     def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
         assert y_BY is not None
-        h = self._vectors(h_BH)
-        if self.tokens and y_BY.dim() == 1:
-            y_BY = y_BY.unsqueeze(1).expand(h.shape[:2])
+        h, valid = self._vectors(h_BH), self._valid(y_BY)
+        known = y_BY if valid is None else y_BY.masked_fill(~valid, 0)
         logits = self.guess(h).unflatten(-1, (self.heads, self.classes))
-        known = F.one_hot(y_BY.clamp_min(0), self.classes).to(logits.dtype).unsqueeze(-2)
-        difference = (logits.softmax(-1) - known).flatten(-2)
+        onehot = F.one_hot(known, self.classes).to(logits.dtype).unsqueeze(-2)
+        if self.tokens and y_BY.dim() == 1:  # one label for all tokens of a sample
+            onehot = onehot.unsqueeze(1)
+        difference = (logits.softmax(-1) - onehot).flatten(-2)
+        if valid is not None:
+            difference = difference * valid.view(*valid.shape, *[1] * (h.dim() - valid.dim()))
         return cast("Tensor", self.out(difference)).view_as(h_BH)

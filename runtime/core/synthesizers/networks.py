@@ -129,10 +129,10 @@ class Conv(Synthesizer):
             nn.init.normal_(self.label.table.weight)
 
     def forward(self, h_BH: Tensor, y_BY: Tensor | None) -> Tensor:
-        hidden = self.first(h_BH)
+        hidden, valid = self.first(h_BH), None if y_BY is None else self._valid(y_BY)
         if self.label is not None and y_BY is not None:
-            hidden = hidden + self.label(y_BY)[:, :, None, None]
+            hidden = hidden + self.label(y_BY, valid)[:, :, None, None]
         out = cast("Tensor", self.out(self.body(hidden)))
         if self.place is not None and y_BY is not None:
-            out = out + self.place(y_BY).view_as(out)
+            out = out + self.place(y_BY, valid).view_as(out)
         return out

@@ -48,20 +48,6 @@ def test_contracts_of_neighbours_agree() -> None:
     assert parameter_counts((a, b, c)) == {"a": 60, "b": 4112, "c": 170}
 
 
-@pytest.mark.parametrize(
-    ("layer", "interface"),
-    [
-        ("ReLU", "mixed"),
-        ("TransformerEncoderLayer: {d_model: 16, nhead: 2}", "delayed"),
-        ("Residual: [{Sequential: [{'nn:SelfAttention': {}}]}]", "delayed"),
-    ],
-)
-def test_the_default_interface_is_that_of_the_kind_of_layer(layer: str, interface: str) -> None:
-    text = CHAIN.replace("    interface: mixed\n", "").replace("- Flatten", f"- {layer}")
-    modules = resolved_chain(parse_chain(text)).modules
-    assert [one.interface and one.interface.name for one in modules] == ["mixed", interface, None]
-
-
 def test_local_interfaces_want_no_gradients() -> None:
     chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
     a, b, _ = worker_specs(chain, INFO)
@@ -92,13 +78,13 @@ def test_host_settings_change_no_hash() -> None:
 
 
 def test_resolved_chain_says_everything_and_resolves_to_itself() -> None:
-    full = resolved_chain(parse_chain(CHAIN))
+    full = resolved_chain(parse_chain(CHAIN), INFO)
     assert full.modules[0].interface is not None
     assert full.modules[0].interface.args["local_weight"] == 0.5
     assert full.modules[1].optimizer is not None
     assert full.modules[1].optimizer.name == "Adam"
     assert full.modules[2].interface is None
-    assert resolved_chain(full) == full
+    assert resolved_chain(full, INFO) == full
 
 
 @pytest.mark.parametrize(

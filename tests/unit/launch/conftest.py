@@ -79,7 +79,7 @@ def _worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
         )
         if index == 0
         else None,
-        tail=TailRole(metrics=("accuracy",)) if index == last else None,
+        tail=TailRole(metrics=(Choice(name="accuracy"),)) if index == last else None,
     )
 
 

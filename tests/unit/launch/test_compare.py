@@ -8,6 +8,7 @@ import pytest
 
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.compare import (
+    Compared,
     Point,
     Trial,
     default_target,
@@ -96,6 +97,9 @@ def test_methods(small: Prepared) -> None:
         assert module.interface.args["optimizer"] == {"Adam": {"lr": 1e-4}}
 
 
+ACCURACY, LOSS = Compared("accuracy", True), Compared("loss", False)
+
+
 def trial(method: str, seed: int, *values: float) -> Trial:
     points = tuple(Point(n, 2.0 * n, value) for n, value in enumerate(values, start=1))
     return Trial(method, seed, points, 100.0 + seed, "")
@@ -109,9 +113,9 @@ TRIALS = [
 
 
 def test_rows() -> None:
-    target = default_target(TRIALS, "accuracy")
+    target = default_target(TRIALS, ACCURACY)
     assert target == pytest.approx(0.90)
-    backprop, mixed, none = summarize(TRIALS, "accuracy", target)
+    backprop, mixed, none = summarize(TRIALS, ACCURACY, target)
     assert (mixed.mean, mixed.low, mixed.high) == (pytest.approx(0.90), 0.85, 0.95)
     assert (mixed.reached, mixed.trials, mixed.target_s) == (2, 2, 3.0)  # 4 s and 2 s
     assert (none.reached, none.target_s) == (1, None)
@@ -120,10 +124,10 @@ def test_rows() -> None:
 
 def test_a_loss_falls_to_its_target() -> None:
     falling = trial("mixed", 0, 3.0, 2.0, 1.0)
-    assert seconds_to(falling, "loss", 2.0) == 4.0
-    assert seconds_to(falling, "loss", 0.5) is None
-    assert default_target([trial("backprop", 0, 1.0)], "loss") is None
-    assert summarize([falling], "loss", None)[0].target_s is None
+    assert seconds_to(falling, LOSS, 2.0) == 4.0
+    assert seconds_to(falling, LOSS, 0.5) is None
+    assert default_target([trial("backprop", 0, 1.0)], LOSS) is None
+    assert summarize([falling], LOSS, None)[0].target_s is None
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -65,3 +65,24 @@ def test_others_read_a_record_while_it_is_kept(tmp_path: Path) -> None:
     ledger.trained(1, 1, 8)
     assert Counts.read(path) == Counts(id=1, step=1, samples=8, epoch=1, epoch_batches=1)
     ledger.close()
+
+
+@pytest.mark.parametrize("numbers", [3, 5000])
+def test_an_evaluation_goes_on_where_it_was(tmp_path: Path, numbers: int) -> None:
+    """Its sums are as many as a metric keeps; the record that tells of them stays one page."""
+    path = tmp_path / "a.json"
+    ledger = Ledger(path, Counts())
+    for id in range(1, 4):
+        ledger.counts.evaluation = {"sums": [id] * numbers}
+        ledger.processed(id)
+    ledger.counts.evaluation = {"sums": [4] * numbers}
+    if numbers > 1000:  # killed between the two writes: the record before still has its own
+        ledger.counts.id, ledger.counts.evaluation = 4, {"sums": [4] * numbers}
+        ledger._without_evaluation()
+        ledger.counts.id = 3
+    assert path.stat().st_size == RECORD_BYTES
+    found = Ledger.reopen(path, Counts()).counts
+    assert (found.id, found.evaluation) == (3, {"sums": [3] * numbers})
+    ledger.counts.evaluation = None
+    ledger.processed(4)
+    assert Counts.read(path) == Counts(id=4)

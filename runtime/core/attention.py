@@ -1,0 +1,82 @@
+"""Whether layers attend, by what they compute: their names say nothing reliable.
+
+Attention is a product of two activations, a softmax of it, and a product of that with an
+activation: it mixes tokens by their content. The operations of torch's own layers and functions
+come down to these, so watching them finds attention in any spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Flag, auto
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PRODUCTS = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "dot", "mv", "_cdist_forward"}
+)
+_SHARES = frozenset({"_softmax", "_safe_softmax", "softmax", "exp", "sigmoid"})
+
+
+class _Kind(Flag):
+    """What a tensor has been made from."""
+
+    CONSTANT = 0
+    ACTIVATION = auto()
+    SCORES = auto()
+    SHARES = auto()
+
+
+class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """Watches the operations inside the block for attention.
+
+    Args:
+        x: The layers' input, an activation.
+
+    Attributes:
+        found: Whether there was attention.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
+        self.found = False
+        # The tensors are kept, so that their ids are not used again.
+        self._kinds: dict[int, tuple[Tensor, _Kind]] = {id(x): (x, _Kind.ACTIVATION)}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        packet = getattr(func, "overloadpacket", func)
+        name = str(getattr(packet, "__name__", "")).removesuffix("_")
+        kinds = [self._kind(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        together = _Kind.CONSTANT
+        for kind in kinds:
+            together |= kind
+        if "attention" in name:  # a kernel that does it all
+            self.found = True
+        elif name in _PRODUCTS and sum(_Kind.ACTIVATION in kind for kind in kinds) > 1:
+            self.found |= _Kind.SHARES in together
+            together |= _Kind.SCORES
+        elif name in _SHARES and _Kind.SCORES in together:
+            together |= _Kind.SHARES
+        for one in tree_leaves(output):
+            if isinstance(one, Tensor):
+                self._kinds[id(one)] = one, together | self._kind(one)
+        return output
+
+    def _kind(self, tensor: Tensor) -> _Kind:
+        known = self._kinds.get(id(tensor))
+        return _Kind.CONSTANT if known is None else known[1]
+
+
+def has_attention_layer(layers: nn.Module) -> bool:
+    """Whether there is one of torch's own, whose queries may also be parameters."""
+    return any(isinstance(one, nn.MultiheadAttention) for one in layers.modules())

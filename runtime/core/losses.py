@@ -1,0 +1,235 @@
+"""The chain's loss: which axis holds the classes, which labels count, and what the mean is over.
+
+Shape suffixes: B samples, P one prediction, Y one label; N labels in a row (of all samples and
+tokens), C classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import Choice, TensorSpec
+
+LOSSES: dict[str, type[nn.Module]] = {
+    name: cls
+    for name, cls in vars(nn).items()
+    if isinstance(cls, type)
+    and issubclass(cls, nn.modules.loss._Loss)
+    and "reduction" in inspect.signature(cls).parameters
+}
+
+_TINY = 1e-30
+"""What zero valid labels are divided by, which gives zero."""
+
+
+class ChainLoss(nn.Module):
+    """A chain's loss, for the tail and for all that is taught by it.
+
+    Labels are *class indices* when they are integers and the prediction has one axis more, which
+    holds a score for each class. For vectors (B x C, labels B) that is axis 1. For a label per
+    token it is axis 1 (B x C x T, torch's layout) or the last one (B x T x C); where both fit,
+    because T equals C, torch's layout is meant.
+
+    ``CrossEntropyLoss`` and ``NLLLoss`` take both layouts, and are the mean over the labels that
+    are not ignored; 0, with gradient 0, when all of a batch are. ``KLDivLoss`` is divided by the
+    number of samples, which is the divergence itself ('batchmean'); torch's ``mean`` divides by the
+    number of elements. Other losses get the prediction as it is.
+
+    Args:
+        choice: A class of ``torch.nn``, or a user's.
+        prediction: One sample at the chain's output.
+        label: One sample's label.
+        location: Where the loss stands in the spec.
+
+    Attributes:
+        function: What computes it.
+        class_axis: Axis of the classes in a batch of predictions; None where labels are not class
+            indices.
+        scores: Size of that axis.
+        ignore_index: The label that is left out; None where all count.
+
+    Raises:
+        SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
+    """
+
+    def __init__(
+        self, choice: Choice, prediction: TensorSpec, label: TensorSpec, location: Location = ()
+    ) -> None:
+        super().__init__()
+        self.function = build_loss(choice, location)
+        self._args = choice.args
+        self.class_axis = class_axis(prediction, label)
+        self.scores = None if self.class_axis is None else prediction.shape[self.class_axis - 1]
+        of_classes = isinstance(self.function, nn.CrossEntropyLoss | nn.NLLLoss)
+        self.is_cross_entropy = of_classes and self.class_axis is not None
+        ignore = getattr(self.function, "ignore_index", None)
+        self.ignore_index = ignore if isinstance(ignore, int) and _integer(label) else None
+        # A user's subclass computes in its own way.
+        self._sums = self.is_cross_entropy and type(self.function) in (
+            nn.CrossEntropyLoss,
+            nn.NLLLoss,
+        )
+        if self._sums:
+            cast("nn.CrossEntropyLoss", self.function).reduction = "sum"
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Weight of each class, where cross-entropy has one."""
+        return cast("Tensor | None", self.function.weight) if self.is_cross_entropy else None
+
+    @property
+    def label_smoothing(self) -> float:
+        """How much of the label is spread over all classes; 0 for other losses."""
+        given = getattr(self.function, "label_smoothing", 0.0) if self.is_cross_entropy else 0.0
+        return float(given)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a cross-entropy with neither weights nor smoothing."""
+        return self._sums and self.weight is None and not self.label_smoothing
+
+    def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
+        """The mean over valid labels.
+
+        Args:
+            p_BP: Predictions.
+            y_BY: Labels.
+        """
+        if not self.is_cross_entropy:
+            return cast("Tensor", self.function(p_BP, y_BY))
+        if not self._sums:
+            return cast("Tensor", self.function(self._torch_layout(p_BP), y_BY))
+        total: Tensor = self.function(*self.rows(p_BP, y_BY))
+        return total / self.count(y_BY).clamp_min(_TINY)
+
+    def valid(self, y_BY: Tensor) -> Tensor | None:
+        """Which labels count, in the labels' shape; None where all do.
+
+        On a GPU a mask is given even when all labels count: to know would be to wait for it.
+        """
+        if self.ignore_index is None:
+            return None
+        valid_BY = y_BY != self.ignore_index
+        return None if valid_BY.device.type == "cpu" and bool(valid_BY.all()) else valid_BY
+
+    def count(self, y_BY: Tensor) -> Tensor:
+        """What the mean is over: valid labels, or the sum of their weights; else samples."""
+        valid_BY = None if self.ignore_index is None else y_BY != self.ignore_index
+        if valid_BY is None:
+            return torch.tensor(float(len(y_BY)), device=y_BY.device)
+        if self.weight is None:
+            return valid_BY.sum().float()
+        return (self.weight[y_BY.masked_fill(~valid_BY, 0)] * valid_BY).sum()
+
+    def rows(self, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and class indices of all labels, each in a row: ``[N, C]`` and ``[N]``."""
+        if p_BP.dim() == 2:
+            return p_BP, y_BY
+        if self.class_axis == 1:
+            p_BP = p_BP.movedim(1, -1)
+        return p_BP.flatten(0, -2), y_BY.flatten()
+
+    def on_scores(self, classes: int) -> ChainLoss:
+        """Cross-entropy of ``[N, classes]`` scores, with this loss's ignored label and options.
+
+        For parts that guess the label themselves; a loss that is no cross-entropy has only its
+        ignored label in common with it.
+        """
+        args: dict[str, Any] = {}
+        if self._sums:
+            args = {k: v for k, v in self._args.items() if k in ("weight", "label_smoothing")}
+            if args.get("weight") is not None:
+                args["weight"] = args["weight"][:classes]
+        if self.ignore_index is not None:
+            args["ignore_index"] = self.ignore_index
+        return cross_entropy(classes, args)
+
+    def difference(self, scores_NC: Tensor, y_N: Tensor) -> Tensor:
+        """The gradient of the mean at the scores, times N; for a cross-entropy of rows.
+
+        That is softmax minus one-hot, for each row; with weights and smoothing, minus what the
+        label is made to. It can be differentiated again.
+        """
+        valid_N = self.valid(y_N)
+        known_N = y_N if valid_N is None else y_N.masked_fill(~valid_N, 0)
+        classes, smoothing = scores_NC.shape[1], self.label_smoothing
+        target_NC = F.one_hot(known_N, classes).to(scores_NC.dtype)
+        softmax_NC = scores_NC.softmax(1)
+        if smoothing:
+            target_NC = target_NC * (1 - smoothing) + smoothing / classes
+        if self.weight is not None:
+            spread_C = smoothing / classes * self.weight
+            target_NC = F.one_hot(known_N, classes) * ((1 - smoothing) * self.weight) + spread_C
+            softmax_NC = softmax_NC * target_NC.sum(1, keepdim=True)
+        difference_NC = softmax_NC - target_NC
+        if valid_N is None and self.weight is None:
+            return difference_NC
+        share_N = len(y_N) / self.count(y_N).clamp_min(_TINY)
+        share_N = share_N if valid_N is None else valid_N * share_N
+        return difference_NC * share_N.unsqueeze(-1)
+
+    def _torch_layout(self, p_BP: Tensor) -> Tensor:
+        return p_BP if self.class_axis == 1 else p_BP.movedim(-1, 1)
+
+
+def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss:
+    """``CrossEntropyLoss`` of ``[N, classes]`` scores.
+
+    Args:
+        classes: How many.
+        args: Its keywords.
+    """
+    return ChainLoss(
+        Choice(name="CrossEntropyLoss", args=args or {}),
+        TensorSpec(shape=(classes,), dtype="float32"),
+        TensorSpec(shape=(), dtype="int64"),
+    )
+
+
+def class_axis(prediction: TensorSpec, label: TensorSpec) -> int | None:
+    """The axis of a batch of predictions that holds the classes; see :class:`ChainLoss`."""
+    if not _integer(label) or len(prediction.shape) != len(label.shape) + 1:
+        return None
+    if prediction.shape[1:] == label.shape:
+        return 1
+    return len(prediction.shape) if prediction.shape[:-1] == label.shape else None
+
+
+def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
+    """Make a loss that is a mean over the batch (gradients then travel per sample).
+
+    Raises:
+        SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
+    """
+    cls = find_class(choice.name, "loss", LOSSES, nn.Module, location)
+    at = (*location, choice.name)
+    args = _with_tensors(choice.args)
+    divergence = cls is nn.KLDivLoss
+    if args.get("reduction", "mean") not in (("mean", "batchmean") if divergence else ("mean",)):
+        raise SpecError(
+            f"{choice.name} with reduction {choice.args['reduction']!r}",
+            location=(*at, "reduction"),
+            hint="allowed: 'mean'; gradients between modules are per sample",
+        )
+    if divergence:
+        args["reduction"] = "batchmean"
+    return cast("nn.Module", call(cls, args, name=choice.name, location=at))
+
+
+def _with_tensors(args: dict[str, Any]) -> dict[str, Any]:
+    """Lists of numbers become tensors (``weight`` and ``pos_weight`` of torch's losses)."""
+    return {
+        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
+        for key, value in args.items()
+    }
+
+
+def _integer(label: TensorSpec) -> bool:
+    return label.dtype.startswith(("int", "uint"))

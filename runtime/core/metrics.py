@@ -1,0 +1,287 @@
+"""What evaluation reports beside the loss: means over labels, powers of the loss, torchmetrics.
+
+Shape suffixes: B samples, P one prediction, Y one label; N labels in a row (of all samples and
+tokens), C classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.training import torch_dtype
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec.load import suggestion
+
+_TRIED = 8
+"""Samples of the batch that a metric is tried with."""
+
+
+def _accuracy(p_NC: Tensor, y_N: Tensor) -> Tensor:
+    return p_NC.argmax(1) == y_N
+
+
+def _top5(p_NC: Tensor, y_N: Tensor) -> Tensor:
+    top = p_NC.topk(min(5, p_NC.shape[1]), 1).indices
+    return (top == y_N.unsqueeze(1)).any(1)
+
+
+OF_CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"accuracy": _accuracy, "top5": _top5}
+"""Of scores ``[N, C]`` and class indices ``[N]``: a value for each label."""
+
+OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mae": lambda p_BP, y_BY: (p_BP - y_BY).abs(),
+    "mse": lambda p_BP, y_BY: (p_BP - y_BY).square(),
+}
+"""Of predictions and labels of one shape: a value for each number."""
+
+OF_LOSS: dict[str, Callable[[float], float]] = {
+    "perplexity": lambda nats: math.exp(nats) if nats < 700 else math.inf,
+    "bits_per_character": lambda nats: nats / math.log(2),
+}
+"""Of the mean cross-entropy in nats, without weights and smoothing."""
+
+METRICS = (*OF_CLASSES, *OF_NUMBERS, *OF_LOSS)
+"""Names of the metrics that need no torchmetrics."""
+
+
+def mean_of(name: str, loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric's sum over valid labels, or over all numbers, and how many they are.
+
+    Args:
+        name: A key of ``OF_CLASSES`` or ``OF_NUMBERS``.
+        loss: The chain's loss, which knows the classes' axis and the ignored label.
+        p_BP: Predictions.
+        y_BY: Labels.
+    """
+    if name in OF_NUMBERS:
+        values = OF_NUMBERS[name](p_BP, y_BY)
+        return values.double().sum(), torch.tensor(float(values.numel()), device=values.device)
+    p_NC, y_N = loss.rows(p_BP, y_BY)
+    values_N, valid_N = OF_CLASSES[name](p_NC, y_N), loss.valid(y_N)
+    if valid_N is None:
+        return values_N.sum(), torch.tensor(float(len(y_N)), device=y_N.device)
+    return (values_N & valid_N).sum(), valid_N.sum()
+
+
+def accuracy(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> Tensor:
+    """The share of valid labels that have the highest score; 0 where none is valid."""
+    total, count = mean_of("accuracy", loss, p_BP, y_BY)
+    return total / count.clamp_min(1)
+
+
+def cross_entropy_of(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of cross-entropies in nats, and over how many labels."""
+    p_NC, y_N = loss.rows(p_BP, y_BY)
+    ignored = -100 if loss.ignore_index is None else loss.ignore_index
+    total = F.cross_entropy(p_NC, y_N, ignore_index=ignored, reduction="sum")
+    return total, (y_N != ignored).sum()
+
+
+def rises(metric: Choice) -> bool:
+    """Whether more is better."""
+    if metric.name in METRICS:
+        return metric.name in OF_CLASSES
+    return bool(_build(metric, ()).higher_is_better)
+
+
+class TorchMetric:
+    """A metric of torchmetrics over one evaluation.
+
+    It gets scores ``[N, C]`` and class indices ``[N]`` of the valid labels, as one text of N tokens
+    where it is of ``torchmetrics.text``; predictions and labels as they are where labels are not
+    class indices. What is of ``torchmetrics.classification`` gets probabilities: it would make them
+    itself only of batches that have a number beyond 0 and 1.
+
+    Args:
+        choice: Its class and keywords.
+        loss: The chain's loss.
+        device: Where predictions are.
+        location: Where it stands in the spec.
+
+    Raises:
+        SpecError: Unknown class or keyword, or a value that it refuses.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        loss: ChainLoss,
+        device: torch.device | str = "cpu",
+        location: Location = (),
+    ) -> None:
+        self._metric = _build(choice, location).to(device)
+        self._loss = loss
+        modules = [cls.__module__ for cls in type(self._metric).__mro__]
+        self._of_text, self._of_classes = (
+            any(module.startswith(f"torchmetrics.{package}.") for module in modules)
+            for package in ("text", "classification")
+        )
+
+    def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
+        """Count one batch."""
+        if p_BP.dtype in (torch.bfloat16, torch.float16):
+            p_BP = p_BP.float()
+        if self._loss.class_axis is None:
+            if self._of_classes:  # torchmetrics wants integers for the labels of BCELoss
+                p_BP, y_BY = self._probabilities(p_BP), y_BY.long()
+            self._metric.update(p_BP, y_BY)
+            return
+        p_NC, y_N = self._loss.rows(p_BP, y_BY)
+        valid_N = self._loss.valid(y_N)
+        if valid_N is not None:
+            p_NC, y_N = p_NC[valid_N], y_N[valid_N]
+        if not len(y_N):
+            return
+        if self._of_classes:
+            p_NC = self._probabilities(p_NC)
+        elif self._of_text:
+            p_NC, y_N = p_NC.unsqueeze(0), y_N.unsqueeze(0)
+        self._metric.update(p_NC, y_N)
+
+    def _probabilities(self, p: Tensor) -> Tensor:
+        """What the loss takes for probabilities, of scores ``[N, C]`` or of a score each."""
+        match self._loss.function:
+            case nn.CrossEntropyLoss():
+                return p.softmax(1)
+            case nn.NLLLoss():
+                return p.exp()
+            case nn.BCEWithLogitsLoss() | nn.MultiLabelSoftMarginLoss():
+                return p.sigmoid()
+        return p
+
+    def result(self) -> float:
+        """Its value; not a number where nothing was counted."""
+        return float(self._metric.compute()) if self._metric._update_count else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its state as JSON; waits for the device."""
+        states = {name: getattr(self._metric, name).tolist() for name in self._metric._defaults}
+        return {"updates": self._metric._update_count, "states": states}
+
+    def go_on_from(self, document: dict[str, Any]) -> None:
+        """Take the state that :meth:`to_dict` gave."""
+        for name, value in document["states"].items():
+            now = getattr(self._metric, name)
+            setattr(self._metric, name, torch.tensor(value, dtype=now.dtype, device=now.device))
+        self._metric._update_count = document["updates"]
+
+    def try_out(self, name: str, prediction: TensorSpec, label: TensorSpec, at: Location) -> None:
+        """Count and compute a made-up batch, so that errors come before anything starts.
+
+        Raises:
+            SpecError: The metric does not take the chain's predictions and labels, gives more than
+                one number, or keeps all predictions.
+        """
+        lists = [key for key, value in self._metric._defaults.items() if isinstance(value, list)]
+        if lists:
+            raise SpecError(
+                f"{name} keeps all predictions until the end of an evaluation",
+                location=at,
+                hint="'thresholds: 100' bounds what it keeps"
+                if hasattr(self._metric, "thresholds")
+                else "take a metric that adds up as it goes",
+            )
+        p_BP = torch.rand((_TRIED, *prediction.shape)).to(torch_dtype(prediction.dtype))
+        numbers = torch.arange(_TRIED * math.prod(label.shape)) % (self._loss.scores or 2)
+        y_BY = numbers.view(_TRIED, *label.shape).to(torch_dtype(label.dtype))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of values that make no sense for made-up numbers
+                self.add(p_BP, y_BY)
+                value = self._metric.compute()
+        except Exception as error:
+            raise SpecError(
+                f"{name} does not take the chain's output: {str(error) or type(error).__name__}",
+                location=at,
+                hint=f"the tail gives {prediction}, labels are {label}",
+            ) from None
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise SpecError(f"{name} gives {shape}, not one number", location=at,
+                            hint="averaging may help, as in 'average: macro'")  # fmt: skip
+
+
+def check_metrics(
+    metrics: Sequence[Choice], loss: ChainLoss, prediction: TensorSpec, label: TensorSpec
+) -> None:
+    """Check names, keywords, and that each metric takes the chain's predictions and labels.
+
+    Raises:
+        SpecError: One does not.
+    """
+    for number, metric in enumerate(metrics):
+        at: Location = ("metrics", number)
+        name = metric.name
+        if name in [one.name for one in metrics[:number]]:
+            raise SpecError(f"metric {name!r} stands there twice", location=at)
+        if name not in METRICS:
+            with torch.random.fork_rng(devices=[]):
+                TorchMetric(metric, loss, location=at).try_out(name, prediction, label, at)
+            continue
+        if metric.args:
+            raise SpecError(f"{name} takes no keywords", location=(*at, name))
+        if name in OF_CLASSES and loss.class_axis is None:
+            raise SpecError(
+                f"{name} needs class labels, and a score for each class",
+                location=at,
+                hint=f"the tail gives {prediction}, labels are {label}; without class labels: "
+                f"{', '.join(OF_NUMBERS)}",
+            )
+        if name in OF_LOSS and not loss.is_cross_entropy:
+            raise SpecError(
+                f"{name} is made from a cross-entropy",
+                location=at,
+                hint="it goes with 'loss: CrossEntropyLoss' or NLLLoss, and class labels",
+            )
+
+
+def _build(choice: Choice, location: Location) -> Any:
+    known = _torchmetrics()
+    if not known:
+        raise SpecError(
+            f"unknown metric {choice.name!r}",
+            location=location,
+            hint=f"{suggestion(choice.name, list(METRICS))}; others are classes of torchmetrics, "
+            "which is not installed: pip install 'dni-runtime[metrics]'",
+        )
+    if choice.name not in known and ":" not in choice.name:
+        raise SpecError(
+            f"unknown metric {choice.name!r}",
+            location=location,
+            hint=suggestion(choice.name, [*METRICS, *known])
+            or f"allowed: {', '.join(METRICS)}, and classes of torchmetrics",
+        )
+    base = importlib.import_module("torchmetrics").Metric
+    cls = find_class(choice.name, "metric", known, base, location)
+    return call(cls, choice.args, name=choice.name, location=(*location, choice.name))
+
+
+@functools.cache
+def _torchmetrics() -> dict[str, type[Any]]:
+    """The classes of torchmetrics that may take predictions and labels, by name."""
+    try:
+        base = importlib.import_module("torchmetrics").Metric
+    except ModuleNotFoundError:
+        return {}
+    packages = (
+        importlib.import_module(f"torchmetrics.{name}")
+        for name in ("classification", "regression", "text")
+    )
+    return {
+        name: cls
+        for package in packages
+        for name, cls in vars(package).items()
+        if isinstance(cls, type) and issubclass(cls, base)
+    }

@@ -1,0 +1,118 @@
+"""What modules give, found by running their layers on a batch without memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.attention import AttentionWatch, has_attention_layer
+from dni_runtime.core.choices import Location
+from dni_runtime.core.layers import build_layer
+from dni_runtime.core.training import empty_batch
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import ChainSpec, DataInfo, LayerSpec, TensorSpec
+
+BATCH = 2
+"""Samples in the batch that shapes are inferred with: BatchNorm needs more than one."""
+
+
+class Inferred(NamedTuple):
+    """What running a module on the meta device tells.
+
+    Attributes:
+        output: One sample at its output.
+        attends: Whether there is attention in it.
+    """
+
+    output: TensorSpec
+    attends: bool
+
+
+def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
+    """Run every layer on the meta device; gives what each module is like.
+
+    Raises:
+        SpecError: A layer is unknown, or does not fit what it gets.
+    """
+    current = info.sample
+    modules = []
+    for index, module in enumerate(chain.modules):
+        attends = False
+        for number, layer in enumerate(module.layers):
+            at: Location = ("modules", index, "layers", number)
+            current, found = _infer_layer(layer, current, at, first=number == 0 and index > 0)
+            attends |= found
+        modules.append(Inferred(current, attends))
+    return modules
+
+
+def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bool) -> Inferred:
+    for key in ("layers", "shortcut"):  # a block's own layers first: their errors say more
+        inner = given
+        for number, one in enumerate(getattr(layer, key)):
+            place = (key, number) if layer.type == "Residual" else (number,)
+            inner, _ = _infer_layer(
+                one, inner, (*at, layer.type, *place), first=first and not number
+            )
+    with torch.device("meta"):
+        built = build_layer(layer, at)
+    name = layer.type
+    try:
+        try:
+            output, attends = _run(built, empty_batch(given, BATCH, "meta"))
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if not isinstance(error, NotImplementedError) and not re.search(
+                r"\bmeta\b", str(error)
+            ):
+                raise
+            output, attends = _infer_on_cpu(layer, given, at)
+    except SpecError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = "the module before sends" if first else "it gets"
+        raise SpecError(
+            f"{name}{layer.args or ''} does not fit: {what} {given}: {reason}",
+            location=(*at, "args" if ":" in name else name),
+            hint="B is the batch; compare the layer's sizes with what arrives",
+        ) from None
+    if not isinstance(output, Tensor):
+        raise SpecError(
+            f"{name} gives {type(output).__name__} instead of one tensor",
+            location=at,
+            hint="wrap it in a module of your own that returns one tensor",
+        )
+    if output.dim() < 1 or output.shape[0] != BATCH:
+        raise SpecError(
+            f"{name} does not keep the batch as first dimension: {BATCH} samples of {given} "
+            f"became a tensor of shape {tuple(output.shape)}",
+            location=at,
+        )
+    found = TensorSpec(shape=tuple(output.shape[1:]), dtype=str(output.dtype).split(".")[-1])
+    return Inferred(found, attends)
+
+
+def _run(layer: nn.Module, x_BX: Tensor) -> tuple[Any, bool]:
+    """What a layer gives, and whether it attends."""
+    watch = AttentionWatch(x_BX)
+    with torch.no_grad():
+        try:
+            with watch:
+                return layer(x_BX), watch.found or has_attention_layer(layer)
+        except NotImplementedError:
+            raise
+        except Exception:  # of the layer; or it does something that cannot be watched
+            return layer(x_BX), watch.found or has_attention_layer(layer)
+
+
+def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> tuple[Any, bool]:
+    """For user layers that do something the meta device cannot: a tiny real batch."""
+    try:
+        return _run(build_layer(layer, at), empty_batch(given, BATCH, "cpu"))
+    except Exception as error:
+        raise SpecError(
+            f"{layer.type} fails on {given}: {type(error).__name__}: {error}", location=at
+        ) from None

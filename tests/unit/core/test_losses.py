@@ -1,0 +1,189 @@
+"""The chain's loss against torch's own, in both layouts, with ignored labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"ignore_index": 2},
+    {"weight": [1.0, 0.5, 3.0, 2.0]},
+    {"label_smoothing": 0.2},
+    {"weight": [1.0, 0.5, 3.0, 2.0], "label_smoothing": 0.2, "ignore_index": 0},
+]
+
+
+def make(name: str, p: tuple[int, ...], y: tuple[int, ...], **args: Any) -> ChainLoss:
+    choice = Choice(name=name, args=args)
+    return ChainLoss(choice, TensorSpec(shape=p, dtype="float32"), _labels(y))
+
+
+def _labels(shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype="int64")
+
+
+def torchs(p: Tensor, y: Tensor, args: dict[str, Any]) -> Tensor:
+    weight = torch.tensor(args["weight"]) if "weight" in args else None
+    return F.cross_entropy(p, y, **args | {"weight": weight})
+
+
+@pytest.mark.parametrize("args", OPTIONS)
+@pytest.mark.parametrize("layout", ["vector", "last", "torch"])
+def test_it_is_torchs_mean_over_valid_labels(layout: str, args: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    shape = {"vector": (4,), "last": (5, 4), "torch": (4, 5)}[layout]
+    p = torch.randn(6, *shape).requires_grad_()
+    y = torch.randint(0, 4, (6,) if layout == "vector" else (6, 5))
+    if "ignore_index" not in args:
+        y.flatten()[::3] = -100
+    loss = make("CrossEntropyLoss", shape, tuple(y.shape[1:]), **args)
+    expected = torchs(p.movedim(-1, 1) if layout == "last" else p, y, args)
+    torch.testing.assert_close(loss(p, y), expected)
+    ours, theirs = (torch.autograd.grad(one, p)[0] for one in (loss(p, y), expected))
+    torch.testing.assert_close(ours, theirs)
+    ignored = y == args.get("ignore_index", -100)
+    assert int(ignored.sum()) > 0
+    rows, _ = loss.rows(ours, y)
+    assert torch.equal(rows[ignored.flatten()], torch.zeros(int(ignored.sum()), 4))
+    valid = loss.valid(y)
+    assert valid is not None
+    assert torch.equal(valid, ~ignored)
+
+
+def test_where_both_layouts_fit_torchs_is_meant() -> None:
+    p, y = torch.randn(2, 4, 4), torch.randint(0, 4, (2, 4))
+    torch.testing.assert_close(make("CrossEntropyLoss", (4, 4), (4,))(p, y), F.cross_entropy(p, y))
+
+
+def test_means_of_batches_weighted_by_their_counts_are_the_mean() -> None:
+    torch.manual_seed(0)
+    args = OPTIONS[-1]
+    loss = make("CrossEntropyLoss", (4,), (), **args)
+    p, y = torch.randn(12, 4), torch.randint(0, 4, (12,))
+    parts = [(loss(a, b), loss.count(b)) for a, b in zip(p.split(5), y.split(5), strict=True)]
+    total = sum(value * count for value, count in parts) / sum(count for _, count in parts)
+    torch.testing.assert_close(total, loss(p, y))
+    assert float(make("MSELoss", (4,), (4,)).count(p)) == 12
+
+
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "NLLLoss"])
+@pytest.mark.parametrize("args", [{}, {"weight": [1.0, 0.0, 1.0]}])
+def test_a_batch_that_is_ignored_altogether_teaches_nothing(
+    name: str, args: dict[str, Any]
+) -> None:
+    loss = make(name, (3,), (), **args)
+    p = torch.randn(2, 3).requires_grad_()
+    y = torch.tensor([-100, 1 if args else -100])  # a weight of zero ignores a class, too
+    value = loss(p.log_softmax(1), y)
+    assert float(value.detach()) == 0
+    value.backward()  # type: ignore[no-untyped-call]
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("args", OPTIONS)
+def test_the_difference_is_the_gradient_of_the_mean_times_the_rows(args: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(6, 4, dtype=torch.double).requires_grad_()
+    y = torch.tensor([0, 1, 2, 3, -100, 1] if args.get("ignore_index") is None else [0, 1, 2] * 2)
+    loss = make("CrossEntropyLoss", (5, 4), (5,), **args).on_scores(4).double()
+    (expected,) = torch.autograd.grad(loss(scores, y), scores)
+    torch.testing.assert_close(loss.difference(scores, y), 6 * expected)
+    assert torch.autograd.gradcheck(lambda s: loss.difference(s, y), scores)
+
+
+def test_on_scores_keeps_what_cross_entropies_have_in_common() -> None:
+    narrow = make("NLLLoss", (4,), (), weight=[1.0, 2.0, 3.0, 4.0], ignore_index=1).on_scores(3)
+    assert narrow.weight is not None
+    assert (narrow.weight.tolist(), narrow.ignore_index) == ([1, 2, 3], 1)
+    other = make("MultiMarginLoss", (4,), (), margin=2.0).on_scores(4)
+    assert (other.weight, other.ignore_index, other.is_plain) == (None, -100, True)
+
+
+def test_a_divergence_is_divided_by_samples() -> None:
+    p, y = torch.randn(6, 4).log_softmax(1), torch.rand(6, 4).softmax(1)
+    for args in ({}, {"reduction": "mean"}, {"reduction": "batchmean"}):
+        loss = ChainLoss(
+            Choice(name="KLDivLoss", args=args),
+            TensorSpec(shape=(4,), dtype="float32"),
+            TensorSpec(shape=(4,), dtype="float32"),
+        )
+        torch.testing.assert_close(loss(p, y), (y * (y.log() - p)).sum(1).mean())
+    with pytest.raises(SpecError, match="reduction 'sum'"):
+        make("KLDivLoss", (4,), (4,), reduction="sum")
+
+
+CHAIN = """\
+name: text
+loss: %s
+metrics: [accuracy]
+modules:
+  - name: a
+    layers: [{Embedding: {num_embeddings: 6, embedding_dim: 8}}, {LayerNorm: {normalized_shape: 8}}]
+    interface: %s
+  - {name: b, layers: [{Linear: {in_features: 8, out_features: %d}}]}
+"""
+INFO = DataInfo(
+    sample=TensorSpec(shape=(5,), dtype="int64"),
+    label=TensorSpec(shape=(5,), dtype="int64"),
+    classes=6,
+)
+
+
+@pytest.mark.parametrize("loss", ["CrossEntropyLoss", "{CrossEntropyLoss: {ignore_index: 0}}"])
+def test_a_chain_with_a_label_per_token_is_backprop(loss: str) -> None:
+    """Classes last, as a Linear gives them; one batch is ignored altogether."""
+    workers = worker_specs(parse_chain(CHAIN % (loss, "exact", 6)), INFO)
+    chain, reference = LocalChain(workers), Backprop(workers)
+    generator = torch.Generator().manual_seed(0)
+    for index in range(10):
+        x = torch.randint(0, 6, (4, 5), generator=generator)
+        y = torch.zeros_like(x) if index == 5 else x.roll(1, 1)
+        assert chain.train_batch(x, y) == float(reference.train_batch(x, y))
+    own = [p for step in chain.steps for p in step.layers.state_dict().values()]
+    for ours, theirs in zip(own, reference.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.isfinite().all()
+
+
+def test_too_few_scores_are_counted_along_the_class_axis() -> None:
+    with pytest.raises(SpecError, match="has 6 classes"):
+        worker_specs(parse_chain(CHAIN % ("CrossEntropyLoss", "exact", 5)), INFO)
+
+
+class Summed(torch.nn.Module):
+    def forward(self, p: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(p, y, reduction="sum")
+
+
+class Averaged(torch.nn.Module):
+    def forward(self, p: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(p, y)
+
+
+@pytest.mark.parametrize(("name", "fits"), [("Summed", False), ("Averaged", True)])
+def test_a_users_loss_must_not_be_a_sum(name: str, fits: bool) -> None:
+    chain = f"""\
+name: own
+loss: {{import: '{__name__}:{name}'}}
+modules:
+  - {{name: a, layers: [{{Linear: {{in_features: 4, out_features: 3}}}}]}}
+"""
+    info = DataInfo(sample=TensorSpec(shape=(4,), dtype="float32"), label=_labels(()), classes=3)
+    if fits:
+        worker_specs(parse_chain(chain), info)
+        return
+    with pytest.raises(SpecError, match="sum over the batch") as caught:
+        worker_specs(parse_chain(chain), info)
+    assert caught.value.location == ("loss",)
