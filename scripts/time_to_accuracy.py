@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -163,11 +162,12 @@ class Bench:
 
     def met(self, evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The first evaluation that meets the target."""
+        network = NETWORKS[self.network]
         for one in evaluations:
-            if NETWORKS[self.network].tokens:
-                if one["loss"] is not None and one["loss"] / math.log(2) <= self.target:
-                    return one
-            elif one["accuracy"] is not None and one["accuracy"] >= self.target:
+            value = one[network.metric]  # None: not a number, diverged
+            if value is not None and (
+                value <= self.target if network.tokens else value >= self.target
+            ):
                 return one
         return None
 
@@ -225,18 +225,10 @@ def told(one: Trained, bench: Bench) -> str:
     """One training in a few words."""
     if one.error is not None:
         return one.error
-    values = [f"{value(e, bench):.4g}" for e in one.evaluations]
+    values = [str(evaluation[NETWORKS[bench.network].metric]) for evaluation in one.evaluations]
     if one.seconds is None:
         return f"not reached in {len(values) * bench.every} batches: {', '.join(values[-3:])}"
     return f"{one.seconds:.1f} s, {one.batches} batches (others: {one.foreign:.2f} cores)"
-
-
-def value(evaluation: Mapping[str, Any], bench: Bench) -> float:
-    """What is looked at: bits per character, or accuracy."""
-    if NETWORKS[bench.network].tokens:
-        loss = evaluation["loss"]
-        return math.inf if loss is None else loss / math.log(2)
-    return evaluation["accuracy"] or 0.0
 
 
 def best_peer(results: Results, line: Line) -> Contender | None:
@@ -367,11 +359,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             program=program,
         )
         results = train_all(bench, over, who, arguments.seeds)
-    unit = "bits per character" if network.tokens else "accuracy"
     print(" ".join(f"{name}={value}" for name, value in machine.items()))
     print(
         f"network={arguments.network} modules={arguments.modules} seeds={arguments.seeds} "
-        f"target={arguments.target:g} ({unit}) every={arguments.every}"
+        f"target={arguments.target:g} ({network.metric}) every={arguments.every}"
     )
     for line in over:
         print(f"\n{line}:", *table(results, line, who), sep="\n")

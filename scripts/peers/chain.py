@@ -98,7 +98,7 @@ def chain_spec(
     return {
         "name": "bench",
         "data": {**data, "drop_last": True},
-        "metrics": [] if network.tokens else ["accuracy"],
+        "metrics": [network.metric],
         "defaults": {
             "interface": interfaces[interface],
             "optimizer": {"Adam": {"lr": LEARNING_RATE, "fused": True}},
@@ -185,10 +185,11 @@ def train_chain(
         dni_runtime.errors.DniError: It failed.
     """
     root, prepared = _prepared(contender, spec, folder)
-    run, tail = RunDir(root), prepared.modules[-1]
+    (metric,) = spec["metrics"]
 
     def look(_: object) -> None:
-        if enough(evaluations(list(read_lines(run.metrics(tail))))):
+        lines = read_lines(RunDir(root).metrics(prepared.modules[-1]))
+        if enough(evaluations(list(lines), metric)):
             raise _Enough
 
     forever = pace.Bounds(0.0, math.inf)
@@ -199,11 +200,15 @@ def train_chain(
         )
 
 
-def evaluations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def evaluations(lines: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
     """A tail's evaluations, with the seconds that it had trained until then.
 
     Its clock runs from the end of one evaluation (at first: from its start) to the end of the
     epoch's last batch, when the next one begins.
+
+    Args:
+        lines: What it has written about itself.
+        metric: What is looked at.
     """
     found, train_s, since = [], 0.0, 0.0
     for line in lines:
@@ -213,8 +218,7 @@ def evaluations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             train_s += line["time"] - since
         elif line["kind"] == "eval":
             since = line["time"]
-            values = {name: line[name] for name in ("loss", "accuracy") if name in line}
-            found.append({"batches": line["step"], "train_s": train_s, **values})
+            found.append({"batches": line["step"], "train_s": train_s, metric: line[metric]})
     return found
 
 

@@ -43,6 +43,11 @@ class Network:
     tokens: bool = False
     flatten: bool = False
 
+    @property
+    def metric(self) -> str:
+        """What evaluation reports beside the loss."""
+        return "bits_per_character" if self.tokens else "accuracy"
+
     def cuts(self, count: int, cut: int | None = None) -> list[int]:
         """Where one, two or four parts begin, and the end; ``cut`` moves the cut of two.
 

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import DataSource, open_data
-from dni_runtime.spec import DataSpec
+from dni_runtime.spec import Choice, DataSpec, TensorSpec
 from peers.asynchronous import AsynchronousPipeline
-from peers.build import Trainer, adam, build_parts, cross_entropy, output_shapes
+from peers.build import Trainer, adam, build_parts, output_shapes
 from peers.contenders import SINGLE, in_flight, kind_of
 from peers.networks import LEARNING_RATE, NETWORKS, Network
 from peers.pipelines import Pipelined, owners
@@ -125,7 +126,9 @@ def timed(step: Callable[[], None], warmup_s: float, wanted_s: float) -> dict[st
     return {"steps": steps, "seconds": seconds, "cpu_s": cpu_s}
 
 
-def train(trainer: Trainer, step: Callable[[], None], source: DataSource, every: int) -> None:
+def train(
+    trainer: Trainer, step: Callable[[], None], source: DataSource, network: Network, every: int
+) -> None:
     """Train without end; print a line after each evaluation.
 
     The clock runs while this process trains, not while it evaluates. What the process that has the
@@ -135,9 +138,11 @@ def train(trainer: Trainer, step: Callable[[], None], source: DataSource, every:
         trainer: The contender.
         step: Trains on a batch.
         source: The data.
+        network: What is trained.
         every: Batches between evaluations; rounded up to when the network is whole.
     """
-    metrics = ("accuracy",) if not source.info.label.shape else ()
+    prediction = TensorSpec(shape=output_shapes(network, 1)[0], dtype="float32")
+    loss = ChainLoss(Choice(name="CrossEntropyLoss"), prediction, source.info.label)
     interval = -(-every // trainer.period) * trainer.period
     done, train_s = 0, 0.0
     agree(0)
@@ -147,7 +152,7 @@ def train(trainer: Trainer, step: Callable[[], None], source: DataSource, every:
             step()
         train_s += time.perf_counter() - began
         done += interval
-        evaluation = Evaluation(cross_entropy, metrics)
+        evaluation = Evaluation(loss, [Choice(name=network.metric)])
         for x_BX, y_BY in source.eval_batches():
             p_BP = trainer.predict(x_BX)
             if p_BP is not None:
@@ -175,7 +180,7 @@ def be_process(job: dict[str, Any]) -> None:
         trainer.step(*next(coming))
 
     if job["every"] is not None:
-        train(trainer, step, source, job["every"])
+        train(trainer, step, source, network, job["every"])
     print(json.dumps(timed(step, job["warmup_s"], job["seconds"])), flush=True)
     if job["processes"] > 1:
         # Another one may still be in its last step, which needs this one's gloo threads.

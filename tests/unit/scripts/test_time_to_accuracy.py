@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +85,21 @@ def test_the_clock_of_a_chain_stands_while_it_is_evaluated() -> None:
 
     lines = [
         line("start", 100.0), line("train", 101.0), line("epoch", 103.0),
-        line("eval", 110.0, step=60, loss=1.0, accuracy=0.5), line("epoch", 114.0),
-        line("eval", 121.0, step=120, loss=0.5), line("train", 130.0),
+        line("eval", 110.0, step=60, accuracy=0.5), line("epoch", 114.0),
+        line("eval", 121.0, step=120, accuracy=0.6), line("train", 130.0),
     ]  # fmt: skip
-    assert evaluations(lines) == [
-        {"batches": 60, "train_s": 3.0, "loss": 1.0, "accuracy": 0.5},
-        {"batches": 120, "train_s": 7.0, "loss": 0.5},
+    assert evaluations(lines, "accuracy") == [
+        {"batches": 60, "train_s": 3.0, "accuracy": 0.5},
+        {"batches": 120, "train_s": 7.0, "accuracy": 0.6},
     ]
 
 
 def test_the_target_is_met_at_the_first_evaluation_that_meets_it() -> None:
-    found = [{"batches": i, "loss": loss, "accuracy": a} for i, loss, a in (
-        (1, None, None), (2, 1.5, 0.97), (3, 1.0, 0.98), (4, 1.2, 0.99),
-    )]  # fmt: skip
-    accuracy, bits = bench("mlp-256", 0.98), bench("lm", 1.0 / math.log(2))
-    assert accuracy.met(found) == bits.met(found) == found[2]
-    assert accuracy.met(found[:2]) is None
+    accuracies = [{"accuracy": value} for value in (None, 0.97, 0.98, 0.99)]
+    assert bench("mlp-256", 0.98).met(accuracies) is accuracies[2]
+    assert bench("mlp-256", 0.98).met(accuracies[:2]) is None
+    bits = [{"bits_per_character": value} for value in (None, 8.0, 2.5, 2.6)]
+    assert bench("lm", 2.5).met(bits) is bits[2]
 
 
 def test_the_best_peer_is_synchronous_and_there_with_every_seed() -> None:
@@ -125,9 +123,9 @@ def test_the_best_peer_is_synchronous_and_there_with_every_seed() -> None:
 
 
 def test_what_is_told_of_a_training() -> None:
-    evaluated = [{"loss": math.log(2), "accuracy": 0.5}] * 2
+    evaluated = [{"bits_per_character": 1.5}] * 2
     assert told(Trained(error="E: no"), bench("lm", 1)) == "E: no"
-    assert told(Trained(evaluations=evaluated), bench("lm", 0.5)).endswith("200 batches: 1, 1")
+    assert told(Trained(evaluations=evaluated), bench("lm", 0.5)).endswith("200 batches: 1.5, 1.5")
     assert told(Trained(2.0, 100, 0.02), bench("lm", 1)).startswith("2.0 s, 100 batches")
 
 
