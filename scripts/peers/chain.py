@@ -151,7 +151,7 @@ def measure_chain(
     root, prepared = _prepared(contender, spec, folder)
     bounds = pace.Bounds(timing.warmup_s, timing.seconds)
     found = pace.measure_chain(
-        root, pace.endless(prepared), Site("process"), bounds, prefixes=_prefixes(modules, link)
+        root, pace.endless(prepared), Site("process"), bounds, prefixes=prefixes_of(modules, link)
     )
     return Measured(
         rate=found.samples_per_s,
@@ -193,7 +193,7 @@ def train_chain(
             raise _Enough
 
     forever = pace.Bounds(0.0, math.inf)
-    prefixes = _prefixes(len(prepared.modules), link)
+    prefixes = prefixes_of(len(prepared.modules), link)
     with contextlib.suppress(_Enough):
         pace.measure_chain(
             root, prepared, Site("process"), forever, prefixes=prefixes, observe=look
@@ -230,9 +230,9 @@ def _prepared(contender: Contender, spec: dict[str, Any], folder: Path) -> tuple
     return root / "run", prepare(path)
 
 
-def _prefixes(modules: int, link: Link | None) -> dict[str, list[str]] | None:
-    """What each worker's command is given to, to run at its end of the line."""
+def prefixes_of(modules: int, link: Link | None) -> dict[str, list[str]]:
+    """What each worker's command is given to, to run at its end of the line; none at loopback."""
     if link is None:
-        return None
+        return {}
     names = module_names(modules)
     return {name: link.enter(2 * i // modules) for i, name in enumerate(names)}

@@ -150,11 +150,12 @@ def write_sources(folder: Path) -> None:
         shutil.copy(Path(__file__).with_name(name), folder / name)
 
 
-def write_data(network: Network, folder: Path, samples: int = SAMPLES) -> None:
-    """Random images of Fashion-MNIST's shape, type and number, or as many random bytes of text."""
+def write_data(network: Network, folder: Path, samples: int | None = None) -> None:
+    """Random images of Fashion-MNIST's shape, type and number, or windows of random characters."""
     import numpy as np
 
     rng = np.random.default_rng(0)
+    samples = samples or (SAMPLES // 4 if network.tokens else SAMPLES)
     if network.tokens:
         text = rng.integers(0, VOCABULARY, (samples + 256, *network.sample), dtype=np.int64)
         x, y = text, np.roll(text, -1, axis=1)

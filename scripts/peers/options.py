@@ -53,8 +53,14 @@ def chosen(patterns: str) -> list[str]:
             kind_of(pattern)
             found = [pattern]
         names |= dict.fromkeys(found)
+    kinds = list(dict.fromkeys(kind_of(name)[0] for name in CONTENDERS))
+
+    def place(name: str) -> tuple[int, int]:
+        kind, number = kind_of(name)
+        return kinds.index(kind), 0 if kind == "pipeline" else number
+
     listed = [name for name in CONTENDERS if name in names]
-    return listed + [name for name in names if name not in CONTENDERS]
+    return sorted([*listed, *(name for name in names if name not in CONTENDERS)], key=place)
 
 
 def contenders_of(

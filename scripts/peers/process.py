@@ -103,10 +103,18 @@ def batches(source: DataSource, reads: bool) -> Iterator[tuple[Tensor | None, Te
             yield None, None
 
 
-def timed(step: Callable[[], None], warmup_s: float, wanted_s: float) -> dict[str, float]:
+def timed(
+    step: Callable[[], None], warmup_s: float, wanted_s: float, period: int = 1
+) -> dict[str, float]:
     """Time ``step`` after a warm-up; all processes take as many steps.
 
     No barrier is timed: each process says how long its own steps took.
+
+    Args:
+        step: What is timed.
+        warmup_s: About how long it is repeated before that.
+        wanted_s: About how long it is timed.
+        period: Of what it does: the number of timed steps is a multiple.
     """
 
     def repeat(steps: int) -> tuple[float, float]:
@@ -120,10 +128,15 @@ def timed(step: Callable[[], None], warmup_s: float, wanted_s: float) -> dict[st
     step_s = repeat(5)[0] / 5
     steps, seconds, cpu_s = 0, 0.0, 0.0
     for part_s in (warmup_s, wanted_s):
-        steps = agree(max(10, int(part_s / step_s)))
+        steps = whole_periods(agree(max(10, int(part_s / step_s))), period)
         seconds, cpu_s = repeat(steps)
         step_s = seconds / steps
     return {"steps": steps, "seconds": seconds, "cpu_s": cpu_s}
+
+
+def whole_periods(steps: int, period: int) -> int:
+    """A multiple of a period, at least so many steps."""
+    return -(-steps // period) * period
 
 
 def train(
@@ -143,7 +156,7 @@ def train(
     """
     prediction = TensorSpec(shape=output_shapes(network, 1)[0], dtype="float32")
     loss = ChainLoss(Choice(name="CrossEntropyLoss"), prediction, source.info.label)
-    interval = -(-every // trainer.period) * trainer.period
+    interval = whole_periods(every, trainer.period)
     done, train_s = 0, 0.0
     agree(0)
     while True:
@@ -181,7 +194,8 @@ def be_process(job: dict[str, Any]) -> None:
 
     if job["every"] is not None:
         train(trainer, step, source, network, job["every"])
-    print(json.dumps(timed(step, job["warmup_s"], job["seconds"])), flush=True)
+    found = timed(step, job["warmup_s"], job["seconds"], trainer.period)
+    print(json.dumps(found), flush=True)
     if job["processes"] > 1:
         # Another one may still be in its last step, which needs this one's gloo threads.
         with contextlib.suppress(RuntimeError):

@@ -11,13 +11,14 @@ import bench_peers
 import pytest
 import torch
 from peers.build import build, build_parts, example, output_shapes
-from peers.chain import LEAST_WINDOW, chain_spec, window_for
+from peers.chain import LEAST_WINDOW, chain_spec, prefixes_of, window_for
 from peers.contenders import CHAINS, CONTENDERS, Contender, computes, in_flight, kind_of
 from peers.networks import NETWORKS, data_spec, write_data, write_sources
 from peers.options import chosen, contenders_of, listed, parse_delay, parse_rate
+from peers.process import timed
 from peers.processes import Measured, last_error
 from peers.report import Outcome, best_peer, ratios, summarize, table
-from peers.slow_link import Line
+from peers.slow_link import Line, Link
 
 from dni_runtime.launch.prepare import prepare
 
@@ -52,7 +53,9 @@ def test_values_with_commas() -> None:
 
 def test_contenders_are_chosen_by_patterns() -> None:
     assert chosen("chain,single-*") == ["single-1", "single-2", "chain"]
-    assert chosen("2bw-16,diloco-500,ddp") == ["ddp", "2bw-16", "diloco-500"]
+    assert chosen("2bw-*,2bw-2,diloco-500,1f1b-2,gpipe-4,ddp") == [
+        "ddp", "gpipe-4", "1f1b-2", "diloco-500", "2bw-2", "2bw-4", "2bw-8",
+    ]  # fmt: skip
     for name in ("chian", "diloco-0", "gpipe-3", "2bw"):
         with pytest.raises(ValueError, match=f"no contender '{name}'"):
             chosen(f"ddp,{name}")
@@ -100,6 +103,18 @@ def test_which_peers_compute_what_backpropagation_computes() -> None:
     assert computes("2bw-8") == computes("async-1f1b") == "old weights"
     assert computes("chain-int8") == "synthetic gradients"
     assert computes("delayed") == "late gradients"
+
+
+def test_speeds_are_of_whole_periods() -> None:
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        taken += 1
+
+    found = timed(step, 0, 0, period=64)
+    assert found["steps"] == 64
+    assert taken == 7 + 2 * 64
 
 
 def test_batches_under_way_in_asynchronous_pipelines() -> None:
@@ -169,6 +184,14 @@ def test_chain_files_are_valid(network: str, name: str, modules: int, tmp_path: 
     for above, below in itertools.pairwise(workers):
         assert above.links.window == 11
         assert above.gradients_in == below.gradients_out == (1 if name.startswith("delayed") else 4)
+
+
+def test_half_of_the_modules_are_at_each_end_of_the_line() -> None:
+    link = Link({"pid": 5, "net": [7, 8], "user": False})
+    ends = prefixes_of(4, link)
+    assert list(ends) == ["head", "middle-1", "middle-2", "tail"]
+    assert [prefix[1][-1] for prefix in ends.values()] == ["7", "7", "8", "8"]
+    assert prefixes_of(2, None) == {}
 
 
 def test_the_window_covers_a_round_trip() -> None:
