@@ -18,6 +18,17 @@ def _templates() -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
+def _files(template: str, path: Path) -> dict[Path, str]:
+    """What a template consists of: the chain file, and programs that lie beside it."""
+    folder = files("dni_runtime.definitions") / "chains"
+    found = {path: (folder / f"{template}.yaml").read_text("utf-8")}
+    beside = folder / template
+    if beside.is_dir():
+        programs = sorted(entry.name for entry in beside.iterdir() if entry.name.endswith(".py"))
+        found |= {path.parent / name: (beside / name).read_text("utf-8") for name in programs}
+    return found
+
+
 @click.command()
 @click.option(
     "--template", "-t", type=click.Choice(_templates()), default="mlp", show_default=True,
@@ -30,23 +41,25 @@ def init(template: str, path: Path) -> None:
     """Write a first chain file to PATH (chain.yaml).
 
     mlp and cnn are small networks on digits that come with this package, fashion-mlp and
-    fashion-cdni (synthetic gradients alone) larger ones on Fashion-MNIST.
+    fashion-cdni (synthetic gradients alone) larger ones on Fashion-MNIST. lm is a small language
+    model, with its layers (lm.py) and a program that lets it write (generate.py) beside PATH.
 
     \b
     Example:
       dnictl init --template cnn
     """
-    text = (files("dni_runtime.definitions") / "chains" / f"{template}.yaml").read_text("utf-8")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UsageError(
-            f"{str(path)!r} exists already", hint="remove it, or name another file"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from None
-    click.echo(f"wrote {path}")
+    texts = _files(template, path)
+    for target in texts:
+        if target.exists():
+            hint = "remove it, or name another file" if target == path else "name another folder"
+            raise UsageError(f"{str(target)!r} exists already", hint=hint)
+    for target, text in texts.items():
+        try:
+            with target.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UsageError(f"{str(target)!r} cannot be written: {error.strerror}") from None
+        click.echo(f"wrote {target}")
     click.echo(f"next: dnictl validate {path} && dnictl up {path}", err=True)
 
 

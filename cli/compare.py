@@ -116,10 +116,12 @@ def compare(
         }
         write_json(folder / "result.json", document)
         if not as_json:
-            value = trials[-1].points[-1].value
+            last = trials[-1]
+            tested = "" if last.test is None else f", test {metric.name} {last.test:.4f}"
             click.echo(
                 f"{len(trials)}/{len(references) + len(variants)} {method}, seed {seed}: "
-                f"{metric.name} {value:.4f}, {trials[-1].samples_per_s:,.0f} samples/s",
+                f"{metric.name} {last.points[-1].value:.4f}{tested}, "
+                f"{last.samples_per_s:,.0f} samples/s",
                 err=True,
             )
     curves = folder / "curves.png"
@@ -192,12 +194,15 @@ def _print(document: dict[str, Any]) -> None:
 
     target, metric = document["target"], document["metric"]
     aim = "time to target" if target is None else f"time to {metric} {target:.4f}"
+    figures = {metric: "mean", "lowest": "low", "highest": "high"}
+    if any(row["test"] is not None for row in document["rows"]):
+        figures = {metric: "mean", f"test {metric}": "test", "lowest": "low", "highest": "high"}
     print_table(
-        ["method", metric, "lowest", "highest", "samples/s", aim],
+        ["method", *figures, "samples/s", aim],
         [
             [
                 row["method"],
-                *(f"{row[key]:.4f}" for key in ("mean", "low", "high")),
+                *(f"{row[key]:.4f}" for key in figures.values()),
                 f"{row['samples_per_s']:,.0f}",
                 f"{row['target_s']:.1f} s"
                 if row["target_s"] is not None
@@ -205,5 +210,5 @@ def _print(document: dict[str, Any]) -> None:
             ]
             for row in document["rows"]
         ],
-        right={metric, "lowest", "highest", "samples/s", aim},
+        right={*figures, "samples/s", aim},
     )

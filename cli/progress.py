@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from dni_runtime.errors import DataError
-from dnictl.show import chain_line, duration, modules_table, number, percent
+from dnictl.show import chain_line, duration, evaluation, modules_table, number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -107,11 +107,12 @@ class PlainLines:
             if one["time"] > self._seen:
                 self._seen = one["time"]
                 click.echo(self._line(one, figures, newest=one is evaluations[-1]), err=True)
+        if figures.test is not None and figures.test["time"] > self._seen:
+            self._seen = figures.test["time"]
+            click.echo(f"test: {', '.join(evaluation(figures.test))}", err=True)
 
     def _line(self, one: dict[str, float], figures: RunFigures, *, newest: bool) -> str:
-        parts = [f"loss {number(one.get('loss'))}"]
-        if one.get("accuracy") is not None:
-            parts.insert(0, f"accuracy {percent(one['accuracy'])}")
+        parts = evaluation(one)
         if newest and figures.samples_per_s is not None:
             parts.append(f"{number(figures.samples_per_s)} samples/s")
         if newest and figures.eta_s:

@@ -222,11 +222,15 @@ def follow(record: Record, until: float | None) -> RunState:
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
     help="The file: .safetensors (weights and layers) or .pt2 (a torch.export program).",
 )  # fmt: skip
-@click.option("--from", "cut", type=int, metavar="CUT", help="Which checkpoint (default: newest).")
+@click.option(
+    "--from", "wanted", metavar="CUT",
+    help="Which checkpoint: its number, newest or best (default: the best where the chain selects "
+    "one, else the newest).",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def export(
-    run: str | None, runs: Path, output: Path, cut: int | None, force: bool, as_json: bool
+    run: str | None, runs: Path, output: Path, wanted: str | None, force: bool, as_json: bool
 ) -> None:
     """Write the trained network to one file.
 
@@ -236,7 +240,7 @@ def export(
     Example:
       dnictl export -o model.safetensors
     """
-    from dni_runtime.rundir import complete_cuts
+    from dni_runtime.rundir import complete_cuts, read_json
 
     record = chosen_run(run, runs)
     if output.exists() and not force:
@@ -247,9 +251,15 @@ def export(
             f"run {record.name!r} has no complete checkpoint yet",
             hint="checkpoints are written at the end of an epoch, and by 'dnictl stop'",
         )
-    if cut is not None and cut not in cuts:
-        raise UsageError(f"no complete checkpoint {cut}; there are: {', '.join(map(str, cuts))}")
-    cut = cuts[-1] if cut is None else cut
+    best = read_json(record.run.best) or {}
+    named = {"newest": cuts[-1], "best": best.get("cut"), None: best.get("cut", cuts[-1])}
+    cut = named.get(wanted, wanted)
+    if str(cut) not in map(str, cuts):
+        what = (
+            "best checkpoint: the chain has no 'selection'" if cut is None else f"checkpoint {cut}"
+        )
+        raise UsageError(f"no complete {what}; there are: {', '.join(map(str, cuts))}")
+    cut = int(str(cut))
     from dni_runtime.core.export import export_model
     from dni_runtime.launch.prepare import importing_from
 

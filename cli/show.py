@@ -151,6 +151,14 @@ def waits(waiting: Mapping[str, float]) -> str:
     return f"{reason} {percent(waiting[reason], 0)}"
 
 
+def evaluation(one: Mapping[str, float | None]) -> list[str]:
+    """Accuracy, where there is one, and loss of an evaluation."""
+    parts = [f"loss {number(one.get('loss'))}"]
+    if one.get("accuracy") is not None:
+        parts.insert(0, f"accuracy {percent(one['accuracy'])}")
+    return parts
+
+
 def chain_line(figures: RunFigures) -> str:
     """The chain in one line: epoch, accuracy, pace, time left."""
     parts = [f"epoch {figures.epoch or 0}/{figures.epochs}"]
@@ -158,6 +166,8 @@ def chain_line(figures: RunFigures) -> str:
         parts.append(f"batch {figures.step:,}/{figures.total_steps:,}")
     if figures.accuracy is not None:
         parts.append(f"accuracy {percent(figures.accuracy)}")
+    if figures.test is not None:
+        parts.append(f"test {evaluation(figures.test)[0]}")
     if figures.samples_per_s is not None:
         parts.append(f"{number(figures.samples_per_s)} samples/s")
     if figures.eta_s is not None:

@@ -18,6 +18,8 @@
       logs/supervisor.log           what a detached supervisor printed
       metrics/MODULE.jsonl          what a worker measured
       tensorboard/MODULE/           the same as event files, when asked for
+      initial/MODULE.safetensors    weights that a module begins with, where the chain gives some
+      best.json                     which checkpoint is the best, where one is selected
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
@@ -46,7 +48,7 @@ from dni_runtime.errors import DataError
 
 FOLDERS = (
     *("specs", "src", "endpoints", "workers", "logs", "metrics"),
-    *("checkpoints", "snapshots", "ledger", "requests"),
+    *("initial", "checkpoints", "snapshots", "ledger", "requests"),
 )
 
 
@@ -106,9 +108,16 @@ class RunDir:
     def sources(self) -> Path:
         return self.root / "src"
 
+    def initial(self, module: str) -> Path:
+        return self.root / "initial" / f"{module}.safetensors"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        return self.root / "best.json"
 
     @property
     def marks(self) -> Path:

@@ -88,7 +88,7 @@ def products(steps: Sequence[ModuleStep], x_BX: Tensor, y_BY: Tensor) -> list[fl
             h_BH.backward(torch.ones_like(h_BH))
         x_BX = h_BH.detach()
         with FlopCounterMode(display=False) as interface:
-            if not step.interface.pending and step.interface.trains:
+            if step.interface.signals:
                 step.interface.signal(x_BX, y_BY)
                 step.interface.learn(x_BX, y_BY, torch.randn_like(x_BX), measure=False)
         shares.append(interface.get_total_flops() / max(module.get_total_flops(), 1))

@@ -149,7 +149,9 @@ def measure_chain(
     write_plan(run, plan)
     never = replace(plan, restart=RestartPlan())  # a restart would be measured, too
     supervisor = Supervisor(run, never, LocalStarter(dict(os.environ)))
-    watch = Watch(run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.window)
+    watch = Watch(
+        run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.largest_window
+    )
 
     def look(state: RunState) -> None:
         if observe is not None:

@@ -60,7 +60,7 @@ class Job:
     @property
     def discard(self) -> int:
         """Batches that are not timed: more than windows and the kernel's buffers hold."""
-        return _FIRST_PINGS if self.latency else self.links.window + 16
+        return _FIRST_PINGS if self.latency else self.links.largest_window + 16
 
     def listen_address(self, folder: Path) -> str:
         """Where the sink listens; ``folder`` is for ipc."""
@@ -197,7 +197,7 @@ class LinkSink:
 
 class RawSource:
     def __init__(self, job: Job, address: str, keys: KnownKeys) -> None:
-        self._context, self._socket = _pair(job.links.window)
+        self._context, self._socket = _pair(job.links.largest_window)
         if job.links.security == "curve":
             sockets.encrypt_output(self._socket, keys.own, keys.publics["sink"])
         self._socket.connect(address)
@@ -229,7 +229,7 @@ class RawSource:
 
 class RawSink:
     def __init__(self, job: Job, folder: Path, keys: KnownKeys) -> None:
-        self._context, self._socket = _pair(job.links.window)
+        self._context, self._socket = _pair(job.links.largest_window)
         if job.links.security == "curve":
             # without a list of who may connect: only the encryption is measured
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)

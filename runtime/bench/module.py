@@ -167,7 +167,7 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
     """Train one module for a while, a round of batches at a time."""
     clock = _clock(step.device)
     spec, interface, sums = step.spec, step.interface, _Sums()
-    answers = interface is not None and not interface.pending
+    answers = interface is not None and interface.signals
     # Whole rounds, so that the batches whose gradients travel have their right share.
     round_ids = math.lcm(_BATCHES, max(spec.gradients_in, 1), max(spec.gradients_out, 1))
     ids, until = _numbers(round_ids), time.perf_counter() + seconds
@@ -216,7 +216,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 def _cost(step: ModuleStep, measured: Sequence[_Sums], batch: int) -> ModuleCost:
     spec, interface = step.spec, step.interface
-    deferred = interface is not None and interface.pending > 0
+    deferred = interface is not None and interface.applies and not interface.signals
     forward = [1e6 * sums.forward_s / sums.batches for sums in measured]
     signal = [1e6 * sums.signal_s / sums.batches for sums in measured]
     update = [1e6 * sums.update_s / sums.batches for sums in measured]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.step import ModuleStep, seeded
-from dni_runtime.core.training import build_optimizer, build_schedule, module_seed
+from dni_runtime.core.training import module_seed
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import Part
 
 Carry: TypeAlias = Callable[[int, Tensor], Tensor]
 """What arrives of a tensor that crosses the cut below the module with this index."""
@@ -29,8 +30,8 @@ class LocalChain:
 
     Args:
         workers: The modules' specs, head first.
-        delay: Training batches by which each true gradient is late at the module it teaches; 0
-            hands it over as soon as the module downstream has it.
+        delay: Training batches that a gradient takes on its way up each link, or on all: so many
+            updates miss it. Lateness adds up link by link, as it does between workers.
         down: What a cut does to activations, such as narrowing them.
         up: What it does to gradients.
     """
@@ -39,16 +40,23 @@ class LocalChain:
         self,
         workers: Sequence[WorkerSpec],
         *,
-        delay: int = 0,
+        delay: int | Sequence[int] = 0,
         down: Carry = _unchanged,
         up: Carry = _unchanged,
     ) -> None:
-        self.steps = [ModuleStep(worker) for worker in workers]
-        self._late: list[deque[tuple[int, Tensor]]] = [deque() for _ in workers]
-        self._delay = delay
+        cuts = len(workers) - 1
+        self._delays = [delay] * cuts if isinstance(delay, int) else list(delay)
+        if len(self._delays) != cuts:
+            raise ValueError(f"{len(self._delays)} delays for {cuts} links")
+        self._micro_batches = 1 if workers[0].head is None else workers[0].head.micro_batches
+        self.steps = []
+        for index, worker in enumerate(workers):  # no store may be what is measured
+            late = max(worker.late, sum(self._delays[index:]) * self._micro_batches)
+            self.steps.append(ModuleStep(worker.model_copy(update={"late": late})))
+        self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
         self._down = down
         self._up = up
-        self._id = 0
+        self._now = self._id = 0
 
     def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> float:
         """Train every module on one batch.
@@ -56,27 +64,32 @@ class LocalChain:
         Returns:
             The tail's loss.
         """
-        self._id += 1
-        for index, step in enumerate(self.steps):
-            self._teach(index)
-            if index:
-                x_BX = self._down(index - 1, x_BX)
-            before = torch.get_rng_state()
-            torch.set_rng_state(step.random_state)  # dropout draws as it would in its own process
-            x_BX = step.forward(self._id, x_BX)
-            step.random_state = torch.get_rng_state()
-            torch.set_rng_state(before)
-            self._pass_up(index, self._id, step.update(y_BY))
-        for index in range(len(self.steps) - 1, -1, -1):
-            self._teach(index)
-        loss = self.steps[-1].counters.loss
-        assert loss is not None
-        return float(loss)
+        self._now += 1
+        loss = 0.0
+        for part, x, y in parts_of(x_BX, y_BY, self._micro_batches):
+            self._id += 1
+            for index, step in enumerate(self.steps):
+                if index:
+                    x = self._down(index - 1, x)
+                before = torch.get_rng_state()
+                torch.set_rng_state(step.random_state)  # it draws as in a process of its own
+                x = step.forward(self._id, x, part)
+                step.random_state = torch.get_rng_state()
+                torch.set_rng_state(before)
+                self._pass_up(index, self._id, step.update(y))
+            self._deliver()
+            own = self.steps[-1].counters.loss
+            assert own is not None
+            loss += float(own) * len(y) / len(y_BY)
+        while any(step.blocked for step in self.steps):  # modules wait, gradients travel
+            self._now += 1
+            self._deliver()
+        return loss
 
     def end_epoch(self) -> None:
         """Step the schedules that count epochs."""
         for step in self.steps:
-            step.end_epoch()
+            step.optimization.end_epoch()
 
     def predict(self, x_BX: Tensor) -> Tensor:
         """The chain's output in eval mode."""
@@ -88,13 +101,32 @@ class LocalChain:
 
     def _pass_up(self, index: int, id: int, g_BX: Tensor | None) -> None:
         if g_BX is not None and index > 0:
-            self._late[index - 1].append((id, self._up(index - 1, g_BX)))
+            due = self._now + self._delays[index - 1]
+            self._late[index - 1].append((due, id, self._up(index - 1, g_BX)))
 
-    def _teach(self, index: int) -> None:
-        late = self._late[index]
-        while late and late[0][0] <= self._id - self._delay:
-            id, g_BH = late.popleft()
-            self._pass_up(index, id, self.steps[index].late_gradient(id, g_BH))
+    def _deliver(self) -> None:
+        """Hand over the gradients that have arrived."""
+        for index in range(len(self.steps) - 1, -1, -1):
+            late = self._late[index]
+            while late and late[0][0] <= self._now:
+                _, id, g_BH = late.popleft()
+                self._pass_up(index, id, self.steps[index].late_gradient(id, g_BH))
+
+
+def parts_of(x_BX: Tensor, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Tensor, Tensor]]:
+    """Cut a training batch into so many parts, or as many as it has pairs of samples.
+
+    A last part of one sample, over which BatchNorm cannot normalise, goes with the one before.
+    """
+    samples = len(x_BX)
+    size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))
+    first = 0
+    while first < samples:
+        end = min(first + size, samples)
+        if count > 1 and samples - end == 1:
+            end = samples
+        yield Part(first, samples), x_BX[first:end], y_BY[first:end]
+        first = end
 
 
 class Backprop:
@@ -107,40 +139,49 @@ class Backprop:
 
     def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        modules = []
+        modules, self._random_states = [], []
         for worker in workers:
-            with seeded(module_seed(worker.seed, worker.index)):
-                modules.append(build_layers(worker.layers, ("layers",)).to(self.device))
+            with seeded(module_seed(worker.seed, worker.index)) as state:
+                module = build_module(worker, self.device)
+                self._random_states.append(state())
+            modules.append(module.requires_grad_(not worker.freeze))
         self.model = nn.Sequential(*modules)
         tail = workers[-1]
         self.loss = ChainLoss(tail.loss, tail.prediction, tail.label).to(self.device)
-        self.optimizers = []
-        self._schedules: dict[str, list[LRScheduler]] = {"epoch": [], "batch": []}
-        for worker, module in zip(workers, modules, strict=True):
-            if not any(p.requires_grad for p in module.parameters()):
-                continue
-            optimizer = build_optimizer(worker.optimizer, module.parameters())
-            self.optimizers.append(optimizer)
-            if worker.schedule is not None:
-                schedule = build_schedule(worker.schedule, optimizer)
-                self._schedules[worker.schedule_every].append(schedule)
+        self._optimizations = [
+            Optimization(worker, module) for worker, module in zip(workers, modules, strict=True)
+        ]
+        self._micro_batches = 1 if workers[0].head is None else workers[0].head.micro_batches
 
     def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> Tensor:
         """One step; gives the loss."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = self.loss(self.model(x_BX.to(self.device)), y_BY.to(self.device))
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for schedule in self._schedules["batch"]:
-            schedule.step()
-        return loss.detach()
+        total = torch.zeros((), device=self.device)
+        x_BX, y_BY = x_BX.to(self.device), y_BY.to(self.device)
+        for part, x, y in parts_of(x_BX, y_BY, self._micro_batches):
+            loss: Tensor = self.loss(self._forward(x), y)
+            if len(x) != part.samples:
+                loss = loss * (len(x) / part.samples)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
+            total += loss.detach()
+        for optimization in self._optimizations:
+            optimization.update()
+            optimization.end_batch()
+        return total
+
+    def _forward(self, x: Tensor) -> Tensor:
+        """Each module draws its own random numbers, such as dropout's, as it does in a chain."""
+        before = torch.get_rng_state()
+        for index, module in enumerate(self.model):
+            torch.set_rng_state(self._random_states[index])
+            x = module(x)
+            self._random_states[index] = torch.get_rng_state()
+        torch.set_rng_state(before)
+        return x
 
     def end_epoch(self) -> None:
         """Step the schedules that count epochs."""
-        for schedule in self._schedules["epoch"]:
-            schedule.step()
+        for optimization in self._optimizations:
+            optimization.end_epoch()
 
     def predict(self, x_BX: Tensor) -> Tensor:
         """The network's output in eval mode, where the batch lies."""

@@ -23,6 +23,9 @@ from dni_runtime.spec import LayerSpec, WorkerSpec
 LAYERS_PREFIX = "layers."
 """Where a module's own tensors lie in its checkpoint."""
 
+AVERAGE_PREFIX = "average.module."
+"""Where the average of its weights lies, where one is kept (``AveragedModel.state_dict``)."""
+
 METADATA = "dni-runtime"
 
 
@@ -42,7 +45,8 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Se
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
         layers = build_layers(worker.layers)
-        tensors = _read(states[worker.module], LAYERS_PREFIX)
+        prefix = LAYERS_PREFIX if worker.ema is None else AVERAGE_PREFIX
+        tensors = _read(states[worker.module], prefix)
         try:
             layers.load_state_dict(tensors)
         except RuntimeError as error:
@@ -103,10 +107,21 @@ def export_model(
             for worker in workers
         ],
     }
-    tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    tensors = _separate(model.state_dict())
     data = save(tensors, metadata={METADATA: json.dumps(description), "format": "pt"})
     write_atomic(output, data, mode=0o644)
     return model
+
+
+def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that share no memory, as safetensors want them; tied weights are written each."""
+    seen: set[int] = set()
+    tensors = {}
+    for key, value in state.items():
+        storage = value.untyped_storage().data_ptr()
+        tensors[key] = value.clone() if storage in seen else value.contiguous()
+        seen.add(storage)
+    return tensors
 
 
 def load_model(path: str | os.PathLike[str]) -> nn.Module:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from dni_runtime.core.choices import Location, call, find_class
-from dni_runtime.spec import LayerSpec
+from dni_runtime.core.training import empty_batch
+from dni_runtime.errors import DataError
+from dni_runtime.spec import LayerSpec, WorkerSpec
 
 LAYERS: dict[str, type[nn.Module]] = {
     name: cls
@@ -48,6 +56,43 @@ def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Seq
     return nn.Sequential(
         *(build_layer(layer, (*location, number)) for number, layer in enumerate(layers))
     )
+
+
+def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequential:
+    """A module's layers in train mode, lazy ones with the sizes that they find.
+
+    Raises:
+        SpecError: As :func:`build_layers`.
+    """
+    with torch.device("meta") if device == "meta" else contextlib.nullcontext():
+        layers = build_layers(worker.layers, ("layers",))
+    if any(isinstance(p, UninitializedParameter) for p in layers.parameters()):
+        with torch.no_grad():
+            layers.eval()(empty_batch(worker.input, 1, "meta" if device == "meta" else "cpu"))
+        layers.train()
+    return layers if device == "meta" else layers.to(device)
+
+
+def tensors_of(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters and buffers of a module's layers."""
+    with torch.device("meta"):
+        state = build_layers(layers).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def load_initial(layers: nn.Module, file: Path) -> None:
+    """Give layers the initial weights that a run directory holds; others stay as they are.
+
+    Raises:
+        DataError: The file is missing, unreadable, or of another module.
+    """
+    try:
+        tensors = load_file(file)
+        unknown = layers.load_state_dict(tensors, strict=False).unexpected_keys
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise DataError(f"initial weights {str(file)!r} cannot be used: {error}") from None
+    if unknown:
+        raise DataError(f"initial weights {str(file)!r} are of another module: {unknown[0]!r}")
 
 
 def build_layer(layer: LayerSpec, location: Location = ()) -> nn.Module:

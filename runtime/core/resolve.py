@@ -8,33 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location
-from dni_runtime.core.interfaces import Boundary, build_interface, default_interface
+from dni_runtime.core.interfaces import Boundary, Resolved, build_interface, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_layers, build_module
 from dni_runtime.core.losses import ChainLoss, class_axis
-from dni_runtime.core.metrics import check_metrics
+from dni_runtime.core.metrics import check_metrics, rises
+from dni_runtime.core.optimization import Optimization, check_groups
 from dni_runtime.core.shapes import BATCH, Inferred, infer_shapes
-from dni_runtime.core.training import (
-    build_optimizer,
-    build_schedule,
-    empty_batch,
-)
+from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import (
     ChainSpec,
     Choice,
+    ClipSpec,
     DataInfo,
     HeadRole,
     ModuleSpec,
+    SelectionRole,
     TailRole,
     TensorSpec,
     WorkerSpec,
 )
+from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
@@ -70,6 +71,12 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
                 optimizer=chain.setting(index, "optimizer") or DEFAULT_OPTIMIZER,
                 schedule=chain.setting(index, "schedule"),
                 schedule_every=chain.setting(index, "schedule_every") or "epoch",
+                groups=chain.setting(index, "groups") or (),
+                clip=chain.setting(index, "clip") or ClipSpec(),
+                accumulate=chain.setting(index, "accumulate") or 1,
+                ema=chain.setting(index, "ema"),
+                init=chain.setting(index, "init"),
+                freeze=chain.setting(index, "freeze") or False,
                 device=chain.setting(index, "device") or "cpu",
                 precision=chain.setting(index, "precision") or "float32",
                 cpus=chain.resources(index).cpus,
@@ -105,12 +112,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules
     ]
-    every = [0 if interface is None else interface.every for interface in interfaces]
-    blocks = [interface is not None and interface.blocks for interface in interfaces]
-    late = [0] * len(interfaces)
-    for index in range(len(interfaces) - 2, -1, -1):
-        below = interfaces[index + 1]
-        late[index] = full.links.window + (late[index + 1] if below and below.defers else 0)
+    cuts = _cuts(full, interfaces)
+    micro_batches = _micro_batches(chain, interfaces)
     workers = []
     last = len(full.modules) - 1
     for index, module in enumerate(full.modules):
@@ -119,6 +122,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         assert module.device is not None
         assert module.precision is not None
         assert module.cpus is not None
+        interface = interfaces[index]
+        above = cuts[index - 1] if index else NO_GRADIENTS
         workers.append(
             WorkerSpec(
                 chain=full.name,
@@ -129,6 +134,12 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 optimizer=module.optimizer,
                 schedule=module.schedule,
                 schedule_every=module.schedule_every,
+                groups=module.groups or (),
+                clip=module.clip or ClipSpec(),
+                accumulate=module.accumulate or 1,
+                ema=module.ema,
+                freeze=bool(module.freeze),
+                initial=module.init is not None,
                 loss=full.loss,
                 seed=full.seed,
                 device=module.device,
@@ -142,12 +153,14 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 batch_limit=full.data.largest_batch,
                 upstream=full.modules[index - 1].name if index else None,
                 downstream=full.modules[index + 1].name if index < last else None,
-                gradients_in=every[index],
-                late=late[index],
-                gradients_out=every[index - 1] if index else 0,
+                gradients_in=cuts[index].every,
+                late=cuts[index].late,
+                gradients_out=above.every,
+                bootstrapped_out=above.bootstrapped,
+                awaited_out=above.awaited,
                 links=full.links,
                 retain=retained(full, index),
-                blocks=blocks[index],
+                max_late=None if interface is None else interface.wanted.max_late,
                 attends=inferred[index].attends,
                 snapshot_s=full.restart.snapshot_s if full.restart.policy != "never" else 0.0,
                 keep=full.checkpoint.keep,
@@ -160,13 +173,116 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                     steps=full.steps,
                     eval_every=full.eval_every,
                     checkpoint=full.checkpoint,
+                    micro_batches=micro_batches,
+                    selects=full.selection is not None,
                 ),
-                tail=TailRole(metrics=full.metrics) if index == last else None,
+                tail=TailRole(metrics=full.metrics, selection=_selection(full))
+                if index == last
+                else None,
             )
         )
     _check_training(chain, workers)
     _check_links(chain, workers)
     return tuple(workers)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What goes up across the cut below a module.
+
+    Attributes:
+        every: The gradient of every n-th batch; 0: none.
+        bootstrapped: Whether it comes from the error signal of the module below, at once.
+        awaited: Whether an update waits for it, at the module above the cut or further up.
+        late: Batches by which it may be late.
+    """
+
+    every: int = 0
+    bootstrapped: bool = False
+    awaited: bool = False
+    late: int = 0
+
+
+NO_GRADIENTS = _Cut()
+
+
+def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]:
+    """What goes up across each cut: what the module above wants, for itself or to send it on.
+
+    The tail has none below it.
+    """
+    cuts: list[_Cut] = []
+    above = NO_GRADIENTS
+    for index, interface in enumerate(interfaces):
+        if interface is None:
+            cuts.append(NO_GRADIENTS)
+            continue
+        below = interfaces[index + 1]
+        passes_on = above.every if not above.bootstrapped else 0
+        every = math.gcd(interface.wanted.every, passes_on)
+        own = interface.wanted.bootstrapped and not passes_on
+        above = _Cut(
+            every=every,
+            bootstrapped=bool(every) and own and below is not None and below.signals,
+            awaited=bool(every) and (interface.applies or (above.awaited and passes_on > 0)),
+        )
+        cuts.append(above)
+    late = 0
+    for index in range(len(cuts) - 2, -1, -1):
+        late = chain.links.largest_window + (0 if cuts[index].bootstrapped else late)
+        cuts[index] = replace(cuts[index], late=late)
+    return cuts
+
+
+def _selection(chain: ChainSpec) -> SelectionRole | None:
+    """How the tail finds the best evaluation.
+
+    Raises:
+        SpecError: There is no such metric, or no evaluation.
+    """
+    wanted = chain.selection
+    if wanted is None:
+        return None
+    known = {"loss": False, **{metric.name: rises(metric) for metric in chain.metrics}}
+    name = wanted.metric or (chain.metrics[0].name if chain.metrics else "loss")
+    if name not in known:
+        raise SpecError(
+            f"no metric {name!r} is evaluated",
+            location=("selection", "metric"),
+            hint=suggestion(name, list(known)),
+        )
+    if chain.eval_every == 0:
+        raise SpecError("a selection needs evaluations", location=("eval_every",))
+    return SelectionRole(
+        metric=name, rises=known[name], patience=wanted.patience, min_delta=wanted.min_delta
+    )
+
+
+def _micro_batches(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:
+    """Into how many parts the head cuts each batch: all interfaces that say so must agree.
+
+    Raises:
+        SpecError: They do not, or there are more parts than pairs of samples.
+    """
+    given = {
+        interface.wanted.micro_batches: index
+        for index, interface in enumerate(interfaces)
+        if interface is not None and interface.wanted.micro_batches > 1
+    }
+    if len(given) > 1:
+        raise SpecError(
+            f"modules ask for different numbers of micro-batches: {', '.join(map(str, given))}",
+            location=_place(chain, max(given.values()), "interface"),
+            hint="a batch is cut once, for all modules",
+        )
+    count = next(iter(given), 1)
+    if 2 * count > chain.data.batch_size and count > 1:
+        raise SpecError(
+            f"{count} micro-batches of a batch of {chain.data.batch_size} samples",
+            location=_place(chain, given[count], "interface"),
+            hint="each needs two samples at least",
+        )
+    return count
 
 
 def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:
@@ -225,14 +341,19 @@ def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
 
 def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
     """Make optimizers, schedules and interfaces once, so that their errors come now."""
-    for worker in workers:
+    layers = [build_module(worker, "meta") for worker in workers]
+    _check_groups(chain, layers)
+    for worker, own in zip(workers, layers, strict=True):
         at = ("modules", worker.index)
-        parameters = [nn.Parameter(torch.zeros(1))]
-        optimizer = build_optimizer(
-            worker.optimizer, parameters, _place(chain, worker.index, "optimizer")
-        )
-        if worker.schedule is not None:
-            build_schedule(worker.schedule, optimizer, _place(chain, worker.index, "schedule"))
+        trains = worker.interface is None or find_interface(worker.interface).trains
+        if worker.freeze or not trains:
+            own.requires_grad_(False)
+        try:
+            Optimization(worker, own)
+        except SpecError as error:
+            field, *rest = error.location
+            location = (*_place(chain, worker.index, str(field)), *rest)
+            raise SpecError(error.message, location=location, hint=error.hint) from None
         if worker.interface is not None:
             if not worker.output.dtype.startswith(("float", "bfloat")):
                 raise SpecError(
@@ -246,6 +367,17 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                     Boundary.of(worker),
                     _place(chain, worker.index, "interface"),
                 )
+
+
+def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
+    shared = []
+    for index, (module, own) in enumerate(zip(chain.modules, layers, strict=True)):
+        if module.groups is None:
+            shared.append(own)
+        else:
+            check_groups(module.groups, [own], ("modules", index, "groups"))
+    if shared:
+        check_groups(chain.defaults.groups or (), shared, ("defaults", "groups"))
 
 
 def _check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:

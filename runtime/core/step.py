@@ -1,17 +1,19 @@
-"""The step of one module: forward, error signal, update, and learning from late gradients.
+"""The step of one module: forward, error signal, update, and what late gradients do.
 
 This is the whole training of a module, without any transport: the module server drives it from the
 wire, :class:`dni_runtime.core.chain.LocalChain` in one process.
+
+A batch may come in several parts (micro-batches), each with an id of its own; the weights are
+updated once all of them have had their gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +23,18 @@ from dni_runtime.core.interfaces import (
     GradientInterface,
     build_interface,
 )
-from dni_runtime.core.interfaces.base import Pending
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.metrics import accuracy
-from dni_runtime.core.training import (
-    build_optimizer,
-    build_schedule,
-    module_seed,
-    torch_dtype,
-)
+from dni_runtime.core.optimization import Optimization
+from dni_runtime.core.passes import ForwardPass, ForwardPasses
+from dni_runtime.core.training import module_seed, torch_dtype
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.wire import Part
+
+MARGIN = 8
+"""Batches kept beyond those that are late: acknowledgements travel, gradients wait in buffers."""
 
 
 @dataclass
@@ -40,10 +42,10 @@ class StepCounters:
     """What happened to gradients, and what is last known of losses.
 
     Attributes:
-        gradients: Late gradients received.
-        unpaired: Late gradients whose batch was no longer stored.
-        given_up: Batches whose true gradient did not come before the store was full.
-        lag: Sum of the ages of late gradients, in batches.
+        gradients: Gradients received from downstream.
+        unpaired: Of these, whose batch was no longer stored.
+        given_up: Batches whose gradient did not come before the store was full.
+        lag: Sum of the ages of gradients that came, in batches.
         lag_max: The largest of these ages since this was last set to 0.
         loss: The module's own loss (tail: the chain's; local head: its), newest.
         error: Of synthetic gradients, where measured (``LateSignal``).
@@ -62,12 +64,33 @@ class StepCounters:
     head_accuracy: Mean = field(default_factory=Mean)
 
 
+@dataclass
+class _Kept:
+    """A batch, or a part of one, whose gradient is still to come.
+
+    Attributes:
+        h_BH: The activation, detached.
+        y_BY: The labels.
+        part: Which part of its batch it is.
+        number: The batch's number among those of this module.
+        forward: The forward pass, where the gradient goes back through it.
+        g_BH: The error signal that was used at once and is to be corrected.
+    """
+
+    h_BH: Tensor
+    y_BY: Tensor
+    part: Part
+    number: int
+    forward: ForwardPass | None = None
+    g_BH: Tensor | None = None
+
+
 class ModuleStep:
     """One module with its gradient interface and optimizers.
 
     The caller gives every training batch to :meth:`forward`, sends the activation on, and calls
-    :meth:`update`; true gradients go to :meth:`late_gradient` when they come. Both may return a
-    gradient for the module upstream.
+    :meth:`update`; gradients from downstream go to :meth:`late_gradient` when they come. Both may
+    return a gradient for the module upstream.
 
     Args:
         spec: The module.
@@ -75,9 +98,11 @@ class ModuleStep:
 
     Attributes:
         counters: What has been counted and measured.
-        batches: Updates so far.
         loss: The chain's loss, by which the tail is trained.
-        measure_late: Whether to measure what the next late gradient teaches.
+        optimization: What updates the weights.
+        batches: Training batches so far.
+        store: How many batches, or parts, are kept for gradients that are still to come.
+        measure_late: Whether to measure what the next gradient teaches.
         measure_head: Whether to measure the early head on the next training batch.
         classifies: Whether predictions are scores of classes, of which accuracies can be told.
 
@@ -92,102 +117,145 @@ class ModuleStep:
         self.batches = 0
         self.measure_late = self.measure_head = True
         with seeded(module_seed(spec.seed, spec.index)) as state:
-            self.layers = build_layers(spec.layers, ("layers",)).to(self.device)
+            self.layers = build_module(spec, self.device)
             self.interface: GradientInterface | None = None
             if spec.interface is not None:
                 interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
                 self.interface = interface.to(self.device)
             self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
-        if self.interface is not None and not self.interface.trains:
+        interface_ = self.interface
+        if spec.freeze or (interface_ is not None and not interface_.trains):
             self.layers.requires_grad_(False)
-        parameters = [p for p in self.layers.parameters() if p.requires_grad]
-        self.optimizer = (
-            build_optimizer(spec.optimizer, parameters, ("optimizer",)) if parameters else None
+        self._signals = interface_ is not None and interface_.signals
+        self._applies = interface_ is not None and interface_.applies
+        self.optimization = Optimization(
+            spec, self.layers, predicts=interface_ is not None and interface_.predicts
         )
-        self.schedule = (
-            build_schedule(spec.schedule, self.optimizer, ("schedule",))
-            if spec.schedule is not None and self.optimizer is not None
-            else None
+        self._passes = ForwardPasses(
+            self.layers,
+            keep="graph" if interface_ is None else interface_.keep,
+            precision=torch_dtype(spec.precision),
+            dtype=torch_dtype(spec.output.dtype),
+            device=self.device,
+            version=lambda: self.optimization.version,
         )
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
-        self._parameters = parameters
-        self._output_dtype = torch_dtype(spec.output.dtype)
-        self._stored: OrderedDict[int, Pending] = OrderedDict()
-        self._newest = 0
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self.store = (interface_.store if interface_ is not None else None) or -(
+            -(spec.late + MARGIN) // max(spec.gradients_in, 1)
+        )
+        self._relays = not spec.bootstrapped_out
+        self._number = 0  # of the newest batch
+        self._within = False  # whether parts of it are still to come
+        self._summed: int | None = None  # the batch whose gradient is in part there
 
     @property
     def waiting(self) -> int:
-        """Batches whose update waits for a true gradient."""
-        if self.interface is None or not self.interface.pending:
-            return 0
-        return len(self._stored)
+        """Batches, or parts, with an update that waits for their gradient, here or upstream."""
+        if self._applies or self.spec.awaited_out:
+            return sum(kept.forward is not None for kept in self._kept.values())
+        return 0
 
     @property
     def blocked(self) -> bool:
         """Whether the next batch must wait for a true gradient."""
-        interface = self.interface
-        return interface is not None and interface.blocks and self.waiting >= interface.pending
+        if self.spec.max_late is None or self._within:
+            return False
+        return len(self._batches_due()) > self.spec.max_late
 
-    def forward(self, id: int, x_BX: Tensor) -> Tensor:
-        """Compute a training batch's activation.
+    def _batches_due(self) -> set[int]:
+        """Numbers of the batches that the module has computed, but not been updated for."""
+        return {kept.number for kept in self._kept.values()} if self._applies else set()
+
+    def forward(self, id: int, x_BX: Tensor, part: Part | None = None) -> Tensor:
+        """Compute the activation of a training batch, or of a part of it.
 
         Args:
-            id: The batch's position in the stream.
+            id: Its position in the stream.
             x_BX: The input; kept until the update.
+            part: Which part it is; None: all.
 
         Returns:
             The activation, detached, in the contract's type: send it on, do not change it.
         """
-        if due(id, self.spec.gradients_out):
-            x_BX = x_BX.detach().requires_grad_()
-        with self._autocast():
-            h_BH = self.layers(x_BX)
-        h_BH = h_BH.to(self._output_dtype)
-        self._current = (id, x_BX, h_BH)
-        return cast("Tensor", h_BH.detach())
+        part = part or Part(0, len(x_BX))
+        if part.first == 0 or not self._within:
+            if self._within and not self._applies:
+                self._end_batch()  # its last part has been lost
+            self._number += 1
+        self._within = not part.ends_with(len(x_BX))
+        answers = due(id, self.spec.gradients_out)
+        comes = due(id, self.spec.gradients_in)
+        outlives = comes and (
+            (answers and self._relays) or (self._applies and self.spec.max_late != 0)
+        )
+        with self.optimization.ahead(len(self._batches_due() - {self._number})):
+            done = self._passes.compute(x_BX, grad_x=answers, outlives=outlives)
+        self._current = (id, done, part)
+        return done.h_BH.detach()
 
     def forward_again(self, x_BX: Tensor) -> Tensor:
         """The activation of a batch that the weights have been trained on already."""
-        with torch.no_grad(), self._autocast():
-            return cast("Tensor", self.layers(x_BX).to(self._output_dtype))
+        with torch.no_grad(), self._passes.without_trace():
+            return self._passes.activation(x_BX)
 
     def update(self, y_BY: Tensor) -> Tensor | None:
-        """Train on the batch of the last :meth:`forward`.
+        """Train on what the last :meth:`forward` got, as far as no gradient is waited for.
 
         Args:
             y_BY: Its labels.
 
         Returns:
             The per-sample gradient dL_b/dx_b for the module upstream, shaped like the input; None
-            when none is wanted or the update waits for the true gradient.
+            when none is wanted, or it comes later.
         """
-        id, x_BX, h_BH = self._current
+        id, done, part = self._current
         del self._current
-        self._newest = id
+        ends = part.ends_with(len(y_BY))
+        answers = due(id, self.spec.gradients_out)
         if self.interface is None:
-            loss = self.loss(h_BH, y_BY)
+            loss = self.loss(done.h_BH, y_BY)
             self.counters.loss = loss.detach()
-            return self._descend(loss, None, x_BX)
-        if self.interface.pending:
-            self._keep(id, Pending(h_BH, y_BY, x_BX))
-            return None
-        h_detached_BH = h_BH.detach()
-        signal = self.interface.signal(h_detached_BH, y_BY)
+            if len(y_BY) != part.samples:
+                loss = loss * (len(y_BY) / part.samples)
+            _backward(loss, None)
+            g_BX = _per_sample(done.x_BX.grad, part)
+            if ends:
+                self._end_batch()
+            return g_BX
+        kept = _Kept(done.h_BH.detach(), y_BY, part, self._number)
+        comes = due(id, self.spec.gradients_in)
+        later = comes and (self._applies or (answers and self._relays))
+        if later:
+            kept.forward = done
+        g_BX = None
+        if self._signals:
+            g_BH = kept.g_BH = self._signal(kept.h_BH, y_BY)
+            only = self.optimization.parameters if answers and self._relays else None
+            _backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
+            g_BX = _per_sample(done.x_BX.grad, part)
+        if comes:
+            self._keep(id, kept)
+        if ends and (self._signals or not self._applies):
+            self._end_batch()
+        return g_BX
+
+    def _signal(self, h_BH: Tensor, y_BY: Tensor) -> Tensor:
+        assert self.interface is not None
+        signal = self.interface.signal(h_BH, y_BY)
         if signal.loss is not None:
             self.counters.loss = signal.loss
         if self.measure_head and self.classifies and signal.p_BP is not None:
             self.counters.head_accuracy.add(accuracy(self.loss, signal.p_BP, y_BY))
             self.measure_head = False
-        if due(id, self.spec.gradients_in):
-            self._keep(id, Pending(h_detached_BH, y_BY))
-        return self._descend(h_BH, signal.g_BH / len(h_BH), x_BX)
+        return signal.g_BH
 
     @property
     def replays(self) -> bool:
         """Whether the module can train on a batch again: its error signal comes at once."""
-        interface = self.interface
-        return self.optimizer is not None and (interface is None or not interface.pending)
+        at_once = self.interface is None or (self._signals and not self._applies)
+        return bool(self.optimization.parameters) and at_once
 
     def replay(self, x_BX: Tensor, y_BY: Tensor) -> None:
         """Train on a batch once more, by the module's own error signal alone.
@@ -196,55 +264,83 @@ class ModuleStep:
             x_BX: The input.
             y_BY: Its labels.
         """
-        with self._autocast():
-            h_BH = self.layers(x_BX)
-        h_BH = h_BH.to(self._output_dtype)
+        h_BH = self._passes.compute(x_BX).h_BH
         if self.interface is None:
-            self._descend(self.loss(h_BH, y_BY), None, x_BX)
+            _backward(self.loss(h_BH, y_BY), None)
         else:
             signal = self.interface.signal(h_BH.detach(), y_BY)
-            self._descend(h_BH, signal.g_BH / len(h_BH), x_BX)
+            _backward(h_BH, signal.g_BH / len(h_BH))
+        self.optimization.update()
 
     def late_gradient(self, id: int, g_BH: Tensor) -> Tensor | None:
-        """Take a true gradient that has arrived.
+        """Take a gradient that has arrived from downstream.
 
         Args:
             id: The batch it belongs to; one that is no longer stored is counted and dropped.
             g_BH: The per-sample gradient at the module's output.
 
         Returns:
-            The gradient for the module upstream, where the update had waited for this one.
+            The gradient for the module upstream, where it has waited for this one.
         """
         self.counters.gradients += 1
-        stored = self._stored.pop(id, None)
-        if stored is None or self.interface is None:
+        kept = self._kept.pop(id, None)
+        if kept is None or self.interface is None:
             self.counters.unpaired += 1
             return None
-        lag = self._newest - id
+        lag = self._number - kept.number
         self.counters.lag += lag
         self.counters.lag_max = max(self.counters.lag_max, lag)
-        if stored.x_BX is not None:
-            return self._descend(stored.h_BH, g_BH / len(g_BH), stored.x_BX)
-        late = self.interface.learn(stored.h_BH, stored.y_BY, g_BH, measure=self.measure_late)
+        late = self.interface.learn(kept.h_BH, kept.y_BY, g_BH, measure=self.measure_late)
         if late is not None:
             self.counters.error.add(late.error)
             self.counters.cosine.add(late.cosine)
             self.measure_late = False
-        return None
+        if kept.forward is None:
+            return None
+        h_BH, x_BX = self._passes.output(kept.forward), kept.forward.x_BX
+        if self._applies and not self._signals:
+            return self._apply(kept, h_BH, g_BH, x_BX)
+        if x_BX.requires_grad:
+            _backward(h_BH, g_BH, inputs=[x_BX], retain=self._applies)
+        if self._applies:
+            assert kept.g_BH is not None
+            correction_BH = (g_BH - kept.g_BH) / kept.part.samples
+            _backward(h_BH, correction_BH, inputs=self.optimization.parameters)
+        return None if x_BX.grad is None else x_BX.grad.contiguous()
+
+    def _apply(self, kept: _Kept, h_BH: Tensor, g_BH: Tensor, x_BX: Tensor) -> Tensor | None:
+        """Add a true gradient to its batch's; update the weights when that is complete."""
+        if self._summed is not None and self._summed != kept.number:
+            self._end_batch()  # parts of the one before have been lost
+        self._summed = kept.number
+        _backward(h_BH, g_BH / kept.part.samples)
+        if kept.part.ends_with(len(g_BH)):
+            self._end_batch()
+        return _per_sample(x_BX.grad, kept.part)
+
+    def _end_batch(self) -> None:
+        self._summed = None
+        self.optimization.update()
+        self.optimization.end_batch()
+        self.batches += 1
 
     def give_up_waiting(self) -> None:
-        """Drop batches whose true gradient will not come any more."""
-        self.counters.given_up += self.waiting
-        self._stored.clear()
+        """Drop batches whose gradient will not come any more."""
+        self.counters.given_up += len(self._kept)
+        self._kept.clear()
+        if self._summed is not None:
+            self._end_batch()
 
     def evaluate(self, x_BX: Tensor) -> Tensor:
-        """The activation in eval mode, without any learning."""
-        self.layers.eval()
+        """The activation in eval mode without learning, by the weights' average if there is one."""
+        average = self.optimization.average
+        layers = self.layers if average is None else average
+        layers.eval()
         try:
-            with torch.no_grad(), self._autocast():
-                return cast("Tensor", self.layers(x_BX).to(self._output_dtype))
+            with torch.no_grad():
+                return self._passes.activation(x_BX, layers)
         finally:
-            self.layers.train()
+            layers.train()
 
     def predict(self, h_BH: Tensor) -> Tensor | None:
         """What the module predicts: the tail the chain's output, others by their early heads.
@@ -257,65 +353,38 @@ class ModuleStep:
         """
         return h_BH if self.interface is None else self.interface.predict(h_BH)
 
-    def end_epoch(self) -> None:
-        """Step a schedule that counts epochs."""
-        if self.spec.schedule_every == "epoch":
-            self._step_schedule(1)
+    def _keep(self, id: int, kept: _Kept) -> None:
+        self._kept[id] = kept
+        if self.spec.max_late is None:  # else waiting bounds them
+            while len(self._kept) > self.store:
+                self._kept.popitem(last=False)
+                self.counters.given_up += 1
 
-    def pass_over(self, batches: int) -> None:
-        """Step a schedule that counts batches, for those that were trained on elsewhere."""
-        if self.spec.schedule_every == "batch":
-            self._step_schedule(batches)
 
-    def _step_schedule(self, count: int) -> None:
-        if self.schedule is None:
-            return
-        with warnings.catch_warnings():
-            # A restarted module catches up before its optimizer's first step.
-            warnings.filterwarnings("ignore", "Detected call of", UserWarning)
-            for _ in range(count):
-                self.schedule.step()
+def _backward(
+    h: Tensor,
+    g: Tensor | None,
+    *,
+    inputs: Sequence[Tensor] | None = None,
+    retain: bool = False,
+) -> None:
+    """Sum up gradients in ``Tensor.grad``, from ``g`` at ``h`` (None: ``h`` is the loss).
 
-    def _keep(self, id: int, pending: Pending) -> None:
-        assert self.interface is not None
-        self._stored[id] = pending
-        while len(self._stored) > max(self.interface.store, 1):
-            self._stored.popitem(last=False)
-            self.counters.given_up += 1
+    Args:
+        h: Where to begin.
+        g: The gradient there.
+        inputs: What gradients are wanted for (default: all leaves).
+        retain: Whether the graph is needed again.
+    """
+    if not h.requires_grad or inputs == []:
+        return
+    root = h if g is None else _Root.apply(h, g)  # type: ignore[no-untyped-call]  # torch
+    root.backward(inputs=inputs, retain_graph=retain)
 
-    def _descend(self, h: Tensor, g: Tensor | None, x_BX: Tensor) -> Tensor | None:
-        """One step of the module's optimizer along ``g`` at ``h``; gives the gradient at x."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        if h.requires_grad:
-            root = h if g is None else _Root.apply(h, g)  # type: ignore[no-untyped-call]  # torch
-            root.backward()
-        if self.optimizer is not None:
-            with self._graph_kept():
-                self.optimizer.step()
-            if self.schedule is not None and self.spec.schedule_every == "batch":
-                self.schedule.step()
-        self.batches += 1
-        g_BX = x_BX.grad
-        if g_BX is None:
-            return None
-        return g_BX.mul_(len(x_BX)).contiguous()
 
-    def _graph_kept(self) -> contextlib.AbstractContextManager[Any]:
-        """Let graphs of other pending batches outlive an update of the weights.
-
-        autograd refuses to use a saved weight that has changed since; a delayed gradient uses the
-        current weight on purpose, as asynchronous pipelines without weight stashing do.
-        """
-        if self.waiting == 0:
-            return contextlib.nullcontext()
-        keep = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # private
-        return cast("contextlib.AbstractContextManager[Any]", keep(tuple(self._parameters)))
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.spec.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch_dtype(self.spec.precision))
+def _per_sample(g_BX: Tensor | None, part: Part) -> Tensor | None:
+    """The gradient per sample, of that of the mean over a whole batch."""
+    return None if g_BX is None else g_BX.mul_(part.samples).contiguous()
 
 
 class _Root(torch.autograd.Function):
@@ -336,7 +405,7 @@ class _Root(torch.autograd.Function):
 
 
 def due(id: int, every: int) -> bool:
-    """Whether the true gradient of a batch is one of those wanted; see ``WorkerSpec``."""
+    """Whether the gradient of a batch is one of those wanted; see ``WorkerSpec``."""
     return every > 0 and id % every == 0
 
 

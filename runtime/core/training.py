@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 
 OPTIMIZERS: dict[str, type[optim.Optimizer]] = {
@@ -26,10 +28,11 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     and issubclass(cls, lr_scheduler.LRScheduler)
     and cls is not lr_scheduler.LRScheduler
     and not name.startswith("_")
-    # These need callables, other schedules or the loss, which a name with keywords cannot carry.
-    and name not in {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
-    and name != "ReduceLROnPlateau"
+    # These need callables or the loss, which a name with keywords cannot carry.
+    and name not in {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"}
 }
+_OF_SCHEDULES = {"SequentialLR": True, "ChainedScheduler": False}
+"""Schedules of other ``schedules``, and whether the optimizer comes before them."""
 
 
 def module_seed(seed: int, index: int) -> int:
@@ -38,41 +41,124 @@ def module_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def sparse_parameters(layers: nn.Module) -> frozenset[int]:
+    """The ids of parameters whose gradients are sparse."""
+    return frozenset(
+        id(one.weight)
+        for one in layers.modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+    )
+
+
 def build_optimizer(
-    choice: Choice, parameters: Iterable[nn.Parameter], location: Location = ()
+    choice: Choice,
+    parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
+    location: Location = (),
+    *,
+    sparse: Collection[int] = (),
 ) -> optim.Optimizer:
     """Make an optimizer, fused where torch has a fused one and the spec does not decide it.
 
+    For parameters on the meta device, which stand for a module that is checked, a step of it is
+    tried with small ones of the same kinds.
+
+    Args:
+        choice: Its name and keywords.
+        parameters: What it updates, or groups of that with options of their own.
+        location: Where the choice stands in the spec.
+        sparse: Ids of parameters whose gradients are sparse (:func:`sparse_parameters`).
+
     Raises:
-        SpecError: Unknown optimizer or keyword, or a value that it refuses.
+        SpecError: Unknown optimizer or keyword, a value that it refuses, or parameters that it
+            cannot update.
     """
     cls = find_class(choice.name, "optimizer", OPTIMIZERS, optim.Optimizer, location)
     args = dict(choice.args)
-    params = list(parameters)
+    params: list[Any] = list(parameters)
+    every: list[nn.Parameter] = [
+        p for one in params for p in (one["params"] if isinstance(one, dict) else [one])
+    ]
     if (
         "fused" in inspect.signature(cls).parameters
         and not {"fused", "foreach", "differentiable"} & set(args)
-        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+        and not any(id(p) in sparse for p in every)
+        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in every)
     ):
         args["fused"] = True
     at = (*location, choice.name)
-    return cast("optim.Optimizer", call(cls, args, name=choice.name, location=at, given=(params,)))
+    optimizer = call(cls, args, name=choice.name, location=at, given=(params,))
+    if any(p.is_meta for p in every):
+        _try_a_step(choice, every, at, sparse)
+    return cast("optim.Optimizer", optimizer)
+
+
+def _try_a_step(
+    choice: Choice, parameters: Sequence[nn.Parameter], at: Location, sparse: Collection[int]
+) -> None:
+    """Update stand-ins on the CPU: no optimizer computes on the meta device what it needs."""
+    with torch.device("cpu"):
+        standing_in, also_sparse = [], set()
+        for p in parameters:
+            one = nn.Parameter(torch.zeros([min(size, 2) for size in p.shape], dtype=p.dtype))
+            one.grad = torch.zeros_like(one)
+            if id(p) in sparse:
+                row = torch.zeros_like(one[:1]).detach()
+                one.grad = torch.sparse_coo_tensor(
+                    torch.tensor([[0]]), row, one.shape, check_invariants=True
+                )
+                also_sparse.add(id(one))
+            standing_in.append(one)
+        optimizer = build_optimizer(choice, standing_in, at[:-1], sparse=also_sparse)
+        try:
+            optimizer.step()
+        except TypeError as error:
+            if "closure" not in str(error):
+                raise _refusal(choice, error, at) from None
+            raise SpecError(
+                f"{choice.name} needs a closure: it computes the loss several times in a step",
+                location=at,
+                hint="a module has one gradient for each batch; take another, such as Adam",
+            ) from None
+        except Exception as error:
+            raise _refusal(choice, error, at) from None
+
+
+def _refusal(choice: Choice, error: Exception, at: Location) -> SpecError:
+    return SpecError(f"{choice.name} cannot update the parameters: {error}", location=at)
 
 
 def build_schedule(
     choice: Choice, optimizer: optim.Optimizer, location: Location = ()
 ) -> lr_scheduler.LRScheduler:
-    """Make a learning-rate schedule.
+    """Make a learning-rate schedule; ``schedules`` of SequentialLR are choices themselves.
 
     Raises:
         SpecError: Unknown schedule or keyword, or a value that it refuses.
     """
     cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
     at = (*location, choice.name)
-    return cast(
-        "lr_scheduler.LRScheduler",
-        call(cls, choice.args, name=choice.name, location=at, given=(optimizer,)),
-    )
+    args = dict(choice.args)
+    given: list[Any] = [optimizer]
+    if choice.name in _OF_SCHEDULES:
+        inner = [
+            build_schedule(one, optimizer, (*at, "schedules", number))
+            for number, one in enumerate(_choices(args.pop("schedules", None), at))
+        ]
+        given = [optimizer, inner] if _OF_SCHEDULES[choice.name] else [inner]
+    made = call(cls, args, name=choice.name, location=at, given=given)
+    return cast("lr_scheduler.LRScheduler", made)
+
+
+def _choices(value: Any, location: Location) -> list[Choice]:
+    try:
+        return TypeAdapter(list[Choice]).validate_python(value)
+    except ValidationError:
+        raise SpecError(
+            "'schedules' is not a list of schedules",
+            location=location,
+            hint="as in SequentialLR: {schedules: [LinearLR: {…}, CosineAnnealingLR: {…}], "
+            "milestones: [100]}",
+        ) from None
 
 
 def torch_dtype(name: str) -> torch.dtype:

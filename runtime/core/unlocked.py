@@ -81,7 +81,9 @@ class UnlockedChain:
         hidden: int = 256,
     ) -> None:
         seed = workers[0].seed
-        self.steps = [ModuleStep(worker) for worker in workers]
+        # No module waits for another one's answer: lessons are those of the paper.
+        own = [worker.model_copy(update={"bootstrapped_out": True}) for worker in workers[:-1]]
+        self.steps = [ModuleStep(worker) for worker in (*own, workers[-1])]
         self.inputs: list[InputModel] = []
         if inputs:
             with seeded(module_seed(seed, len(workers))):
@@ -122,7 +124,7 @@ class UnlockedChain:
     def end_epoch(self) -> None:
         """Step the schedules that count epochs."""
         for step in self.steps:
-            step.end_epoch()
+            step.optimization.end_epoch()
 
     def predict(self, x_BX: Tensor) -> Tensor:
         """The chain's output in eval mode, from real inputs all the way."""

@@ -58,7 +58,7 @@ def find_cifar10(spec: DataSpec, base: Path) -> Found:
         )
         return train, evaluation
 
-    info = image_info(_SHAPE, spec, classes=_CLASSES, train_samples=None, eval_samples=None)
+    info = image_info(_SHAPE, classes=_CLASSES, train_samples=None, eval_samples=None)
     return Found(info, folder, load)
 
 

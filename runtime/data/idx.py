@@ -95,7 +95,6 @@ def find_idx(spec: DataSpec, base: Path) -> Found:
 
     info = image_info(
         (1, _SIDE, _SIDE),
-        spec,
         classes=_CLASSES,
         train_samples=_count(*train),
         eval_samples=_count(*evaluation),

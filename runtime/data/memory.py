@@ -8,19 +8,18 @@ Shape suffixes: N samples of a split, B samples of a batch, C channels, H height
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dni_runtime.data.source import Batch
+from dni_runtime.data.source import Batch, Split
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 
 
 @dataclass(frozen=True)
-class MemorySplit:
+class MemorySplit(Split):
     """Samples in memory.
 
     Attributes:
@@ -38,26 +37,16 @@ class MemorySplit:
     def __len__(self) -> int:
         return len(self.x)
 
-    def shaped(self, spec: DataSpec) -> MemorySplit:
-        """The same samples, contiguous, as vectors when ``spec`` says ``flatten``."""
-        if not spec.flatten:
-            return replace(self, x=self.x.contiguous())
-        shape = self.x.shape[1:]
-        mean, std = (t if t is None else t.expand(shape).reshape(-1) for t in (self.mean, self.std))
-        x = self.x.reshape(len(self.x), prod(shape)).contiguous()
-        return MemorySplit(x, self.y, mean, std)
-
-    def batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
-        """One batch for each tensor of sample numbers."""
-        for order_B in orders_B:
-            x = self.x.index_select(0, order_B)
-            if x.dtype == torch.uint8:
-                x = x.to(torch.float32)
-                if self.mean is not None:
-                    x.sub_(self.mean)
-                if self.std is not None:
-                    x.div_(self.std)
-            yield x, self.y.index_select(0, order_B)
+    def batch(self, order_B: Tensor) -> Batch:
+        """The samples of these numbers."""
+        x = self.x.index_select(0, order_B)
+        if x.dtype == torch.uint8:
+            x = x.to(torch.float32)
+            if self.mean is not None:
+                x.sub_(self.mean)
+            if self.std is not None:
+                x.div_(self.std)
+        return x, self.y.index_select(0, order_B)
 
 
 def image_split(
@@ -74,35 +63,30 @@ def image_split(
     Args:
         x_NCHW: uint8 images.
         y_N: int64 labels.
-        spec: ``normalize: false`` scales to [0, 1] only; ``flatten`` gives vectors of C*H*W.
+        spec: ``normalize: false`` scales to [0, 1] only.
         mean: Mean of each channel, of pixels scaled to [0, 1].
         std: Standard deviation of each channel, likewise.
         largest: Value of a white pixel.
     """
+    x_NCHW = x_NCHW.contiguous()
     if not spec.normalize:
-        return MemorySplit(x_NCHW, y_N, None, torch.tensor(largest, dtype=torch.float32)).shaped(
-            spec
-        )
+        return MemorySplit(x_NCHW, y_N, None, torch.tensor(largest, dtype=torch.float32))
     mean_C11, std_C11 = (
         torch.tensor(v, dtype=torch.float32).reshape(-1, 1, 1) * largest for v in (mean, std)
     )
-    return MemorySplit(x_NCHW, y_N, mean_C11, std_C11).shaped(spec)
+    return MemorySplit(x_NCHW, y_N, mean_C11, std_C11)
 
 
 def image_info(
     shape: tuple[int, int, int],
-    spec: DataSpec,
     *,
     classes: int,
     train_samples: int | None,
     eval_samples: int | None,
 ) -> DataInfo:
     """What a set of images of ``shape`` (C, H, W) with one class label each looks like."""
-    channels, height, width = shape
     return DataInfo(
-        sample=TensorSpec(
-            shape=(channels * height * width,) if spec.flatten else shape, dtype="float32"
-        ),
+        sample=TensorSpec(shape=shape, dtype="float32"),
         label=TensorSpec(shape=(), dtype="int64"),
         classes=classes,
         train_samples=train_samples,

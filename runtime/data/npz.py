@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import as_file, files
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def find_digits(spec: DataSpec, base: Path) -> Found:
         )
         return train, evaluation
 
-    info = image_info((1, 8, 8), spec, classes=10, train_samples=1437, eval_samples=360)
+    info = image_info((1, 8, 8), classes=10, train_samples=1437, eval_samples=360)
     return Found(info, None, load)
 
 
@@ -94,10 +93,7 @@ def find_npz(spec: DataSpec, base: Path) -> Found:
         classes = _classes(path, y_train, y_eval)
     (train_samples, *sample), x_dtype = shapes["x_train"]
     info = DataInfo(
-        sample=TensorSpec(
-            shape=(prod(sample),) if spec.flatten else tuple(sample),
-            dtype="int64" if _is_index(x_dtype) else "float32",
-        ),
+        sample=TensorSpec(shape=tuple(sample), dtype="int64" if _is_index(x_dtype) else "float32"),
         label=TensorSpec(shape=y_train.shape[1:], dtype="float32" if classes is None else "int64"),
         classes=classes,
         train_samples=train_samples,
@@ -204,7 +200,7 @@ def _splits(
             if mean is not None and std is not None:
                 x_N = x_N.sub_(mean).div_(std)
             split = MemorySplit(x_N, y_N)
-        splits.append(split.shaped(spec))
+        splits.append(split)
     return splits[0], splits[1]
 
 

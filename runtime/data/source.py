@@ -6,15 +6,20 @@ Shape suffixes: N samples of a split, B samples of a batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dni_runtime.data.ahead import in_processes, in_thread
+from dni_runtime.data.augment import Augmentation
+from dni_runtime.data.seeds import derived_seed, seeded
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec
 
@@ -28,15 +33,29 @@ Both are new tensors that nobody else refers to.
 
 
 class Split(Protocol):
-    """The training or the evaluation samples."""
+    """The training or the evaluation samples.
+
+    Attributes:
+        slow: Whether a batch takes so long that it is worth reading ahead.
+    """
+
+    slow: ClassVar[bool] = False
 
     def __len__(self) -> int:
         """N, the number of samples."""
         ...
 
-    def batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
-        """One batch for each tensor of sample numbers (int64, (B,)), in the order given."""
+    def batch(self, order_B: Tensor) -> Batch:
+        """The samples of these numbers (int64, (B,)), in the order given."""
         ...
+
+    def in_epoch(self, rng: np.random.Generator) -> Split:
+        """The samples as they are in one epoch, which may draw something of its own."""
+        return self
+
+    def held_out(self) -> Split:
+        """The samples as they are when the last ones are held out for validation."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ class Found:
     """A data set that is there but is not loaded yet.
 
     Attributes:
-        info: What it looks like, after ``flatten``; all samples counted, or None for not known.
+        info: What it looks like, before ``flatten``; all samples counted, or None for not known.
         path: The folder or file that it lies in; None when it needs none.
         load: Reads the training and the evaluation samples.
     """
@@ -54,12 +73,46 @@ class Found:
     load: Callable[[], tuple[Split, Split]]
 
 
-def limited(info: DataInfo, spec: DataSpec) -> DataInfo:
-    """``info`` with the counts that ``train_limit`` and ``eval_limit`` leave."""
+def used(info: DataInfo, spec: DataSpec) -> DataInfo:
+    """What is used of a data set: its parts within the limits, samples as vectors where wanted.
+
+    Args:
+        info: What it looks like, all samples counted.
+        spec: What is wanted of it.
+
+    Raises:
+        DataError: The training samples do not fill one batch.
+    """
+    sample = info.sample
+    if spec.flatten:
+        sample = sample.model_copy(update={"shape": (prod(sample.shape),)})
+    train_samples, eval_samples = info.train_samples, _least(info.eval_samples, spec.eval_limit)
+    test_samples = None
+    if spec.validation is not None:
+        eval_samples, test_samples = None, eval_samples
+        if train_samples is not None:
+            eval_samples = spec.held_out(train_samples)
+            if eval_samples >= train_samples:
+                raise DataError(
+                    f"data set {spec.dataset!r}: data.validation {spec.validation} holds out "
+                    f"{eval_samples} of {train_samples} training samples: none are left",
+                    hint="lower data.validation",
+                )
+            train_samples -= eval_samples
+    train_samples = _least(train_samples, spec.train_limit)
+    if train_samples is not None and spec.train_batches(train_samples) == 0:
+        raise DataError(
+            f"data set {spec.dataset!r}: {train_samples} training samples do not fill one batch of "
+            f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()}"
+            f"{', streams: true' if spec.streams else ''})",
+            hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
+        )
     return info.model_copy(
         update={
-            "train_samples": _least(info.train_samples, spec.train_limit),
-            "eval_samples": _least(info.eval_samples, spec.eval_limit),
+            "sample": sample,
+            "train_samples": train_samples,
+            "eval_samples": eval_samples,
+            "test_samples": test_samples,
         }
     )
 
@@ -72,37 +125,44 @@ class DataSource:
     """Training and evaluation batches of one data set.
 
     Attributes:
-        info: What the data looks like; its counts are those used (``train_limit``, ``eval_limit``).
+        info: What the data looks like; its counts are those used (``train_limit``, ``eval_limit``,
+            ``validation``).
         train_batch_count: Batches in one epoch.
+        has_test: Whether evaluations are of held-out training samples, so that a test set is left.
     """
 
     def __init__(
-        self, info: DataInfo, train: Split, evaluation: Split, spec: DataSpec, *, seed: int
+        self,
+        info: DataInfo,
+        train: Split,
+        evaluation: Split,
+        spec: DataSpec,
+        *,
+        seed: int,
+        augment: Augmentation | None = None,
     ) -> None:
         """Wrap two splits.
 
         Args:
             info: What the data looks like.
-            train: Training samples.
-            evaluation: Evaluation samples.
+            train: Training samples, with those that are held out for validation.
+            evaluation: Evaluation samples; the test set where there is a validation part.
             spec: Batch sizes, limits and order.
             seed: Seed of the order of the training samples, at least 0.
+            augment: What is done to training samples; None for nothing.
 
         Raises:
             DataError: The samples do not fill one training batch.
         """
         counts = {"train_samples": len(train), "eval_samples": len(evaluation)}
-        self.info = limited(info.model_copy(update=counts), spec)
+        self.info = used(info.model_copy(update=counts), spec)
+        self.has_test = spec.validation is not None
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
+        self._augment = augment
         samples = self.info.train_samples or 0
         self.train_batch_count = spec.train_batches(samples)
-        if self.train_batch_count == 0:
-            raise DataError(
-                f"data set {spec.dataset!r}: {samples} training samples do not fill one batch of "
-                f"{spec.batch_size} (drop_last: {str(spec.drop_last).lower()})",
-                hint="lower data.batch_size, raise data.train_limit, or set data.drop_last: false",
-            )
-        if samples > self.train_batch_count * spec.batch_size and not spec.drop_last:
+        whole = spec.drop_last or spec.streams
+        if samples > self.train_batch_count * spec.batch_size and not whole:
             logger.info(
                 "data set %s: the last of %d training samples is left out of each epoch: "
                 "a batch of one sample cannot be batch-normalised",
@@ -118,17 +178,77 @@ class DataSource:
                 of an epoch is the same after a restart.
             start: How many batches at the beginning to skip, without reading them.
         """
-        samples, size = self.info.train_samples or 0, self._spec.batch_size
-        if self._spec.shuffle:
-            order = np.random.default_rng([self._seed, epoch]).permutation(samples)
-            order_N = torch.from_numpy(order)
+        samples, spec, split = self.info.train_samples or 0, self._spec, self._train
+        orders_B: Sequence[Tensor]
+        if spec.streams:
+            orders_B = _dealt(samples, spec.batch_size)
+        elif spec.shuffle:
+            rng = np.random.default_rng([self._seed, epoch])
+            orders_B = torch.split(torch.from_numpy(rng.permutation(samples)), spec.batch_size)
+            split = split.in_epoch(rng)
         else:
-            order_N = torch.arange(samples)
-        return self._train.batches(torch.split(order_N, size)[start : self.train_batch_count])
+            orders_B = torch.split(torch.arange(samples), spec.batch_size)
+        orders_B = orders_B[: self.train_batch_count]
+        if not spec.workers or not (split.slow or self._augment):
+            return self._read(split, orders_B, epoch=epoch, start=start)
+
+        def make(number: int) -> Batch:
+            # Here torch's global generator is nobody else's, so that a data set may draw from it.
+            with seeded(self._seed, epoch, number, 1):
+                batch = split.batch(orders_B[number])
+            return self._finished(batch, epoch, number)
+
+        numbers = range(start, len(orders_B))
+        seed = derived_seed(self._seed, epoch)
+        return in_processes(make, numbers, spec.workers, seed=seed)
 
     def eval_batches(self) -> Iterator[Batch]:
-        """All evaluation batches, in the data set's own order; the last may be smaller."""
-        order_N = torch.arange(self.info.eval_samples or 0)
-        return self._evaluation.batches(
-            torch.split(order_N, self._spec.eval_size) if len(order_N) else ()
-        )
+        """The batches of each evaluation, in the data set's own order; the last may be smaller.
+
+        Streams are as many as the samples allow, up to ``eval_batch_size``, and of one length.
+        """
+        samples = self.info.eval_samples or 0
+        if not self.has_test:
+            return self._in_order(self._evaluation, 0, samples)
+        return self._in_order(self._train.held_out(), len(self._train) - samples, samples)
+
+    def test_batches(self) -> Iterator[Batch]:
+        """The batches of the test set, likewise; none where there is no validation part."""
+        return self._in_order(self._evaluation, 0, self.info.test_samples or 0)
+
+    def _in_order(self, split: Split, first: int, samples: int) -> Iterator[Batch]:
+        if not samples:
+            return iter(())
+        if self._spec.streams:
+            orders_B = _dealt(samples, min(samples, self._spec.eval_size))
+        else:
+            orders_B = torch.split(torch.arange(samples), self._spec.eval_size)
+        return self._read(split, [first + order_B for order_B in orders_B])
+
+    def _read(
+        self,
+        split: Split,
+        orders_B: Sequence[Tensor],
+        *,
+        epoch: int | None = None,
+        start: int = 0,
+    ) -> Iterator[Batch]:
+        """The batches of these numbers from ``start`` on; those of an epoch are augmented."""
+        numbers = range(start, len(orders_B))
+        loaded = (split.batch(orders_B[number]) for number in numbers)
+        with closing(in_thread(loaded)) if split.slow else nullcontext(loaded) as batches:
+            for number, batch in zip(numbers, batches, strict=False):
+                yield self._finished(batch, epoch, number)
+
+    def _finished(self, batch: Batch, epoch: int | None, number: int) -> Batch:
+        # Never in the thread that reads ahead: torch's global generator is the model's, too.
+        x, y = batch
+        if self._augment is not None and epoch is not None:
+            x = self._augment(x, epoch, number)
+        return (x.reshape(len(x), -1), y) if self._spec.flatten else (x, y)
+
+
+def _dealt(samples: int, rows: int) -> tuple[Tensor, ...]:
+    """Sample numbers dealt to contiguous streams: in row b of batch k b * (samples // rows) + k."""
+    length = samples // rows
+    return torch.arange(rows * length).reshape(rows, length).t().contiguous().unbind()

@@ -1,35 +1,25 @@
-"""A user's own ``torch.utils.data.Dataset``, read ahead in a thread.
+"""A user's own ``torch.utils.data.Dataset``.
 
-The class is made twice, with ``train=True`` and with ``train=False``. It is read through
-``torch.utils.data.DataLoader`` in an order of our own, so that a restart finds the same batches.
+The class is made twice, with ``train=True`` and with ``train=False``. It is read in an order of our
+own, so that a restart finds the same batches.
 
 Shape suffixes: N samples of a split, B samples of a batch.
 """
 
 from __future__ import annotations
 
-import importlib
-import queue
-import sys
-import threading
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from dni_runtime.data.imports import import_class
 from dni_runtime.data.paths import resolve
-from dni_runtime.data.source import Batch, Found
-from dni_runtime.errors import DataError, DniError, SpecError
+from dni_runtime.data.source import Batch, Found, Split
+from dni_runtime.errors import DataError, DniError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
-
-_AHEAD = 4
-"""Batches that are read ahead of the one in use."""
-
-_LOCATION = ("data", "dataset")
 
 
 def find_user(spec: DataSpec, base: Path) -> Found:
@@ -40,78 +30,64 @@ def find_user(spec: DataSpec, base: Path) -> Found:
         DataError: The class fails, or does not give (sample, label) pairs of numbers.
     """
     name = spec.dataset
-    cls = _import(name, base)
+    cls = import_class(name, base, what="data set", location=("data", "dataset"))
     path = None if spec.path is None else resolve(spec.path, base)
     args = dict(spec.args) if path is None else {"path": str(path), **spec.args}
     train, evaluation = _make(name, cls, args, train=True), _make(name, cls, args, train=False)
-    x, y = next(UserSplit(name, train, spec.flatten).batches([torch.tensor([0])]))
+    x, y = UserSplit(name, train).batch(torch.tensor([0]))
     info = DataInfo(
         sample=TensorSpec(shape=tuple(x.shape[1:]), dtype=_dtype_name(x)),
         label=TensorSpec(shape=tuple(y.shape[1:]), dtype=_dtype_name(y)),
         classes=_classes(train) if y.dtype == torch.int64 else None,
-        train_samples=len(UserSplit(name, train, False)),
-        eval_samples=len(UserSplit(name, evaluation, False)),
+        train_samples=_length(train),
+        eval_samples=_length(evaluation),
     )
     return Found(
         info,
         path,
-        lambda: (
-            UserSplit(name, train, spec.flatten, info),
-            UserSplit(name, evaluation, spec.flatten, info),
-        ),
+        lambda: (UserSplit(name, train, info), UserSplit(name, evaluation, info)),
     )
 
 
-class UserSplit:
-    """Samples of a user's data set.
+class UserSplit(Split):
+    """Samples of a user's data set."""
 
-    A thread reads ahead, so that the compute thread does not wait for the data set; what the data
-    set raises is raised where the batch is asked for.
-    """
+    slow: ClassVar[bool] = True
 
-    def __init__(
-        self, name: str, dataset: Dataset[Any], flatten: bool, info: DataInfo | None = None
-    ) -> None:
+    def __init__(self, name: str, dataset: Dataset[Any], info: DataInfo | None = None) -> None:
         """Wrap a data set.
 
         Args:
             name: Its import path, for messages.
             dataset: A data set with ``__len__`` and ``__getitem__``.
-            flatten: Give samples as vectors.
             info: What each batch must look like, or None for no check.
         """
-        self._name, self._dataset, self._flatten, self._info = name, dataset, flatten, info
+        self._name, self._dataset, self._info = name, dataset, info
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]  # _make() has seen its __len__
+        return _length(self._dataset)
 
-    def batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
-        """One batch for each tensor of sample numbers."""
-        with closing(_read_ahead(self._batches(orders_B), _AHEAD)) as batches:
-            yield from batches
+    def batch(self, order_B: Tensor) -> Batch:
+        """The samples of these numbers.
 
-    def _batches(self, orders_B: Iterable[Tensor]) -> Iterator[Batch]:
-        orders = [order_B.tolist() for order_B in orders_B]
-        # A generator of its own: the loader draws from it, and the global one is the model's.
-        loader: DataLoader[Any] = DataLoader(
-            self._dataset,
-            batch_sampler=orders,
-            collate_fn=default_collate,
-            generator=torch.Generator(),
-        )
-        batches = iter(loader)
-        for order in orders:
-            try:
-                batch = next(batches)
-            except Exception as error:
-                shown = ", ".join(map(str, order[:4])) + (", …" if len(order) > 4 else "")
-                raise DataError(
-                    f"data set {self._name!r} failed for samples {shown}: "
-                    f"{type(error).__name__}: {error}",
-                    hint="try it alone: build the class, index it with each of these numbers and "
-                    "collate them with torch.utils.data.default_collate",
-                ) from error
-            yield self._checked(batch)
+        Raises:
+            DataError: The data set fails, or gives what it did not give at first.
+        """
+        order = order_B.tolist()
+        try:
+            # What torch.utils.data.DataLoader does: several at once where the data set can.
+            several = getattr(self._dataset, "__getitems__", None)
+            samples = several(order) if several else [self._dataset[index] for index in order]
+            batch = default_collate(samples)
+        except Exception as error:
+            shown = ", ".join(map(str, order[:4])) + (", …" if len(order) > 4 else "")
+            raise DataError(
+                f"data set {self._name!r} failed for samples {shown}: "
+                f"{type(error).__name__}: {error}",
+                hint="try it alone: build the class, index it with each of these numbers and "
+                "collate them with torch.utils.data.default_collate",
+            ) from error
+        return self._checked(batch)
 
     def _checked(self, batch: object) -> Batch:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
@@ -120,8 +96,6 @@ class UserSplit:
                 hint="return a sample and a label from __getitem__",
             )
         x, y = (_number(self._name, what, part) for what, part in zip(_PARTS, batch, strict=True))
-        if self._flatten:
-            x = x.reshape(len(x), -1)
         if self._info is not None:
             for what, part, expected in zip(
                 _PARTS, (x, y), (self._info.sample, self._info.label), strict=True
@@ -144,6 +118,10 @@ class UserSplit:
 
 
 _PARTS = ("sample", "label")
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type]  # _make() has seen its __len__
 
 
 def _number(name: str, what: str, part: object) -> Tensor:
@@ -176,51 +154,6 @@ def _classes(dataset: object) -> int | None:
     return len(told) if isinstance(told, list | tuple) else None
 
 
-def _import(name: str, base: Path) -> type[Any]:
-    module_name, _, attribute = name.partition(":")
-    root = base.resolve()
-    # Like the folder of a script, and left there: the class may import its neighbours later.
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    importlib.invalidate_caches()
-    looked = f"looked in {root} (the folder of chain.yaml) and in the installed packages"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        own = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
-        raise SpecError(
-            f"data set {name!r}: there is no module {error.name!r}; {looked}"
-            if own
-            else f"data set {name!r}: {module_name!r} imports {error.name!r}, which is not there",
-            location=_LOCATION,
-            hint=None if own else "install it, and list it under image.requirements",
-        ) from None
-    except Exception as error:
-        raise SpecError(
-            f"data set {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
-            location=_LOCATION,
-        ) from error
-    _check_origin(name, module_name, root)
-    found = getattr(module, attribute, None)
-    if not isinstance(found, type):
-        file = getattr(module, "__file__", module_name)
-        raise SpecError(f"data set {name!r}: {file} has no class {attribute!r}", location=_LOCATION)
-    return found
-
-
-def _check_origin(name: str, module_name: str, root: Path) -> None:
-    """Refuse a module of this name that lies elsewhere, when there is one beside ``chain.yaml``."""
-    top = module_name.partition(".")[0]
-    own = next((p for p in (root / f"{top}.py", root / top / "__init__.py") if p.is_file()), None)
-    used = getattr(sys.modules.get(top), "__file__", None)
-    if own is not None and used is not None and Path(used).resolve() != own.resolve():
-        raise SpecError(
-            f"data set {name!r}: {own} is hidden by {used}, a module of the same name",
-            location=_LOCATION,
-            hint="give your file another name",
-        )
-
-
 def _make(name: str, cls: type[Any], args: dict[str, Any], *, train: bool) -> Dataset[Any]:
     shown = ", ".join(f"{key}={value!r}" for key, value in {"train": train, **args}.items())
     try:
@@ -251,33 +184,3 @@ def _make(name: str, cls: type[Any], args: dict[str, Any], *, train: bool) -> Da
         raise DataError(f"data set {name!r}: {cls.__name__}({shown}) is empty")
     result: Dataset[Any] = dataset
     return result
-
-
-def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch, None, None]:
-    """The same batches, up to ``depth`` of them made ahead by a thread that ends with this."""
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def fill() -> None:
-        try:
-            for batch in batches:
-                if stop.is_set():
-                    return
-                ready.put(batch)
-            ready.put(None)
-        except BaseException as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=fill, name="dni-data", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        # The thread puts at most one more thing after `stop`, for which this makes room.
-        while not ready.empty():
-            ready.get_nowait()
-        thread.join(timeout=10)

@@ -41,6 +41,7 @@ class Trial:
         points: The evaluations.
         samples_per_s: Training samples a second over the whole training, evaluations included.
         path: The run directory.
+        test: The metric on the test set, where evaluations are of a validation part; else None.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Trial:
     points: tuple[Point, ...]
     samples_per_s: float
     path: str
+    test: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Row:
         reached: In how many trainings the target was reached.
         trials: How many there were.
         target_s: Median of the seconds to the target; None unless all reached it.
+        test: Mean of the metric on the test set; None without one.
     """
 
     method: str
@@ -73,6 +76,7 @@ class Row:
     reached: int
     trials: int
     target_s: float | None
+    test: float | None = None
 
 
 def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str | Choice]:
@@ -169,7 +173,9 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
     head, tail = (REFERENCE,) * 2 if reference else (record.modules[0], record.modules[-1])
     starts = (line for line in read_lines(record.run.metrics(head)) if line["kind"] == "start")
     first = next(starts, None)
-    lines = [line for line in read_lines(record.run.metrics(tail)) if line["kind"] == "eval"]
+    written = list(read_lines(record.run.metrics(tail)))
+    lines = [line for line in written if line["kind"] == "eval"]
+    tests = [_number(line[metric.name]) for line in written if line["kind"] == "test"]
     if first is None or not lines:
         raise DataError(f"run {str(record.run.root)!r} has not been evaluated")
     points = tuple(
@@ -177,7 +183,14 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
         for line in lines
     )
     samples = lines[-1]["trained"] if reference else _samples(record, tail)
-    return Trial(method, seed, points, samples / points[-1].seconds, str(record.run.root))
+    return Trial(
+        method,
+        seed,
+        points,
+        samples / points[-1].seconds,
+        str(record.run.root),
+        tests[-1] if tests else None,
+    )
 
 
 def _samples(record: Record, tail: str) -> int:
@@ -215,6 +228,7 @@ def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -
         last = [trial.points[-1].value for trial in mine]
         times = [] if target is None else [seconds_to(trial, metric, target) for trial in mine]
         reached = [time for time in times if time is not None]
+        tests = [trial.test for trial in mine if trial.test is not None]
         rows.append(
             Row(
                 method=method,
@@ -225,6 +239,7 @@ def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -
                 reached=len(reached),
                 trials=len(mine),
                 target_s=statistics.median(reached) if len(reached) == len(mine) else None,
+                test=statistics.mean(tests) if tests else None,
             )
         )
     return rows

@@ -134,6 +134,7 @@ class RunFigures:
         eta_s: Seconds left, by the pace of this attempt.
         modules: The modules, head first.
         job: Its Slurm job, or None.
+        test: The evaluation of the test set, as in ``evaluations``; None before or without it.
     """
 
     run: str
@@ -158,6 +159,7 @@ class RunFigures:
     eta_s: float | None
     modules: tuple[ModuleFigures, ...]
     job: str | None = None
+    test: dict[str, Any] | None = None
 
 
 class LineReader:
@@ -193,6 +195,7 @@ class Gauge:
         self._sums: dict[str, dict[str, int]] = {}
         self._first: dict[str, Any] | None = None
         self._evaluations: dict[int, dict[str, Any]] = {}
+        self._test: dict[str, Any] | None = None
 
     def read(self, state: RunState | None = None) -> RunFigures:
         """The figures now.
@@ -229,6 +232,7 @@ class Gauge:
             accuracy=last.get("accuracy"),
             loss=last.get("loss"),
             evaluations=evaluations,
+            test=self._test,
             samples_per_s=self._pace("samples"),
             eta_s=self._eta(state, modules[-1].step),
             modules=modules,
@@ -244,7 +248,7 @@ class Gauge:
             path = self._record.run.metrics(name)
             self._metrics[name] = LineReader(path, last_bytes=None if whole else _TAIL_BYTES)
         for line in self._metrics[name].new():
-            if line.get("kind") == "eval":
+            if line.get("kind") in ("eval", "test"):
                 if is_tail:  # others report their early heads
                     self._evaluated(line)
             elif line.get("kind") == "train" and line.get("attempt", 0) >= since:
@@ -268,7 +272,12 @@ class Gauge:
         for later in [key for key in self._evaluations if key > step]:
             del self._evaluations[later]
         hidden = ("kind", "module", "id")
-        self._evaluations[step] = {k: v for k, v in line.items() if k not in hidden}
+        shown = {k: v for k, v in line.items() if k not in hidden}
+        if line["kind"] == "test":
+            self._test = shown
+        else:
+            self._test = None  # it comes after all evaluations
+            self._evaluations[step] = shown
 
     def _module(self, name: str, state: RunState) -> ModuleFigures:
         known = state.modules.get(name)

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, load_chain, source_files
 from dni_runtime.spec.load import line_of, naming_file
+
+if TYPE_CHECKING:  # it imports torch
+    from dni_runtime.launch.initial import Found
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Prepared:
         data: Folder or file of the data; None where the package or the user's class has it.
         workers: What each worker serves, head first.
         sources: The user's source files, by their path relative to an import root.
+        initial: Where the weights lie that modules begin with.
     """
 
     path: Path
@@ -34,6 +39,7 @@ class Prepared:
     data: Path | None
     workers: tuple[WorkerSpec, ...]
     sources: dict[str, Path]
+    initial: Found
 
     @property
     def base(self) -> Path:
@@ -94,8 +100,10 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         written = written.model_copy(update={"data": written.data.at(data.absolute())})
     with naming_file(path), importing_from(base):
         from dni_runtime.core.resolve import resolved_chain, worker_specs
-        from dni_runtime.data import describe, locate
+        from dni_runtime.data import describe, locate, with_defaults
+        from dni_runtime.launch.initial import find_initial
 
+        written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
         try:
             info = describe(written.data, base)
@@ -104,7 +112,8 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
             raise DataError(f"{place_of(path, 'data')}: {error.message}", hint=error.hint) from None
         workers = worker_specs(written, info)
         chain = resolved_chain(written, info)
-    return Prepared(path, written, chain, info, location, workers, sources)
+        initial = find_initial(written, workers, base)
+    return Prepared(path, written, chain, info, location, workers, sources, initial)
 
 
 def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:

@@ -62,6 +62,10 @@ def create_run(
         shutil.copyfile(source, target)
     for worker in prepared.workers:
         write_atomic(run.spec(worker.module), worker.to_json())
+    if prepared.initial:
+        from dni_runtime.launch.initial import write_initial  # imports torch
+
+        write_initial(run, prepared.initial)
     write_atomic(run.chain_file, prepared.path.read_bytes())
     write_json(run.chain, prepared.chain.model_dump(mode="json"))
     write_json(

@@ -13,6 +13,7 @@ import torch
 
 from dni_runtime.core.chain import Backprop
 from dni_runtime.core.evaluation import evaluate
+from dni_runtime.core.layers import load_initial
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.errors import WorkerError
 from dni_runtime.launch.prepare import Prepared, importing_from
@@ -78,13 +79,17 @@ def opened(
     chain, workers = record.specs()
     with importing_from(record.run.sources):
         source = open_data(chain.data.at(record.data), record.run.sources, seed=chain.seed)
-        yield chain, workers, Backprop(workers, choose_device(workers[0])), source
+        reference = Backprop(workers, choose_device(workers[0]))
+        for worker, module in zip(workers, reference.model, strict=True):
+            if worker.initial:
+                load_initial(module, record.run.initial(worker.module))
+        yield chain, workers, reference, source
 
 
 def train_reference(record: Record, threads: int) -> None:
     """Train the concatenated network on the same batches.
 
-    Writes a line of metrics at the start and after each epoch, as a tail does.
+    Writes a line of metrics at the start and after each evaluation, as a tail does.
 
     Args:
         record: The run directory.
@@ -109,7 +114,11 @@ def train_reference(record: Record, threads: int) -> None:
                 reference.end_epoch()
             last = epoch == chain.epochs or step == chain.steps
             if last or (chain.eval_every and epoch % chain.eval_every == 0):
+                place = {"epoch": epoch, "step": step, "trained": samples}
                 result = evaluate(reference.predict, source.eval_batches(), workers[-1])
-                tell(kind="eval", epoch=epoch, step=step, trained=samples, **result)
+                tell(kind="eval", **place, **result)
+                if last and source.has_test:
+                    result = evaluate(reference.predict, source.test_batches(), workers[-1])
+                    tell(kind="test", **place, **result)
             if step == chain.steps:
                 break

@@ -51,9 +51,10 @@ def scalars(line: Mapping[str, Any], *, early: bool) -> dict[str, float]:
         line: The line.
         early: Whether its module is not the tail, so that evaluations are of an early head.
     """
-    if line.get("kind") == "eval":
-        group = "head" if early else "eval"
-        found = {f"{group}/{name}": line[name] for name in line if name not in _HEAD}
+    kind = line.get("kind")
+    if kind in ("eval", "test"):
+        prefix = f"{kind}/" if not early else "head/" if kind == "eval" else "head/test_"
+        found = {f"{prefix}{name}": line[name] for name in line if name not in _HEAD}
     else:
         found = {tag: line.get(name) for name, tag in TRAIN_TAGS.items()}
         found |= {f"waiting/{reason}": share for reason, share in line.get("waiting", {}).items()}

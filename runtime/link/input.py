@@ -23,11 +23,12 @@ from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.guard import REASONS, AllowList, Guard
 from dni_runtime.link.keys import Keyring
-from dni_runtime.link.receiver import Receiver
+from dni_runtime.link.output import WINDOWS
+from dni_runtime.link.receiver import Receiver, part_of
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, encode
+from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, Part, encode
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Batch:
         mode: What to do with it.
         h: Activations ``[B, *input]``, in the type that the module computes with.
         y: Labels ``[B, *label]``.
+        part: Which part of a training batch it is; None: all of it.
     """
 
     id: int
@@ -53,6 +55,12 @@ class Batch:
     mode: Mode
     h: Tensor
     y: Tensor
+    part: Part | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is a whole batch, or the last part of one."""
+        return self.part is None or self.part.ends_with(len(self.y))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,8 @@ class InputLink:
         self._context = sockets.open_context()
         self._socket = sockets.input_socket(
             self._context,
-            window=spec.links.window * (1 + ADJACENT_FAILURES),  # what is retained may come, too
+            window=spec.links.largest_window
+            * (1 + ADJACENT_FAILURES),  # what is retained may come, too
             frame_limit=self._contract.frame_limit("input"),
         )
         self._links = spec.links
@@ -118,6 +127,7 @@ class InputLink:
         self._drained = 0
         self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
         self._handshakes = 0
+        self._windows: tuple[int, ...] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +294,14 @@ class InputLink:
             Message(Kind.REQUEST, self._receiver.run, self._contract.target, body={"what": what})
         )
 
+    def tell_windows(self, windows: tuple[int, ...]) -> None:
+        """Tell the module upstream how many messages further down may be lost with this module."""
+        if windows != self._windows:
+            self._windows = windows
+            body: dict[str, Body] = {"what": WINDOWS, WINDOWS: list(windows)}
+            request = Message(Kind.REQUEST, self._receiver.run, self._contract.target, body=body)
+            self._send_control(request)
+
     def reaches_peer(self) -> bool:
         """Whether the module upstream is connected now: an acknowledgement can be sent."""
         self._ack_due = True
@@ -353,6 +371,7 @@ class InputLink:
             message.mode,
             from_buffers(tensors[:-1], buffers[:-1], self._contract.dtype),
             from_buffers(tensors[-1:], buffers[-1:], self._label_dtype),
+            part_of(message.body),
         )
 
     def _reply(self) -> None:
@@ -366,6 +385,9 @@ class InputLink:
             self._ack_due = False  # WELCOME has told it
             if self._drained:
                 self.send_drained(self._drained)
+            windows, self._windows = self._windows, ()
+            if windows:
+                self.tell_windows(windows)
 
     def _send(self, frames: list[Buffer]) -> bool:
         peer = self._receiver.peer

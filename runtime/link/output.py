@@ -23,12 +23,16 @@ from dni_runtime.link.dialer import Dialer
 from dni_runtime.link.keys import Keyring
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_buffers
+from dni_runtime.link.tuner import WindowTuner
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.wire import Body, Kind, Mark, Message, Mode
+from dni_runtime.spec.worker import ADJACENT_FAILURES
+from dni_runtime.wire import Body, Kind, Mark, Message, Mode, Part
 
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_CALL = 64
+WINDOWS = "windows"
+"""What a module tells its neighbour upstream: the windows of its own link and of the next ones."""
 _POLL_S = 0.2
 _GREET_S = 1.0
 
@@ -96,10 +100,15 @@ class OutputLink:
         self._contract = LinkContract.of(spec, "output")
         self._frames = 1 + self._contract.up.tensors  # with the header
         self.counters = LinkCounters()
+        self._tuner: WindowTuner | None = None
+        window = spec.links.window
+        if window == "auto":
+            self._tuner = WindowTuner(spec.links.largest_window)
+            window = self._tuner.size
         self._sender = Sender(
             self._contract,
             run=run,
-            window=spec.links.window,
+            window=window,
             next_id=next_id,
             counters=self.counters,
             retain=spec.retain,
@@ -108,11 +117,13 @@ class OutputLink:
         self._context = sockets.open_context()
         self._socket = sockets.output_socket(
             self._context,
-            window=spec.links.window + spec.retain,
+            window=spec.links.largest_window * (1 + ADJACENT_FAILURES),
             frame_limit=self._contract.frame_limit("output"),
         )
         self._dialer = Dialer(self._context, self._socket, self._contract, spec.links, keys)
         self._dismissed = False
+        self._retains = spec.retain > 0
+        self._below: tuple[int, ...] = ()
         self.heard_s = time.monotonic()
         self._greet_again_s = 0.0
         self._events: list[Event] = []
@@ -137,6 +148,11 @@ class OutputLink:
     def window(self) -> int:
         """Most messages that may be unacknowledged."""
         return self._sender.window.size
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows of this link and of those after it that a neighbour's restart may concern."""
+        return (self.window, *self._below)[:ADJACENT_FAILURES]
 
     @property
     def room(self) -> bool:
@@ -236,7 +252,9 @@ class OutputLink:
         self._dismissed = True
         self._sender.window.acknowledge(self._sender.window.last)
 
-    def send_batch(self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor) -> None:
+    def send_batch(
+        self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor, part: Part | None = None
+    ) -> None:
         """Send a batch downstream, without waiting.
 
         The tensors MUST NOT be changed until the batch is acknowledged: their memory is sent, and
@@ -248,6 +266,7 @@ class OutputLink:
             mode: What to do with it.
             h: Activations ``[B, *output]``.
             y: Labels ``[B, *label]``.
+            part: Which part of a training batch this is; None: all of it.
 
         Raises:
             WireError: A tensor breaks the contract (a bug of the caller).
@@ -267,8 +286,11 @@ class OutputLink:
             mode=mode,
             tensors=h_entries + y_entries,
             buffers=h_buffers + y_buffers,
+            body={} if part is None else {"part": [*part]},
         )
         self._sender.add(message, samples)
+        if self._tuner is not None and mode is Mode.TRAIN:
+            self._tuner.sent(id, time.monotonic(), self.in_flight)
         self._transmit()
 
     def send_mark(
@@ -346,11 +368,12 @@ class OutputLink:
             self.heard_s = time.monotonic()
             try:
                 message = self._sender.handle(sockets.buffers(frames))
+                if message is not None and (event := self._event(message)) is not None:
+                    events.append(event)
             except WireError as error:
                 self._refuse(error)
-                continue
-            if message is not None:
-                events.append(self._event(message))
+        if self._tuner is not None:
+            self._tune(self._tuner)
         if not self.connected:
             self._greet()
         self._transmit()
@@ -364,13 +387,26 @@ class OutputLink:
             if sockets.send(self._socket, self._sender.hello()):
                 self._sender.greeting_due = False
 
-    def _event(self, message: Message) -> Event:
+    def _tune(self, tuner: WindowTuner) -> None:
+        tuner.acknowledged(self._sender.window.acked, time.monotonic())
+        self._sender.window.size = tuner.size
+
+    def _event(self, message: Message) -> Event | None:
         if message.kind is Kind.GRADIENT:
             g = from_buffers(message.tensors, message.buffers, self._contract.dtype)
             return Gradient(message.id, g)
         if message.kind is Kind.DRAINED:
             return Drained(message.id)
-        return Request(str(message.body["what"]))
+        what = str(message.body["what"])
+        if what != WINDOWS:
+            return Request(what)
+        match message.body.get(WINDOWS):
+            case [*sizes] if all(type(one) is int and one > 0 for one in sizes):
+                self._below = tuple(one for one in sizes if isinstance(one, int))
+                if self._retains:
+                    self._sender.window.retain = sum(self._below[:ADJACENT_FAILURES])
+                return None
+        raise WireError("body", "REQUEST without the windows that it tells of")
 
     def _transmit(self) -> None:
         if self._dismissed:
@@ -384,5 +420,7 @@ class OutputLink:
             self._sender.transmitted()
 
     def _lose(self) -> None:
+        if self._tuner is not None and self.connected:
+            self._tuner = WindowTuner(self._tuner.limit)  # the next line may be another one
         self._sender.state = State.SILENT
         self._greet_again_s = time.monotonic() + _GREET_S

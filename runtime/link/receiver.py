@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from reprlib import repr as brief
 
 from dni_runtime.errors import WireError
 from dni_runtime.link.contract import LinkContract
@@ -28,6 +29,7 @@ from dni_runtime.wire import (
     Kind,
     Limits,
     Message,
+    Part,
     decode,
     encode,
     header_version,
@@ -42,6 +44,20 @@ REPLACED_KEPT = 64
 
 JUMP_LIMIT = 1 << 20
 """A restarted module may leave a gap in the stream; a larger one is a broken message."""
+
+
+def part_of(body: Mapping[str, Body]) -> Part | None:
+    """Which part of a training batch a BATCH holds; None: all of it.
+
+    Raises:
+        WireError: The body is not one that a BATCH has.
+    """
+    if not body:
+        return None
+    match dict(body):
+        case {"part": [int(first), int(samples)], **rest} if not rest and 0 <= first < samples:
+            return Part(first, samples)
+    raise WireError("body", f"BATCH with {brief(dict(body))}")
 
 
 class Receiver:
@@ -121,6 +137,9 @@ class Receiver:
             labels = self.contract.label.check(tensors[-1:], buffers[-1:])
             if activations != labels:
                 raise WireError("shape", f"{activations} samples in h but {labels} in y")
+            part = part_of(message.body)
+            if part is not None and part.first + labels > part.samples:
+                raise WireError("body", f"{labels} samples in part {tuple(part)} of a batch")
         order = self.order
         if message.id > order.received + JUMP_LIMIT:
             raise WireError("id", f"id {message.id} after {order.received}")

@@ -14,30 +14,44 @@ from dni_runtime.spec.machines import (
 from dni_runtime.spec.model import (
     ChainSpec,
     CheckpointSpec,
+    ClipSpec,
     DataSpec,
     Dtype,
+    GroupSpec,
+    InitSpec,
     LinksSpec,
     ModuleSpec,
 )
 from dni_runtime.spec.named import Choice, LayerSpec
-from dni_runtime.spec.worker import DataInfo, HeadRole, TailRole, TensorSpec, WorkerSpec
+from dni_runtime.spec.worker import (
+    DataInfo,
+    HeadRole,
+    SelectionRole,
+    TailRole,
+    TensorSpec,
+    WorkerSpec,
+)
 
 __all__ = [
     "BaseSpec",
     "ChainSpec",
     "CheckpointSpec",
     "Choice",
+    "ClipSpec",
     "DataInfo",
     "DataSpec",
     "Dtype",
+    "GroupSpec",
     "HeadRole",
     "ImageSpec",
+    "InitSpec",
     "LayerSpec",
     "LinksSpec",
     "ModuleSpec",
     "MountSpec",
     "PlacementSpec",
     "ResourcesSpec",
+    "SelectionRole",
     "TailRole",
     "TensorSpec",
     "WorkerSpec",

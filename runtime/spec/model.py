@@ -26,19 +26,28 @@ class DataSpec(Frozen):
     """Which data the head reads.
 
     Attributes:
-        dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, or the import path
-            (``package.module:Class``) of a ``torch.utils.data.Dataset``.
+        dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, ``text``, or the
+            import path (``package.module:Class``) of a ``torch.utils.data.Dataset``.
         path: Folder or file of the data; found by itself where a package installs it.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per evaluation batch (default: four training batches).
         flatten: Give samples as vectors.
         normalize: Scale images to zero mean and unit variance with the training set's figures.
         shuffle: A new order of the samples each epoch, drawn from the chain's seed.
+        streams: Instead deal the samples to ``batch_size`` contiguous streams, one for each row of
+            the batches, so that each row goes on from batch to batch.
         drop_last: Leave out a last, smaller batch.
         train_limit: Use only so many training samples.
         eval_limit: Use only so many evaluation samples.
-        args: Keyword arguments of a user's data set, which is made twice: with ``train=True`` and
-            with ``train=False``.
+        validation: Hold out the last training samples, so many or such a share of them: the
+            evaluations during training are of these, and the data set's own evaluation samples
+            are the test set, evaluated once, at the end of the run.
+        augment: Import paths of classes, with their keyword arguments, whose objects are called
+            with each batch of training samples, in this order.
+        workers: Processes that load and augment training batches beside training; 0: loaded in a
+            thread where that takes long, and augmented in between.
+        args: The data set's own options. For a user's class its keyword arguments; it is made
+            twice: with ``train=True`` and with ``train=False``.
     """
 
     dataset: str = "digits"
@@ -48,10 +57,38 @@ class DataSpec(Frozen):
     flatten: bool = False
     normalize: bool = True
     shuffle: bool = True
+    streams: bool = False
     drop_last: bool = False
     train_limit: Annotated[int, Field(ge=1)] | None = None
     eval_limit: Annotated[int, Field(ge=1)] | None = None
+    validation: int | float | None = None
+    augment: tuple[Choice, ...] = ()
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _streams_are_in_order(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("streams") is True:
+            return {"shuffle": False, **value}
+        return value
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _number_or_share(cls, value: object) -> object:
+        number = type(value) is int and value >= 1
+        share = type(value) is float and 0 < value < 1
+        if value is not None and not number and not share:
+            raise ValueError(f"{value!r} is neither a number of samples nor a share below 1")
+        return value
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Self:
+        if self.streams and self.shuffle:
+            raise ValueError(
+                "'streams: true' beside 'shuffle: true': streams keep the data's order"
+            )
+        return self
 
     def at(self, path: object | None) -> Self:
         """The same data at another place; None: where it is."""
@@ -61,10 +98,17 @@ class DataSpec(Frozen):
         """Batches in one epoch of so many samples.
 
         A last one of a single sample is left out, because BatchNorm cannot normalise over one value
-        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay.
+        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay. Streams
+        are all of one length.
         """
         whole, rest = divmod(samples, self.batch_size)
-        return whole + (rest > 1 and not self.drop_last)
+        return whole + (rest > 1 and not self.drop_last and not self.streams)
+
+    def held_out(self, samples: int) -> int:
+        """How many of so many training samples are held out for validation."""
+        if isinstance(self.validation, float):
+            return max(int(samples * self.validation), 1)
+        return self.validation or 0
 
     @property
     def largest_batch(self) -> int:
@@ -77,6 +121,10 @@ class DataSpec(Frozen):
         return self.eval_batch_size or 4 * self.batch_size
 
 
+AUTO_WINDOW_LIMIT = 64
+"""The most that a window which is found by measuring becomes."""
+
+
 class LinksSpec(Frozen):
     """How neighbouring modules talk.
 
@@ -86,7 +134,8 @@ class LinksSpec(Frozen):
             address in it) to listen on (default: loopback). With ``auto`` it is for links that
             cross hosts.
         port: For tcp: first port; module *i* listens on ``port + i``. Default: one that is free.
-        window: Batches that may be under way on a link before the sender waits.
+        window: Batches that may be under way on a link before the sender waits; ``auto``: as many
+            as fill the line and keep the other end busy, and no more, found by measuring.
         dtype: Type of activations on the wire (default: the type the module computes).
         gradient_dtype: Type of gradients on the wire (default: the activations' type).
         security: ``auto`` encrypts tcp beyond loopback and lets in only the neighbour; ``curve``
@@ -97,23 +146,40 @@ class LinksSpec(Frozen):
             that do not fit are then not sent.
         replay: Batches that a module keeps, to train on them again while its neighbour upstream is
             gone; 0 for none.
+        synthetic_inputs: Train on inputs predicted from labels instead, while the neighbour
+            upstream is ``gone``, or whenever the next batch is ``late``.
     """
 
     transport: Literal["auto", "ipc", "tcp"] = "auto"
     interface: str | None = None
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    window: Annotated[int, Field(ge=1, le=4096)] = 8
+    window: int | Literal["auto"] = 8
     dtype: Dtype | None = None
     gradient_dtype: Dtype | None = None
     security: Literal["auto", "curve", "none"] = "auto"
     connect_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     on_loss: Literal["wait", "continue"] = "wait"
     replay: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    synthetic_inputs: Literal["gone", "late"] | None = None
+
+    @field_validator("window", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        if value != "auto" and not (type(value) is int and 1 <= value <= 4096):
+            raise ValueError(f"{value!r} is neither 'auto' nor a number greater than 0, up to 4096")
+        return value
+
+    @property
+    def largest_window(self) -> int:
+        """Batches that may be under way at most."""
+        return AUTO_WINDOW_LIMIT if self.window == "auto" else self.window
 
     @model_validator(mode="after")
     def _tcp_only(self) -> Self:
         if self.transport == "ipc" and (self.interface is not None or self.port is not None):
             raise ValueError("'interface' and 'port' are for 'transport': 'tcp' or 'auto'")
+        if self.replay and self.synthetic_inputs is not None:
+            raise ValueError("'replay' and 'synthetic_inputs' are for the same time: choose one")
         return self
 
 
@@ -129,6 +195,21 @@ class CheckpointSpec(Frozen):
     every_epochs: Annotated[int, Field(ge=0)] = 1
     every_steps: Annotated[int, Field(ge=1)] | None = None
     keep: Annotated[int, Field(ge=1)] = 2
+
+
+class SelectionSpec(Frozen):
+    """Keeping the best checkpoint, and stopping when it gets no better.
+
+    Attributes:
+        metric: What evaluations are compared by: ``loss`` or one of the chain's metrics (default:
+            the first of them, else the loss).
+        patience: End the run after so many evaluations in a row without a better one; None: never.
+        min_delta: By how much an evaluation must be better to count.
+    """
+
+    metric: str | None = None
+    patience: Annotated[int, Field(ge=1)] | None = None
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
 class RestartSpec(Frozen):
@@ -152,14 +233,75 @@ class RestartSpec(Frozen):
     snapshot_s: Annotated[float, Field(ge=0)] = 10.0
 
 
+class ClipSpec(Frozen):
+    """Gradient clipping, of each module by itself.
+
+    Attributes:
+        norm: Longest gradient of all the module's parameters together.
+        value: Largest magnitude of an element.
+    """
+
+    norm: Annotated[float, Field(gt=0)] | None = None
+    value: Annotated[float, Field(gt=0)] | None = None
+
+
+class GroupSpec(Frozen):
+    """Parameters with options, or an optimizer, of their own.
+
+    Attributes:
+        parameters: Which: ``norms``, ``biases``, ``embeddings``, ``vectors``, ``matrices`` (of
+            layers that are no embeddings), or patterns of names as in ``*.attn.*``. A parameter
+            belongs to the first group that names it.
+        options: Of the module's optimizer, such as ``weight_decay``.
+        optimizer: Another optimizer.
+    """
+
+    parameters: tuple[str, ...]
+    options: dict[str, Any] = Field(default_factory=dict)
+    optimizer: Choice | None = None
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _options_or_optimizer(self) -> Self:
+        if bool(self.options) == (self.optimizer is not None):
+            raise ValueError("a group has either 'options' or an 'optimizer' of its own")
+        return self
+
+
+class InitSpec(Frozen):
+    """Initial weights that are not drawn.
+
+    Attributes:
+        file: A file of safetensors, or the directory of a run (its newest complete checkpoint).
+        names: The module's prefixes of parameters' names, and what they are in the file, as in
+            ``{"0": transformer.wte, "1": transformer.h.0}``; ``""`` stands for all (default: the
+            module's name, as in what ``dnictl export`` writes). What has no prefix here is drawn.
+        strict: Whether all that has a prefix must be in the file.
+    """
+
+    file: str
+    names: dict[str, str] = Field(default_factory=dict)
+    strict: bool = True
+
+
 class ModuleDefaults(Frozen):
     """Settings of one module, or of all modules that do not say otherwise.
 
     Attributes:
         interface: The gradient interface at the module's output (the tail has the loss instead).
         optimizer: A class of ``torch.optim`` and its keywords.
+        groups: Parameters with options, or an optimizer, of their own.
         schedule: A class of ``torch.optim.lr_scheduler`` and its keywords.
         schedule_every: Whether the schedule steps once an epoch or once a batch.
+        clip: Gradient clipping.
+        accumulate: Batches in one update of the weights.
+        ema: Decay of an exponential moving average of the weights, which is evaluated and exported.
+        init: Initial weights that are not drawn.
+        freeze: Whether the weights stay as they are; gradients pass through.
         device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
         precision: Type of the module's matrix products (``bfloat16``: torch.autocast).
         cpus: Threads of the worker's computations; the same as ``resources.cpus``.
@@ -170,6 +312,12 @@ class ModuleDefaults(Frozen):
     optimizer: Choice | None = None
     schedule: Choice | None = None
     schedule_every: Literal["epoch", "batch"] | None = None
+    groups: tuple[GroupSpec, ...] | None = None
+    clip: ClipSpec | None = None
+    accumulate: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    init: InitSpec | None = None
+    freeze: bool | None = None
     device: Device | None = None
     precision: Literal["float32", "bfloat16"] | None = None
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -207,6 +355,7 @@ class ChainSpec(Frozen):
         links: How neighbours talk.
         placement: Where the modules are on a cluster.
         checkpoint: When checkpoints are written.
+        selection: Keep the checkpoint with the best evaluation, too, and when to stop early.
         restart: What happens when a worker dies.
         image: What the images hold.
         mounts: Host folders inside the containers.
@@ -228,6 +377,7 @@ class ChainSpec(Frozen):
     links: LinksSpec = LinksSpec()
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    selection: SelectionSpec | None = None
     restart: RestartSpec = RestartSpec()
     image: ImageSpec = ImageSpec()
     mounts: tuple[MountSpec, ...] = ()

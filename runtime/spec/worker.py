@@ -12,7 +12,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from dni_runtime.spec.model import ChainSpec, CheckpointSpec, DataSpec, LinksSpec
+from dni_runtime.spec.model import (
+    ChainSpec,
+    CheckpointSpec,
+    ClipSpec,
+    DataSpec,
+    GroupSpec,
+    LinksSpec,
+)
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec
 
 ADJACENT_FAILURES = 3
@@ -28,7 +35,9 @@ def retained(chain: ChainSpec, index: int) -> int:
     if chain.restart.policy == "never":
         return 0
     links_beyond = max(len(chain.modules) - 2 - index, 0)
-    return chain.links.window * min(links_beyond, ADJACENT_FAILURES)
+    window = chain.links.window
+    first = LinksSpec.model_fields["window"].default  # one that is measured is told later
+    return (first if window == "auto" else window) * min(links_beyond, ADJACENT_FAILURES)
 
 
 class TensorSpec(Frozen):
@@ -54,7 +63,8 @@ class DataInfo(Frozen):
         label: One label.
         classes: Number of classes, or None where labels are not class indices.
         train_samples: Number of training samples, or None when it is not known yet.
-        eval_samples: Number of evaluation samples, or None when it is not known yet.
+        eval_samples: Number of samples of each evaluation, or None when it is not known yet.
+        test_samples: Number of test samples, where evaluations are of others; else None.
     """
 
     sample: TensorSpec
@@ -62,12 +72,36 @@ class DataInfo(Frozen):
     classes: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
+    test_samples: int | None = None
+
+
+class SelectionRole(Frozen):
+    """How the tail finds the best evaluation.
+
+    Attributes:
+        metric: Which of its figures counts.
+        rises: Whether more is better.
+        patience: Evaluations without a better one before the run ends; None: any number.
+        min_delta: By how much one must be better to count.
+    """
+
+    metric: str
+    rises: bool
+    patience: int | None
+    min_delta: float
 
 
 class HeadRole(Frozen):
-    """What only the first module needs."""
+    """What only the first module needs.
+
+    Attributes:
+        selects: Whether each evaluation needs a checkpoint before it.
+        micro_batches: Into how many parts each training batch is cut.
+    """
 
     data: DataSpec
+    micro_batches: int = 1
+    selects: bool = False
     epochs: int
     steps: int | None
     eval_every: int
@@ -78,6 +112,7 @@ class TailRole(Frozen):
     """What only the last module needs."""
 
     metrics: tuple[Choice, ...]
+    selection: SelectionRole | None = None
 
 
 class WorkerSpec(Frozen):
@@ -92,6 +127,12 @@ class WorkerSpec(Frozen):
         optimizer: Class of ``torch.optim`` with keywords.
         schedule: Class of ``torch.optim.lr_scheduler`` with keywords, or None.
         schedule_every: When the schedule steps.
+        groups: Parameters with options, or an optimizer, of their own.
+        clip: Gradient clipping.
+        accumulate: Batches in one update.
+        ema: Decay of the average of the weights, or None.
+        freeze: Whether the weights stay as they are.
+        initial: Whether the run directory holds weights that the module begins with.
         loss: The chain's loss; local gradient interfaces use it too.
         seed: The chain's seed.
         device: Where the module computes.
@@ -105,14 +146,16 @@ class WorkerSpec(Frozen):
         batch_limit: Samples in the largest batch.
         upstream: Name of the module before, or None.
         downstream: Name of the module after, or None.
-        gradients_in: Of which batches the true gradient comes from downstream: every so-many-th by
-            id; 0: of none.
+        gradients_in: Of which batches gradients come from downstream: every n-th by id; 0: of none.
         late: Batches by which they may come late.
         gradients_out: The same for what the module upstream wants.
+        bootstrapped_out: Whether those come from the module's own error signal, at once; else they
+            are true ones.
+        awaited_out: Whether an update upstream waits for them.
         links: How to talk to the neighbours.
         retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
-        blocks: Whether the module takes no other batch before a true gradient has come: what a
-            neighbour that restarts has lost would be missed for good.
+        max_late: How many updates may be missing from the weights of a forward pass; the module
+            waits for true gradients before it exceeds that. None: any number.
         attends: Whether there is attention in the module's layers.
         snapshot_s: Seconds between snapshots of the module's own state; 0 for none.
         keep: How many complete checkpoints to keep.
@@ -130,6 +173,12 @@ class WorkerSpec(Frozen):
     optimizer: Choice
     schedule: Choice | None
     schedule_every: Literal["epoch", "batch"]
+    groups: tuple[GroupSpec, ...] = ()
+    clip: ClipSpec = ClipSpec()
+    accumulate: int = 1
+    ema: float | None = None
+    freeze: bool = False
+    initial: bool = False
     loss: Choice
     seed: int
     device: str
@@ -146,9 +195,11 @@ class WorkerSpec(Frozen):
     gradients_in: int = Field(ge=0)
     late: int = Field(ge=0)
     gradients_out: int = Field(ge=0)
+    bootstrapped_out: bool = False
+    awaited_out: bool = False
     links: LinksSpec
     retain: int = Field(default=0, ge=0)
-    blocks: bool = False
+    max_late: int | None = None
     attends: bool = False
     snapshot_s: float = Field(default=0.0, ge=0)
     keep: int
@@ -170,14 +221,20 @@ class WorkerSpec(Frozen):
         return cls.model_validate_json(text)
 
     @property
+    def blocks(self) -> bool:
+        """Whether the module waits for true gradients: one that is lost is waited for for good."""
+        return self.max_late is not None
+
+    @property
     def hash(self) -> str:
-        """SHA-256 of what the image must hold: host paths and link timing are left out."""
+        """SHA-256 of what the image must hold: host paths and timing are left out."""
         document = self.model_dump(mode="json")
-        for name in ("stop_grace_s", "late", "retain", "blocks", "attends", "snapshot_s"):
+        for name in ("stop_grace_s", "late", "retain", "attends", "snapshot_s", "initial"):
             document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
-            document["head"]["data"].pop("path")
+            for name in ("path", "workers"):
+                document["head"]["data"].pop(name)
         return _digest(document)
 
     def link_hash(self, *, end: Literal["input", "output"]) -> str:

@@ -13,7 +13,7 @@ from dni_runtime.wire.contract import (
     scale_name,
 )
 from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
-from dni_runtime.wire.message import Body, Buffer, Message, TensorEntry, nbytes
+from dni_runtime.wire.message import Body, Buffer, Message, Part, TensorEntry, nbytes
 
 __all__ = [
     "HEADER_BYTES",
@@ -28,6 +28,7 @@ __all__ = [
     "Mark",
     "Message",
     "Mode",
+    "Part",
     "TensorContract",
     "TensorEntry",
     "decode",

@@ -45,7 +45,9 @@ _USES = {
     Kind.HELLO: _Uses(body=True),
     Kind.WELCOME: _Uses(ack=True, body=True),
     Kind.REFUSE: _Uses(body=True),
-    Kind.BATCH: _Uses(id=True, epoch=True, mode=True, tensors=(("h", "y"), ("h", "h_scale", "y"))),
+    Kind.BATCH: _Uses(
+        id=True, epoch=True, mode=True, body=True, tensors=(("h", "y"), ("h", "h_scale", "y"))
+    ),
     Kind.MARK: _Uses(id=True, epoch=True, mark=True, body=True),
     Kind.GRADIENT: _Uses(id=True, ack=True, tensors=(("g",), ("g", "g_scale"))),
     Kind.ACK: _Uses(ack=True),

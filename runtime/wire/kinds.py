@@ -40,6 +40,7 @@ class Mark(IntFlag):
         STOP: Leave after this; the run can be resumed.
         END: Training has finished.
         ASKED: The checkpoint is one that a module has asked for, which may leave at it.
+        TEST: The evaluation of the test set is complete.
     """
 
     EPOCH = 1
@@ -48,3 +49,4 @@ class Mark(IntFlag):
     STOP = 8
     END = 16
     ASKED = 32
+    TEST = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from dni_runtime.wire.kinds import Kind, Mark, Mode
 
@@ -19,6 +19,22 @@ NO_MARK = Mark(0)
 def nbytes(buffer: Buffer) -> int:
     """Bytes in a buffer (a memoryview's length counts its items)."""
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
+class Part(NamedTuple):
+    """Which samples of a training batch travel together (a micro-batch).
+
+    Attributes:
+        first: Number of the first one, from 0.
+        samples: Samples in the whole batch.
+    """
+
+    first: int
+    samples: int
+
+    def ends_with(self, count: int) -> bool:
+        """Whether so many samples from the first one on are the batch's last."""
+        return self.first + count >= self.samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,18 @@ from torch import Tensor
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
+from dni_runtime.worker.selection import best_cut
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 """A module's tensors by name, and the rest as a JSON document."""
 
 
 def snapshot(step: ModuleStep) -> State:
-    """Copy a module's whole state: weights, interface, optimizers, schedule, random numbers.
+    """Copy a module's whole state: weights, interface, optimizers, schedules, random numbers.
 
     Returns:
         Tensors by name (on the CPU, independent of the module), and a JSON document.
@@ -43,13 +44,20 @@ def snapshot(step: ModuleStep) -> State:
     tensors = {f"layers.{k}": v for k, v in step.layers.state_dict().items()}
     if step.interface is not None:
         tensors |= {f"interface.{k}": v for k, v in step.interface.state_dict().items()}
+    optimization = step.optimization
+    if optimization.average is not None:
+        tensors |= {f"average.{k}": v for k, v in optimization.average.state_dict().items()}
+    for name, p in step.layers.named_parameters():
+        if p.grad is not None:  # of batches whose update is still to come
+            tensors[f"gradient.{name}"] = p.grad
     document: dict[str, Any] = {
         "format": FORMAT,
         "module": step.spec.module,
         "hash": step.spec.hash,
         "batches": step.batches,
         "optimizers": {},
-        "schedule": step.schedule.state_dict() if step.schedule is not None else None,
+        "gathered": optimization.gathered,
+        "schedules": [schedule.state_dict() for schedule in optimization.schedules],
     }
     for name, optimizer in _optimizers(step).items():
         state = optimizer.state_dict()
@@ -89,8 +97,15 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
                 index, field = key.split(".", 1)
                 state.setdefault(int(index), {})[field] = value
             optimizer.load_state_dict({"state": state, "param_groups": saved["groups"]})
-        if step.schedule is not None:
-            step.schedule.load_state_dict(_with_numbers(document["schedule"]))
+        optimization = step.optimization
+        if optimization.average is not None:
+            optimization.average.load_state_dict(_under(tensors, "average."))
+        gradients = _under(tensors, "gradient.")
+        for name, p in step.layers.named_parameters():
+            p.grad = gradients[name].to(p.device) if name in gradients else None
+        optimization.gathered = document["gathered"]
+        for schedule, own in zip(optimization.schedules, document["schedules"], strict=True):
+            schedule.load_state_dict(_with_numbers(own))
         step.batches = document["batches"]
         torch.set_rng_state(tensors["random.cpu"])
         if step.device.type == "cuda" and "random.device" in tensors:
@@ -103,9 +118,13 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
 
 
 def _with_numbers(schedule: dict[str, Any]) -> dict[str, Any]:
-    """JSON makes texts of the numbers that are keys, such as MultiStepLR's milestones."""
+    """JSON makes texts of the numbers that are keys: MultiStepLR's milestones."""
     return {
-        key: Counter({int(k): v for k, v in value.items()}) if key == "milestones" else value
+        key: Counter({int(k): v for k, v in value.items()})
+        if key == "milestones" and isinstance(value, dict)
+        else [_with_numbers(one) for one in value]
+        if key == "_schedulers"  # of SequentialLR and ChainedScheduler
+        else value
         for key, value in schedule.items()
     }
 
@@ -267,7 +286,8 @@ class CheckpointWriter:
     def _drop_old(self) -> None:
         complete = complete_cuts(self._run, self._chain)
         if len(complete) >= self._keep:
-            forget(self._run, self._module, lambda cut: cut < complete[-self._keep])
+            best = best_cut(self._run)
+            forget(self._run, self._module, lambda cut: cut < complete[-self._keep] and cut != best)
 
 
 def forget(run: RunDir, module: str, unwanted: Callable[[int], bool]) -> None:
@@ -282,7 +302,7 @@ def forget(run: RunDir, module: str, unwanted: Callable[[int], bool]) -> None:
 
 
 def _optimizers(step: ModuleStep) -> dict[str, torch.optim.Optimizer]:
-    own = {} if step.optimizer is None else {"module": step.optimizer}
+    own = step.optimization.optimizers
     return own if step.interface is None else own | step.interface.optimizers()
 
 

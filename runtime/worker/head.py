@@ -11,8 +11,8 @@ from dni_runtime.link import Batch, Marker, OutputLink
 from dni_runtime.wire import Mark
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import Meter
-from dni_runtime.worker.resume import Start, note_mark
-from dni_runtime.worker.stream import NOTHING, Item, Position
+from dni_runtime.worker.resume import Start, note_end, note_mark
+from dni_runtime.worker.stream import NOTHING, Item, Position, Stream
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,12 @@ class Head:
         self._output = output
         self._next_id = start.first_id
         self._wanted = NOTHING
+        self._ends_early = False
         self._before: deque[tuple[int, Position]] = deque()
+
+    def end_early(self) -> None:
+        """End training as soon as possible."""
+        self._ends_early = True
 
     def want(self, mark: Mark) -> None:
         """Have a marker put into the stream as soon as possible."""
@@ -65,7 +70,9 @@ class Head:
         self._remember(id)
         mark = self._start.marks.get(id)
         # An id that a former process may have used stands for what it stood for then.
-        if mark is None and self._wanted and id > self._ledger.counts.id + self._start.again:
+        between = self.position.part == 0  # no marker goes between the parts of a batch
+        new = id > self._ledger.counts.id + self._start.again
+        if mark is None and self._wanted and between and new:
             mark, self._wanted = self._wanted, NOTHING
             try:
                 note_mark(self._meter.run, id, mark)
@@ -73,13 +80,19 @@ class Head:
                 log.warning("a restarted head will not repeat the marker %d: %s", id, error)
         if mark is not None:
             return Marker(id, self._meter.progress.epoch, mark, {})
+        if self._ends_early and between and new and self.position.phase == "train":
+            self._ends_early = False
+            self._start.ends_at = id
+            note_end(self._meter.run, id)
+        if id == self._start.ends_at and isinstance(self._stream, Stream):
+            self._stream.end()
         began = time.monotonic()
         item = next(self._stream)
         self._meter.waiting_s["data"] += time.monotonic() - began
         self.position = item.position
         if item.x_BX is None or item.y_BY is None:
             return Marker(id, item.epoch, item.mark, {})
-        return Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY)
+        return Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY, item.part)
 
     def oldest(self) -> tuple[int, Position] | None:
         """The oldest id that may have to be sent again, and the position before it."""

@@ -90,16 +90,23 @@ class Ledger:
         """Whether a message has not been counted yet."""
         return id > self.counts.id
 
-    def trained(self, id: int, epoch: int, samples: int) -> None:
-        """Count a training batch, unless it was before."""
+    def trained(self, id: int, epoch: int, samples: int, *, ends: bool = True) -> None:
+        """Count a training batch, or a part of one, unless it was before.
+
+        Args:
+            id: Its position in the stream.
+            epoch: Its epoch.
+            samples: Its samples.
+            ends: Whether it is a whole batch, or the last part of one.
+        """
         counts = self.counts
         if id <= counts.id:
             return
         if epoch != counts.epoch:
             counts.epoch, counts.epoch_batches = epoch, 0
-        counts.step += 1
+        counts.step += ends
         counts.samples += samples
-        counts.epoch_batches += 1
+        counts.epoch_batches += ends
         self.processed(id)
 
     def processed(self, id: int) -> None:

@@ -32,7 +32,7 @@ from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
 from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import items
+from dni_runtime.worker.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +191,7 @@ def _serve(
         writer = checkpoint.CheckpointWriter(
             run, spec.module, chain, spec.keep, meter.warn, meter.all_is_well
         )
+        stream = Stream(source, spec.head, start.position) if source and spec.head else None
         try:
             server = ModuleServer(
                 step,
@@ -199,13 +200,15 @@ def _serve(
                 stop=stop,
                 start=start,
                 ledger=ledger,
-                stream=items(source, spec.head, start.position) if source and spec.head else None,
+                stream=stream,
                 input=input,
                 output=output,
                 neighbours=neighbours,
             )
             outcome = server.serve()
         finally:
+            if stream is not None:
+                stream.close()  # which ends what reads ahead
             writer.close()
         if writer.failure is not None:
             raise writer.failure

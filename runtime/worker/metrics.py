@@ -203,12 +203,19 @@ class Meter:
         """Write one line about a training epoch: its batches, each counted once."""
         self._append(kind="epoch", epoch=epoch, batches=batches)
 
-    def evaluated(self, result: dict[str, float], samples: int) -> None:
-        """Write one line about an evaluation: the tail's of the chain, another's of its head."""
+    def evaluated(self, result: dict[str, float], samples: int, *, test: bool = False) -> None:
+        """Write one line about an evaluation: the tail's of the chain, another's of its head.
+
+        Args:
+            result: Its figures.
+            samples: How many samples it was of.
+            test: Whether these were the test set's.
+        """
         progress = self.progress
         figures = {key: _finite(value) for key, value in result.items()}
-        self._append(kind="eval", samples=samples, **figures)
-        self._evaluation = {"epoch": progress.epoch, "step": progress.step, **figures}
+        self._append(kind="test" if test else "eval", samples=samples, **figures)
+        if not test:
+            self._evaluation = {"epoch": progress.epoch, "step": progress.step, **figures}
 
     def _reading(self, counters: StepCounters) -> _Reading:
         return _Reading(

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dni_runtime.core.layers import load_initial
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, append_line, complete_cuts, read_lines
@@ -18,6 +19,7 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.selection import best_cut
 from dni_runtime.worker.stream import Position
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Start:
         epochs_ended: EPOCH markers that the module has seen.
         over: Whether the chain had ended at the cut.
         marks: Markers that the head was asked for before, by id.
+        ends_at: The id from which on the head sent no training batches, where training ended early.
     """
 
     cut: int = 0
@@ -48,6 +51,7 @@ class Start:
     epochs_ended: int = 0
     over: bool = False
     marks: dict[int, Mark] = field(default_factory=dict)
+    ends_at: int | None = None
 
 
 def begin(
@@ -68,6 +72,8 @@ def begin(
     again = wanted == OWN
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
     start, counts = Start(again=again), Counts()
+    if state is None and spec.initial:
+        load_initial(step.layers, run.initial(spec.module))
     if state is not None:
         checkpoint.restore(step, *state)
         start, counts = _start(state[1], again=again)
@@ -76,25 +82,35 @@ def begin(
         )
     if again:
         if spec.head is not None:
-            start.marks = {
-                line["id"]: Mark(line["mark"])
-                for line in read_lines(run.marks)
-                if line["id"] >= start.first_id
-            }
+            for line in read_lines(run.marks):
+                if line["id"] >= start.first_id and line["mark"]:
+                    start.marks[line["id"]] = Mark(line["mark"])
+                elif line["id"] >= start.first_id:
+                    start.ends_at = line["id"]
         ledger = Ledger.reopen(run.ledger(spec.module), counts)
-        step.pass_over(ledger.counts.step - counts.step)
+        step.optimization.pass_over(ledger.counts.step - counts.step)
         return start, ledger
     # What an earlier attempt wrote after this cut would mix with what comes now.
     checkpoint.forget(run, spec.module, lambda other: other > start.cut)
     run.snapshot(spec.module).unlink(missing_ok=True)
     if spec.head is not None:
         run.marks.unlink(missing_ok=True)
+    if spec.tail is not None and (best_cut(run) or 0) > start.cut:
+        run.best.unlink(missing_ok=True)
     return start, Ledger(run.ledger(spec.module), counts)
 
 
 def note_mark(run: RunDir, id: int, mark: Mark) -> None:
     """Write down a marker that is not in the stream by itself: a restarted head repeats it."""
     append_line(run.marks, {"id": id, "mark": int(mark)})
+
+
+def note_end(run: RunDir, id: int) -> None:
+    """Write down that no training batches follow from here on; see :func:`note_mark`."""
+    try:
+        append_line(run.marks, {"id": id, "mark": 0})
+    except OSError as error:
+        log.warning("a restarted head will not end early at %d: %s", id, error)
 
 
 def document(

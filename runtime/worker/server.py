@@ -24,17 +24,21 @@ from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.head import Head
+from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.keeper import Keeper
 from dni_runtime.worker.leaving import Leaving
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, Meter
 from dni_runtime.worker.neighbours import Neighbours
-from dni_runtime.worker.replay import Replay
 from dni_runtime.worker.resume import Start
+from dni_runtime.worker.selection import Selection
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item
 
 log = logging.getLogger(__name__)
+
+END_EARLY = "end"
+"""What a tail asks of the head that has seen enough evaluations."""
 
 POLL_MS = 500
 """Longest sleep: metrics and the state file are refreshed in between."""
@@ -104,11 +108,15 @@ class ModuleServer:
         if ledger.counts.evaluation is not None:
             self._evaluation = Evaluation.of(step)
             self._evaluation.go_on_from(ledger.counts.evaluation)
+        tail = step.spec.tail
+        self._selection: Selection | None = None
+        if tail is not None and tail.selection is not None:
+            self._selection = Selection(meter.run, tail.selection, start.cut)
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
         self._goes_on_alone = step.spec.links.on_loss == "continue"
-        self._replay = Replay.of(step, input)
+        self._idle = Idle.of(step, input)
         # Input that cannot be taken yet must not wake the loop up again and again.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
@@ -191,8 +199,8 @@ class ModuleServer:
             item = self._input.receive()
             if item is None:
                 return False
-            if self._replay is not None:
-                self._replay.heard()
+            if self._idle is not None:
+                self._idle.heard()
         if isinstance(item, Marker):
             self._handle_marker(item)
         else:
@@ -213,18 +221,18 @@ class ModuleServer:
             self._send_on(batch, self._copies.to_host(step.forward_again(x_BX)))
         else:
             self._end_epochs(batch.epoch - 1)
-            h = self._copies.to_host(step.forward(batch.id, x_BX))
+            h = self._copies.to_host(step.forward(batch.id, x_BX, batch.part))
             at_once = h.here  # else a device that has more to do need not wait for the sending
             if at_once:
                 self._send_on(batch, h)
             g_BX = step.update(y_BY)
             if not at_once:
                 self._send_on(batch, h)
-            ledger.trained(batch.id, batch.epoch, len(x_BX))
+            ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
-            if self._replay is not None:
-                self._replay.keep(x_BX, y_BY)
+            if self._idle is not None:
+                self._idle.keep(x_BX, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
         if g_BX is not None:
             self._answer(batch.id, g_BX)
@@ -245,7 +253,7 @@ class ModuleServer:
         """Step schedules to the end of an epoch, past markers that a former process has had."""
         while self._start.epochs_ended < epoch:
             self._start.epochs_ended += 1
-            self._step.end_epoch()
+            self._step.optimization.end_epoch()
 
     def _send_on(self, batch: Batch, h: Fetched) -> None:
         output = self._output
@@ -254,7 +262,7 @@ class ModuleServer:
         if not output.room:
             output.counters.missed += 1
             return
-        output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y)
+        output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
         self._meter.count_window(output.in_flight)
 
     def _answer(self, id: int, g_BX: Tensor) -> None:
@@ -288,7 +296,7 @@ class ModuleServer:
                 if self._draining is not None and event.id >= self._draining.id:
                     self._give_up()
             else:
-                self._ask_upstream()
+                self._ask_upstream(event.what)
 
     def _give_up(self) -> None:
         """No true gradient for a batch before the marker will come any more."""
@@ -297,12 +305,15 @@ class ModuleServer:
         marker, self._draining = self._draining, None
         self._finish_marker(marker)
 
-    def _ask_upstream(self) -> None:
-        """Somebody wants a checkpoint: the head puts a marker into the stream."""
-        if self._head is not None:
+    def _ask_upstream(self, what: str) -> None:
+        """Somebody wants something of the head: a checkpoint's marker, or an early end."""
+        if self._head is None:
+            assert self._input is not None
+            self._input.request(what)
+        elif what == END_EARLY:
+            self._head.end_early()
+        else:
             self._head.want(Mark.CHECKPOINT | Mark.ASKED)
-        elif self._input is not None:
-            self._input.request("checkpoint")
 
     def _handle_marker(self, marker: Marker) -> None:
         if self._output is not None:
@@ -323,10 +334,13 @@ class ModuleServer:
             counts = self._ledger.counts
             if new and counts.epoch == marker.epoch:
                 self._meter.epoch_ended(marker.epoch, counts.epoch_batches)
-        if Mark.EVAL in mark and self._evaluation is not None:
-            self._report_evaluation(marker.epoch)
+        # A restarted module may go past markers of evaluations that it has reported before.
+        if new and mark & (Mark.EVAL | Mark.TEST) and self._evaluation is not None:
+            self._report_evaluation(marker.epoch, test=Mark.TEST in mark)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
             self._keeper.checkpoint(marker.id, over=Mark.END in mark)
+            if self._selection is not None:
+                self._selection.checkpoint(marker.id)
         if mark & (Mark.END | Mark.STOP):
             self._last = marker
         else:
@@ -340,26 +354,32 @@ class ModuleServer:
         elif Mark.STOP in mark or self._leaving.at(mark):
             self._outcome = Outcome.STOPPED
 
-    def _report_evaluation(self, epoch: int) -> None:
+    def _report_evaluation(self, epoch: int, *, test: bool) -> None:
         assert self._evaluation is not None
         result, samples = self._evaluation.result(), self._evaluation.samples
         self._evaluation = self._ledger.counts.evaluation = None
-        self._meter.evaluated(result, samples)
+        self._meter.evaluated(result, samples, test=test)
+        if self._selection is not None and not test and self._selection.evaluated(result, epoch):
+            log.info("no better evaluation for a while: training ends")
+            self._ask_upstream(END_EARLY)
         log.info(
-            "epoch %d%s: %s",
+            "epoch %d%s%s: %s",
             epoch,
+            ", test set" if test else "",
             ", early head" if self._step.spec.tail is None else "",
             ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
         )
 
     def _write_metrics(self) -> None:
-        replayed = 0 if self._replay is None else self._replay.count
+        if self._input is not None and self._output is not None:
+            self._input.tell_windows(self._output.windows)
+        replayed = 0 if self._idle is None else self._idle.count
         self._meter.write(self._step, LinkFigures.of(self._input, self._output, replayed))
 
     def _sleep(self) -> None:
         self._send_answers(wait=True)
         may_take = self._may_take()
-        if may_take and self._replay is not None and not self._stop() and self._replay.train():
+        if may_take and self._idle is not None and not self._stop() and self._idle.train():
             return
         began = time.monotonic()
         if may_take:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor
 
-from dni_runtime.data import DataSource
+from dni_runtime.core.chain import parts_of
+from dni_runtime.data import Batch, DataSource
 from dni_runtime.spec import HeadRole
-from dni_runtime.wire import Mark, Mode
+from dni_runtime.wire import Mark, Mode, Part
 
 NOTHING = Mark(0)
-Phase = Literal["train", "eval", "end"]
+Phase = Literal["train", "eval", "test", "end"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,12 @@ class Position:
 
     Attributes:
         epoch: The epoch, from 1.
-        phase: Whether training batches, evaluation batches or the end come next.
+        phase: Whether training batches, evaluation batches, test batches or the end come next.
         batch: Training batches of this epoch that have been sent.
         step: Training batches of the whole run that have been sent.
-        eval_batch: Evaluation batches of this evaluation that have been sent.
+        eval_batch: Evaluation or test batches of this evaluation that have been sent.
         saved: Whether the checkpoint that falls on this very step has been asked for.
+        part: Parts of the next training batch that have been sent.
     """
 
     epoch: int = 1
@@ -36,6 +38,7 @@ class Position:
     step: int = 0
     eval_batch: int = 0
     saved: bool = False
+    part: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,52 +58,103 @@ class Item:
     mark: Mark = NOTHING
     x_BX: Tensor | None = None
     y_BY: Tensor | None = None
+    part: Part | None = None
 
 
-def items(source: DataSource, role: HeadRole, start: Position = Position()) -> Iterator[Item]:
+class Stream(Iterator[Item]):
+    """The stream from a position on, which may end early; see :func:`items`."""
+
+    def __init__(self, source: DataSource, role: HeadRole, start: Position = Position()) -> None:
+        self._early: list[bool] = []
+        self._items = items(source, role, start, lambda: bool(self._early))
+
+    def __next__(self) -> Item:
+        return next(self._items)
+
+    def end(self) -> None:
+        """Send no more training batches."""
+        self._early.append(True)
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        self._items.close()
+
+
+def items(
+    source: DataSource,
+    role: HeadRole,
+    start: Position = Position(),
+    early: Callable[[], bool] = lambda: False,
+) -> Generator[Item, None, None]:
     """Give the stream from a position on.
 
-    Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; at the very
-    end an END marker. CHECKPOINT is added to the markers where the spec asks for one.
+    Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
+    last evaluation, where there is a test set, test batches and a TEST marker; at the very end an
+    END marker. CHECKPOINT is added to the markers where the spec asks for one.
 
     Args:
         source: The data.
         role: Epochs, steps and checkpoints.
         start: Where to begin.
+        early: Tells whether training ends before that; what is left is the test set and the end.
     """
     at = start
     while at.phase != "end":
         epoch = at.epoch
         if at.phase == "train":
-            sends = _left(source, role, at)
-            yield from _train(source, role, at, sends)
-            at = replace(at, batch=at.batch + sends, step=at.step + sends, saved=False)
+            at = yield from _train(source, role, at, early)
+            if early():
+                at = replace(at, phase="test" if source.has_test else "end")
         last = epoch >= role.epochs or at.step == role.steps
         if at.phase == "train":
             evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
             every = role.checkpoint.every_epochs
             saves = every > 0 and epoch % every == 0 and not last  # END saves the last one
+            saves |= role.selects and evaluates
             at = replace(at, phase="eval") if evaluates else _next(at, last)
             yield Item(epoch, at, mark=Mark.EPOCH | Mark.CHECKPOINT if saves else Mark.EPOCH)
         if at.phase == "eval":
-            for x_BX, y_BY in islice(source.eval_batches(), at.eval_batch, None):
-                at = replace(at, eval_batch=at.eval_batch + 1)
-                yield Item(epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
-            at = _next(at, last)
+            at = yield from _evaluate(source.eval_batches(), at)
+            tests = last and source.has_test
+            at = replace(at, phase="test", eval_batch=0) if tests else _next(at, last)
             yield Item(epoch, at, mark=Mark.EVAL)
+        if at.phase == "test":
+            at = _next((yield from _evaluate(source.test_batches(), at)), last=True)
+            yield Item(epoch, at, mark=Mark.TEST)
     yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
 
 
-def _train(source: DataSource, role: HeadRole, at: Position, sends: int) -> Iterator[Item]:
-    if not sends:
-        return
-    every = role.checkpoint.every_steps
+def _evaluate(batches: Iterator[Batch], at: Position) -> Generator[Item, None, Position]:
+    """The batches of an evaluation that are still to be sent; gives the position after them."""
+    for x_BX, y_BY in islice(batches, at.eval_batch, None):
+        at = replace(at, eval_batch=at.eval_batch + 1)
+        yield Item(at.epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
+    return at
+
+
+def _train(
+    source: DataSource, role: HeadRole, at: Position, early: Callable[[], bool]
+) -> Generator[Item, None, Position]:
+    """The training batches of an epoch that are still to be sent; gives the position after them."""
+    sends, every = _left(source, role, at), role.checkpoint.every_steps
+    if not sends or early():
+        return at
     for x_BX, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
         if every and at.batch and at.step % every == 0 and not at.saved:
             at = replace(at, saved=True)
             yield Item(at.epoch, at, mark=Mark.CHECKPOINT)
-        at = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False)
-        yield Item(at.epoch, at, x_BX=x_BX, y_BY=y_BY)
+        after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
+        if role.micro_batches == 1:
+            yield Item(at.epoch, after, x_BX=x_BX, y_BY=y_BY)
+        else:
+            parts = list(parts_of(x_BX, y_BY, role.micro_batches))
+            for number, (part, x, y) in enumerate(parts[at.part :], start=at.part + 1):
+                then = after if number == len(parts) else replace(at, part=number)
+                yield Item(at.epoch, then, x_BX=x, y_BY=y, part=part)
+        at = after
+        if early():
+            break
+    return at
 
 
 def _left(source: DataSource, role: HeadRole, at: Position) -> int:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 CHAIN = """\
 name: small
-data: {dataset: digits, batch_size: 64, flatten: true, drop_last: true}
+data: {dataset: digits, batch_size: 64, flatten: true, drop_last: true, validation: 0.2}
 epochs: 6
 defaults: {optimizer: {Adam: {lr: 0.002}}, schedule: {StepLR: {step_size: 3}}}
 modules:
@@ -39,6 +39,11 @@ def test_compare(tmp_path: Path) -> None:
         trial["method"]: [value for _, _, value in trial["points"]] for trial in found["trials"]
     }
     assert all(len(curve) == 6 for curve in curves.values())
+    assert done.stdout.splitlines()[0].split()[1:4] == ["accuracy", "test", "accuracy"]
+    tests = {row["method"]: row["test"] for row in found["rows"]}
+    assert tests["exact"] == pytest.approx(tests["backprop"], abs=2e-6)
+    assert tests["none"] < tests["synthetic"]
+    assert tests["exact"] != curves["exact"][-1], "other samples"
     assert curves["exact"] == pytest.approx(curves["backprop"], abs=2e-6), (
         "the same batches, seeds and schedules"
     )

@@ -1,16 +1,33 @@
-"""Real Fashion-MNIST."""
+"""Real Fashion-MNIST; a head with processes that augment its batches."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from dni_runtime.data import open_data
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataSpec
+from tests.e2e.conftest import Site, eventually, processes_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+AUGMENT = """\
+import time
+
+import torch
+
+
+class Noise:
+    def __call__(self, x):
+        time.sleep(0.005)
+        return x + 0.3 * torch.randn_like(x)
+"""
 
 
 def test_fashion_mnist(fashion_mnist: Path) -> None:
@@ -20,3 +37,46 @@ def test_fashion_mnist(fashion_mnist: Path) -> None:
     x = torch.cat([x for x, _ in source.train_batches(0)])
     assert abs(x.mean().item()) < 1e-3
     assert abs(x.std().item() - 1) < 1e-3
+
+
+@pytest.mark.usefixtures("same_rounding")
+def test_batches_made_by_processes_are_the_same(site: Site) -> None:
+    """Plain backpropagation, so that figures agree to the last digit; also after a kill."""
+    (site.folder / "augment.py").write_text(AUGMENT)
+    text = site.write(12).read_text()
+    text = text.replace("defaults: {", "defaults: {interface: exact, ")
+    more = "batch_size: 64, validation: 0.2, augment: [{import: 'augment:Noise'}], workers: "
+
+    def trained(workers: int, *, killed: bool = False) -> list[float]:
+        chain = site.folder / f"chain{workers}.yaml"
+        chain.write_text(text.replace("batch_size: 64", f"{more}{workers}"))
+        folder = f"runs/{workers}"
+        site.run("up", chain, "--backend", "process", "-d", "--run-dir", folder)
+        if killed:
+            eventually("an epoch", lambda: (site.json("status", folder)["epoch"] or 0) > 1)
+            pid = RunState.read(RunDir(site.folder / folder)).modules["bottom"].pid
+            assert pid is not None
+            made: list[int] = []
+
+            def seen() -> bool:
+                made[:] = [one for one in processes_of(site.folder) if parent_of(one) == pid]
+                return len(made) == workers
+
+            eventually("processes of the head", seen)
+            os.kill(pid, signal.SIGKILL)
+            eventually("they are gone, too", lambda: not {*made} & {*processes_of(site.folder)})
+        site.run("wait", folder, timeout_s=240)
+        figures = site.json("status", folder)
+        assert figures["modules"][0]["restarts"] == int(killed)
+        losses = [one["loss"] for one in (*figures["evaluations"], figures["test"])]
+        assert len(losses) == 13
+        return losses
+
+    assert trained(0) == trained(2, killed=True)
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

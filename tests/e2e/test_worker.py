@@ -30,6 +30,7 @@ from dni_runtime.rundir import (
     write_json,
 )
 from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
+from dni_runtime.spec.model import SelectionSpec
 
 pytestmark = pytest.mark.e2e
 
@@ -171,20 +172,29 @@ def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tens
     )
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize(
+    ("interface", "transport"),
+    [("exact", "ipc"), ("exact", "tcp"), ("{exact: {micro_batches: 4}}", "ipc")],
+)
 def test_exact_equals_the_single_process_reference(
-    make: Callable[..., Chain], transport: str
+    make: Callable[..., Chain], interface: str, transport: str
 ) -> None:
-    spec = chain_spec("exact", epochs=9, steps="50", transport=transport)
+    spec = chain_spec(interface, epochs=9, steps="50", transport=transport)
     chain = make(spec)
     chain.start()
     assert set(chain.wait().values()) == {0}, chain.logs()
     assert largest_difference(chain.weights(), reference_weights(spec, 50)) < 1e-5
 
 
-@pytest.mark.parametrize("interface", ["mixed", "delayed"])
-def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str) -> None:
-    chain = make(chain_spec(interface, epochs=12))
+BOUNDED = "{delayed: {max_late: 1, predict: true, micro_batches: 4}}"
+
+
+@pytest.mark.parametrize(
+    ("interface", "links"),
+    [("mixed", "ipc, window: auto"), ("delayed", "ipc"), (BOUNDED, "tcp, window: auto")],
+)
+def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str, links: str) -> None:
+    chain = make(chain_spec(interface, epochs=12, transport=links))
     chain.start()
     assert set(chain.wait().values()) == {0}, chain.logs()
     lines = list(read_lines(chain.run.metrics("c")))
@@ -193,16 +203,39 @@ def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str) ->
     assert evals[-1]["accuracy"] > 0.9
     assert evals[-1]["samples"] == 360
     head = [line for line in read_lines(chain.run.metrics("a")) if line["kind"] == "train"][-1]
-    assert head["samples"] == 12 * 1437
+    assert (head["samples"], head["step"]) == (12 * 1437, 12 * 23)
     assert head["gradients"] > 0
     assert all((read_json(chain.run.worker(n)) or {})["state"] == "finished" for n in chain.names)
     assert len(complete_cuts(chain.run, chain.names)) == 2
     assert not list((chain.run.root / "endpoints").iterdir())
 
 
-def test_stopped_and_resumed_run_equals_an_undisturbed_one(make: Callable[..., Chain]) -> None:
+def test_training_ends_when_it_gets_no_better(make: Callable[..., Chain]) -> None:
+    """A selection keeps the best checkpoint beside the newest ones, and ends the run early."""
+    spec = chain_spec("mixed", epochs=200).model_copy(
+        update={"selection": SelectionSpec(patience=2, min_delta=0.003)}
+    )
+    chain = make(spec)
+    chain.start()
+    assert set(chain.wait().values()) == {0}, chain.logs()
+    evals = [line for line in read_lines(chain.run.metrics("c")) if line["kind"] == "eval"]
+    best = read_json(chain.run.best) or {}
+    assert 3 < evals[-1]["epoch"] < 100
+    assert best["epoch"] == evals[-3]["epoch"]
+    assert best["value"] == pytest.approx(evals[-3]["accuracy"], abs=1e-6)
+    cuts = complete_cuts(chain.run, chain.names)
+    assert best["cut"] in cuts
+    assert len(cuts) <= 3
+    tail = json.loads((chain.run.checkpoints / f"{cuts[-1]:012d}" / "c.json").read_text())
+    assert tail["over"]
+
+
+@pytest.mark.parametrize("interface", ["exact", "{exact: {micro_batches: 3}}, accumulate: 3"])
+def test_stopped_and_resumed_run_equals_an_undisturbed_one(
+    make: Callable[..., Chain], interface: str
+) -> None:
     """SIGTERM makes one consistent cut; dropout, BatchNorm, Adam and data go on from it exactly."""
-    spec = chain_spec("exact", epochs=40)
+    spec = chain_spec(interface, epochs=40)
     whole, broken = make(spec), make(spec)
     broken.start()
     broken.wait_until(lambda: broken.step_of("b") > 40)

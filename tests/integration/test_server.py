@@ -1,24 +1,33 @@
-"""The server's loop where nothing comes any more."""
+"""The server's loop: what it evaluates, and where nothing comes any more."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from dni_runtime.core.evaluation import evaluate
+from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.data import describe, open_data
+from dni_runtime.errors import DataError
 from dni_runtime.link import InputLink
-from dni_runtime.rundir import RunDir, read_json
-from dni_runtime.spec import TailRole
-from dni_runtime.wire import Mark
+from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.spec import TailRole, parse_chain
+from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.leaving import Leaving
 from dni_runtime.worker.ledger import Counts, Ledger
 from dni_runtime.worker.metrics import Meter
-from dni_runtime.worker.resume import Start
+from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
+from dni_runtime.worker.stream import Item, items
 from tests.conftest import MakeSpec
 
 
@@ -78,3 +87,84 @@ def test_where_a_module_that_was_told_to_stop_leaves(tmp_path: Path, make_spec: 
             assert [leaving.at(mark) for mark in (ordinary, asked)] == places
             leaving.asked = False
             assert not leaving.at(asked)
+
+
+CHAIN = """\
+name: whole
+epochs: 2
+data:
+  {dataset: digits, flatten: true, batch_size: 64, eval_batch_size: 50, train_limit: 200, validation: 90}
+modules:
+  - name: whole
+    layers: [{Linear: {in_features: 64, out_features: 10}}]
+"""  # noqa: E501
+
+
+class Whole:
+    """A chain of one module, served in this process."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        run.create()
+        chain = parse_chain(CHAIN)
+        (self.spec,) = worker_specs(chain, describe(chain.data, Path()))
+        self.source = open_data(chain.data, Path(), seed=chain.seed)
+        self.step: ModuleStep
+
+    def serve(self, resume: str, look: Callable[[Item, StopRequest], None]) -> Outcome:
+        """Serve from where the run stands; ``look`` sees each item before the server does."""
+        assert self.spec.head is not None
+        self.step, stop = ModuleStep(self.spec), StopRequest()
+        start, ledger = begin(resume, self.spec, self.run, self.step, ["whole"])
+        meter = Meter(self.run, self.spec, 1)
+        writer = CheckpointWriter(self.run, "whole", ["whole"], 2, pytest.fail)
+
+        def seen() -> Iterator[Item]:
+            for item in items(self.source, self.spec.head, start.position):  # type: ignore[arg-type]
+                look(item, stop)
+                yield item
+
+        try:
+            return ModuleServer(
+                self.step, meter=meter, checkpoints=writer, stop=stop, start=start, ledger=ledger,
+                stream=seen(),
+            ).serve()  # fmt: skip
+        finally:
+            writer.close()
+            ledger.close()
+            stop.close()
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.run.metrics("whole")) if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("interruption", ["none", "stop", "death"])
+@pytest.mark.parametrize(("phase", "batch"), [("eval", 2), ("test", 1), ("test", 4), ("test", 8)])
+def test_the_test_set_is_evaluated_once_and_whole(
+    tmp_path: Path, interruption: str, phase: str, batch: int
+) -> None:
+    whole = Whole(RunDir(tmp_path))
+
+    def interrupt(item: Item, stop: StopRequest) -> None:
+        at = item.position
+        if item.mode is not Mode.EVAL or (at.epoch, at.phase, at.eval_batch) != (2, phase, batch):
+            return
+        if interruption == "stop":
+            stop._handle(signal.SIGTERM, None)
+        elif interruption == "death":
+            raise DataError("no more")
+
+    if interruption == "stop":
+        assert whole.serve("auto", interrupt) is Outcome.STOPPED
+    elif interruption == "death":
+        with pytest.raises(DataError):
+            whole.serve("auto", interrupt)
+    assert whole.lines("test") == []
+    resume = "own" if interruption == "death" else "auto"
+    assert whole.serve(resume, lambda item, stop: None) is Outcome.FINISHED
+    (line,) = whole.lines("test")
+    assert (line["samples"], line["epoch"]) == (360, 2)
+    assert [line["samples"] for line in whole.lines("eval")] == [90, 90]
+    expected = evaluate(whole.step.evaluate, whole.source.test_batches(), whole.spec)
+    assert line["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-6)
+    assert line["loss"] == pytest.approx(expected["loss"], abs=1e-6)

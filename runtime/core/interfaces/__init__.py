@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dni_runtime.core.choices import Location, find_class, parse_options
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal, Wanted
 from dni_runtime.core.interfaces.delayed import Delayed, Exact
 from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.mixed import Mixed
@@ -28,7 +28,9 @@ __all__ = [
     "Boundary",
     "GradientInterface",
     "LateSignal",
+    "Resolved",
     "Signal",
+    "Wanted",
     "build_interface",
     "default_interface",
     "resolve_interface",
@@ -49,16 +51,17 @@ class Resolved(NamedTuple):
 
     Attributes:
         choice: With all options.
-        every: Of which batches it wants the true gradient
-            (:meth:`GradientInterface.gradient_every`).
-        defers: As :attr:`GradientInterface.defers`.
-        blocks: As :attr:`GradientInterface.blocks`.
+        wanted: Which gradients it wants.
+        applies: As :attr:`GradientInterface.applies`.
+        signals: As :attr:`GradientInterface.signals`.
+        trains: As :attr:`GradientInterface.trains`.
     """
 
     choice: Choice
-    every: int
-    defers: bool
-    blocks: bool
+    wanted: Wanted
+    applies: bool
+    signals: bool
+    trains: bool
 
 
 def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
@@ -70,7 +73,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return Resolved(full, cls.gradient_every(options), cls.defers, cls.blocks)
+    return Resolved(full, cls.wants(options), cls.applies, cls.signals, cls.trains)
 
 
 def build_interface(

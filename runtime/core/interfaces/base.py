@@ -1,24 +1,21 @@
 """The protocol of gradient interfaces: what gives a module its error signal.
 
-A gradient interface sits at the output of a module that is not the tail. It answers with an error
-signal for a batch at once (:meth:`GradientInterface.signal`), or defers the update until the true
-gradient arrives (``pending``). True gradients that arrive late only teach it
+A gradient interface sits at the output of a module that is not the tail. It gives an error signal
+for a batch at once (:meth:`GradientInterface.signal`), has the module updated by the true gradient
+when that comes (``applies``), or both. True gradients may also teach it
 (:meth:`GradientInterface.learn`). All gradients are per sample, dL_b/dh_b, not divided by the batch
 size: with the mean the targets shrink with the batch and synthesizers stop learning.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
 from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
 from dni_runtime.spec.named import Frozen
-
-MARGIN = 8
-"""Batches kept beyond those that are late: acknowledgements travel, gradients wait in buffers."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class Boundary:
         classes: Number of classes, when labels are class indices.
         loss: The chain's loss.
         optimizer: The module's optimizer, for parts that train like the module.
-        late: Batches by which true gradients may come late.
     """
 
     activation: TensorSpec
@@ -41,7 +37,6 @@ class Boundary:
     classes: int | None
     loss: Choice
     optimizer: Choice
-    late: int = 8
 
     @classmethod
     def of(cls, worker: WorkerSpec) -> Self:
@@ -53,7 +48,6 @@ class Boundary:
             classes=worker.classes,
             loss=worker.loss,
             optimizer=worker.optimizer,
-            late=worker.late,
         )
 
 
@@ -86,19 +80,26 @@ class LateSignal(NamedTuple):
     cosine: Tensor
 
 
-@dataclass
-class Pending:
-    """A batch that still waits for its true gradient.
+Keep = Literal["graph", "input", "weights"]
+"""What is kept of a forward pass until its true gradient comes; see ``dni_runtime.core.passes``."""
+
+
+class Wanted(NamedTuple):
+    """Which gradients a module wants from downstream.
 
     Attributes:
-        h_BH: The activation; with its graph where the update is deferred, else detached.
-        y_BY: The labels.
-        x_BX: The input, where the update is deferred.
+        every: Those of every n-th batch, by id; 0: none.
+        bootstrapped: Whether what the module downstream computes from its own error signal will do,
+            which it has at once; else the gradients are true.
+        micro_batches: Into how many parts each training batch is cut.
+        max_late: How many updates may be missing from the weights of a forward pass, where true
+            gradients update the module: it waits before it exceeds that. None: any number.
     """
 
-    h_BH: Tensor
-    y_BY: Tensor
-    x_BX: Tensor | None = field(default=None)
+    every: int
+    bootstrapped: bool = False
+    micro_batches: int = 1
+    max_late: int | None = None
 
 
 class GradientInterface(nn.Module):
@@ -107,32 +108,30 @@ class GradientInterface(nn.Module):
     Attributes:
         Options: The model of its options in the spec.
         trains: Whether the module is trained at all.
-        defers: Whether the gradient for upstream waits for the module's own true gradient.
-        pending: How many batches may wait for the true gradient that updates the module: 0 when the
-            signal comes at once.
-        blocks: Whether the module takes no new batch while ``pending`` are waiting; otherwise the
-            oldest is given up.
-        store: How many batches are kept for late gradients.
+        signals: Whether an error signal comes at once.
+        applies: Whether true gradients update the module.
+        predicts: Whether forward passes use the weights that are expected for when their gradient
+            comes.
+        keep: What is kept of forward passes.
+        store: How many batches are kept for true gradients; None: as many as they may be late.
     """
 
     Options: ClassVar[type[Frozen]] = Frozen
 
     trains: bool = True
-    defers: ClassVar[bool] = False
-    pending: int = 0
-    blocks: bool = False
-    store: int = 0
+    signals: ClassVar[bool] = True
+    applies: ClassVar[bool] = False
+    predicts: bool = False
+    keep: Keep = "graph"
+    store: int | None = None
 
     def __init__(self, boundary: Boundary, options: Any) -> None:
         super().__init__()
 
     @classmethod
-    def gradient_every(cls, options: Any) -> int:
-        """Of which batches the true gradient is wanted: every so-many-th by id; 0: of none.
-
-        The module downstream neither computes nor sends the others.
-        """
-        return 1
+    def wants(cls, options: Any) -> Wanted:
+        """Which gradients it wants; the module downstream neither computes nor sends others."""
+        return Wanted(1)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         """The error signal for an activation, at once.
@@ -146,7 +145,7 @@ class GradientInterface(nn.Module):
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
-        """Learn from a true gradient.
+        """Learn from a gradient that the module downstream has sent.
 
         Args:
             h_BH: The activation that it belongs to, detached.

@@ -4,44 +4,86 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from dni_runtime.core.interfaces.base import MARGIN, Boundary, GradientInterface
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Keep, Wanted
 from dni_runtime.spec.named import Frozen
+
+MICRO_BATCHES = Field(default=1, ge=1, le=4096)
+
+
+class ExactOptions(Frozen):
+    """Options of the exact interface.
+
+    Attributes:
+        micro_batches: Into how many parts each training batch is cut, so that modules work on
+            different parts of it at the same time; there is one update for all.
+    """
+
+    micro_batches: int = MICRO_BATCHES
 
 
 class Exact(GradientInterface):
-    """Plain backpropagation through the chain: the next batch waits for the true gradient."""
+    """Plain backpropagation through the chain: the next batch waits for this one's true gradient.
 
-    defers = True
-    pending = 1
-    blocks = True
+    With micro-batches this is a synchronous pipeline (GPipe, Huang et al. 2019, arXiv:1811.06965);
+    gradients are taken before new parts, as in the schedule "1F1B" (PipeDream, Narayanan et al.
+    2019, sec. 3.2).
+    """
 
-    def __init__(self, boundary: Boundary, options: Frozen) -> None:
-        super().__init__(boundary, options)
-        self.store = self.pending
+    Options = ExactOptions
+
+    signals = False
+    applies = True
+
+    @classmethod
+    def wants(cls, options: ExactOptions) -> Wanted:
+        return Wanted(1, micro_batches=options.micro_batches, max_late=0)
 
 
 class DelayedOptions(Frozen):
     """Options of the delayed interface.
 
     Attributes:
-        store: Batches whose activations are kept for their true gradient (default: as many as it
-            may be late, and a margin); when it is full the oldest is given up.
+        max_late: Updates that may be missing from the weights of a forward pass; the module waits
+            before it exceeds that (default: as many as the window lets happen).
+        predict: Compute activations with the weights that are expected for when their gradient
+            comes: the newest update, continued for as many updates as are still to come.
+        micro_batches: Into how many parts each training batch is cut; there is one update for all.
+        keep: What is kept of a forward pass until its gradient comes: its ``graph`` (activations of
+            then, weights of now), its ``input`` (the pass is computed again, with the weights of
+            now), or the graph and the ``weights`` of then.
+        store: Batches that are kept for their true gradient (default: as many as it may be late,
+            and a margin); when it is full the oldest is given up.
     """
 
+    max_late: int | None = Field(default=None, ge=1, le=4096)
+    predict: bool = False
+    micro_batches: int = MICRO_BATCHES
+    keep: Keep = "graph"
     store: int | None = Field(default=None, ge=1, le=1 << 16)
 
 
 class Delayed(GradientInterface):
-    """The true gradient, applied when it arrives to the activations stored for it.
+    """The true gradient, applied when it arrives to the forward pass that was kept for it.
 
-    The weights may have changed since the forward pass: the update is that of an asynchronous
-    pipeline without weight stashing (PipeDream, Narayanan et al. 2019, section 3.3).
+    An asynchronous pipeline. With ``keep: weights`` it is PipeDream's (Narayanan et al. 2019, sec.
+    3.3), with ``keep: input`` that of features replay (Huo et al. 2018, arXiv:1807.04511). With
+    ``max_late: 1`` and micro-batches no forward pass misses more than one update, as in
+    PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503). Prediction of weights: SpecTrain (Chen
+    et al. 2018, arXiv:1809.02839), whose distance is fixed; here it is the number of updates that
+    are still to come.
     """
 
     Options = DelayedOptions
 
-    defers = True
+    signals = False
+    applies = True
 
     def __init__(self, boundary: Boundary, options: DelayedOptions) -> None:
         super().__init__(boundary, options)
-        self.store = self.pending = options.store or boundary.late + MARGIN
+        self.predicts = options.predict
+        self.keep = options.keep
+        self.store = options.store
+
+    @classmethod
+    def wants(cls, options: DelayedOptions) -> Wanted:
+        return Wanted(1, micro_batches=options.micro_batches, max_late=options.max_late)

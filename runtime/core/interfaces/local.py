@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal, Wanted
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.training import build_optimizer
@@ -48,13 +48,20 @@ class Local(GradientInterface):
         self.head = build_head(
             boundary.activation, boundary.prediction, options, self.loss.class_axis
         )
-        self._optimizer = build_optimizer(
-            options.optimizer or boundary.optimizer, self.head.parameters(), ("optimizer",)
-        )
+        own = options.optimizer
+        try:
+            self._optimizer = build_optimizer(
+                own or boundary.optimizer, self.head.parameters(), ("optimizer",)
+            )
+        except SpecError as error:
+            hint = "the early head takes the module's optimizer unless 'optimizer' names one for it"
+            raise SpecError(
+                error.message, location=error.location, hint=error.hint if own else hint
+            ) from None
 
     @classmethod
-    def gradient_every(cls, options: LocalOptions) -> int:
-        return 0
+    def wants(cls, options: LocalOptions) -> Wanted:
+        return Wanted(0)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         h_BH = h_BH.detach().requires_grad_()

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal, Wanted
 from dni_runtime.core.interfaces.local import Local, LocalOptions
 from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
 from dni_runtime.errors import SpecError
@@ -45,8 +45,8 @@ class Mixed(GradientInterface):
         self.store = self.synthetic.store
 
     @classmethod
-    def gradient_every(cls, options: MixedOptions) -> int:
-        return Synthetic.gradient_every(options.synthetic)
+    def wants(cls, options: MixedOptions) -> Wanted:
+        return Synthetic.wants(options.synthetic)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         predicted = self.synthetic.signal(h_BH, y_BY)

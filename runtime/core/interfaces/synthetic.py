@@ -10,11 +10,11 @@ from pydantic import Field
 from torch import Tensor
 
 from dni_runtime.core.interfaces.base import (
-    MARGIN,
     Boundary,
     GradientInterface,
     LateSignal,
     Signal,
+    Wanted,
 )
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers import build_synthesizer
@@ -32,8 +32,11 @@ class SyntheticOptions(Frozen):
         conditioned: Whether the synthesizer sees the label (cDNI).
         optimizer: The synthesizer's optimizer.
         scale: Factor on the predicted gradient.
-        learn_every: Learn from the true gradient of every so-many-th batch; the module downstream
-            does not compute the others (the paper's sparse updates, sec. 3.1).
+        bootstrapped: Learn from what the module downstream computes at once from its own synthetic
+            gradient, as in the paper (sec. 2.1), instead of the true gradient. That comes sooner,
+            but teaches the errors made downstream, too.
+        learn_every: Learn from the gradient of every n-th batch; the module downstream does not
+            compute the others (the paper's sparse updates, sec. 3.1).
         store: Batches kept for late gradients (default: as many as they may be late, and a margin).
     """
 
@@ -41,6 +44,7 @@ class SyntheticOptions(Frozen):
     conditioned: bool = True
     optimizer: Choice = Choice(name="Adam", args={"lr": 0.001})
     scale: float = Field(default=1.0, gt=0)
+    bootstrapped: bool = False
     learn_every: int = Field(default=1, ge=1)
     store: int | None = Field(default=None, ge=1, le=1 << 16)
 
@@ -61,14 +65,14 @@ class Synthetic(GradientInterface):
             loss=ChainLoss(boundary.loss, boundary.prediction, boundary.label),
         )
         self.options = options
-        self.store = options.store or -(-(boundary.late + MARGIN) // options.learn_every)
+        self.store = options.store
         self._optimizer = build_optimizer(
             options.optimizer, self.synthesizer.parameters(), ("optimizer",)
         )
 
     @classmethod
-    def gradient_every(cls, options: SyntheticOptions) -> int:
-        return options.learn_every
+    def wants(cls, options: SyntheticOptions) -> Wanted:
+        return Wanted(options.learn_every, bootstrapped=options.bootstrapped)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         with torch.no_grad():
@@ -78,7 +82,7 @@ class Synthetic(GradientInterface):
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
-        """One step of the synthesizer's lesson."""
+        """One step along the gradient of the synthesizer's lesson."""
         predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
         if measure and predicted_BH is None:
             with torch.no_grad():

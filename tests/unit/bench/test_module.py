@@ -52,7 +52,7 @@ def test_every_interface(interface: str, tmp_path: Path) -> None:
     a = costs(tmp_path, interface)[0]
     assert a.step_us.low > 0
     assert (a.learn_us.low > 0) == (interface == "mixed")
-    assert (a.signal_us.low > 0) == (interface != "delayed")
+    assert (a.signal_us.low > 0) == (interface in ("mixed", "local"))
 
 
 def test_only_one(tmp_path: Path) -> None:

@@ -27,6 +27,25 @@ def test_init_overwrites_nothing(dnictl: Dnictl, folder: Path) -> None:
     assert (folder / "chain.yaml").read_text() == "mine"
 
 
+def test_a_template_may_have_programs(dnictl: Dnictl, folder: Path) -> None:
+    (folder / "models").mkdir()
+    result = dnictl("init", "--template", "lm", "models/first.yaml")
+    assert result.code == 0
+    written = ["first.yaml", "generate.py", "lm.py"]
+    assert result.out.splitlines() == [f"wrote models/{name}" for name in written]
+    assert sorted(entry.name for entry in (folder / "models").iterdir()) == written
+
+
+@pytest.mark.parametrize("existing", ["chain.yaml", "generate.py", "lm.py"])
+def test_a_template_is_written_as_a_whole(dnictl: Dnictl, folder: Path, existing: str) -> None:
+    (folder / existing).write_text("mine")
+    result = dnictl("init", "--template", "lm")
+    assert result.code == 64
+    assert f"'{existing}' exists already" in result.err
+    assert [entry.name for entry in folder.iterdir()] == [existing]
+    assert (folder / existing).read_text() == "mine"
+
+
 def test_validate(dnictl: Dnictl, write_chain: WriteChain) -> None:
     path = write_chain()
     result = dnictl("validate", path)

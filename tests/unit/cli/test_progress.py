@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
 
 from dni_runtime.launch.records import Record
+from dni_runtime.rundir import append_line
 from dnictl.progress import progress
 from tests.unit.cli.conftest import ended
 
@@ -22,6 +24,24 @@ def closing(file: TextIO) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):  # what could not be written is tried once more
             file.close()
+
+
+def test_the_test_set_gets_a_line(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
+    state = ended(record, "running", 0)
+    with progress(record) as show:
+        show(state)
+        line = {"module": "top", "attempt": 1, "epoch": 2, "step": 46, "samples": 360}
+        for kind, accuracy in (("eval", 0.9), ("test", 0.8)):
+            line |= {"kind": kind, "time": time.time(), "loss": 0.5, "accuracy": accuracy}
+            append_line(record.run.metrics("top"), line)
+        state.phase = "finished"
+        show(state)
+        show(state)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "small-1: finished",
+        "epoch 2/2: accuracy 90.00 %, loss 0.5",
+        "test: accuracy 80.00 %, loss 0.5",
+    ]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dni_runtime.launch.figures import ModuleFigures, RunFigures
-from dnictl.show import modules_table, waits
+from dnictl.show import chain_line, modules_table, waits
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,28 @@ def test_the_reason_that_matters(waiting: Mapping[str, float], shown: str) -> No
     assert waits(waiting) == shown
 
 
+def run_figures(*modules: ModuleFigures, **more: Any) -> RunFigures:
+    figures: dict[str, Any] = {
+        "run": "r", "path": "", "chain": "c", "backend": "process", "state": "running",
+        "attempt": 1, "created": 0, "started": 0, "ended": None, "exit_code": None, "error": None,
+        "epoch": 1, "epochs": 2, "step": 3, "total_steps": None, "accuracy": 0.5, "loss": 1,
+        "evaluations": (), "samples_per_s": None, "eta_s": None, "modules": modules,
+    }  # fmt: skip
+    return RunFigures(**figures | more)
+
+
+@pytest.mark.parametrize(
+    ("test", "shown"),
+    [
+        (None, "epoch 1/2, accuracy 50.00 %"),
+        ({"accuracy": 0.4, "loss": 2.0}, "epoch 1/2, accuracy 50.00 %, test accuracy 40.00 %"),
+        ({"mae": 3.0, "loss": 2.0}, "epoch 1/2, accuracy 50.00 %, test loss 2.0"),
+    ],
+)
+def test_the_chain_in_one_line(test: dict[str, float] | None, shown: str) -> None:
+    assert chain_line(run_figures(test=test)) == shown
+
+
 def test_a_wide_row_fits_into_100_columns() -> None:
     busy = ModuleFigures(
         "lower-half", "stopping", 1, step=1_234_567, samples_per_s=123_456.0, loss=0.001234,
@@ -31,12 +54,7 @@ def test_a_wide_row_fits_into_100_columns() -> None:
         waiting={"gradient": 1.0},
     )  # fmt: skip
     tail = ModuleFigures("tail", "running", 1, step=3)
-    figures = RunFigures(
-        run="r", path="", chain="c", backend="process", state="running", attempt=1, created=0,
-        started=0, ended=None, exit_code=None, error=None, epoch=1, epochs=2, step=3,
-        total_steps=None, accuracy=0.5, loss=1, evaluations=(), samples_per_s=None, eta_s=None,
-        modules=(busy, tail),
-    )  # fmt: skip
+    figures = run_figures(busy, tail)
     console = Console(width=100, highlight=False)
     with console.capture() as captured:
         console.print(modules_table(figures))

@@ -42,7 +42,8 @@ for text in {specs!r}:
     if step.interface is not None:
         step.late_gradient(1, torch.ones_like(h))
     assert step.batches == 1
-    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    for one in step.optimization.optimizers.values():
+        one.load_state_dict(one.state_dict())
 print(real(), "sympy" in sys.modules)
 """
     specs = [worker.to_json() for worker in small(interface)]

@@ -132,7 +132,7 @@ def test_gradients_upstream_are_per_sample(small: Any) -> None:
 
 def test_bootstrapped_gradient_comes_from_the_modules_own_signal(small: Any) -> None:
     """What goes up is the module's Jacobian applied to its own prediction."""
-    step = ModuleStep(small("synthetic")[1])
+    step = ModuleStep(small("{synthetic: {bootstrapped: true}}")[1])
     interface = step.interface
     assert isinstance(interface, Synthetic)
     nn.init.normal_(interface.synthesizer.out.weight)

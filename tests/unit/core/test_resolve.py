@@ -61,8 +61,45 @@ def test_how_late_gradients_may_be() -> None:
         return [worker.late for worker in worker_specs(chain, INFO)]
 
     window = LinksSpec().window
-    assert late("mixed") == [window, window, 0]
-    assert late("delayed") == [2 * window, window, 0], "it passes the delay of the module below"
+    for interface in ("mixed", "delayed", "exact"):
+        assert late(interface) == [2 * window, window, 0], "true gradients come link by link"
+    assert late("{synthetic: {bootstrapped: true}}") == [window, window, 0]
+
+
+def test_what_modules_send_up() -> None:
+    def sent(*interfaces: str) -> list[tuple[int, bool, bool]]:
+        a, b = interfaces
+        text = CHAIN.replace("interface: mixed", f"interface: {a}")
+        chain = parse_chain(text.replace("- name: b\n", f"- name: b\n    interface: {b}\n"))
+        specs = worker_specs(chain, INFO)
+        assert specs[0].gradients_in == specs[1].gradients_out
+        assert specs[1].gradients_in == specs[2].gradients_out
+        return [(s.gradients_out, s.bootstrapped_out, s.awaited_out) for s in specs[1:]]
+
+    bootstrapped = "{synthetic: {bootstrapped: true}}"
+    assert sent("mixed", "mixed") == [(1, False, False)] * 2
+    assert sent("delayed", "mixed") == [(1, False, True)] * 2, "true ones pass any interface"
+    assert sent("delayed", "none") == [(1, False, True)] * 2
+    assert sent("local", "delayed") == [(0, False, False), (1, False, True)]
+    assert sent(bootstrapped, "mixed") == [(1, True, False), (1, False, False)]
+    assert sent(bootstrapped, "local") == [(1, True, False), (0, False, False)]
+    assert sent(bootstrapped, "exact")[0] == (1, False, False), "it has no signal of its own"
+    every = "{synthetic: {learn_every: %d}}"
+    assert sent(every % 6, every % 4) == [(6, False, False), (2, False, False)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [("4", "8", "different numbers of micro-batches: 4, 8"), ("128", "128", "two samples")],
+)
+def test_micro_batches_are_the_whole_chains(first: str, second: str, message: str) -> None:
+    text = CHAIN.replace("interface: mixed", f"interface: {{exact: {{micro_batches: {first}}}}}")
+    text = text.replace(
+        "- name: b\n", f"- name: b\n    interface: {{delayed: {{micro_batches: {second}}}}}\n"
+    )
+    with pytest.raises(SpecError, match=message) as caught:
+        worker_specs(parse_chain(text), INFO)
+    assert caught.value.location[0] == "modules"
 
 
 def test_one_changed_layer_changes_one_hash() -> None:

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
-from dni_runtime.data import DataSource, open_data
+from dni_runtime.data import DataSource, describe, open_data
 from dni_runtime.data.memory import MemorySplit
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
@@ -110,6 +113,11 @@ def test_less_than_one_batch_is_an_error(samples: int, keywords: dict[str, objec
         source(samples, **keywords)
 
 
+def test_too_few_samples_show_before_anything_is_loaded() -> None:
+    with pytest.raises(DataError, match="1437 training samples do not fill one batch of 2000"):
+        describe(DataSpec(batch_size=2000, drop_last=True), Path())
+
+
 def test_limits() -> None:
     one = source(train_limit=6, eval_limit=3)
     assert (one.info.train_samples, one.info.eval_samples) == (6, 3)
@@ -123,6 +131,95 @@ def test_evaluation_reads_all_in_order() -> None:
     assert labels(one.eval_batches()) == [[0, 1, 2], [3, 4, 5], [6]]
     assert len(list(source(evaluation=17).eval_batches())) == 2  # four training batches each
     assert list(source(evaluation=0).eval_batches()) == []
+
+
+@given(
+    samples=st.integers(2, 120),
+    tested=st.integers(0, 20),
+    validation=st.integers(1, 60) | st.floats(0.01, 0.9),
+    limit=st.none() | st.integers(2, 120),
+    streams=st.booleans(),
+    epoch=st.integers(0, 9),
+)
+def test_the_last_training_samples_are_held_out(
+    samples, tested, validation, limit, streams, epoch
+) -> None:
+    keywords = {"batch_size": 1, "eval_batch_size": 3, "train_limit": limit, "streams": streams}
+    held = validation if isinstance(validation, int) else max(int(samples * validation), 1)
+    assume(held < samples)
+    one = source(samples, tested, validation=validation, **keywords)
+    left = min(samples - held, limit or samples)
+    assert one.has_test
+    assert (one.info.train_samples, one.info.eval_samples) == (left, held)
+    assert one.info.test_samples == tested
+    train = [y for (y,) in labels(one.train_batches(epoch))]
+    assert sorted(train) == list(range(left))
+
+    def read(batches: object) -> list[int]:
+        found = labels(batches)
+        ordered = zip(*found, strict=True) if streams else found
+        return [y for row in ordered for y in row]
+
+    rows = min(held, 3) if streams else 1
+    assert read(one.eval_batches()) == list(range(samples - held, samples - held % rows))
+    rows = min(tested, 3) or 1 if streams else 1
+    assert read(one.test_batches()) == list(range(tested - tested % rows))
+
+
+def test_without_validation_there_is_no_test_set() -> None:
+    one = source()
+    assert not one.has_test
+    assert one.info.test_samples is None
+    assert list(one.test_batches()) == []
+
+
+@pytest.mark.parametrize("validation", [0, -1, 1.0, 0.0, 1.5, True, "some", [1]])
+def test_a_validation_part_is_a_number_or_a_share(validation: object) -> None:
+    with pytest.raises(ValidationError, match="neither a number of samples nor a share below 1"):
+        DataSpec.model_validate({"validation": validation})
+
+
+@pytest.mark.parametrize("validation", [10, 11])
+def test_a_validation_part_that_leaves_nothing(validation: int) -> None:
+    with pytest.raises(DataError, match=rf"{validation} of 10 training samples: none.*\n.*valid"):
+        source(10, validation=validation)
+    spec = DataSpec(validation=1500)
+    with pytest.raises(DataError, match="1500 of 1437 training samples"):
+        describe(spec, Path())
+    assert describe(DataSpec(validation=0.25), Path()).eval_samples == 359
+
+
+@given(
+    samples=st.integers(1, 200),
+    rows=st.integers(1, 9),
+    eval_rows=st.integers(1, 9),
+    epoch=st.integers(0, 99),
+    data=st.data(),
+)
+def test_streams_go_on_from_batch_to_batch(samples, rows, eval_rows, epoch, data) -> None:
+    assume(samples >= rows)
+    keywords = {"streams": True, "batch_size": rows, "eval_batch_size": eval_rows}
+    one = source(samples, samples, **keywords)
+    batches = labels(one.train_batches(epoch))
+    length = samples // rows
+    assert one.train_batch_count == length
+    assert batches == [[b * length + k for b in range(rows)] for k in range(length)]
+    start = data.draw(st.integers(0, length))
+    assert labels(one.train_batches(epoch, start)) == batches[start:]
+    streams = list(zip(*labels(one.eval_batches()), strict=True))
+    assert len(streams) == min(eval_rows, samples)
+    read = [number for stream in streams for number in stream]
+    assert read == list(range(len(read)))
+    assert samples - len(read) < len(streams)
+
+
+def test_streams_are_not_shuffled() -> None:
+    with pytest.raises(ValidationError, match="streams keep the data's order"):
+        DataSpec(streams=True, shuffle=True)
+    spec = DataSpec(streams=True, shuffle=False)
+    assert DataSpec(streams=True) == spec == DataSpec.model_validate_json(spec.model_dump_json())
+    with pytest.raises(DataError, match=r"3 training samples .* of 4 \(.*streams: true\)"):
+        source(3, streams=True)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"normalize": False}, {"shuffle": False}])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dni_runtime.data import describe, locate, open_data
-from dni_runtime.data.user import _read_ahead
+from dni_runtime.data.ahead import in_thread
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataSpec, TensorSpec
 
@@ -233,7 +233,7 @@ def test_reads_ahead_while_a_batch_is_in_use() -> None:
             made.release()
             yield torch.tensor(number), torch.tensor(number)
 
-    ahead = _read_ahead(batches(), 3)
+    ahead = in_thread(batches(), 3)
     assert int(next(ahead)[0]) == 0
     for _ in range(5):  # the batch in use, three in the queue, one in the thread's hand
         assert made.acquire(timeout=10)

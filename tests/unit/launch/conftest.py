@@ -103,7 +103,7 @@ def prepared(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) 
     source = folder / "layers.py"
     source.write_text("pass\n")
     info = DataInfo(sample=workers[0].input, label=workers[0].label, classes=8, train_samples=1000)
-    return Prepared(path, chain, chain, info, None, workers, {"pkg/layers.py": source})
+    return Prepared(path, chain, chain, info, None, workers, {"pkg/layers.py": source}, {})
 
 
 @pytest.fixture

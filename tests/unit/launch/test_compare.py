@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,13 @@ def test_rows() -> None:
     assert (mixed.reached, mixed.trials, mixed.target_s) == (2, 2, 3.0)  # 4 s and 2 s
     assert (none.reached, none.target_s) == (1, None)
     assert backprop.samples_per_s == 100.5
+
+
+def test_the_test_set_has_a_figure_of_its_own() -> None:
+    tested = [replace(one, test=test) for one, test in zip(TRIALS[:2], (0.8, 0.7), strict=True)]
+    (row,) = summarize(tested, "accuracy", None)
+    assert (row.mean, row.test) == (pytest.approx(0.91), pytest.approx(0.75))
+    assert summarize(TRIALS, "accuracy", None)[0].test is None
 
 
 def test_a_loss_falls_to_its_target() -> None:

@@ -32,11 +32,13 @@ def train(record: Record, module: str, when: float, step: int, **more: Any) -> N
     )  # fmt: skip
 
 
-def evaluation(record: Record, when: float, epoch: int, accuracy: float, attempt: int = 1) -> None:
+def evaluation(
+    record: Record, when: float, epoch: int, accuracy: float, attempt: int = 1, kind: str = "eval"
+) -> None:
     append_line(
         record.run.metrics("top"),
         {
-            "time": when, "module": "top", "attempt": attempt, "kind": "eval", "id": 9,
+            "time": when, "module": "top", "attempt": attempt, "kind": kind, "id": 9,
             "epoch": epoch, "step": 8 * epoch, "loss": 1.0, "accuracy": accuracy, "samples": 100,
         },
     )  # fmt: skip
@@ -128,6 +130,24 @@ def test_after_a_resume_what_is_said_last_counts(record: Record, state: RunState
     evaluation(record, now, 2, 0.9, attempt=2)
     figures = Gauge(record).read()
     assert [(one["epoch"], one["accuracy"]) for one in figures.evaluations] == [(1, 0.1), (2, 0.9)]
+
+
+def test_the_test_set_has_a_figure_of_its_own(record: Record, state: RunState) -> None:
+    now = time.time()
+    evaluation(record, now, 3, 0.8)
+    assert Gauge(record).read().test is None
+    evaluation(record, now + 1, 3, 0.7, kind="test")
+    gauge = Gauge(record)
+    figures = gauge.read()
+    assert (figures.accuracy, len(figures.evaluations)) == (0.8, 1)
+    assert figures.test is not None
+    assert (figures.test["accuracy"], figures.test["epoch"]) == (0.7, 3)
+    evaluation(record, now + 2, 2, 0.6, attempt=2)  # resumed from before
+    assert gauge.read().test is None
+    evaluation(record, now + 3, 2, 0.5, attempt=2, kind="test")
+    again = gauge.read().test
+    assert again is not None
+    assert again["accuracy"] == 0.5
 
 
 def test_an_earlier_attempts_pace_does_not_count(record: Record, state: RunState) -> None:

@@ -158,5 +158,5 @@ def test_restarts_are_those_of_the_chain(chain: ChainSpec, workers: tuple[Worker
     plan = plan_of(chain, workers)
     rules = RestartPlan(policy="on-failure", limit=10, backoff_s=0.5, healthy_s=60)
     assert plan.restart == rules
-    waits = (workers[0].model_copy(update={"blocks": True}), *workers[1:])
+    waits = (workers[0].model_copy(update={"max_late": 0}), *workers[1:])
     assert plan_of(chain, waits).restart == replace(rules, scope="chain")

@@ -60,6 +60,8 @@ def test_tags() -> None:
     line = {"time": 1.0, "kind": "eval", "step": 2, "samples": 9, "loss": None, "accuracy": 0.5}
     assert scalars(line, early=True) == {"head/accuracy": 0.5}
     assert scalars(line, early=False) == {"eval/accuracy": 0.5}
+    assert scalars(line | {"kind": "test"}, early=True) == {"head/test_accuracy": 0.5}
+    assert scalars(line | {"kind": "test"}, early=False) == {"test/accuracy": 0.5}
     assert scalars({"kind": "start", "time": 1.0}, early=False) == {}
 
 

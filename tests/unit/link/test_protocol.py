@@ -18,7 +18,7 @@ from dni_runtime.link.handshake import Hello
 from dni_runtime.link.receiver import JUMP_LIMIT, Receiver
 from dni_runtime.link.sender import SIZES_KEPT, Sender, State
 from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
-from dni_runtime.wire import ID_LIMIT, Buffer, Kind, Mark, Message, TensorEntry, encode
+from dni_runtime.wire import ID_LIMIT, Body, Buffer, Kind, Mark, Message, TensorEntry, encode
 
 MakeSpec = Callable[..., WorkerSpec]
 PEER = b"\x00peer"
@@ -293,6 +293,29 @@ def test_gaps_are_accepted_and_counted(pair: Pair) -> None:
     pair.down(encode(batch(4)))
     assert pair.got == [4]
     assert pair.receiver.counters.gaps == 3
+
+
+@pytest.mark.parametrize("part", [[0, 2], [1, 3], [4, 9]])
+def test_parts_of_a_batch(pair: Pair, part: list[Body]) -> None:
+    pair.down(encode(batch(1, body={"part": part})))
+    assert pair.got == [1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"part": [2, 3]},  # two samples from the third one on
+        {"part": [3, 3]},
+        {"part": [-1, 3]},
+        {"part": [0]},
+        {"part": [0, 2.0]},
+        {"part": None},
+        {"part": [0, 2], "more": 1},
+        {"other": [0, 2]},
+    ],
+)
+def test_parts_that_cannot_be(pair: Pair, body: dict[str, Body]) -> None:
+    assert refused(pair, encode(batch(1, body=body))) == "body"
 
 
 def test_gradients_reach_the_module_and_acknowledge(pair: Pair) -> None:

@@ -167,7 +167,7 @@ bodies = st.dictionaries(
     source=name,
     id=st.integers(1, (1 << 63) - 1),
     epoch=st.integers(0, (1 << 31) - 1),
-    mark=st.integers(1, 31),
+    mark=st.integers(1, 127),
     body=bodies,
 )
 def test_markers_round_trip(
@@ -298,9 +298,9 @@ BIG = bytes((1 << 12) + 1)
         pytest.param(with_field(BATCH, 5, -1), "header", id="negative epoch"),
         pytest.param(with_field(BATCH, 6, 3), "header", id="unknown mode"),
         pytest.param(with_field(BATCH, 7, 1), "kind", id="batch with mark"),
-        pytest.param(with_field(BATCH, 7, 64), "header", id="unknown mark"),
+        pytest.param(with_field(BATCH, 7, 128), "header", id="unknown mark"),
         pytest.param(with_field(BATCH, 8, 1), "kind", id="batch with ack"),
-        pytest.param(with_field(BATCH, 10, {"a": 1}), "kind", id="batch with body"),
+        pytest.param(with_field(EXAMPLES[6], 10, {"a": 1}), "kind", id="acknowledgement with body"),
         pytest.param(with_field(BATCH, 10, []), "header", id="array as body"),
         pytest.param(with_field(EXAMPLES[4], 7, 0), "kind", id="marker without mark"),
         pytest.param(with_field(EXAMPLES[4], 10, {"a": b"x"}), "header", id="bytes in body"),

@@ -46,7 +46,7 @@ def train(step: ModuleStep, count: int) -> None:
         h = step.forward(id, x)
         step.update(x[:, :3].argmax(1))
         step.late_gradient(id, torch.tanh(h))
-    step.end_epoch()
+    step.optimization.end_epoch()
 
 
 def test_training_goes_on_exactly(worker: WorkerSpec, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_a_schedule_of_milestones_goes_on(worker: WorkerSpec, tmp_path: Path) ->
     rates = []
     for _ in range(2):
         train(second, 2)
-        assert second.optimizer is not None
-        rates.append(second.optimizer.param_groups[0]["lr"])
+        optimizer = second.optimization.optimizers["module"]
+        rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.01, 0.001])
 
 

@@ -19,8 +19,8 @@ from dni_runtime.errors import StoppedError
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
+from dni_runtime.worker.idle import ReplayBuffer
 from dni_runtime.worker.metrics import LinkFigures, Meter
-from dni_runtime.worker.replay import ReplayBuffer
 
 CHAIN = """\
 name: small
@@ -125,7 +125,7 @@ def test_no_line_without_training(worker: Worker, clock: Clock) -> None:
 
 
 def test_ages_and_losses_of_gradients(worker: Worker) -> None:
-    store = worker.step.interface.store if worker.step.interface else 0
+    store = worker.step.store
     for _ in range(4):
         worker.train()
     worker.late(1)
@@ -292,7 +292,7 @@ def test_a_batch_is_trained_on_again(index: int) -> None:
     assert step.replays
     step.replay(*chosen)
     assert any(not torch.equal(a, b) for a, b in zip(before, step.layers.parameters(), strict=True))
-    assert (step._stored, buffer.replayed) == ({}, 1)
+    assert (step.waiting, step.batches, buffer.replayed) == (0, 0, 1)
 
 
 def test_who_waits_for_gradients_does_not_train_again() -> None:

@@ -130,10 +130,10 @@ def test_a_schedule_of_batches_catches_up(run: RunDir) -> None:
     write(run, spec, snapshot=17, step=15)
     Ledger(run.ledger("b"), Counts(id=21, step=18)).close()
     step = ModuleStep(spec)
-    assert step.schedule is not None
+    (schedule,) = step.optimization.schedules
     _, ledger = begin("own", spec, run, step, ["a", "b", "c"])
     ledger.close()
-    assert step.schedule.last_epoch == 3
+    assert schedule.last_epoch == 3
     assert ledger.counts.step == 18
 
 

@@ -11,25 +11,34 @@ import torch
 from dni_runtime.data import open_data
 from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker.stream import Item, Position, items
+from dni_runtime.worker.stream import Item, Position, Stream, items
 
 DATA = DataSpec(dataset="digits", flatten=True, batch_size=64, train_limit=200, eval_limit=100)
 
 
+TESTED = DATA.model_copy(update={"validation": 300, "eval_batch_size": 90})
+
+
 def role(
-    epochs: int = 2, steps: int | None = None, eval_every: int = 1, every_steps: int | None = None
+    epochs: int = 2,
+    steps: int | None = None,
+    eval_every: int = 1,
+    every_steps: int | None = None,
+    micro_batches: int = 1,
+    data: DataSpec = DATA,
 ) -> HeadRole:
     return HeadRole(
-        data=DATA,
+        data=data,
         epochs=epochs,
         steps=steps,
         eval_every=eval_every,
         checkpoint=CheckpointSpec(every_steps=every_steps),
+        micro_batches=micro_batches,
     )
 
 
 def run(given: HeadRole, start: Position | None = None) -> list[Item]:
-    source = open_data(DATA, Path(), seed=1)
+    source = open_data(given.data, Path(), seed=1)
     return list(items(source, given) if start is None else items(source, given, start))
 
 
@@ -64,8 +73,62 @@ def test_checkpoints_between_batches() -> None:
     ]
 
 
+@pytest.mark.parametrize("data", [DATA, TESTED])
+def test_an_early_end(data: DataSpec) -> None:
+    """No training batch follows, but the test set and the end."""
+    source = open_data(data, Path(), seed=1)
+    stream = Stream(source, role(epochs=9, data=data))
+    seen = [next(stream) for _ in range(10)]
+    stream.end()
+    rest = list(stream)
+    tests = ["2 eval", "1 TEST"] if data is TESTED else []
+    assert shape(rest) == [*tests, "1 CHECKPOINT|END"]
+    assert rest[-1].position.step == seen[-1].position.step
+    for number, item in enumerate(rest[:-1]):
+        again = list(items(source, role(epochs=9, data=data), item.position))
+        assert shape(again) == shape(rest[number + 1 :])
+
+
+def test_a_checkpoint_before_each_evaluation() -> None:
+    given = role(epochs=3, eval_every=2).model_copy(update={"selects": True})
+    markers = [item.mark for item in run(given) if item.x_BX is None]
+    assert [Mark.CHECKPOINT in mark for mark in markers if Mark.EPOCH in mark] == [True] * 3
+
+
+def test_batches_in_parts() -> None:
+    whole, cut = run(role(epochs=1)), run(role(epochs=1, micro_batches=4))
+    assert shape(cut)[0] == "16 train"
+    parts = [item for item in cut if item.part is not None]
+    assert [item.part.samples for item in parts if item.part] == [64] * 12 + [8] * 4
+    batches = [item.x_BX for item in whole if item.mode is Mode.TRAIN and item.x_BX is not None]
+    assert torch.equal(torch.cat([i.x_BX for i in parts if i.x_BX is not None]), torch.cat(batches))
+    steps = [item.position.step for item in parts]
+    assert steps == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
+
+
+def test_the_test_set_comes_once_at_the_end() -> None:
+    stream = run(role(data=TESTED))
+    assert shape(stream) == [
+        *("4 train", "1 EPOCH|CHECKPOINT", "4 eval", "1 EVAL"),
+        *("4 train", "1 EPOCH", "4 eval", "1 EVAL", "2 eval", "1 TEST", "1 CHECKPOINT|END"),
+    ]
+    digits = open_data(DATA, Path(), seed=1)
+    tested = torch.cat([item.y_BY for item in stream[-4:-2] if item.y_BY is not None])
+    assert torch.equal(tested, torch.cat([y for _, y in digits.eval_batches()]))
+    within = shape(run(role(epochs=9, steps=5, eval_every=9, data=TESTED)))
+    assert within[-4:] == ["1 EVAL", "2 eval", "1 TEST", "1 CHECKPOINT|END"]
+    assert "1 TEST" not in shape(run(role(eval_every=0, data=TESTED)))
+
+
 @pytest.mark.parametrize(
-    "given", [role(every_steps=2), role(epochs=3, steps=7), role(eval_every=2)]
+    "given",
+    [
+        role(every_steps=2),
+        role(epochs=3, steps=7),
+        role(eval_every=2),
+        role(data=TESTED),
+        role(every_steps=2, micro_batches=4),
+    ],
 )
 def test_goes_on_exactly_after_any_item(given: HeadRole) -> None:
     whole = run(given)

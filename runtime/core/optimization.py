@@ -1,0 +1,254 @@
+"""From a module's gradients to its weights: optimizers, clipping, schedules, averages."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from dni_runtime.core.choices import Location, check_keywords, find_class
+from dni_runtime.core.training import (
+    OPTIMIZERS,
+    build_optimizer,
+    build_schedule,
+    sparse_parameters,
+)
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import GroupSpec, WorkerSpec
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    *((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()),
+)
+
+
+class Optimization:
+    """What updates a module's weights.
+
+    Gradients are summed up in ``Tensor.grad`` between updates.
+
+    Args:
+        spec: The module.
+        layers: Its layers, with ``requires_grad`` as it is to be.
+        predicts: Whether :meth:`ahead` will be used.
+
+    Attributes:
+        optimizers: By name, the module's own first; none where nothing is trained.
+        schedules: One for each optimizer, where there is a schedule.
+        average: The exponential moving average of the weights, where one is kept.
+        parameters: What is trained.
+        gathered: Batches whose gradients are summed up for the next update.
+        version: Another number whenever the weights are others.
+
+    Raises:
+        SpecError: An optimizer or schedule cannot be made, or a group matches nothing.
+    """
+
+    def __init__(self, spec: WorkerSpec, layers: nn.Module, *, predicts: bool = False) -> None:
+        self._spec = spec
+        self._layers = layers
+        self.parameters = [p for p in layers.parameters() if p.requires_grad]
+        self.optimizers = build_optimizers(spec, layers)
+        self.schedules = [
+            build_schedule(spec.schedule, optimizer, ("schedule",))
+            for optimizer in self.optimizers.values()
+            if spec.schedule is not None
+        ]
+        self.average: AveragedModel | None = None
+        if spec.ema is not None and self.parameters:
+            self.average = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(spec.ema))  # type: ignore[no-untyped-call]  # torch has none
+        self.gathered = self.version = 0
+        self._predicts = predicts
+        self._before: list[Tensor] | None = None
+
+    def update(self) -> None:
+        """A batch's gradient is complete: update the weights, once in ``accumulate`` batches."""
+        self.gathered += 1
+        if self.gathered < self._spec.accumulate or not self.parameters:
+            return
+        if self.gathered > 1:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.div_(self.gathered)
+        self.gathered = 0
+        clip = self._spec.clip
+        if clip.value is not None:
+            clip_grad_value_(self.parameters, clip.value)
+        if clip.norm is not None:
+            clip_grad_norm_(self.parameters, clip.norm)
+        if self._predicts:
+            self._remember()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        if self.average is not None:
+            self.average.update_parameters(self._layers)
+
+    def end_batch(self) -> None:
+        """Step schedules that count batches."""
+        if self._spec.schedule_every == "batch":
+            self._step_schedules(1)
+
+    def end_epoch(self) -> None:
+        """Step schedules that count epochs."""
+        if self._spec.schedule_every == "epoch":
+            self._step_schedules(1)
+
+    def pass_over(self, batches: int) -> None:
+        """Step schedules that count batches, for those that were trained on elsewhere."""
+        if self._spec.schedule_every == "batch":
+            self._step_schedules(batches)
+
+    @contextlib.contextmanager
+    def ahead(self, updates: int) -> Iterator[None]:
+        """Use the weights that are expected after so many more updates like the newest one.
+
+        For Adam and for SGD with momentum that is the prediction of SpecTrain (Chen et al. 2018,
+        arXiv:1809.02839, eq. 4): their steps follow a mean of gradients that changes slowly.
+        """
+        if not updates or self._before is None:
+            yield
+            return
+        now = [p.detach().clone() for p in self.parameters]
+        with torch.no_grad():
+            for p, before in zip(self.parameters, self._before, strict=True):
+                p.mul_(1 + updates).sub_(before, alpha=updates)
+        self.version += 1
+        try:
+            yield
+        finally:
+            self.version += 1
+            with torch.no_grad():
+                for p, own in zip(self.parameters, now, strict=True):
+                    p.copy_(own)
+
+    def _remember(self) -> None:
+        if self._before is None:
+            self._before = [p.detach().clone() for p in self.parameters]
+        with torch.no_grad():
+            for before, p in zip(self._before, self.parameters, strict=True):
+                before.copy_(p)
+
+    def _step_schedules(self, count: int) -> None:
+        with warnings.catch_warnings():
+            # A restarted module catches up before its optimizer's first step.
+            warnings.filterwarnings("ignore", "Detected call of", UserWarning)
+            for schedule in self.schedules:
+                for _ in range(count):
+                    schedule.step()
+
+
+def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer]:
+    """The optimizers of a module: its own, and one for each group that has another.
+
+    Raises:
+        SpecError: An optimizer cannot be made, or a group matches no parameter.
+    """
+    left = {name: p for name, p in layers.named_parameters() if p.requires_grad}
+    if not left:
+        return {}
+    kinds, sparse = _kinds(layers), sparse_parameters(layers)
+    own: list[dict[str, Any]] = []
+    others: dict[str, Optimizer] = {}
+    for number, group in enumerate(spec.groups):
+        at: Location = ("groups", number)
+        taken = [name for name in left if _matches(group, name, kinds)]
+        if not taken:
+            continue
+        params = [left.pop(name) for name in taken]
+        if group.optimizer is None:
+            _check_options(spec, group, at)
+            own.append({"params": params, **group.options})
+        else:
+            others[f"group-{number}"] = build_optimizer(
+                group.optimizer, params, (*at, "optimizer"), sparse=sparse
+            )
+    if left:
+        own.insert(0, {"params": list(left.values())})
+    if not own:
+        return others
+    try:
+        module = build_optimizer(spec.optimizer, own, ("optimizer",), sparse=sparse)
+    except SpecError as error:
+        raise _naming_refused(error, spec, left, sparse) from None
+    return {"module": module, **others}
+
+
+def _naming_refused(
+    error: SpecError, spec: WorkerSpec, named: Mapping[str, nn.Parameter], sparse: Collection[int]
+) -> SpecError:
+    """The error, with the parameters that an optimizer refuses where it takes the others."""
+    refused = []
+    for name, p in named.items():
+        try:
+            build_optimizer(spec.optimizer, [p], sparse=sparse)
+        except SpecError:
+            refused.append(f"{name} ({' x '.join(map(str, p.shape))})")
+    if len(refused) in (0, len(named)):
+        return error
+    return SpecError(
+        f"{error.message}; of module {spec.module!r} it refuses {', '.join(refused[:3])}"
+        + (", …" if len(refused) > 3 else ""),
+        location=error.location,
+        hint="give these an optimizer of their own under 'groups'",
+    )
+
+
+def _check_options(spec: WorkerSpec, group: GroupSpec, at: Location) -> None:
+    """torch takes options that an optimizer does not know without a word."""
+    cls = find_class(spec.optimizer.name, "optimizer", OPTIMIZERS, Optimizer, ("optimizer",))
+    check_keywords(cls, group.options, name=spec.optimizer.name, location=(*at, "options"), given=1)
+
+
+def check_groups(groups: Sequence[GroupSpec], layers: Sequence[nn.Module], at: Location) -> None:
+    """Refuse a group that matches no parameter of any module.
+
+    Raises:
+        SpecError: There is one.
+    """
+    for number, group in enumerate(groups):
+        if not any(
+            _matches(group, name, kinds)
+            for one in layers
+            for kinds in [_kinds(one)]
+            for name, _ in one.named_parameters()
+        ):
+            names = [name for one in layers for name, _ in one.named_parameters()]
+            raise SpecError(
+                f"no parameter matches {', '.join(group.parameters)}",
+                location=(*at, number, "parameters"),
+                hint="kinds are norms, biases, embeddings, vectors and matrices; patterns match "
+                f"names such as {', '.join(names[:4])}",
+            )
+
+
+def _matches(group: GroupSpec, name: str, kinds: dict[str, set[str]]) -> bool:
+    return any(what in kinds[name] or fnmatchcase(name, what) for what in group.parameters)
+
+
+def _kinds(layers: nn.Module) -> dict[str, set[str]]:
+    """What each parameter is, by the words that a group may use."""
+    kinds: dict[str, set[str]] = {}
+    for prefix, layer in layers.named_modules():
+        for name, p in layer.named_parameters(recurse=False):
+            found = {"vectors" if p.dim() < 2 else "matrices" if p.dim() == 2 else "tensors"}
+            if isinstance(layer, _NORMS):
+                found.add("norms")
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+                found = {"embeddings"}
+            if name.startswith("bias") or name.endswith("bias"):
+                found.add("biases")
+            kinds[f"{prefix}.{name}" if prefix else name] = found
+    return kinds

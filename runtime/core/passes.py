@@ -1,0 +1,199 @@
+"""Forward passes, and what is kept of them until their true gradient comes.
+
+Weights change between a forward pass and a gradient that is late. Three ways to go back through
+such a pass (the same in float32 and under autocast, whose copies of weights count as weights):
+
+* ``graph``: the activations of then, the weights of now; the memory of the activations;
+* ``weights``: activations and weights of then (weight stashing, PipeDream, Narayanan et al. 2019,
+  sec. 3.3); a copy of the weights more for each update that is missing;
+* ``input``: the pass is computed again with the weights of now (features replay, Huo et al. 2018,
+  arXiv:1807.04511); the memory of the input, and one more forward pass.
+
+Shapes: B batch, X one sample's input, H its activation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dni_runtime.core.interfaces.base import Keep
+
+
+@dataclass
+class ForwardPass:
+    """A forward pass in train mode.
+
+    Attributes:
+        x_BX: The input; a leaf that requires a gradient where one is wanted for it.
+        h_BH: The activation, with its graph; detached where only the input is kept.
+        random_state: Of torch's generators before the pass, where it may be computed again.
+    """
+
+    x_BX: Tensor
+    h_BH: Tensor
+    random_state: tuple[Tensor, Tensor | None] | None = None
+
+
+class ForwardPasses:
+    """Computes a module's forward passes, so that gradients may go back through them later.
+
+    Args:
+        layers: The module.
+        keep: What is kept of a pass that outlives an update.
+        precision: Type of the matrix products, by torch's name.
+        dtype: Type of the activations.
+        device: Where the module computes.
+        version: Gives a number that is another one whenever the weights are others. (Tensors count
+            their changes themselves, but not those by torch's fused optimizers.)
+    """
+
+    def __init__(
+        self,
+        layers: nn.Module,
+        *,
+        keep: Keep,
+        precision: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        version: Callable[[], int],
+    ) -> None:
+        self._layers = layers
+        self._keep = keep
+        self._precision = precision
+        self._dtype = dtype
+        self._device = device
+        self._version = version
+        self._weights = {_memory(weight) for weight in layers.parameters()}
+        self._stash: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
+
+    def compute(self, x_BX: Tensor, *, grad_x: bool = False, outlives: bool = False) -> ForwardPass:
+        """One forward pass.
+
+        Args:
+            x_BX: The input.
+            grad_x: Whether a gradient is wanted for it.
+            outlives: Whether gradients go back through it after an update of the weights.
+        """
+        if grad_x:
+            x_BX = x_BX.detach().requires_grad_()
+        if outlives and self._keep == "input":
+            state = self._random_state()
+            with torch.no_grad():
+                return ForwardPass(x_BX, self.activation(x_BX), state)
+        with self._hooks() if outlives else contextlib.nullcontext():
+            return ForwardPass(x_BX, self.activation(x_BX))
+
+    def activation(self, x_BX: Tensor, layers: nn.Module | None = None) -> Tensor:
+        """The activation in the contract's type, of the module or of a copy of it."""
+        with self._autocast():
+            return cast("Tensor", (layers or self._layers)(x_BX).to(self._dtype))
+
+    def output(self, kept: ForwardPass) -> Tensor:
+        """The activation of a pass with its graph, computed again where only its input is kept."""
+        if kept.random_state is None:
+            return kept.h_BH
+        with self.without_trace(), self._hooks():  # BatchNorm saves its buffers, which then change
+            self._set_random_state(kept.random_state)
+            return self.activation(kept.x_BX)
+
+    @contextlib.contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Leave buffers (such as BatchNorm's statistics) and random numbers as they are."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._layers.buffers()]
+        state = self._random_state()
+        try:
+            yield
+        finally:
+            self._set_random_state(state)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    def _hooks(self) -> saved_tensors_hooks:
+        """What happens to tensors that autograd saves.
+
+        With hooks autograd does not check whether a saved tensor has changed since.
+        """
+        pack = self._pack_then if self._keep == "weights" else self._pack_now
+        return saved_tensors_hooks(pack, _unpack)
+
+    def _pack_now(self, tensor: Tensor) -> Tensor | _Cast:
+        """Weights are referred to, so that their newest values are found."""
+        weight = self._weight_cast_to(tensor)
+        return tensor.detach() if weight is None else _Cast(weight, tensor)
+
+    def _pack_then(self, tensor: Tensor) -> Tensor | _View:
+        """Weights are copied, once for each of their versions."""
+        weight = self._weight_cast_to(tensor)
+        memory = _memory(tensor if weight is None else weight)
+        if memory not in self._weights:
+            return tensor.detach()
+        key = memory, tensor.dtype, self._version()
+        copy = self._stash.get(key)
+        if copy is None:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copy = self._stash[key] = whole.set_(tensor.detach().untyped_storage()).clone()
+        return _View(copy, tensor)
+
+    def _weight_cast_to(self, tensor: Tensor) -> Tensor | None:
+        """The weight of which autocast has made this copy in another type, if it is one."""
+        base = cast("Tensor", tensor._base) if tensor._is_view() else tensor
+        if type(base.grad_fn).__name__ != "ToCopyBackward0":
+            return None
+        assert base.grad_fn is not None
+        weight = getattr(base.grad_fn.next_functions[0][0], "variable", None)
+        known = weight is not None and _memory(weight) in self._weights
+        return cast("Tensor", weight) if known else None
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._precision is torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._precision)
+
+    def _random_state(self) -> tuple[Tensor, Tensor | None]:
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def _set_random_state(self, state: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._device)
+
+
+class _View:
+    """What autograd had saved of a weight, as a view of that weight's copy."""
+
+    def __init__(self, memory: Tensor, saved: Tensor) -> None:
+        self._memory = memory
+        self._as = saved.size(), saved.stride(), saved.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """The tensor that was saved."""
+        return self._memory.as_strided(*self._as)
+
+
+class _Cast(_View):
+    """What autograd had saved of a weight's copy in another type: the copy is made anew."""
+
+    def __init__(self, weight: Tensor, saved: Tensor) -> None:
+        super().__init__(weight.detach(), saved)
+        self._dtype = saved.dtype
+
+    def tensor(self) -> Tensor:
+        return self._memory.to(self._dtype).as_strided(*self._as)
+
+
+def _unpack(packed: Tensor | _View) -> Tensor:
+    return packed.tensor() if isinstance(packed, _View) else packed
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,160 @@
+"""Making batches ahead of the one in use, in a thread or in processes of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dni_runtime.errors import DniError, WorkerError
+
+_PR_SET_PDEATHSIG = 1
+
+AHEAD = 4
+"""Batches that are read ahead of the one in use."""
+
+LEAVE_S = 2.0
+"""How long processes that are not needed any more may take to leave."""
+
+T = TypeVar("T")
+
+
+def in_thread(batches: Iterator[T], depth: int = AHEAD) -> Generator[T, None, None]:
+    """The same batches, up to ``depth`` of them made ahead by a thread that ends with this.
+
+    What making a batch raises is raised where that batch is asked for.
+    """
+    ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def fill() -> None:
+        try:
+            for batch in batches:
+                if stop.is_set():
+                    return
+                ready.put((batch,))
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=fill, name="dni-data", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+    finally:
+        stop.set()
+        # The thread puts at most one more thing after `stop`, for which this makes room.
+        while not ready.empty():
+            ready.get_nowait()
+        thread.join(timeout=10)
+
+
+def in_processes(
+    make: Callable[[int], T], numbers: range, processes: int, *, seed: int
+) -> Generator[T, None, None]:
+    """What ``make`` gives for each number, in their order, made ahead by processes.
+
+    They are forks of this one and end with it, or with the generator. What ``make`` raises is
+    raised where its result is asked for. Must be used in the main thread.
+
+    Args:
+        make: Called in the processes; its results are tensors, or tuples of them.
+        numbers: What it is called with.
+        processes: How many there are.
+        seed: Of the global random generators of each process.
+
+    Raises:
+        WorkerError: A process has died.
+    """
+    if not numbers:
+        return
+    loader: DataLoader[Any] = DataLoader(
+        _Made(make),
+        batch_size=None,
+        sampler=numbers,
+        num_workers=min(processes, len(numbers)),
+        collate_fn=_as_it_is,
+        worker_init_fn=_Follower(os.getpid()),
+        multiprocessing_context="fork",
+        generator=torch.Generator().manual_seed(seed),
+    )
+    before = set(multiprocessing.active_children())
+    # torch would raise in this thread, wherever it is, when a process dies.
+    handler = signal.getsignal(signal.SIGCHLD)
+    results = iter(loader)
+    signal.signal(signal.SIGCHLD, handler)
+    started = set(multiprocessing.active_children()) - before
+    try:
+        for _ in numbers:
+            try:
+                result = next(results)
+            except (RuntimeError, OSError, EOFError) as error:  # the last two: of its socket
+                if isinstance(error, RuntimeError) and all(one.is_alive() for one in started):
+                    raise
+                raise WorkerError(
+                    f"a process that makes batches ahead has died: {error}",
+                    hint="is there enough memory? each of data.workers takes its own",
+                ) from None
+            if isinstance(result, DniError):
+                raise result
+            yield result
+    finally:
+        killer = threading.Timer(LEAVE_S, _kill, [started])
+        killer.start()
+        del results  # which tells them to leave, and waits for one after the other
+        killer.cancel()
+        killer.join()
+        _kill(started)
+
+
+def _kill(processes: Iterable[BaseProcess]) -> None:
+    for one in processes:
+        one.kill()
+        one.join()
+
+
+class _Made(Dataset[Any]):
+    """What a function gives, as a data set."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return self._make(number)
+        except DniError as error:  # raised, torch would put a traceback into its message
+            return error
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+class _Follower:
+    """Lets a new process end with its parent alone.
+
+    Whoever stops the head may signal all of its processes, as Slurm does; the head needs batches
+    until it has found a place to stop.
+    """
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, number: int) -> None:
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(one, signal.SIG_IGN)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != self._parent:  # it died before prctl
+            os._exit(1)

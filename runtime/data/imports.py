@@ -1,0 +1,64 @@
+"""Importing a user's class from beside ``chain.yaml`` or from an installed package."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import SpecError
+
+
+def import_class(name: str, base: Path, *, what: str, location: Sequence[str | int]) -> type[Any]:
+    """Import ``package.module:Class``.
+
+    Args:
+        name: The import path.
+        base: Folder of ``chain.yaml``; it is looked in first, from here on.
+        what: What the class is, for messages.
+        location: Where the name stands in the spec.
+
+    Raises:
+        SpecError: There is no such module or class, or importing it fails.
+    """
+    module_name, _, attribute = name.partition(":")
+    root = base.resolve()
+    # Like the folder of a script, and left there: the class may import its neighbours later.
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+    looked = f"looked in {root} (the folder of chain.yaml) and in the installed packages"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        raise SpecError(
+            f"{what} {name!r}: there is no module {error.name!r}; {looked}"
+            if own
+            else f"{what} {name!r}: {module_name!r} imports {error.name!r}, which is not there",
+            location=location,
+            hint=None if own else "install it, and list it under image.requirements",
+        ) from None
+    except Exception as error:
+        raise SpecError(
+            f"{what} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
+            location=location,
+        ) from error
+    top = module_name.partition(".")[0]
+    own_file = next(
+        (p for p in (root / f"{top}.py", root / top / "__init__.py") if p.is_file()), None
+    )
+    used = getattr(sys.modules.get(top), "__file__", None)
+    if own_file is not None and used is not None and Path(used).resolve() != own_file.resolve():
+        raise SpecError(
+            f"{what} {name!r}: {own_file} is hidden by {used}, a module of the same name",
+            location=location,
+            hint="give your file another name",
+        )
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        file = getattr(module, "__file__", module_name)
+        raise SpecError(f"{what} {name!r}: {file} has no class {attribute!r}", location=location)
+    return found

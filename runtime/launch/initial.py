@@ -1,0 +1,148 @@
+"""Initial weights from a file or another run, by the names that the original model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from dni_runtime.core.layers import tensors_of
+from dni_runtime.errors import SpecError
+from dni_runtime.rundir import RunDir, complete_cuts, read_json, write_atomic
+from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
+from dni_runtime.spec.load import suggestion
+
+_LAYERS = "layers."
+"""Where a module's own tensors lie in its checkpoint."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file of safetensors.
+
+    Attributes:
+        file: The file.
+        key: Its name there.
+        shape: Its sizes.
+    """
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+
+Found = dict[str, dict[str, Stored]]
+"""For each module that begins with given weights: where each of its tensors lies."""
+
+
+def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) -> Found:
+    """Look for the initial weights that a chain asks for; reads headers only.
+
+    Args:
+        chain: The chain as written.
+        workers: What each worker serves.
+        base: Folder of ``chain.yaml``, where relative paths start.
+
+    Raises:
+        SpecError: A file is missing or unreadable, lacks a tensor, or has one of another shape.
+    """
+    found: Found = {}
+    stored: dict[str, dict[str, Stored]] = {}
+    for worker in workers:
+        init: InitSpec | None = chain.setting(worker.index, "init")
+        if init is None:
+            continue
+        own = chain.modules[worker.index].init is not None
+        at = ("modules", worker.index, "init") if own else ("defaults", "init")
+        if init.file not in stored:
+            stored[init.file] = dict(_stored(base / Path(init.file).expanduser(), (*at, "file")))
+        found[worker.module] = _matched(worker, init, stored[init.file], at)
+    return found
+
+
+def write_initial(run: RunDir, found: Found) -> None:
+    """Copy the initial weights into a run directory, a file for each module."""
+    for module, tensors in found.items():
+        loaded = {}
+        for name, one in tensors.items():
+            with safe_open(one.file, framework="pt") as reader:
+                loaded[name] = reader.get_tensor(one.key).clone()
+        write_atomic(run.initial(module), save(loaded))
+
+
+def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored]]:
+    """The tensors of a file, or of the newest checkpoint of a run, by their names."""
+    if path.is_dir():
+        run = RunDir(path)
+        modules = (read_json(run.record) or {}).get("modules")
+        cuts = complete_cuts(run, modules) if modules else []
+        if not modules or not cuts:
+            what = "has no complete checkpoint" if modules else "is no run directory"
+            raise SpecError(f"{str(path)!r} {what}", location=at)
+        for module in modules:
+            file = run.checkpoint(cuts[-1], module).with_suffix(".safetensors")
+            for key, shape in _header(file, at):
+                if key.startswith(_LAYERS):
+                    name = f"{module}.{key.removeprefix(_LAYERS)}"
+                    yield name, Stored(file, key, shape)
+        return
+    for key, shape in _header(path, at):
+        yield key, Stored(path, key, shape)
+
+
+def _header(file: Path, at: tuple[str | int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            return [(key, tuple(reader.get_slice(key).get_shape())) for key in reader.keys()]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise SpecError(
+            f"{str(file)!r} cannot be read: {error}",
+            location=at,
+            hint="name a .safetensors file, or the directory of a run",
+        ) from None
+
+
+def _matched(
+    worker: WorkerSpec, init: InitSpec, stored: Mapping[str, Stored], at: tuple[str | int, ...]
+) -> dict[str, Stored]:
+    """Where each of a module's tensors lies."""
+    names = init.names or {"": worker.module}
+    found: dict[str, Stored] = {}
+    for own, shape in tensors_of(worker.layers).items():
+        theirs = _renamed(own, names)
+        if theirs is None:
+            continue
+        one = stored.get(theirs)
+        if one is None and not init.strict:
+            continue
+        if one is None:
+            raise SpecError(
+                f"{init.file!r} has no {theirs!r}, for {own!r} of module {worker.module!r}",
+                location=at,
+                hint=suggestion(theirs, sorted(stored))
+                or f"it has {', '.join(sorted(stored)[:6])}, …; map prefixes with 'names'",
+            )
+        if one.shape != shape:
+            raise SpecError(
+                f"{theirs!r} in {init.file!r} has the shape {list(one.shape)}, but {own!r} of "
+                f"module {worker.module!r} {list(shape)}",
+                location=at,
+            )
+        found[own] = one
+    if not found:
+        raise SpecError(
+            f"{init.file!r} has nothing for module {worker.module!r}", location=(*at, "names")
+        )
+    return found
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str | None:
+    """A parameter's name in the file, by the longest prefix that is mapped; None: by none."""
+    for prefix in sorted(names, key=len, reverse=True):
+        if not prefix or name == prefix or name.startswith(f"{prefix}."):
+            rest = name.removeprefix(prefix).removeprefix(".")
+            return ".".join(part for part in (names[prefix], rest) if part)
+    return None

@@ -1,0 +1,174 @@
+"""Training on what a module has, while nothing comes from upstream.
+
+``replay`` trains again on recent batches, as asynchronous decoupled greedy learning does with its
+replay buffer (Belilovsky et al. 2020, arXiv:1901.08164); ``synthetic`` trains on inputs that are
+predicted from their labels, and is the forward unlock of decoupled neural interfaces (Jaderberg et
+al. 2016, sec. 2.2). Nothing is sent on: downstream has a buffer or a model of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from dni_runtime.core.inputs import InputModel
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.link import InputLink
+
+SILENT_S = 0.5
+"""An input that has been silent for so long may have lost its module."""
+
+LABELS_KEPT = 64
+"""Batches of labels that synthetic inputs are drawn for."""
+
+
+class BatchSource(Protocol):
+    """Where batches come from while none come from upstream.
+
+    Attributes:
+        replayed: Batches given out.
+    """
+
+    replayed: int
+
+    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+        """Take note of a batch that the module has been trained on."""
+        ...
+
+    def choose(self) -> tuple[Tensor, Tensor] | None:
+        """A batch to train on; None where there is none yet."""
+        ...
+
+
+class ReplayBuffer:
+    """Recent training batches, and a random one of them.
+
+    Args:
+        size: How many to keep.
+        seed: Of the choice; torch's random numbers are left alone.
+
+    Attributes:
+        replayed: Batches given out.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._kept: deque[tuple[Tensor, Tensor]] = deque(maxlen=size)
+        self._random = random.Random(seed)
+        self.replayed = 0
+
+    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+        """Keep a batch, in place of the oldest one."""
+        self._kept.append((x_BX, y_BY))
+
+    def choose(self) -> tuple[Tensor, Tensor] | None:
+        """A random batch; None where there is none."""
+        if not self._kept:
+            return None
+        self.replayed += 1
+        return self._random.choice(self._kept)
+
+
+class SyntheticInputs:
+    """Inputs predicted from the labels of recent batches; true ones teach the prediction.
+
+    Args:
+        step: The module.
+
+    Attributes:
+        replayed: Batches given out.
+    """
+
+    def __init__(self, step: ModuleStep) -> None:
+        spec = step.spec
+        self._model = InputModel(spec.input, spec.label, spec.classes).to(step.device)
+        self._labels: deque[Tensor] = deque(maxlen=LABELS_KEPT)
+        self._like: Tensor | None = None
+        self._random = random.Random(spec.seed)
+        self._generator = torch.Generator().manual_seed(spec.seed)
+        self.replayed = 0
+
+    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+        """Learn from a true batch."""
+        self._model.learn(x_BX.detach(), y_BY)
+        self._labels.append(y_BY)
+        self._like = x_BX[:1].detach()
+
+    def choose(self) -> tuple[Tensor, Tensor] | None:
+        """Synthetic inputs for the labels of a recent batch; None where there is none."""
+        if self._like is None:
+            return None
+        self.replayed += 1
+        y_BY = self._random.choice(self._labels)
+        like_BX = self._like.expand(len(y_BY), *self._like.shape[1:])
+        return self._model.draw(like_BX, y_BY, self._generator), y_BY
+
+
+class Idle:
+    """Trains a module on what it has, as long as the module upstream is gone, or late.
+
+    Args:
+        step: The module.
+        input: Its link from upstream.
+        source: Where batches come from.
+        late: Whether to train already when the next batch is not there yet.
+    """
+
+    def __init__(
+        self, step: ModuleStep, input: InputLink, source: BatchSource, *, late: bool
+    ) -> None:
+        self._step = step
+        self._input = input
+        self._source = source
+        self._late = late
+        self._heard_s = time.monotonic()
+
+    @classmethod
+    def of(cls, step: ModuleStep, input: InputLink | None) -> Self | None:
+        """As the module's spec wants it; None where it does not, or where that is impossible."""
+        links = step.spec.links
+        if input is None or not step.replays:
+            return None
+        source: BatchSource
+        if links.synthetic_inputs is not None:
+            source = SyntheticInputs(step)
+        elif links.replay:
+            source = ReplayBuffer(links.replay, step.spec.seed)
+        else:
+            return None
+        return cls(step, input, source, late=links.synthetic_inputs == "late")
+
+    @property
+    def count(self) -> int:
+        """Batches trained on in the meantime."""
+        return self._source.replayed
+
+    def heard(self) -> None:
+        """Something has come from upstream."""
+        self._heard_s = time.monotonic()
+
+    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+        """Take note of a batch that the module has just been trained on."""
+        self._source.keep(x_BX, y_BY)
+
+    def train(self) -> bool:
+        """Train on one batch, if it is time to; tells whether it did."""
+        if not self._late and not self._gone():
+            return False
+        chosen = self._source.choose()
+        if chosen is None:
+            return False
+        self._step.replay(*chosen)
+        return True
+
+    def _gone(self) -> bool:
+        if time.monotonic() - self._heard_s < SILENT_S:
+            return False
+        if self._input.reaches_peer():
+            self.heard()  # it is there, and slow
+            return False
+        return True

@@ -1,0 +1,220 @@
+"""Groups, clipping, accumulation, averages, sequences of schedules, frozen modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import parse_chain
+from tests.unit.core.conftest import CHAIN, INFO
+from tests.unit.core.test_numerics import batches, parameters
+
+
+def tail(settings: str, optimizer: str = "{SGD: {lr: 0.1}}") -> ModuleStep:
+    return ModuleStep(worker_specs(parse_chain(CHAIN % (f"exact, {settings}", optimizer)), INFO)[2])
+
+
+def trained(step: ModuleStep, count: int = 1) -> list[Tensor]:
+    torch.manual_seed(1)
+    for id in range(1, count + 1):
+        step.forward(id, torch.randn(16, 8))
+        step.update(torch.randint(0, 3, (16,)))
+    return [p.detach().clone() for p in step.layers.parameters()]
+
+
+def gradient() -> list[Tensor]:
+    """Of the tail's first batch."""
+    before, after = tail("freeze: true"), tail("accumulate: 1")
+    return [a - b for a, b in zip(trained(before), trained(after), strict=True)]
+
+
+def test_clipping_by_norm_and_by_value() -> None:
+    g = gradient()
+    norm = float(torch.cat([one.flatten() for one in g]).norm())
+    start = trained(tail("freeze: true"))
+    clipped = trained(tail(f"clip: {{norm: {5 * norm}}}"))
+    for p, before, one in zip(clipped, start, g, strict=True):
+        torch.testing.assert_close(before - p, one / 2, rtol=1e-4, atol=1e-6)
+    value = 5 * float(g[0].abs().max())
+    clipped = trained(tail(f"clip: {{value: {value}}}"))
+    for p, before, one in zip(clipped, start, g, strict=True):
+        torch.testing.assert_close(before - p, one.clamp(-value / 10, value / 10))
+
+
+def test_accumulation_is_one_update_for_the_mean(small: Any) -> None:
+    step = tail("accumulate: 2")
+    reference = copy.deepcopy(step.layers)
+    data = [(torch.randn(16, 8), torch.randint(0, 3, (16,))) for _ in range(4)]
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for id, (x, y) in enumerate(data, start=1):
+        step.forward(id, x)
+        step.update(y)
+        (nn.functional.cross_entropy(reference(x), y) / 2).backward()
+        if id % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(step.layers.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert step.batches == 4
+
+
+def test_groups_have_options_and_optimizers_of_their_own() -> None:
+    text = CHAIN % (
+        "exact, groups: [{parameters: norms, options: {weight_decay: 0.0}}, "
+        "{parameters: ['0.*'], optimizer: {SGD: {lr: 0.5}}}]",
+        "{AdamW: {lr: 0.01, weight_decay: 0.3}}",
+    )
+    step = ModuleStep(worker_specs(parse_chain(text), INFO)[0])
+    module, group = step.optimization.optimizers.values()
+    assert list(step.optimization.optimizers) == ["module", "group-1"]
+    assert [g["weight_decay"] for g in module.param_groups] == [0.0]
+    assert [p.shape for p in module.param_groups[0]["params"]] == [(8,), (8,)]
+    assert isinstance(group, torch.optim.SGD)
+    assert [p.shape for g in group.param_groups for p in g["params"]] == [(8, 12)]
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("norms", {"1.weight", "1.bias"}),
+        ("biases", {"0.bias", "1.bias", "3.bias", "5.bias_ih_l0", "5.bias_hh_l0"}),
+        ("matrices", {"0.weight", "5.weight_ih_l0", "5.weight_hh_l0"}),
+        ("embeddings", {"4.weight"}),
+        ("3.*", {"3.weight", "3.bias"}),
+    ],
+)
+def test_what_a_group_matches(what: str, expected: set[str]) -> None:
+    from dni_runtime.core.optimization import _kinds, _matches
+    from dni_runtime.spec import GroupSpec
+
+    layers = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.Conv1d(1, 1, 3),
+        nn.Embedding(3, 4),
+        nn.LSTM(4, 4),
+    )
+    group = GroupSpec(parameters=(what,), options={"lr": 1})
+    kinds = _kinds(layers)
+    assert {n for n, _ in layers.named_parameters() if _matches(group, n, kinds)} == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "at", "message"),
+    [
+        ("[{parameters: convs, options: {lr: 1}}]", "groups[0].parameters", "no parameter matches"),
+        ("[{parameters: norms, options: {rl: 1}}]", "groups[0].options", "'rl'"),
+        ("[{parameters: norms}]", "groups[0]", "either 'options' or an 'optimizer'"),
+        ("[{parameters: norms, optimizer: Adm}]", "groups[0].optimizer", "'Adm'"),
+    ],
+)
+def test_groups_that_are_wrong(groups: str, at: str, message: str) -> None:
+    text = CHAIN % (f"exact, groups: {groups}", "{Adam: {lr: 0.01}}")
+    with pytest.raises(SpecError, match=message) as caught:
+        worker_specs(parse_chain(text), INFO)
+    assert at in str(caught.value)
+
+
+def test_schedules_in_sequence() -> None:
+    """Warm-up, then a cosine: as torch's own SequentialLR."""
+    schedule = (
+        "{SequentialLR: {milestones: [3], schedules: [{LinearLR: {start_factor: 0.25, "
+        "total_iters: 3}}, {CosineAnnealingLR: {T_max: 5}}]}}"
+    )
+    step = tail(f"schedule_every: batch, schedule: {schedule}", "{Adam: {lr: 0.1}}")
+    p = nn.Parameter(torch.zeros(1))
+    reference = torch.optim.Adam([p], lr=0.1)
+    own = torch.optim.lr_scheduler.SequentialLR(
+        reference,
+        [
+            torch.optim.lr_scheduler.LinearLR(reference, 0.25, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(reference, 5),
+        ],
+        [3],
+    )
+    rates, expected = [], []
+    for id in range(1, 9):
+        step.forward(id, torch.randn(16, 8))
+        step.update(torch.randint(0, 3, (16,)))
+        reference.step()
+        own.step()
+        rates.append(step.optimization.optimizers["module"].param_groups[0]["lr"])
+        expected.append(reference.param_groups[0]["lr"])
+    assert rates == expected
+
+
+def test_a_batch_that_is_replayed_is_none_for_the_schedule(small: Any) -> None:
+    text = CHAIN % (
+        "local, schedule_every: batch, schedule: {OneCycleLR: {max_lr: 0.1, total_steps: 3}}",
+        "{Adam: {lr: 0.01}}",
+    )
+    step = ModuleStep(worker_specs(parse_chain(text), INFO)[0])
+    ((x, y),) = batches(1)
+    for _ in range(5):
+        step.replay(x, y)
+    step.forward(1, x)
+    step.update(y)
+    assert (step.batches, step.optimization.schedules[0].last_epoch) == (1, 1)
+
+
+def test_the_average_of_the_weights_is_evaluated(small: Any) -> None:
+    step = tail("ema: 0.5")
+    start = [p.detach().clone() for p in step.layers.parameters()]
+    first = trained(step)
+    x = torch.randn(4, 8)
+    # torch's AveragedModel begins with the first weights it sees.
+    torch.testing.assert_close(step.evaluate(x), step.layers(x).detach())
+    second = trained(step)
+    mean = [0.5 * a + 0.5 * b for a, b in zip(first, second, strict=True)]
+    expected = nn.functional.linear(x, *mean)
+    torch.testing.assert_close(step.evaluate(x), expected)
+    assert not torch.equal(start[0], first[0])
+    assert step.layers.training
+
+
+@pytest.mark.parametrize("interface", ["mixed", "delayed", "exact", "synthetic"])
+def test_a_frozen_module_lets_gradients_pass(small: Any, interface: str) -> None:
+    first, second, last = small(interface)
+    frozen = second.model_copy(update={"freeze": True})
+    chain = LocalChain([first, frozen, last])
+    before = parameters(LocalChain([first, frozen, last]))
+    for x, y in batches(3):
+        chain.train_batch(x, y)
+    moved = [
+        any(not torch.equal(a, b) for a, b in zip(now, then, strict=True))
+        for now, then in zip(
+            [list(step.layers.parameters()) for step in chain.steps],
+            [list(step.layers.parameters()) for step in LocalChain([first, frozen, last]).steps],
+            strict=True,
+        )
+    ]
+    assert moved == [True, False, True]
+    assert len(before) > 0
+    if interface == "exact":
+        reference = Backprop([first, frozen, last])
+        for x, y in batches(3):
+            reference.train_batch(x, y)
+        for ours, theirs in zip(
+            parameters(chain), reference.model.state_dict().values(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_exact_is_backprop_with_dropout_too() -> None:
+    text = (CHAIN % ("exact", "{Adam: {lr: 0.01}}")).replace("ReLU]", "ReLU, {Dropout: {p: 0.3}}]")
+    workers = worker_specs(parse_chain(text), INFO)
+    chain, reference = LocalChain(workers), Backprop(workers)
+    for x, y in batches(10):
+        chain.train_batch(x, y)
+        reference.train_batch(x, y)
+    for ours, theirs in zip(parameters(chain), reference.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)

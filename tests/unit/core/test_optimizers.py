@@ -1,0 +1,121 @@
+"""An optimizer that validates also runs: it is tried with the module's own parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.training import OPTIMIZERS
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+
+INFO = DataInfo(
+    sample=TensorSpec(shape=(4,), dtype="int64"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=3,
+)
+CHAIN = """\
+name: net
+modules:
+  - name: words
+    layers: [{Embedding: {num_embeddings: 5, embedding_dim: 6, sparse: %s}}, Flatten]
+    interface: %s
+    optimizer: %s
+  - name: matrix
+    layers: [{Linear: {in_features: 24, out_features: 6, bias: false}}, Tanh]
+    interface: delayed
+    optimizer: %s
+  - name: top
+    layers: [{Linear: {in_features: 6, out_features: 3}}]
+    optimizer: %s
+"""
+
+
+def chain(
+    words: str = "Adam",
+    matrix: str = "Adam",
+    top: str = "Adam",
+    sparse: bool = False,
+    interface: str = "exact",
+) -> str:
+    return CHAIN % (str(sparse).lower(), interface, words, matrix, top)
+
+
+def train(text: str) -> None:
+    workers = worker_specs(parse_chain(text), INFO)
+    for net in (LocalChain(workers), Backprop(workers)):
+        before = [p.detach().clone() for p in _parameters(net)]
+        for _ in range(2):
+            net.train_batch(torch.randint(0, 5, (8, 4)), torch.randint(0, 3, (8,)))
+        moved = [not torch.equal(*pair) for pair in zip(before, _parameters(net), strict=True)]
+        assert all(moved)
+
+
+def _parameters(net: LocalChain | Backprop) -> list[torch.Tensor]:
+    layers = [step.layers for step in net.steps] if isinstance(net, LocalChain) else [net.model]
+    return [p for one in layers for p in one.parameters()]
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"LBFGS", "SparseAdam", "Muon"}))
+def test_torchs_optimizers_train(name: str) -> None:
+    train(chain(*[f"{{{name}: {{lr: 0.1}}}}"] * 3))
+
+
+@pytest.mark.parametrize("where", ["words", "matrix", "top"])
+def test_a_closure_is_refused(where: str) -> None:
+    with pytest.raises(SpecError, match="LBFGS needs a closure") as caught:
+        worker_specs(parse_chain(chain(**{where: "LBFGS"})), INFO)
+    index = ["words", "matrix", "top"].index(where)
+    assert caught.value.location == ("modules", index, "optimizer", "LBFGS")
+    assert caught.value.hint is not None
+
+
+@pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="this torch has no Muon")
+def test_muon_updates_matrices_only() -> None:
+    train(chain(words="Muon", matrix="{Muon: {lr: 0.02}}"))
+    with pytest.raises(SpecError, match=r"of module 'top' it refuses 0\.bias \(3\)"):
+        worker_specs(parse_chain(chain(top="Muon")), INFO)
+
+
+@pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="this torch has no Muon")
+def test_an_early_head_may_need_an_optimizer_of_its_own() -> None:
+    with pytest.raises(SpecError) as caught:
+        worker_specs(parse_chain(chain(words="Muon", interface="mixed")), INFO)
+    assert caught.value.path == "modules[0].interface.mixed.local.optimizer.Muon"
+    assert "'optimizer' names one" in str(caught.value)
+    own = "{mixed: {local: {optimizer: Adam}}}"
+    worker_specs(parse_chain(chain(words="Muon", interface=own)), INFO)
+    worker_specs(parse_chain(chain(words="LBFGS", interface="none")), INFO)  # it is not used
+
+
+def test_dense_and_sparse_gradients() -> None:
+    with pytest.raises(SpecError, match="SparseAdam does not support dense gradients"):
+        worker_specs(parse_chain(chain(words="SparseAdam")), INFO)
+    with pytest.raises(SpecError, match="Adam does not support sparse gradients"):
+        worker_specs(parse_chain(chain(sparse=True)), INFO)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", ["SparseAdam", "SGD", "Adagrad"])
+def test_sparse_gradients_train(name: str) -> None:
+    text = chain(words=f"{{{name}: {{lr: 0.1}}}}", sparse=True)
+    train(text)
+
+
+@pytest.mark.parametrize("part", ["local", "synthetic"])
+def test_optimizers_of_interfaces_are_tried_too(part: str) -> None:
+    interface = f"{{{part}: {{optimizer: LBFGS}}}}"
+    with pytest.raises(SpecError, match="LBFGS needs a closure") as caught:
+        worker_specs(parse_chain(chain(interface=interface)), INFO)
+    assert caught.value.path == f"modules[0].interface.{part}.optimizer.LBFGS"
+
+
+def test_a_module_without_parameters_has_its_optimizer_checked() -> None:
+    text = chain().replace("Tanh]", "Tanh]\n    schedule: {StepLR: {step_size: 2}}")
+    empty = text.replace("{Linear: {in_features: 24, out_features: 6, bias: false}}, Tanh", "Tanh")
+    empty = empty.replace("in_features: 6, out_features: 3", "in_features: 24, out_features: 3")
+    worker_specs(parse_chain(empty), INFO)
+    with pytest.raises(SpecError, match="did you mean 'Adam'"):
+        worker_specs(parse_chain(empty.replace("optimizer: Adam", "optimizer: Adm")), INFO)

@@ -1,0 +1,71 @@
+"""Options of a data set, in ``data.args``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import torch
+from pydantic import Field
+
+from dni_runtime.data import DATASETS, describe, open_data, with_defaults
+from dni_runtime.data.memory import MemorySplit
+from dni_runtime.data.registry import DataSet
+from dni_runtime.data.source import Found
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.spec.named import Frozen
+
+
+class Options(Frozen):
+    count: Annotated[int, Field(ge=1)] = 8
+    step: float = 1.0
+
+
+def find_numbers(spec: DataSpec, base: Path, options: Options) -> Found:
+    x_N1 = torch.arange(options.count, dtype=torch.float32).unsqueeze(1) * options.step
+    split = MemorySplit(x_N1, torch.zeros(options.count, dtype=torch.int64))
+    info = DataInfo(
+        sample=TensorSpec(shape=(1,), dtype="float32"),
+        label=TensorSpec(shape=(), dtype="int64"),
+        train_samples=options.count,
+    )
+    return Found(info, None, lambda: (split, split))
+
+
+@pytest.fixture(autouse=True)
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DATASETS, "numbers", DataSet(find_numbers, Options))
+
+
+def numbers_with(**args: object) -> DataSpec:
+    return DataSpec(dataset="numbers", batch_size=2, args=args)
+
+
+def test_a_data_set_gets_its_options() -> None:
+    spec = numbers_with(count=4, step=0.5)
+    assert describe(spec, Path()).train_samples == 4
+    x = torch.cat([x for x, _ in open_data(spec, Path(), seed=0).train_batches(1)])
+    assert sorted(x.flatten().tolist()) == [0.0, 0.5, 1.0, 1.5]
+
+
+def test_defaults_are_filled_in() -> None:
+    assert with_defaults(numbers_with(count=4)).args == {"count": 4, "step": 1.0}
+    for unchanged in (DataSpec(), DataSpec(dataset="mine:Data", args={"size": 3})):
+        assert with_defaults(unchanged) == unchanged
+
+
+@pytest.mark.parametrize(
+    ("args", "path", "message"),
+    [
+        ({"cuont": 4}, "data.args.cuont", r"'numbers': unknown key 'cuont'\n.*mean 'count'"),
+        ({"count": 0}, "data.args.count", "'numbers': 0: input should be greater than or equal"),
+        ({"count": "four"}, "data.args.count", "'four'"),
+    ],
+)
+def test_wrong_options_are_refused(args: dict[str, object], path: str, message: str) -> None:
+    for ask in (with_defaults, lambda spec: describe(spec, Path())):
+        with pytest.raises(SpecError, match=message) as caught:
+            ask(numbers_with(**args))
+        assert caught.value.path == path

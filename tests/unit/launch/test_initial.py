@@ -1,0 +1,128 @@
+"""Initial weights by the names of the original model, or from another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dni_runtime.core.layers import build_layers, load_initial
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.launch.initial import write_initial
+from dni_runtime.launch.prepare import Prepared, prepare
+from dni_runtime.launch.records import create_run
+from dni_runtime.rundir import RunDir, write_atomic
+
+CHAIN = """\
+name: fine
+data: {dataset: digits, flatten: true}
+%s
+modules:
+  - name: a
+    layers:
+      - Linear: {in_features: 64, out_features: 8}
+      - Sequential: [{BatchNorm1d: {num_features: 8}}, ReLU]
+    %s
+  - name: b
+    layers: [{Linear: {in_features: 8, out_features: 10}}]
+"""
+
+
+def prepared(folder: Path, default: str = "", own: str = "") -> Prepared:
+    (folder / "chain.yaml").write_text(CHAIN % (default, own))
+    return prepare(folder / "chain.yaml")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """A state_dict as the original model has it, in a file."""
+    torch.manual_seed(1)
+    stem, norm, head = nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
+    parts = {"net.stem": stem, "net.norm": norm, "classifier": head}
+    state = {f"{n}.{k}": v for n, m in parts.items() for k, v in m.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    return state
+
+
+OWN = 'init: {file: model.safetensors, names: {"0": net.stem, "1.0": net.norm}}'
+
+
+def test_by_the_original_names(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    found = prepared(tmp_path, own=OWN)
+    assert [worker.initial for worker in found.workers] == [True, False]
+    run = create_run(tmp_path / "run", found, backend="process")
+    layers = build_layers(found.workers[0].layers)
+    load_initial(layers, run.initial("a"))
+    state = layers.state_dict()
+    assert torch.equal(state["0.weight"], model["net.stem.weight"])
+    assert torch.equal(state["1.0.running_mean"], model["net.norm.running_mean"])
+    assert not run.initial("b").exists()
+
+
+def test_a_prefix_that_is_not_named_is_drawn(
+    tmp_path: Path, model: dict[str, torch.Tensor]
+) -> None:
+    own = 'init: {file: model.safetensors, names: {"0": net.stem}}'
+    run = create_run(tmp_path / "run", prepared(tmp_path, own=own), backend="process")
+    assert sorted(load_file(run.initial("a"))) == ["0.bias", "0.weight"]
+
+
+def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "old")
+    run.create()
+    plain = prepared(tmp_path)
+    write_atomic(run.record, json.dumps({"modules": ["a", "b"]}))
+    for cut, value in ((5, 0.5), (9, 0.9)):
+        for worker in plain.workers:
+            state = build_layers(worker.layers).state_dict()
+            tensors = {
+                f"layers.{k}": torch.full_like(v, value) if v.is_floating_point() else v
+                for k, v in state.items()
+            }
+            path = run.checkpoint(cut, worker.module)
+            path.parent.mkdir(exist_ok=True)
+            save_file(tensors, path.with_suffix(".safetensors"))
+            path.with_suffix(".json").write_text("{}")
+    again = prepared(tmp_path, default="defaults: {init: {file: old}}")
+    new = RunDir(tmp_path / "new")
+    new.create()
+    write_initial(new, again.initial)
+    assert float(load_file(new.initial("b"))["0.weight"][0, 0]) == pytest.approx(0.9)
+    assert "1.0.num_batches_tracked" in load_file(new.initial("a"))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ("init: {file: nothing.safetensors}", "cannot be read"),
+        ("init: {file: .}", "is no run directory"),
+        ("init: {file: model.safetensors}", "has no 'a.0.weight', for '0.weight' of module 'a'"),
+        ('init: {file: model.safetensors, names: {"0": net.stm}}', "did you mean 'net.stem.weig"),
+        ('init: {file: model.safetensors, names: {"0": classifier}}', r"\[10, 8\].*\[8, 64\]"),
+        ('init: {file: model.safetensors, names: {"7": classifier}}', "nothing for module 'a'"),
+    ],
+)
+def test_what_does_not_fit(
+    tmp_path: Path, model: dict[str, torch.Tensor], own: str, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        prepared(tmp_path, own=own)
+    assert "chain.yaml" in str(caught.value)
+    assert "init" in str(caught.value)
+
+
+def test_what_is_not_there_may_be_drawn(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    own = 'init: {file: model.safetensors, strict: false, names: {"0": net.stem, "1": net}}'
+    assert list(prepared(tmp_path, own=own).initial["a"]) == ["0.weight", "0.bias"]
+
+
+def test_a_run_directory_without_them(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"initial weights .* cannot be used"):
+        load_initial(nn.Linear(2, 2), tmp_path / "none.safetensors")
+    save_file({"other": torch.zeros(1)}, tmp_path / "wrong.safetensors")
+    with pytest.raises(DataError, match="another module: 'other'"):
+        load_initial(nn.Linear(2, 2), tmp_path / "wrong.safetensors")

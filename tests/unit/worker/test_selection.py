@@ -1,0 +1,113 @@
+"""The best evaluation, its checkpoint, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.errors import SpecError
+from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.spec import DataInfo, SelectionRole, TensorSpec, parse_chain
+from dni_runtime.worker.selection import Selection, best_cut
+
+CHAIN = """\
+name: small
+metrics: [accuracy]
+%s
+modules:
+  - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}]}
+  - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
+"""
+INFO = DataInfo(
+    sample=TensorSpec(shape=(6,), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=3,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def selection(run: RunDir, cut: int = 0, rises: bool = True, min_delta: float = 0.0) -> Selection:
+    role = SelectionRole(metric="m", rises=rises, patience=2, min_delta=min_delta)
+    return Selection(run, role, cut)
+
+
+def walk(chosen: Selection, values: list[float], first: int = 1) -> list[bool]:
+    ends = []
+    for epoch, value in enumerate(values, start=first):
+        chosen.checkpoint(10 * epoch)
+        ends.append(chosen.evaluated({"loss": 0.0, "m": value}, epoch))
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("rises", "values", "best", "ends"),
+    [
+        (True, [0.5, 0.7, 0.6, 0.7], 20, [False, False, False, True]),
+        (False, [0.5, 0.7, 0.4, 0.6], 30, [False, False, False, False]),
+        (True, [math.nan, 0.1, math.inf], 20, [False, False, False]),
+    ],
+)
+def test_the_best_and_when_to_stop(
+    run: RunDir, rises: bool, values: list[float], best: int, ends: list[bool]
+) -> None:
+    assert best_cut(run) is None
+    assert walk(selection(run, rises=rises), values) == ends
+    assert best_cut(run) == best
+    found = read_json(run.best)
+    assert found is not None
+    assert (found["epoch"], found["metric"]) == (best // 10, "m")
+
+
+def test_a_small_gain_is_none(run: RunDir) -> None:
+    assert walk(selection(run, min_delta=0.1), [0.5, 0.55, 0.59]) == [False, False, True]
+    assert best_cut(run) == 10
+
+
+def test_a_restarted_tail_goes_on(run: RunDir) -> None:
+    walk(selection(run), [0.5, 0.4])
+    assert walk(selection(run, cut=25), [0.45], first=3) == [True]
+    assert best_cut(run) == 10
+
+
+def test_what_lies_behind_the_cut_does_not_count(run: RunDir) -> None:
+    walk(selection(run), [0.5, 0.9])
+    walk(selection(run, cut=15), [0.6], first=2)
+    found = read_json(run.best)
+    assert found is not None
+    assert (found["cut"], found["value"]) == (20, 0.6)
+
+
+def test_what_is_selected_by() -> None:
+    def role(text: str) -> SelectionRole | None:
+        tail = worker_specs(parse_chain(CHAIN % text), INFO)[-1].tail
+        assert tail is not None
+        return tail.selection
+
+    assert role("") is None
+    first = role("selection: {}")
+    assert first is not None
+    assert (first.metric, first.rises, first.patience) == ("accuracy", True, None)
+    loss = role("selection: {metric: loss, patience: 3}")
+    assert loss is not None
+    assert (loss.metric, loss.rises, loss.patience) == ("loss", False, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("selection: {metric: acuracy}", "did you mean 'accuracy'"),
+        ("selection: {}\neval_every: 0", "needs evaluations"),
+        ("selection: {patience: 0}", "patience"),
+    ],
+)
+def test_selections_that_are_wrong(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        worker_specs(parse_chain(CHAIN % text), INFO)
+    assert message in str(caught.value)
