@@ -17,7 +17,9 @@ next one, so that evaluation costs nobody anything. What it cannot leave out:
   and the first batch of the next interval may be computed upstream meanwhile. That saves everybody
   about a round trip an interval;
 * a chain's late gradients arrive while it is evaluated, so that of each interval as many batches as
-  the window is wide find fresher weights. Asynchronous pipelines keep their order.
+  the window is wide find fresher weights. Asynchronous pipelines keep their order;
+* samples come one by one through a data set of Python's: about 1 ms of CPU for 256 images in each
+  process that reads (a chain's head; both ends of a pipeline; every replica), mostly in a thread.
 
 So an interval should be long beside the window: ten times as long by default.
 """
@@ -50,7 +52,7 @@ from reproduce_paper import folder_of
 
 from dni_runtime.errors import DniError
 
-TARGETS = {"lm": 2.6}
+TARGETS = {"lm": 2.2}
 ACCURACY = 0.98
 """The targets that are used where none is given: bits per character, and of MNIST."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dni_runtime.launch.processes import guarded
 from peers.contenders import SINGLE, Contender
 from peers.networks import NETWORKS, data_spec
 from peers.slow_link import INTERFACE, Link
@@ -75,7 +76,8 @@ class Started:
         if any(codes):
             time.sleep(1)  # another one's message may be the better one
             errors = [last_error((self.scratch / f"{r}.err").read_text()) for r in self._ranks()]
-            raise RuntimeError("; ".join(f"rank {r}: {m}" for r, m in enumerate(errors) if m))
+            told = "; ".join(f"rank {r}: {m}" for r, m in enumerate(errors) if m)
+            raise RuntimeError(told or f"its processes ended with {codes}")
         return None in codes
 
     def lines(self) -> list[list[dict[str, Any]]]:
@@ -130,7 +132,7 @@ def started(
                 ):
                     processes.append(
                         subprocess.Popen(
-                            [*at, sys.executable, str(_PROGRAM), argument],
+                            [*at, *guarded([sys.executable, str(_PROGRAM), argument])],
                             stdout=out,
                             stderr=err,
                             env=environment,
