@@ -1,57 +1,77 @@
 #!/usr/bin/env python3
-"""Training throughput of a two-module chain beside its synchronous peers, over lines of any delay.
+"""Training throughput of a chain beside its peers, over lines of any delay and rate.
 
-Everybody trains the same network on random images of Fashion-MNIST's shape that lie in memory, with
-fused Adam and cross entropy, and reads them through ``dni_runtime.data``:
+Everybody trains the same network on random images of Fashion-MNIST's shape, or (``lm``, a causal
+transformer of four blocks) on random characters, that lie in memory; with fused Adam and cross
+entropy, and reads them through ``dni_runtime.data``. Each process computes in one thread. Peers
+that compute what plain backpropagation computes (but that each micro-batch and each share of a
+batch is batch-normalised by itself):
 
-* ``single-1``, ``single-2``: one process, plain backprop, 1 or 2 threads; there is no line;
-* ``ddp``: two processes with half a batch each (torch.nn.parallel.DistributedDataParallel, gloo);
-* ``gpipe-M``, ``1f1b-M``, ``interleaved-M``, ``zbv-M`` …: torch.distributed.pipelining's schedules
-  on two processes with M micro-batches (gloo); ``gpipe-1`` is plain model parallelism;
-* ``chain``: two modules, each served by a worker of its own, synthetic gradients;
-* ``delayed``: the same, with true gradients that come late, and no synthesizer;
+* ``single-1``, ``single-2``: one process, 1 or 2 threads; there is no line;
+* ``ddp``: every process has the network and a share of each batch
+  (torch.nn.parallel.DistributedDataParallel, gloo);
+* ``gpipe-M``, ``1f1b-M``: torch.distributed.pipelining's schedules, one stage in each process, with
+  M micro-batches (gloo); ``gpipe-1`` is plain model parallelism;
+* ``bfs-M``, ``interleaved-M``, ``izb-M``, ``zbv-M``, ``dualpipev-M``: the same with four stages on
+  two processes.
+
+Peers that compute something else:
+
+* ``local-sgd-H``: two replicas, each with half of each batch, averaged after every H batches;
+* ``diloco-H``: the same with AdamW inside and one step of Nesterov's momentum outside after every H
+  batches (arXiv:2311.08105);
+* ``2bw-M``: 1F1B without a flush, M micro-batches to an update, gradients of weights that are one
+  update old (PipeDream-2BW, arXiv:2006.09503);
+* ``async-1f1b``: 1F1B without a flush, an update after each batch, gradients of the weights that
+  its forward had (PipeDream's weight stashing, arXiv:1806.03377); ``async-1f1b-K``: with up to K
+  batches under way across the line.
+
+And chains, whose every module is served by a worker of its own:
+
+* ``chain``: synthetic gradients; ``mixed``: these and local heads (the default interface);
+* ``delayed``: true gradients that come late, and no synthesizer;
 * ``chain-bf16``, ``chain-int8``, ``delayed-bf16``: the same with narrower types on the wire.
 
-Without a delay and a rate the two processes talk through loopback. Otherwise each has a network
-namespace of its own, and all they say to each other goes through ``peers/slow_link.c``, a new one
-for each run; that needs root, or /dev/net/tun and user namespaces. What TCP finds the line to be
-like is shown first.
+Chains have ``--modules`` modules. So many processes have ddp, gpipe, 1f1b, 2bw and async-1f1b, or
+as many as ``--processes`` says: ``gpipe-2 x4`` is on four.
+
+Without a delay and a rate the processes talk through loopback. Otherwise there are two network
+namespaces, with half of the processes in each, and all that one half says to the other goes through
+``peers/slow_link.c``, a new one for each run; that needs root, or /dev/net/tun and user namespaces.
+What TCP finds the line to be like is shown first.
 
 Each repetition runs each contender once, from a different start in the list, so that a change in
-the machine's load meets all of them; ratios are taken within a repetition. Rates are those of the
-steady state: start and warm-up are left out. CPU time and busy cores are the processes' own, with
-all their threads. The cores that other programs kept busy meanwhile are shown beside each rate:
-near 0 on a machine of one's own, but for the line's own few per cent.
+the machine's load meets all of them; ratios are taken within a repetition. The best peer is one
+that computes plain backpropagation on several processes. Rates are those of the steady state: start
+and warm-up are left out. CPU time and busy cores are the processes' own, with all their threads.
+The cores that other programs kept busy meanwhile are shown beside each rate: near 0 on a machine of
+one's own, but for the line's own few per cent.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import itertools
 import json
-import os
-import platform
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from peers.chain import CHAINS, measure_chain, window_for
-from peers.networks import NETWORKS, write_data
-from peers.report import Contender, Outcome, draw, summarize, table
-from peers.slow_link import Line, LinkError, PrivilegeError, build_slow_link, open_link, probe
-from peers.synchronous import SCHEDULES, SINGLE, Measured, Timing, measure_synchronous
+from peers.chain import measure_chain, window_for
+from peers.contenders import CHAINS, SINGLE, Contender
+from peers.machine import busy, cores, facts, wait_until_quiet
+from peers.networks import NETWORKS, write_data, write_sources
+from peers.options import add_options, check_options, contenders, lines
+from peers.processes import Measured, Timing, measure_peer, step_seconds
+from peers.report import Outcome, draw, summarize, table
+from peers.slow_link import Line, LinkError, PrivilegeError, open_link, prepare_lines
 
 from dni_runtime.errors import DniError
 
-CONTENDERS = (*SINGLE, "ddp", *SCHEDULES, *CHAINS)
 QUIET_TRIES = 4
-_UNITS = {"gbit": 1000.0, "mbit": 1.0, "kbit": 0.001}
 
 
 @dataclass(frozen=True)
@@ -60,9 +80,10 @@ class Bench:
 
     Attributes:
         network: Name of the network.
+        modules: Of the chains.
         folder: Where the data and the runs lie.
         timing: How long each contender trains.
-        step_s: About how long one of two modules computes for a batch.
+        step_s: About how long each end of the line computes for a batch.
         window: Batches in flight in a chain; None to choose.
         learn_every: Of how many late gradients the synthesizer learns from one.
         quiet: Measure again, a few times at most, where others kept more than so many cores busy.
@@ -70,6 +91,7 @@ class Bench:
     """
 
     network: str
+    modules: int
     folder: Path
     timing: Timing
     step_s: float
@@ -101,16 +123,16 @@ class Bench:
                 assert self.program is not None
                 link = stack.enter_context(open_link(self.program, line))
             if name in CHAINS:
-                network, dtype = NETWORKS[self.network], CHAINS[name][1]
-                every = self.learn_every if CHAINS[name][0] != "delayed" else 1
-                window = self.window or window_for(network, dtype, line, self.step_s, every)
+                window = self.window or window_for(
+                    name, NETWORKS[self.network], line, self.step_s, self.learn_every
+                )
                 measured = measure_chain(
-                    name, self.network, self.folder, self.timing,
-                    cut=contender.cut, window=window, learn_every=self.learn_every, link=link,
+                    contender, self.network, self.modules, self.folder, self.timing,
+                    window=window, learn_every=self.learn_every, link=link,
                 )  # fmt: skip
             else:
-                measured = measure_synchronous(
-                    name, self.network, self.folder, self.timing, contender.cut, link
+                measured = measure_peer(
+                    contender, self.network, self.modules, self.folder, self.timing, link
                 )
         if link is None:
             return measured
@@ -155,162 +177,22 @@ def _doubts(measured: Measured) -> str:
     return f" [packets: {', '.join(doubts)}]" if doubts else ""
 
 
-def wait_until_quiet(quiet: float) -> None:
-    """Wait, two minutes at most, for a second in which others use no more than ``quiet`` cores."""
-    deadline = time.monotonic() + 120
-    while quiet < (os.cpu_count() or 1) and time.monotonic() < deadline:
-        before = busy()
-        time.sleep(1)
-        if cores(before, busy()) <= quiet:
-            return
-
-
-def cores(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """Cores that others kept busy between two answers of :func:`busy`."""
-    return max(0.0, (after[1] - before[1]) / (after[0] - before[0]))
-
-
-def busy() -> tuple[float, float]:
-    """The clock, and the CPU seconds that programs other than ours have used so far (proc(5))."""
-    fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    user, nice, system, _, _, interrupts, soft_interrupts, steal = fields
-    ticks = user + nice + system + interrupts + soft_interrupts + steal
-    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
-
-
-def facts() -> dict[str, Any]:
-    """The machine and the software, as far as they bear on the figures."""
-    import torch
-
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": models[0] if models else platform.machine(),
-        "load": [round(load, 2) for load in os.getloadavg()],
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "mkl": torch.backends.mkl.is_available(),
-    }
-
-
-def parse_rate(text: str) -> float:
-    """Megabits a second of ``1gbit``, ``100mbit``, ``64kbit`` or ``unlimited`` (0).
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    if text == "unlimited":
-        return 0.0
-    for unit, factor in _UNITS.items():
-        if text.endswith(unit) and float(text.removesuffix(unit)) > 0:
-            return float(text.removesuffix(unit)) * factor
-    raise ValueError(f"{text!r} is no rate: write unlimited, 1gbit or 100mbit")
-
-
-def parse_delay(text: str) -> float:
-    """Milliseconds.
-
-    Raises:
-        ValueError: It is negative or no number.
-    """
-    if not 0 <= float(text) <= 10_000:
-        raise ValueError(f"{text!r} is no delay")
-    return float(text)
-
-
-def chosen(patterns: str) -> list[str]:
-    """The contenders whose names match one of several patterns with commas between them.
-
-    Raises:
-        ValueError: A pattern matches none.
-    """
-    names: dict[str, None] = {}
-    for pattern in patterns.split(","):
-        found = fnmatch.filter(CONTENDERS, pattern)
-        if not found:
-            raise ValueError(f"no contender {pattern!r}; there are {', '.join(CONTENDERS)}")
-        names |= dict.fromkeys(found)
-    return [name for name in CONTENDERS if name in names]
-
-
-def contenders_of(
-    names: Sequence[str], peer_cuts: Sequence[int | None], chain_cuts: Sequence[int | None]
-) -> list[Contender]:
-    """Each name with each cut that applies to it."""
-    found: dict[Contender, None] = {}
-    for name in names:
-        two = name in SCHEDULES and SCHEDULES[name][1] == 1
-        cuts = chain_cuts if name in CHAINS else peer_cuts if two else (None,)
-        found |= dict.fromkeys(Contender(name, cut) for cut in cuts)
-    return list(found)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-
-    def listed(kind: Any) -> Any:
-        def read(text: str) -> list[Any]:
-            try:
-                return [kind(part) for part in text.split(",")]
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(str(error)) from None
-
-        return read
-
-    def names(text: str) -> list[str]:
-        try:
-            return chosen(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--network", choices=NETWORKS, default="mlp-1024")
-    parser.add_argument(
-        "--delay-ms", type=listed(parse_delay), default=[0.0], metavar="MS,…",
-        help="one-way delays; 0 with an unlimited rate is loopback (default)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rate", type=listed(parse_rate), default=[0.0], metavar="RATE,…",
-        help="unlimited (default), 1gbit, 100mbit, …; each with each delay",
-    )  # fmt: skip
-    parser.add_argument(
-        "--contenders", type=names, default=list(CONTENDERS), metavar="PATTERN,…",
-        help=f"of: {', '.join(CONTENDERS)} (default: all)",
-    )  # fmt: skip
+    add_options(parser)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0, help="timed, for each contender")
     parser.add_argument("--warmup", type=float, default=3.0, help="seconds before that")
-    parser.add_argument("--window", type=int, help="of chains (default: chosen for each line)")
-    parser.add_argument("--learn-every", type=int, default=4, help="see the synthetic interface")
-    parser.add_argument(
-        "--peer-split", type=listed(int), default=[None], metavar="LAYERS,…",
-        help="layers in the first process of schedules with two stages; several are compared",
-    )  # fmt: skip
-    parser.add_argument(
-        "--chain-split", type=listed(int), default=[None], metavar="LAYERS,…",
-        help="the same for the chain's first module",
-    )  # fmt: skip
     parser.add_argument(
         "--quiet", type=float, default=float("inf"), metavar="CORES",
         help="on a shared machine: wait for, and measure again without, more foreign load",
     )  # fmt: skip
-    parser.add_argument(
-        "--folder", type=Path, help="keep the data and the chains' runs here (default: nowhere)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw rates against delays")
     arguments = parser.parse_args(argv)
-    layers = len(NETWORKS[arguments.network].layers)
-    for cut in (*arguments.peer_split, *arguments.chain_split):
-        if cut is not None and not 0 < cut < layers:
-            parser.error(f"{cut} is no place to cut {layers} layers")
+    check_options(parser, arguments)
     if arguments.plot is not None:
         try:
             import matplotlib  # noqa: F401
@@ -322,8 +204,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     arguments = parse(argv)
-    contenders = contenders_of(arguments.contenders, arguments.peer_split, arguments.chain_split)
-    lines = [Line(delay, rate) for rate in arguments.rate for delay in arguments.delay_ms]
+    over = lines(arguments)
     timing = Timing(arguments.warmup, arguments.seconds)
     with contextlib.ExitStack() as stack:
         folder = arguments.folder or Path(
@@ -331,62 +212,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        write_data(folder)
+        write_data(NETWORKS[arguments.network], folder)
+        write_sources(folder)
         machine = facts()
-        program, probed = None, {}
-        if not all(line.loopback for line in lines):
-            try:
-                program = build_slow_link(folder)
-                for line in lines:
-                    if not line.loopback:
-                        with open_link(program, line) as link:
-                            probed[line] = {**probe(link, line), **link.facts}
-                        progress(f"{line}: {_shown(probed[line])}")
-            except LinkError as error:
-                progress(f"no slow line can be made here: {error}")
-                return 77 if isinstance(error, PrivilegeError) else 69  # as in sysexits(3)
-        # The chain's window is chosen by its modules' pace on a machine of their own: half of what
-        # one process computes, in CPU time, which other programs do not change.
-        cpu_s = min(
-            measure_synchronous("single-1", arguments.network, folder, short, None, None).cpu_s
-            for short in 2 * [Timing(0.5, 1.0)]
-        )
+        try:
+            program, probed = prepare_lines(over, folder, progress)
+        except LinkError as error:
+            progress(f"no slow line can be made here: {error}")
+            return 77 if isinstance(error, PrivilegeError) else 69  # as in sysexits(3)
         bench = Bench(
             network=arguments.network,
+            modules=arguments.modules,
             folder=folder,
             timing=timing,
-            step_s=NETWORKS[arguments.network].batch * cpu_s / 2,
+            step_s=step_seconds(arguments.network, folder),
             window=arguments.window,
             learn_every=arguments.learn_every,
             quiet=arguments.quiet,
             program=program,
         )
-        outcomes = measure_all(bench, lines, contenders, arguments.repetitions)
-    found = [summarize(line, outcomes[line], probed.get(line, {})) for line in lines]
+        outcomes = measure_all(bench, over, contenders(arguments), arguments.repetitions)
+    found = [summarize(line, outcomes[line], probed.get(line, {})) for line in over]
     print(" ".join(f"{name}={value}" for name, value in machine.items()))
-    print(f"network={arguments.network} repetitions={arguments.repetitions}")
-    for line, one in zip(lines, found, strict=True):
+    print(
+        f"network={arguments.network} modules={arguments.modules} "
+        f"repetitions={arguments.repetitions}"
+    )
+    for line, one in zip(over, found, strict=True):
         print(f"\n{table(line, one)}")
-    print("\nRatios: medians of those within a repetition. @N: layers in the first process.")
+    print(
+        "\nRatios: medians of those within a repetition. @N: layers in the first of two parts. "
+        "xN: on N processes."
+    )
     document = {
-        "machine": machine, "network": arguments.network, "step_s": bench.step_s,
-        "warmup_s": timing.warmup_s, "seconds": timing.seconds, "lines": found,
+        "machine": machine, "network": arguments.network, "modules": arguments.modules,
+        "step_s": bench.step_s, "warmup_s": timing.warmup_s, "seconds": timing.seconds,
+        "lines": found,
     }  # fmt: skip
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     if arguments.plot is not None:
-        draw(found, f"{arguments.network}, two processes", arguments.plot)
+        draw(found, f"{arguments.network}, {arguments.modules} modules", arguments.plot)
     measured = [
         run for by in outcomes.values() for outcome in by.values() for run in outcome.measured
     ]
     return 0 if measured else 1
-
-
-def _shown(probed: dict[str, Any]) -> str:
-    return (
-        f"round trip {probed['rtt_ms']:.2f} ms, {probed['mbit_per_s']:.0f} Mbit/s, TCP "
-        f"{probed['congestion']}{'' if probed['prompt'] else ', without priority'}"
-    )
 
 
 def progress(text: str) -> None:

@@ -1,133 +1,394 @@
 #!/usr/bin/env python3
-"""Seconds to a test accuracy on MNIST over a slow line: samples needed, over measured samples/s.
+"""Seconds to an accuracy over a slow line: real chains and their peers, trained until they have it.
 
-Synchronous contenders compute what plain backpropagation computes, so all of them need the samples
-that it needs; a chain needs those of the same chain in one process whose true gradients are as
-late as its window allows. Speeds are those that ``scripts/bench_peers.py --json FILE`` measured.
+``mlp-1024`` and its like learn MNIST until their test accuracy reaches the target; ``lm`` learns a
+text (the sources of Python's standard library, or ``--text``) until it needs no more than so many
+bits for a character of parts that are held out. Contenders, lines and processes are those of
+``scripts/bench_peers.py``, but everybody reads the same samples in the same order
+(``peers/streams.py``), and starts from weights drawn anew with each seed.
+
+Everybody is evaluated after so many batches (``--every``; those that average replicas at the next
+average), in its own processes, on all held-out samples. The clock is that of the process with the
+network's output: it runs from the end of one evaluation to the end of the last batch before the
+next one, so that evaluation costs nobody anything. What it cannot leave out:
+
+* the target is noticed at an evaluation, up to so many batches too late, by everybody alike;
+* an evaluation ends waiting: messages that are under way when it begins have arrived when it ends,
+  and the first batch of the next interval may be computed upstream meanwhile. That saves everybody
+  about a round trip an interval;
+* a chain's late gradients arrive while it is evaluated, so that of each interval as many batches as
+  the window is wide find fresher weights. Asynchronous pipelines keep their order;
+* samples come one by one through a data set of Python's: about 1 ms of CPU for 256 images in each
+  process that reads (a chain's head; both ends of a pipeline; every replica), mostly in a thread.
+
+So an interval should be long beside the window: ten times as long by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from peers.chain import CHAINS, chain_spec
-from peers.networks import NETWORKS
-from peers.slow_link import Line
+from peers.chain import chain_spec, train_chain, window_for
+from peers.contenders import CHAINS, SINGLE, SYNCHRONOUS, Contender, computes
+from peers.machine import busy, cores, facts
+from peers.networks import CONTEXT, NETWORKS, write_data, write_sources
+from peers.options import add_options, check_options, contenders, lines
+from peers.processes import step_seconds, train_peer
+from peers.report import align, ratios
+from peers.slow_link import Line, Link, LinkError, PrivilegeError, open_link, prepare_lines
+from peers.streams import library_text, write_mnist, write_text
 from reproduce_paper import folder_of
 
-from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.data import describe, open_data
-from dni_runtime.spec import ChainSpec
+from dni_runtime.errors import DniError
 
-EVERY = 30
-"""Batches between evaluations."""
+TARGETS = {"lm": 2.2}
+ACCURACY = 0.98
+"""The targets that are used where none is given: bits per character, and of MNIST."""
+
+PATIENCE_S = 180.0
+"""Seconds for starting and evaluating, on top of twice the longest training."""
 
 
-def samples_needed(
-    name: str | None, network: str, data: str, window: int, target: float, seed: int, limit: int
-) -> int | None:
-    """Training samples until the target is met; None when it is not within so many epochs.
+@dataclass(frozen=True)
+class Trained:
+    """What one training of one contender gave.
 
-    Args:
-        name: The chain among the contenders; None for backpropagation.
-        network: Name of the network.
-        data: Folder of MNIST.
-        window: Batches by which true gradients are late.
-        target: Accuracy, from 0 to 1.
-        seed: The chain's seed.
-        limit: Epochs.
+    Attributes:
+        seconds: Of training until the target was met; None where it was not.
+        batches: The same in batches.
+        batch_s: Seconds of training for a batch, over the whole training.
+        evaluations: All of them.
+        foreign: Cores that other programs kept busy meanwhile.
+        window: Batches in flight on a chain's links.
+        error: Why it failed, or None.
     """
-    document = chain_spec(
-        name or "chain",
-        NETWORKS[network],
-        Path(),
-        cut=None,
-        window=max(window, 1),
-        learn_every=4,
-        remote=False,
-    )
-    document["seed"] = seed
-    document["data"] = {
-        "dataset": "mnist",
-        "path": data,
-        "batch_size": NETWORKS[network].batch,
-        "flatten": NETWORKS[network].flatten,
-        "drop_last": True,
+
+    seconds: float | None = None
+    batches: int | None = None
+    batch_s: float | None = None
+    evaluations: Sequence[dict[str, Any]] = ()
+    foreign: float = 0.0
+    window: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all trainings have in common.
+
+    Attributes:
+        network: Name of the network.
+        modules: Of the chains.
+        folder: Where the data and the runs lie.
+        data: The file of the data.
+        target: Accuracy from 0 to 1, or bits per character.
+        every: Batches between evaluations.
+        most_batches: Give up after so many.
+        most_s: Give up after so many seconds of training.
+        step_s: About how long each end of the line computes for a batch.
+        window: Batches in flight in a chain; None to choose.
+        learn_every: Of how many late gradients the synthesizer learns from one.
+        program: What makes slow lines; None where there are none.
+    """
+
+    network: str
+    modules: int
+    folder: Path
+    data: Path
+    target: float
+    every: int
+    most_batches: int
+    most_s: float
+    step_s: float
+    window: int | None
+    learn_every: int
+    program: Path | None
+
+    def train(self, contender: Contender, line: Line, seed: int) -> Trained:
+        """Train one contender until it meets the target, or is given up."""
+        evaluations: list[dict[str, Any]] = []
+        deadline = time.monotonic() + 2 * self.most_s + PATIENCE_S
+
+        def enough(found: list[dict[str, Any]]) -> bool:
+            evaluations[:] = found
+            if self.met(found) is None and time.monotonic() > deadline:
+                raise RuntimeError("it takes too long to start, or to be evaluated")
+            last = found[-1] if found else {"batches": 0, "train_s": 0.0}
+            given_up = last["batches"] >= self.most_batches or last["train_s"] >= self.most_s
+            return given_up or self.met(found) is not None
+
+        window, error, before = None, None, busy()
+        if contender.name in CHAINS:
+            window = self.window or window_for(
+                contender.name, NETWORKS[self.network], line, self.step_s, self.learn_every
+            )
+        try:
+            with contextlib.ExitStack() as stack:
+                link = None
+                if not line.loopback:
+                    assert self.program is not None
+                    link = stack.enter_context(open_link(self.program, line))
+                if window is not None:
+                    spec = self._chain(contender, seed, window, link)
+                    train_chain(contender, spec, self.folder, link, enough)
+                else:
+                    job = {
+                        "network": self.network, "data": self._data(seed), "seed": seed,
+                        "every": self.every,
+                    }  # fmt: skip
+                    train_peer(contender, self.modules, job, self.folder, link, enough)
+        except (RuntimeError, DniError, OSError, ValueError, KeyError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        met = self.met(evaluations) if error is None else None
+        last = evaluations[-1] if evaluations else None
+        return Trained(
+            seconds=met["train_s"] if met else None,
+            batches=met["batches"] if met else None,
+            batch_s=last["train_s"] / last["batches"] if last else None,
+            evaluations=evaluations,
+            foreign=cores(before, busy()),
+            window=window,
+            error=error,
+        )
+
+    def met(self, evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The first evaluation that meets the target."""
+        network = NETWORKS[self.network]
+        for one in evaluations:
+            value = one[network.metric]  # None: not a number, diverged
+            if value is not None and (
+                value <= self.target if network.tokens else value >= self.target
+            ):
+                return one
+        return None
+
+    def _data(self, seed: int) -> dict[str, Any]:
+        network = NETWORKS[self.network]
+        return {
+            "dataset": "streams:Stream",
+            "path": str(self.data),
+            "args": {"length": self.every * network.batch, "seed": seed},
+            "batch_size": network.batch,
+            "flatten": network.flatten,
+            "shuffle": False,
+        }
+
+    def _chain(
+        self, contender: Contender, seed: int, window: int, link: Link | None
+    ) -> dict[str, Any]:
+        """A chain whose epochs are the intervals between evaluations."""
+        spec = chain_spec(
+            contender.name,
+            NETWORKS[self.network],
+            self._data(seed),
+            modules=self.modules,
+            cut=contender.cut,
+            window=window,
+            learn_every=self.learn_every,
+            remote=link is not None,
+        )
+        forever = -(-self.most_batches // self.every) + 1
+        return {**spec, "seed": seed, "epochs": forever, "checkpoint": {"every_epochs": 0}}
+
+
+Results = dict[tuple[Line, Contender], list[Trained]]
+
+
+def train_all(bench: Bench, over: Sequence[Line], who: Sequence[Contender], seeds: int) -> Results:
+    """Everybody with each seed, over each line; who comes first changes with the seed."""
+    results: Results = {(where(line, one), one): [] for line in over for one in who}
+    for seed, line in itertools.product(range(seeds), over):
+        turn = seed * len(who) // seeds
+        for contender in (*who[turn:], *who[:turn]):
+            trained = results[where(line, contender), contender]
+            if len(trained) == seed:  # one process needs no line: it is the same over all
+                trained.append(bench.train(contender, line, seed))
+                progress(f"seed {seed}, {line}: {contender}: {told(trained[-1], bench)}")
+    return results
+
+
+def where(line: Line, contender: Contender) -> Line:
+    """The line, for those that need one."""
+    return Line() if contender.name in SINGLE else line
+
+
+def told(one: Trained, bench: Bench) -> str:
+    """One training in a few words."""
+    if one.error is not None:
+        return one.error
+    values = [str(evaluation[NETWORKS[bench.network].metric]) for evaluation in one.evaluations]
+    if one.seconds is None:
+        return f"not reached in {len(values) * bench.every} batches: {', '.join(values[-3:])}"
+    return f"{one.seconds:.1f} s, {one.batches} batches (others: {one.foreign:.2f} cores)"
+
+
+def best_peer(results: Results, line: Line) -> Contender | None:
+    """Of the synchronous peers on several processes, the soonest one on average."""
+    means = {
+        contender: statistics.mean(one.seconds for one in trained if one.seconds is not None)
+        for (at, contender), trained in results.items()
+        if at == line and contender.name in SYNCHRONOUS
+        if all(one.seconds is not None for one in trained)
     }
-    chain = ChainSpec.model_validate(document)
-    workers = worker_specs(chain, describe(chain.data, Path()))
-    source = open_data(chain.data, Path(), seed=seed)
-    trained = Backprop(workers) if name is None else LocalChain(workers, delay=window)
-    samples = batches = 0
-    for epoch in range(1, limit + 1):
-        for x_BX, y_BY in source.train_batches(epoch):
-            trained.train_batch(x_BX, y_BY)
-            samples += len(x_BX)
-            batches += 1
-            if batches % EVERY == 0:
-                found = evaluate(trained.predict, source.eval_batches(), workers[-1])
-                if found["accuracy"] >= target:
-                    return samples
-        trained.end_epoch()
-    return None
+    return min(means, key=lambda contender: means[contender]) if means else None
 
 
-def main() -> None:
-    """Train, and print a table for each line that was measured."""
+def table(results: Results, line: Line, who: Sequence[Contender]) -> list[str]:
+    """Means over the seeds, with the ranges."""
+    best = best_peer(results, line)
+    base = [one.seconds for one in results[line, best]] if best else None
+    rows = [
+        (
+            "contender", "computes", "seeds", "batches", "ms/batch", "seconds",
+            f"sooner than {best or 'best peer'}", "window", "others",
+        )
+    ]  # fmt: skip
+    for contender in who:
+        trained = results[where(line, contender), contender]
+        reached = [one for one in trained if one.seconds is not None]
+        seconds = [one.seconds for one in trained]
+        pace = [1000 * one.batch_s for one in trained if one.batch_s is not None]
+        windows = {one.window for one in trained if one.window is not None}
+        rows.append(
+            (
+                str(contender),
+                computes(contender.name),
+                f"{len(reached)}/{len(trained)}",
+                spread([one.batches for one in reached if one.batches is not None], 0),
+                spread(pace, 1),
+                spread([one.seconds for one in reached if one.seconds is not None], 1),
+                spread(ratios(base, seconds), 2) if base is not None else "-",
+                "/".join(map(str, sorted(windows))) or "-",
+                f"{statistics.mean(one.foreign for one in trained):.2f}",
+            )
+        )
+    errors = [
+        f"{contender}: {one.error}"
+        for contender in who
+        for one in results[where(line, contender), contender]
+        if one.error is not None
+    ]
+    return [*align(rows), *dict.fromkeys(errors)]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean and range."""
+    if not values:
+        return "-"
+    shown = [f"{x:.{digits}f}" for x in (statistics.mean(values), min(values), max(values))]
+    return f"{shown[0]} ({shown[1]}-{shown[2]})" if len(values) > 1 else shown[0]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("figures", type=Path, help="what bench_peers.py --json wrote")
-    parser.add_argument("--network", choices=list(NETWORKS), default="mlp-1024")
-    parser.add_argument("--target", type=float, default=0.98)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=8, help="give up after so many")
+    add_options(parser)
+    parser.add_argument(
+        "--target", type=float,
+        help=f"accuracy from 0 to 1 (default: {ACCURACY}); of lm: bits per character "
+        f"(default: {TARGETS['lm']})",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each (default: 3)")
+    parser.add_argument("--every", type=int, default=100, help="batches between evaluations")
+    parser.add_argument("--most-batches", type=int, default=4000, help="give up after so many")
+    parser.add_argument(
+        "--most-seconds", type=float, default=600.0, help="give up after so long a training"
+    )
     parser.add_argument("--mnist", help="folder of the four IDX files (default: fetched)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    data = folder_of("mnist", arguments.mnist)
-    known: dict[tuple[str | None, int], float | None] = {}
-
-    def needed(name: str | None, window: int) -> float | None:
-        if (name, window) not in known:
-            counts = [
-                samples_needed(
-                    name, arguments.network, data, window, arguments.target, seed, arguments.epochs
-                )
-                for seed in range(arguments.seeds)
-            ]
-            reached = [count for count in counts if count is not None]
-            known[name, window] = (
-                statistics.median(reached) if len(reached) == len(counts) else None
-            )
-        return known[name, window]
-
-    for line in json.loads(arguments.figures.read_text())["lines"]:
-        print(f"\n{Line(line['delay_ms'], line['rate_mbit'] or 0)}, {100 * arguments.target:g} %:")
-        print("| contender | samples/s | samples needed | seconds |\n|---|---|---|---|")
-        rows: list[tuple[float, str]] = []
-        for row in line["contenders"]:
-            if row["samples_per_s"] is not None:
-                rows.append(_row(row, needed))
-        for _, text in sorted(rows):
-            print(text, flush=True)
+    parser.add_argument(
+        "--text", type=Path, help="what lm learns (default: Python's standard library)"
+    )
+    arguments = parser.parse_args(argv)
+    check_options(parser, arguments)
+    if arguments.target is None:
+        arguments.target = TARGETS.get(arguments.network, ACCURACY)
+    if min(arguments.seeds, arguments.every, arguments.most_batches) < 1:
+        parser.error("--seeds, --every and --most-batches are 1 or more")
+    if arguments.text is not None and not arguments.text.is_file():
+        parser.error(f"--text: there is no file {str(arguments.text)!r}")
+    return arguments
 
 
-def _row(row: dict[str, Any], needed: Any) -> tuple[float, str]:
-    name, rate = row["name"], row["samples_per_s"]["median"]
-    window = row["runs"][0]["details"].get("window", 0)
-    samples = needed(name if name in CHAINS else None, window if name in CHAINS else 0)
-    if samples is None:
-        return float("inf"), f"| {name} | {rate:.0f} | not reached | |"
-    return samples / rate, f"| {name} | {rate:.0f} | {samples:.0f} | {samples / rate:.1f} |"
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train everybody, and print a table for each line."""
+    arguments = parse(argv)
+    over, who = lines(arguments), contenders(arguments)
+    network = NETWORKS[arguments.network]
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="dni-bench-"))
+        )
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_data(network, folder)
+        write_sources(folder)
+        if network.tokens:
+            text = arguments.text.read_bytes() if arguments.text else library_text()
+            data = write_text(folder, text, CONTEXT)
+        else:
+            data = write_mnist(folder, folder_of("mnist", arguments.mnist))
+        try:
+            program, _ = prepare_lines(over, folder, progress)
+        except LinkError as error:
+            progress(f"no slow line can be made here: {error}")
+            return 77 if isinstance(error, PrivilegeError) else 69  # as in sysexits(3)
+        machine = facts()
+        bench = Bench(
+            network=arguments.network,
+            modules=arguments.modules,
+            folder=folder,
+            data=data,
+            target=arguments.target,
+            every=arguments.every,
+            most_batches=arguments.most_batches,
+            most_s=arguments.most_seconds,
+            step_s=step_seconds(arguments.network, folder),
+            window=arguments.window,
+            learn_every=arguments.learn_every,
+            program=program,
+        )
+        results = train_all(bench, over, who, arguments.seeds)
+    print(" ".join(f"{name}={value}" for name, value in machine.items()))
+    print(
+        f"network={arguments.network} modules={arguments.modules} seeds={arguments.seeds} "
+        f"target={arguments.target:g} ({network.metric}) every={arguments.every}"
+    )
+    for line in over:
+        print(f"\n{line}:", *table(results, line, who), sep="\n")
+    print(
+        "\nMeans (ranges) over the seeds. @N: layers in the first of two parts. xN: on N processes."
+    )
+    if arguments.json is not None:
+        rows = [
+            {
+                "delay_ms": line.delay_ms, "rate_mbit": line.rate_mbit or None,
+                "name": str(contender), "computes": computes(contender.name),
+                "trainings": [asdict(one) for one in trained],
+            }
+            for (line, contender), trained in results.items()
+        ]  # fmt: skip
+        options = {key: str(item) for key, item in vars(arguments).items() if key != "contenders"}
+        document = {"machine": machine, "options": options, "contenders": rows}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if any(one.error is None for trained in results.values() for one in trained) else 1
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

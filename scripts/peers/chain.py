@@ -1,55 +1,60 @@
-"""The asynchronous contenders: chains of two modules, served by the runtime's own workers."""
+"""The asynchronous contenders: chains of modules, served by the runtime's own workers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dni_runtime.bench import chain as pace
+from dni_runtime.launch.host import Site
+from dni_runtime.launch.prepare import Prepared, prepare
+from dni_runtime.rundir import RunDir, read_lines
+from peers.contenders import CHAINS, Contender
 from peers.networks import LEARNING_RATE, NETWORKS, Layer, Network, data_spec
+from peers.processes import Measured, Timing
 from peers.slow_link import INTERFACE, Line, Link
-from peers.synchronous import Measured, Timing
 
-# name -> gradient interface, type on the wire
-CHAINS: Mapping[str, tuple[str, str]] = {
-    "chain": ("synthetic", "float32"),
-    "chain-bf16": ("synthetic", "bfloat16"),
-    "chain-int8": ("synthetic", "int8"),
-    "mixed": ("mixed", "float32"),
-    "delayed": ("delayed", "float32"),
-    "delayed-bf16": ("delayed", "bfloat16"),
-}
 LEAST_WINDOW = 8
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
-def window_for(network: Network, dtype: str, line: Line, step_s: float, learn_every: int) -> int:
-    """Batches in flight with which neither module waits for the line.
+def window_for(name: str, network: Network, line: Line, step_s: float, learn_every: int) -> int:
+    """Batches in flight with which neither end of the line waits for it.
 
     That is a round trip in steps, and two more; what a slow line sends meanwhile counts, too.
 
     Args:
+        name: The contender.
         network: The network.
-        dtype: Type of activations and gradients on the wire.
         line: The line.
-        step_s: Seconds that the faster module takes for a batch.
-        learn_every: Every so many batches a gradient comes back.
+        step_s: Seconds that the faster end takes for a batch.
+        learn_every: Of how many batches one gradient comes back, where the interface can choose.
     """
+    interface, dtype = CHAINS[name]
     nbytes = network.batch * network.activation * _BYTES[dtype]
-    down_s, up_s = line.seconds(nbytes), line.seconds(nbytes / learn_every)
+    every = 1 if interface == "delayed" else learn_every
+    down_s, up_s = line.seconds(nbytes), line.seconds(nbytes / every)
     round_trip_s = 2 * line.delay_ms / 1000 + down_s + up_s
     return max(LEAST_WINDOW, math.ceil(round_trip_s / max(step_s, down_s, up_s)) + 2)
+
+
+def module_names(count: int) -> list[str]:
+    """Names of the modules, head first."""
+    return ["head", *(f"middle-{i}" for i in range(1, count - 1)), "tail"]
 
 
 def chain_spec(
     name: str,
     network: Network,
-    folder: Path,
+    data: dict[str, Any],
     *,
+    modules: int = 2,
     cut: int | None,
     window: int,
     learn_every: int,
@@ -60,8 +65,9 @@ def chain_spec(
     Args:
         name: The contender.
         network: The network.
-        folder: Where the data lies.
-        cut: Layers in the first module.
+        data: The data, as a chain file has it.
+        modules: How many.
+        cut: Layers in the first of two modules.
         window: Batches in flight.
         learn_every: Of how many late gradients the synthesizer learns from one.
         remote: Whether the modules are on different hosts.
@@ -83,45 +89,48 @@ def chain_spec(
     if remote:
         links |= {"transport": "tcp", "interface": INTERFACE, "security": "none"}
 
-    def layers(part: tuple[Layer, ...]) -> list[Any]:
-        return [{name: arguments} if arguments else name for name, arguments in part]
+    def written(layer: Layer) -> Any:
+        name, arguments = layer
+        if ":" in name:
+            return {"import": name, "args": arguments}
+        return {name: arguments} if arguments else name
 
-    head, tail = network.parts(2, cut)
     return {
         "name": "bench",
-        "data": {**data_spec(network, folder), "drop_last": True},
+        "data": {**data, "drop_last": True},
+        "metrics": [network.metric],
         "defaults": {
             "interface": interfaces[interface],
             "optimizer": {"Adam": {"lr": LEARNING_RATE, "fused": True}},
             "cpus": 1,
         },
         "modules": [
-            {"name": "head", "layers": layers(head)},
-            {"name": "tail", "layers": layers(tail)},
+            {"name": module, "layers": [written(layer) for layer in part]}
+            for module, part in zip(module_names(modules), network.parts(modules, cut), strict=True)
         ],
         "links": links,
     }
 
 
 def measure_chain(
-    name: str,
+    contender: Contender,
     network: str,
+    modules: int,
     folder: Path,
     timing: Timing,
     *,
-    cut: int | None,
     window: int,
     learn_every: int,
     link: Link | None,
 ) -> Measured:
-    """Run a chain's two workers, each at its end of the line.
+    """Run a chain's workers, the first half at one end of the line, for a while.
 
     Args:
-        name: The contender.
+        contender: The chain.
         network: Name of the network.
+        modules: How many.
         folder: Where the data lies, and runs are made.
         timing: How long.
-        cut: Layers in the first module.
         window: Batches in flight.
         learn_every: Of how many late gradients the synthesizer learns from one.
         link: The line; None for loopback.
@@ -129,28 +138,20 @@ def measure_chain(
     Raises:
         dni_runtime.errors.DniError: It failed.
     """
-    from dni_runtime.bench import chain as pace
-    from dni_runtime.launch.host import Site
-    from dni_runtime.launch.prepare import prepare
-
-    scratch = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder))
     spec = chain_spec(
-        name,
+        contender.name,
         NETWORKS[network],
-        folder,
-        cut=cut,
+        data_spec(NETWORKS[network], folder),
+        modules=modules,
+        cut=contender.cut,
         window=window,
         learn_every=learn_every,
         remote=link is not None,
     )
-    path = scratch / "chain.yaml"
-    path.write_text(json.dumps(spec, indent=1))  # JSON is YAML
+    root, prepared = _prepared(contender, spec, folder)
+    bounds = pace.Bounds(timing.warmup_s, timing.seconds)
     found = pace.measure_chain(
-        scratch / "run",
-        pace.endless(prepare(path)),
-        Site("process"),
-        pace.Bounds(timing.warmup_s, timing.seconds),
-        prefixes={"head": link.enter(0), "tail": link.enter(1)} if link is not None else None,
+        root, pace.endless(prepared), Site("process"), bounds, prefixes=prefixes_of(modules, link)
     )
     return Measured(
         rate=found.samples_per_s,
@@ -158,3 +159,80 @@ def measure_chain(
         cores=tuple(module.cores for module in found.modules),
         details={"window": window, "modules": [asdict(module) for module in found.modules]},
     )
+
+
+class _Enough(Exception):
+    """The chain has been trained for long enough."""
+
+
+def train_chain(
+    contender: Contender,
+    spec: dict[str, Any],
+    folder: Path,
+    link: Link | None,
+    enough: Callable[[list[dict[str, Any]]], bool],
+) -> None:
+    """Train a chain with real workers, evaluated at the end of each epoch, until enough is known.
+
+    Args:
+        contender: The chain.
+        spec: Its file's content.
+        folder: Where runs are made.
+        link: The line; None for loopback.
+        enough: Gets all evaluations so far, now and then; whether to stop.
+
+    Raises:
+        dni_runtime.errors.DniError: It failed.
+    """
+    root, prepared = _prepared(contender, spec, folder)
+    (metric,) = spec["metrics"]
+
+    def look(_: object) -> None:
+        lines = read_lines(RunDir(root).metrics(prepared.modules[-1]))
+        if enough(evaluations(list(lines), metric)):
+            raise _Enough
+
+    forever = pace.Bounds(0.0, math.inf)
+    prefixes = prefixes_of(len(prepared.modules), link)
+    with contextlib.suppress(_Enough):
+        pace.measure_chain(
+            root, prepared, Site("process"), forever, prefixes=prefixes, observe=look
+        )
+
+
+def evaluations(lines: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """A tail's evaluations, with the seconds that it had trained until then.
+
+    Its clock runs from the end of one evaluation (at first: from its start) to the end of the
+    epoch's last batch, when the next one begins.
+
+    Args:
+        lines: What it has written about itself.
+        metric: What is looked at.
+    """
+    found, train_s, since = [], 0.0, 0.0
+    for line in lines:
+        if line["kind"] == "start":
+            since = line["time"]
+        elif line["kind"] == "epoch":
+            train_s += line["time"] - since
+        elif line["kind"] == "eval":
+            since = line["time"]
+            found.append({"batches": line["step"], "train_s": train_s, metric: line[metric]})
+    return found
+
+
+def _prepared(contender: Contender, spec: dict[str, Any], folder: Path) -> tuple[Path, Prepared]:
+    """A run directory to make, and the chain; user classes lie in ``folder``."""
+    root = Path(tempfile.mkdtemp(prefix=f"{contender.name}-", dir=folder))
+    path = folder / f"{root.name}.yaml"
+    path.write_text(json.dumps(spec, indent=1))  # JSON is YAML
+    return root / "run", prepare(path)
+
+
+def prefixes_of(modules: int, link: Link | None) -> dict[str, list[str]]:
+    """What each worker's command is given to, to run at its end of the line; none at loopback."""
+    if link is None:
+        return {}
+    names = module_names(modules)
+    return {name: link.enter(2 * i // modules) for i, name in enumerate(names)}

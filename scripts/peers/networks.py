@@ -1,7 +1,8 @@
-"""The networks that are trained, where they are cut, and the data; no torch is imported here."""
+"""The networks that are trained, where they are cut, and random data; no torch is imported here."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 LEARNING_RATE = 1e-3
 SAMPLES = 60_000
+VOCABULARY = 256
+CONTEXT = 64
 
 Layer = tuple[str, dict[str, Any]]
+"""Name and keywords; the name of a class of torch.nn, or an import path (``blocks:Block``)."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,10 @@ class Network:
     """A network and how it is trained.
 
     Attributes:
-        layers: Names and keywords of torch.nn.
+        layers: The layers.
         batch: Samples in a batch.
+        sample: Shape of a sample as the data set has it: pixels, or (``tokens``) indices.
+        tokens: Whether samples are tokens, and each of them has a label.
         flatten: Whether it takes images as vectors.
         cut: Layers in the first of two parts.
         quarters: Layers before each of the cuts into four parts.
@@ -29,16 +35,33 @@ class Network:
 
     layers: tuple[Layer, ...]
     batch: int
-    flatten: bool
     cut: int
     quarters: tuple[int, int, int]
     activation: int
-    synthesizer: dict[str, Any]
+    synthesizer: str | dict[str, Any]
+    sample: tuple[int, ...] = (1, 28, 28)
+    tokens: bool = False
+    flatten: bool = False
+
+    @property
+    def metric(self) -> str:
+        """What evaluation reports beside the loss."""
+        return "bits_per_character" if self.tokens else "accuracy"
+
+    def cuts(self, count: int, cut: int | None = None) -> list[int]:
+        """Where one, two or four parts begin, and the end; ``cut`` moves the cut of two.
+
+        Raises:
+            ValueError: It is not cut into so many parts.
+        """
+        middle = {1: [], 2: [self.cut if cut is None else cut], 4: list(self.quarters)}
+        if count not in middle:
+            raise ValueError(f"networks are cut into 1, 2 or 4 parts, not {count}")
+        return [0, *middle[count], len(self.layers)]
 
     def parts(self, count: int, cut: int | None = None) -> list[tuple[Layer, ...]]:
-        """The layers in two or four parts; ``cut`` moves the cut of two."""
-        middle = [self.cut if cut is None else cut] if count == 2 else list(self.quarters)
-        cuts = [0, *middle, len(self.layers)]
+        """The layers in so many parts; see :meth:`cuts`."""
+        cuts = self.cuts(count, cut)
         return [self.layers[cuts[i] : cuts[i + 1]] for i in range(count)]
 
 
@@ -52,11 +75,11 @@ def _mlp(width: int) -> Network:
     return Network(
         layers=tuple(layers),
         batch=256,
-        flatten=True,
         cut=6,
         quarters=(3, 6, 9),
         activation=width,
         synthesizer={"mlp": {}},
+        flatten=True,
     )
 
 
@@ -77,7 +100,6 @@ def _cnn() -> Network:
     return Network(
         layers=(*head, *tail, *end),
         batch=128,
-        flatten=False,
         cut=7,
         quarters=(3, 7, 10),
         activation=32 * 14 * 14,
@@ -85,11 +107,35 @@ def _cnn() -> Network:
     )
 
 
-NETWORKS: Mapping[str, Network] = {"mlp-1024": _mlp(1024), "mlp-256": _mlp(256), "cnn": _cnn()}
+def _lm(width: int = 96, heads: int = 4, blocks: int = 4) -> Network:
+    """A causal transformer over characters; both ends of the line get half of its blocks."""
+    embed: Layer = (
+        "blocks:Embed", {"vocabulary": VOCABULARY, "context": CONTEXT, "width": width}
+    )  # fmt: skip
+    block: Layer = ("blocks:Block", {"width": width, "heads": heads})
+    end: list[Layer] = [
+        ("LayerNorm", {"normalized_shape": width}),
+        ("Linear", {"in_features": width, "out_features": VOCABULARY}),
+    ]
+    return Network(
+        layers=(embed, *[block] * blocks, *end),
+        batch=32,
+        cut=3,
+        quarters=(2, 3, 4),
+        activation=CONTEXT * width,
+        synthesizer="auto",
+        sample=(CONTEXT,),
+        tokens=True,
+    )
+
+
+NETWORKS: Mapping[str, Network] = {
+    "mlp-1024": _mlp(1024), "mlp-256": _mlp(256), "cnn": _cnn(), "lm": _lm()
+}  # fmt: skip
 
 
 def data_spec(network: Network, folder: Path) -> dict[str, Any]:
-    """The data as a chain file has it."""
+    """The random data as a chain file has it."""
     return {
         "dataset": "npz",
         "path": str(folder / "data.npz"),
@@ -98,17 +144,28 @@ def data_spec(network: Network, folder: Path) -> dict[str, Any]:
     }
 
 
-def write_data(folder: Path, samples: int = SAMPLES) -> None:
-    """Random images of Fashion-MNIST's shape, type and number."""
+def write_sources(folder: Path) -> None:
+    """The files that chains name by import path, beside their chain files."""
+    for name in ("blocks.py", "streams.py"):
+        shutil.copy(Path(__file__).with_name(name), folder / name)
+
+
+def write_data(network: Network, folder: Path, samples: int | None = None) -> None:
+    """Random images of Fashion-MNIST's shape, type and number, or windows of random characters."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (samples + 256, 1, 28, 28), dtype=np.uint8)
-    labels = rng.integers(0, 10, samples + 256, dtype=np.uint8)
+    samples = samples or (SAMPLES // 4 if network.tokens else SAMPLES)
+    if network.tokens:
+        text = rng.integers(0, VOCABULARY, (samples + 256, *network.sample), dtype=np.int64)
+        x, y = text, np.roll(text, -1, axis=1)
+    else:
+        x = rng.integers(0, 256, (samples + 256, *network.sample), dtype=np.uint8)
+        y = rng.integers(0, 10, samples + 256, dtype=np.uint8)
     np.savez(
         folder / "data.npz",
-        x_train=images[:samples],
-        y_train=labels[:samples],
-        x_eval=images[samples:],
-        y_eval=labels[samples:],
+        x_train=x[:samples],
+        y_train=y[:samples],
+        x_eval=x[samples:],
+        y_eval=y[samples:],
     )

@@ -9,23 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.bench.spread import Spread
-from peers.chain import CHAINS
+from peers.contenders import CHAINS, SINGLE, SYNCHRONOUS, Contender, computes
+from peers.processes import Measured
 from peers.slow_link import Line
-from peers.synchronous import SCHEDULES, SINGLE, Measured
 
 BASE = "single-2"
-PEERS = ("ddp", *SCHEDULES)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Who is measured: a name, and layers in the first of two processes (None: the usual)."""
-
-    name: str
-    cut: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.cut is None else f"{self.name} @{self.cut}"
 
 
 @dataclass
@@ -66,11 +54,11 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def best_peer(outcomes: Outcomes) -> Contender | None:
-    """Of DDP and the pipelining schedules, the one with the highest median."""
+    """Of the synchronous peers on several processes, the one with the highest median."""
     medians = {
         contender: statistics.median(run.rate for run in outcome.measured)
         for contender, outcome in outcomes.items()
-        if contender.name in PEERS and outcome.measured
+        if contender.name in SYNCHRONOUS and outcome.measured
     }
     return max(medians, key=lambda contender: medians[contender]) if medians else None
 
@@ -85,6 +73,8 @@ def summarize(line: Line, outcomes: Outcomes, probed: Mapping[str, float]) -> di
         row: dict[str, Any] = {
             "name": contender.name,
             "cut": contender.cut,
+            "processes": contender.processes,
+            "computes": computes(contender.name),
             "error": outcome.error,
             "samples_per_s": spread([run.rate for run in runs]),
             "cpu_ms_per_sample": spread([1000 * run.cpu_s for run in runs]),
@@ -112,20 +102,21 @@ def table(line: Line, found: Mapping[str, Any]) -> str:
     """What :func:`summarize` gave, as text."""
     rows = [
         (
-            "contender", "samples/s", "range", f"/ {found['best_peer'] or 'best peer'}",
+            "contender", "computes", "samples/s", "range", f"/ {found['best_peer'] or 'best peer'}",
             f"/ {found['single']}", "CPU ms/sample", "cores busy", "window", "others",
         )
     ]  # fmt: skip
     for row in found["contenders"]:
-        name = row["name"] + (f" @{row['cut']}" if row["cut"] is not None else "")
+        name = str(Contender(row["name"], row["cut"], row["processes"]))
         rates = row["samples_per_s"]
         if rates is None:
-            rows.append((name, "failed", *[""] * 7))
+            rows.append((name, row["computes"], "failed", *[""] * 7))
             continue
         windows = {run["details"].get("window") for run in row["runs"] if run is not None}
         rows.append(
             (
                 name,
+                row["computes"],
                 f"{rates['median']:.0f}",
                 f"{rates['low']:.0f}-{rates['high']:.0f}",
                 _paired(row["over_best_peer"]),
@@ -138,18 +129,20 @@ def table(line: Line, found: Mapping[str, Any]) -> str:
         )
     lines = [_heading(line, found["measured"]), *align(rows)]
     lines += [
-        f"{row['name']}: {row['error']}" for row in found["contenders"] if row["error"] is not None
+        f"{Contender(row['name'], row['cut'], row['processes'])}: {row['error']}"
+        for row in found["contenders"]
+        if row["error"] is not None
     ]
     return "\n".join(lines)
 
 
-def align(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns under each other, the first to the left."""
+def align(rows: Iterable[Sequence[str]], left: int = 2) -> list[str]:
+    """Columns under each other, the first ones to the left."""
     kept = [list(row) for row in rows]
     widths = [max(len(row[i]) for row in kept) for i in range(len(kept[0]))]
     return [
         "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in kept
@@ -194,7 +187,8 @@ def draw(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
                 continue
             for row in line["contenders"]:
                 if row["samples_per_s"] is not None:
-                    curves.setdefault(row["name"], []).append(
+                    contender = Contender(row["name"], row["cut"], row["processes"])
+                    curves.setdefault(str(contender), []).append(
                         (line["delay_ms"], row["samples_per_s"])
                     )
         for name, points in curves.items():

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,34 @@ def open_link(program: Path, line: Line) -> Iterator[Link]:
         process.wait(10)
         process.stdout.close()
         process.stderr.close()
+
+
+def prepare_lines(
+    lines: Sequence[Line], folder: Path, tell: Callable[[str], None]
+) -> tuple[Path | None, dict[Line, dict[str, Any]]]:
+    """Compile the program, and measure each line; both are empty where all are loopback.
+
+    Args:
+        lines: The lines.
+        folder: Where the program is written.
+        tell: Gets a sentence about each line.
+
+    Raises:
+        PrivilegeError: The kernel forbids it.
+        LinkError: It fails.
+    """
+    slow = [line for line in lines if not line.loopback]
+    if not slow:
+        return None, {}
+    program, found = build_slow_link(folder), {}
+    for line in slow:
+        with open_link(program, line) as link:
+            one = found[line] = {**probe(link, line), **link.facts}
+        tell(
+            f"{line}: round trip {one['rtt_ms']:.2f} ms, {one['mbit_per_s']:.0f} Mbit/s, TCP "
+            f"{one['congestion']}{'' if one['prompt'] else ', without priority'}"
+        )
+    return program, found
 
 
 def _retransmitted(link: Link, end: int) -> int:

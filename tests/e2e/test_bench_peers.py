@@ -39,3 +39,27 @@ def test_a_chain_and_its_peers(tmp_path: Path) -> None:
     assert chain["link"]["bytes"][0] > 1000 * chain["window"], "it went through the slow line"
     assert [module["module"] for module in chain["modules"]] == ["head", "tail"]
     assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+def test_four_modules_and_peers_that_compute_something_else(tmp_path: Path) -> None:
+    command = [
+        sys.executable, SCRIPT, "--network", "lm", "--modules", "4",
+        "--contenders", "1f1b-4,local-sgd-2,2bw-4,delayed", "--repetitions", "1", "--seconds", "1",
+        "--warmup", "0.5", "--delay-ms", "3", "--json", tmp_path / "found.json",
+    ]  # fmt: skip
+    done = run(command)
+    if done.returncode == 77:
+        missing(done.stderr)
+    assert done.returncode == 0, done.stderr
+    (line,) = json.loads((tmp_path / "found.json").read_text())["lines"]
+    rows = line["contenders"]
+    assert [row["error"] for row in rows] == [None] * 4
+    assert [(row["name"], len(row["cores"]), row["computes"]) for row in rows] == [
+        ("1f1b-4", 4, "backprop"),
+        ("local-sgd-2", 2, "averages"),
+        ("2bw-4", 4, "old weights"),
+        ("delayed", 4, "late gradients"),
+    ]
+    assert line["best_peer"] == "1f1b-4"
+    for row in rows:
+        assert row["runs"][0]["details"]["link"]["bytes"][0] > 1e6, "it went through the slow line"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -117,20 +116,44 @@ def test_types_on_the_wire(mnist: Path, tmp_path: Path) -> None:
 
 
 def test_time_to_accuracy(mnist: Path, tmp_path: Path) -> None:
-    def contender(name: str, window: int | None) -> dict[str, Any]:
-        details = {} if window is None else {"window": window}
-        return {"name": name, "samples_per_s": {"median": 1e4}, "runs": [{"details": details}]}
-
-    line = {"delay_ms": 20, "rate_mbit": None}
-    line["contenders"] = [contender("gpipe-1", None), contender("chain", 8)]  # type: ignore[assignment]
     figures = tmp_path / "figures.json"
-    figures.write_text(json.dumps({"lines": [line]}))
     command = [
-        sys.executable, ROOT / "scripts" / "time_to_accuracy.py", figures, "--network", "mlp-256",
-        "--target", "0.9", "--seeds", "1", "--mnist", mnist,
+        sys.executable, ROOT / "scripts" / "time_to_accuracy.py", "--network", "mlp-256",
+        "--contenders", "single-1,gpipe-1,local-sgd-8,async-1f1b,mixed", "--delay-ms", "3",
+        "--target", "0.9", "--every", "20", "--seeds", "1", "--mnist", mnist, "--json", figures,
+    ]  # fmt: skip
+    done = run(command)
+    if done.returncode == 77:
+        missing(done.stderr)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(figures.read_text())["contenders"]
+    assert [(row["name"], row["delay_ms"]) for row in rows] == [
+        ("single-1", 0), ("gpipe-1", 3), ("local-sgd-8", 3), ("async-1f1b", 3), ("mixed", 3),
+    ]  # fmt: skip
+    for row in rows:
+        (training,) = row["trainings"]
+        last = training["evaluations"][-1]
+        assert last["accuracy"] >= 0.9
+        assert training["batches"] == last["batches"] <= 200
+        assert training["seconds"] == last["train_s"] > 0
+        assert last["batches"] % (24 if row["name"] == "local-sgd-8" else 20) == 0
+        seconds = [one["train_s"] for one in training["evaluations"]]
+        assert seconds == sorted(seconds)
+    assert "sooner than gpipe-1" in done.stdout
+
+
+def test_bits_per_character(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(Path(__file__).read_bytes() * 8)
+    figures = tmp_path / "figures.json"
+    command = [
+        sys.executable, ROOT / "scripts" / "time_to_accuracy.py", "--network", "lm", "--modules",
+        "4", "--contenders", "gpipe-1,delayed", "--target", "6", "--every", "5", "--seeds", "1",
+        "--text", text, "--json", figures,
     ]  # fmt: skip
     done = run(command)
     assert done.returncode == 0, done.stderr
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert sorted(row[0].strip() for row in rows[1:]) == ["chain", "gpipe-1"]
-    assert all(0 < float(row[3]) < 6 for row in rows[1:]), "60,000 samples at most"
+    for row in json.loads(figures.read_text())["contenders"]:
+        (training,) = row["trainings"]
+        bits = [one["bits_per_character"] for one in training["evaluations"]]
+        assert bits[-1] <= 6 < bits[0] < 10

@@ -1,0 +1,137 @@
+"""Who is compared, and what each computes; no torch is imported here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["single", "ddp", "pipeline", "local-sgd", "diloco", "2bw", "async-1f1b", "chain"]
+
+# name -> threads
+SINGLE = {"single-1": 1, "single-2": 2}
+
+# name -> class in torch.distributed.pipelining, stages per process, micro-batches
+SCHEDULES: dict[str, tuple[str, int, int]] = {
+    f"{name}-{count}": (cls, stages, count)
+    for name, cls, stages, counts in (
+        ("gpipe", "ScheduleGPipe", 1, (1, 2, 4)),
+        ("1f1b", "Schedule1F1B", 1, (2, 4)),
+        ("bfs", "ScheduleLoopedBFS", 2, (2, 4)),
+        ("interleaved", "ScheduleInterleaved1F1B", 2, (2, 4)),
+        ("izb", "ScheduleInterleavedZeroBubble", 2, (2, 4)),
+        ("zbv", "ScheduleZBVZeroBubble", 2, (2, 4)),
+        ("dualpipev", "ScheduleDualPipeV", 2, (4,)),
+    )
+    for count in counts
+}
+V_SHAPED = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
+
+SYNCHRONOUS = ("ddp", *SCHEDULES)
+
+# Those that are listed; any other number may be named.
+AVERAGING = ("local-sgd-8", "local-sgd-64", "diloco-64")
+ASYNCHRONOUS = ("2bw-4", "2bw-8", "async-1f1b", "async-1f1b-8")
+_NUMBERED = re.compile(r"(?P<kind>local-sgd|diloco|2bw|async-1f1b)-(?P<number>[1-9]\d{0,4})")
+
+# name -> gradient interface, type on the wire
+CHAINS: Mapping[str, tuple[str, str]] = {
+    "chain": ("synthetic", "float32"),
+    "chain-bf16": ("synthetic", "bfloat16"),
+    "chain-int8": ("synthetic", "int8"),
+    "mixed": ("mixed", "float32"),
+    "delayed": ("delayed", "float32"),
+    "delayed-bf16": ("delayed", "bfloat16"),
+}
+
+CONTENDERS = (*SINGLE, *SYNCHRONOUS, *AVERAGING, *ASYNCHRONOUS, *CHAINS)
+
+COMPUTES: Mapping[Kind, str] = {
+    "single": "backprop",
+    "ddp": "backprop",
+    "pipeline": "backprop",
+    "local-sgd": "averages",
+    "diloco": "averages",
+    "2bw": "old weights",
+    "async-1f1b": "old weights",
+}
+"""What a step of a peer computes: plain backpropagation's update, or another one."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who is measured.
+
+    Attributes:
+        name: One of ``CONTENDERS``, or one like it with another number.
+        cut: Layers in the first of two parts; None for the network's usual cut.
+        processes: How many processes, where it is not the usual number; None: see :meth:`count`.
+    """
+
+    name: str
+    cut: int | None = None
+    processes: int | None = None
+
+    def __str__(self) -> str:
+        cut = "" if self.cut is None else f" @{self.cut}"
+        return self.name + cut + ("" if self.processes is None else f" x{self.processes}")
+
+    def count(self, modules: int) -> int:
+        """How many processes it has beside chains of so many modules."""
+        if self.processes is not None:
+            return self.processes
+        kind, _ = kind_of(self.name)
+        if kind == "single":
+            return 1
+        two = kind in ("local-sgd", "diloco") or stages_per_process(self.name) > 1
+        return 2 if two else modules
+
+
+def kind_of(name: str) -> tuple[Kind, int]:
+    """What sort of contender a name stands for, and the number in it (0: none).
+
+    Raises:
+        ValueError: It stands for none.
+    """
+    if name in SINGLE:
+        return "single", SINGLE[name]
+    if name in SCHEDULES:
+        return "pipeline", SCHEDULES[name][2]
+    if name in CHAINS:
+        return "chain", 0
+    if name == "ddp" or name == "async-1f1b":
+        return ("ddp" if name == "ddp" else "async-1f1b"), 0
+    found = _NUMBERED.fullmatch(name)
+    if found is None:
+        raise ValueError(f"no contender {name!r}; there are {', '.join(CONTENDERS)}")
+    kind: Kind = found["kind"]  # type: ignore[assignment]  # one of the pattern's words
+    return kind, int(found["number"])
+
+
+def computes(name: str) -> str:
+    """What a contender's step computes, in a word or two."""
+    kind, _ = kind_of(name)
+    if kind == "chain":
+        interface = CHAINS[name][0]
+        return "late gradients" if interface == "delayed" else f"{interface} gradients"
+    return COMPUTES[kind]
+
+
+def stages_per_process(name: str) -> int:
+    """How many parts of the network each process of a pipelining schedule has; else 1."""
+    return SCHEDULES[name][1] if name in SCHEDULES else 1
+
+
+def in_flight(name: str, stage: int, stages: int) -> int:
+    """Micro-batches under way between a stage of an asynchronous pipeline and the last one.
+
+    1F1B has ``stages - stage`` (Narayanan et al. 2019, sec. 3.2). With a slow line in the middle
+    that leaves the stages before it waiting, so that these have more: 2BW as many as it has
+    micro-batches, which its two versions of the weights allow; async-1f1b-K K at the first stage.
+    """
+    kind, number = kind_of(name)
+    wanted = stages - stage
+    if 2 * stage < stages:
+        wanted = max(wanted, number if kind == "2bw" else number - stage)
+    return min(wanted, number + 1) if kind == "2bw" else wanted
