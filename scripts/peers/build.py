@@ -53,7 +53,7 @@ def build(layers: Sequence[Layer], *, first: int = 0, seed: int = 0) -> nn.Seque
     for index, (name, arguments) in enumerate(layers, first):
         torch.manual_seed(1_000 * seed + index)
         file, _, attribute = name.rpartition(":")
-        source = importlib.import_module(f"peers.{file}") if file else nn
+        source = importlib.import_module(f"chains.{file}") if file else nn
         modules.append(getattr(source, attribute)(**arguments))
     return nn.Sequential(*modules)
 

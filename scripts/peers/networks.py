@@ -14,7 +14,7 @@ VOCABULARY = 256
 CONTEXT = 64
 
 Layer = tuple[str, dict[str, Any]]
-"""Name and keywords; the name of a class of torch.nn, or an import path (``blocks:Block``)."""
+"""Name and keywords; the name of a class of torch.nn, or an import path (``lm:Block``)."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,8 @@ def _cnn() -> Network:
 
 def _lm(width: int = 96, heads: int = 4, blocks: int = 4) -> Network:
     """A causal transformer over characters; both ends of the line get half of its blocks."""
-    embed: Layer = (
-        "blocks:Embed", {"vocabulary": VOCABULARY, "context": CONTEXT, "width": width}
-    )  # fmt: skip
-    block: Layer = ("blocks:Block", {"width": width, "heads": heads})
+    embed: Layer = ("lm:Embed", {"vocabulary": VOCABULARY, "dim": width, "context": CONTEXT})
+    block: Layer = ("lm:Block", {"dim": width, "heads": heads})
     end: list[Layer] = [
         ("LayerNorm", {"normalized_shape": width}),
         ("Linear", {"in_features": width, "out_features": VOCABULARY}),
@@ -146,8 +144,9 @@ def data_spec(network: Network, folder: Path) -> dict[str, Any]:
 
 def write_sources(folder: Path) -> None:
     """The files that chains name by import path, beside their chain files."""
-    for name in ("blocks.py", "streams.py"):
-        shutil.copy(Path(__file__).with_name(name), folder / name)
+    scripts = Path(__file__).resolve().parents[1]
+    for path in (scripts / "chains" / "lm.py", scripts / "peers" / "streams.py"):
+        shutil.copy(path, folder / path.name)
 
 
 def write_data(network: Network, folder: Path, samples: int | None = None) -> None:

@@ -9,7 +9,8 @@ import compare_synthesizers
 import pytest
 
 from dni_runtime.core.resolve import worker_specs
-from dni_runtime.spec import DataInfo, TensorSpec, load_chain
+from dni_runtime.data import describe
+from dni_runtime.spec import DataInfo, DataSpec, TensorSpec, load_chain
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAINS = sorted((ROOT / "scripts" / "chains").glob("*.yaml"))
@@ -26,12 +27,15 @@ def test_each_chain_takes_the_interfaces_that_are_compared(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(path.parent)  # a chain's import paths start there
+    chain = load_chain(path)
     info = DataInfo(
         sample=PIXELS, label=LABEL, classes=10, train_samples=60_000, eval_samples=10_000
     )
+    if chain.data.dataset == "text":
+        info = describe(DataSpec(dataset="text", args=chain.data.args), path.parent)
     for method in ("critic", "local", "mixed", "delayed", "mlp", "none"):
-        chain = compare_synthesizers.with_interface(load_chain(path), method)
-        assert worker_specs(chain, info)[-1].output.shape == (10,)
+        workers = worker_specs(compare_synthesizers.with_interface(chain, method), info)
+        assert workers[-1].output.shape[-1] == info.classes
 
 
 def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
