@@ -23,12 +23,12 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
     if bare:
         found.append(
             f"{_have(bare)} no normalisation (such as BatchNorm1d) in front of predicted "
-            "gradients, which then are hard to learn (docs/results.md, Normalisation)"
+            "gradients, which then are hard to learn"
         )
     if attending:
         found.append(
             f"{_have(attending)} attention, which learns little from predicted gradients and local "
-            "heads: 'delayed' is the default there (docs/results.md, Tokens)"
+            "heads: without 'interface' it gets true ones, at most one update late"
         )
     return found
 

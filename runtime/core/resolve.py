@@ -159,6 +159,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 gradients_out=above.every,
                 bootstrapped_out=above.bootstrapped,
                 awaited_out=above.awaited,
+                resend_out=above.resend,
                 links=full.links,
                 retain=retained(full, index),
                 max_late=None if interface is None else interface.wanted.max_late,
@@ -195,12 +196,14 @@ class _Cut:
         every: The gradient of every n-th batch; 0: none.
         bootstrapped: Whether it comes from the error signal of the module below, at once.
         awaited: Whether an update waits for it, at the module above the cut or further up.
+        resend: How many may be waited for before another batch is taken.
         late: Batches by which it may be late.
     """
 
     every: int = 0
     bootstrapped: bool = False
     awaited: bool = False
+    resend: int = 0
     late: int = 0
 
 
@@ -226,6 +229,7 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
             every=every,
             bootstrapped=bool(every) and own and below is not None and below.signals,
             awaited=bool(every) and (interface.applies or (above.awaited and passes_on > 0)),
+            resend=max(_waited_for(interface), above.resend if passes_on else 0),
         )
         cuts.append(above)
     late = 0
@@ -233,6 +237,12 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
         late = chain.links.largest_window + (0 if cuts[index].bootstrapped else late)
         cuts[index] = replace(cuts[index], late=late)
     return cuts
+
+
+def _waited_for(interface: Resolved) -> int:
+    """Gradients of batches, or parts, that a module may wait for before it takes another batch."""
+    wanted = interface.wanted
+    return 0 if wanted.max_late is None else (wanted.max_late + 1) * wanted.micro_batches
 
 
 def _selection(chain: ChainSpec) -> SelectionRole | None:
@@ -401,10 +411,12 @@ def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
 
 def _check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
     for worker in workers:
-        if worker.blocks and chain.links.on_loss == "continue":
+        interface = None if worker.interface is None else find_interface(worker.interface)
+        alone = interface is None or interface.signals or not interface.trains
+        if not alone and chain.links.on_loss == "continue":
             raise SpecError(
-                f"module {worker.module!r} takes no other batch before the true gradient has come "
-                "(its interface waits for it), so it cannot continue without its neighbour",
+                f"module {worker.module!r} is trained by true gradients alone: it cannot continue "
+                "without its neighbour",
                 location=("links", "on_loss"),
                 hint="'on_loss: wait', or another gradient interface",
             )

@@ -332,11 +332,17 @@ class ModuleStep:
         self.optimization.end_batch()
         self.batches += 1
 
-    def give_up_waiting(self) -> None:
-        """Drop batches whose gradient will not come any more."""
-        self.counters.given_up += len(self._kept)
-        self._kept.clear()
-        if self._summed is not None:
+    def give_up_waiting(self, until: int | None = None) -> None:
+        """Drop batches whose gradient will not come any more.
+
+        Args:
+            until: The last of them; None: all.
+        """
+        lost = [id for id in self._kept if until is None or id <= until]
+        for id in lost:
+            del self._kept[id]
+        self.counters.given_up += len(lost)
+        if self._summed is not None and not self._kept:
             self._end_batch()
 
     def evaluate(self, x_BX: Tensor) -> Tensor:

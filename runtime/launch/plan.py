@@ -192,7 +192,7 @@ def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placem
         keys=chain.links.security != "none" and "tcp" in transports,
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
-            scope="chain" if any(worker.blocks for worker in workers) else "module",
+            scope="chain" if any(worker.exact for worker in workers) else "module",
         ),
     )
 

@@ -128,6 +128,7 @@ class InputLink:
         self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
         self._handshakes = 0
         self._windows: tuple[int, ...] = ()
+        self._gradients: deque[list[Buffer]] = deque(maxlen=spec.resend_out)
 
     def __enter__(self) -> Self:
         return self
@@ -249,8 +250,10 @@ class InputLink:
     def send_gradient(self, id: int, g: Tensor, ack: int) -> None:
         """Send a true gradient upstream if that is possible now, else drop and count it.
 
-        Where the module upstream wants no gradients, only the acknowledgement is sent. The tensor
-        MUST NOT be changed afterwards: its memory is sent.
+        Where a module upstream takes no other batch before it has come, it is sent as soon as that
+        is possible, and again after a connection was lost. Where the module upstream wants no
+        gradients, only the acknowledgement is sent. The tensor MUST NOT be changed afterwards: its
+        memory is sent.
 
         Args:
             id: The batch.
@@ -276,12 +279,17 @@ class InputLink:
             tensors=entries,
             buffers=buffers,
         )
-        if self._send(encode(message)):
+        frames = encode(message)
+        self._gradients.append(frames)
+        if self._send(frames):
             self.counters.gradients += 1
             self._ack_due = False
-        else:
+            return
+        self._ack_due = True
+        if self._receiver.peer is not None and self._gradients:
+            self._control.append(frames)
+        elif not self._gradients:
             self.counters.gradients_dropped += 1
-            self._ack_due = True
 
     def send_drained(self, id: int) -> None:
         """No gradient of a batch before marker ``id`` will follow; sent until it has arrived."""
@@ -385,6 +393,8 @@ class InputLink:
             self._ack_due = False  # WELCOME has told it
             if self._drained:
                 self.send_drained(self._drained)
+            for gradient in self._gradients:
+                self._send([*gradient])
             windows, self._windows = self._windows, ()
             if windows:
                 self.tell_windows(windows)

@@ -155,6 +155,11 @@ class OutputLink:
         return (self.window, *self._below)[:ADJACENT_FAILURES]
 
     @property
+    def had(self) -> int:
+        """The last id that downstream had from a former process: no gradient of it comes again."""
+        return self._sender.had or 0
+
+    @property
     def room(self) -> bool:
         """Whether the window has room for another batch or marker."""
         return self._sender.window.room

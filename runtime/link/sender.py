@@ -59,6 +59,7 @@ class Sender:
         state: How far the handshake is.
         greeting_due: Whether HELLO has to be sent.
         window: What is not acknowledged.
+        had: The last id that the other end had from a former process of this module.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Sender:
         self.window = SendWindow(window, next_id=next_id, retain=retain)
         self.state = State.SILENT
         self.greeting_due = False
+        self.had: int | None = None
         self._session = secrets.token_hex(8)
         self._limits = contract.up
         self._drained = 0
@@ -188,6 +190,8 @@ class Sender:
         if self.state is State.OPEN:
             return
         received = received_of(message)
+        if self.had is None:
+            self.had = received
         self.window.rewind(received)
         self._acknowledge(message.ack)
         self.state = State.OPEN

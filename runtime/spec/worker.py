@@ -152,6 +152,8 @@ class WorkerSpec(Frozen):
         bootstrapped_out: Whether those come from the module's own error signal, at once; else they
             are true ones.
         awaited_out: Whether an update upstream waits for them.
+        resend_out: How many of the newest are sent again after a connection was lost, because a
+            module upstream takes no other batch before they have come.
         links: How to talk to the neighbours.
         retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
         max_late: How many updates may be missing from the weights of a forward pass; the module
@@ -197,6 +199,7 @@ class WorkerSpec(Frozen):
     gradients_out: int = Field(ge=0)
     bootstrapped_out: bool = False
     awaited_out: bool = False
+    resend_out: int = 0
     links: LinksSpec
     retain: int = Field(default=0, ge=0)
     max_late: int | None = None
@@ -221,9 +224,9 @@ class WorkerSpec(Frozen):
         return cls.model_validate_json(text)
 
     @property
-    def blocks(self) -> bool:
-        """Whether the module waits for true gradients: one that is lost is waited for for good."""
-        return self.max_late is not None
+    def exact(self) -> bool:
+        """Whether no true gradient may be missed: a batch that is lost cannot be given up."""
+        return self.max_late == 0
 
     @property
     def hash(self) -> str:

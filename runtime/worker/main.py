@@ -172,8 +172,8 @@ def _serve(
             if not neighbours.wait_for_upstream(input):
                 return _left_behind(spec, start)
             start.first_id = input.received + 1
-            if input.received:
-                input.send_drained(input.received)
+            if had := max(input.received, start.cut):
+                input.send_drained(had)  # it will not be trained on them again
         if spec.downstream is not None:
             output = OutputLink(spec, run=name, next_id=start.first_id, keys=keys)
             neighbours.connect(output, input)

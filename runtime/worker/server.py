@@ -231,6 +231,8 @@ class ModuleServer:
             ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
+            if self._output is not None and batch.id <= self._output.had and step.waiting:
+                self._give_up_until(batch.id)  # a former process has had its gradient
             if self._idle is not None:
                 self._idle.keep(x_BX, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
@@ -295,8 +297,16 @@ class ModuleServer:
             elif isinstance(event, Drained):
                 if self._draining is not None and event.id >= self._draining.id:
                     self._give_up()
+                elif self._step.waiting:
+                    self._give_up_until(event.id)
             else:
                 self._ask_upstream(event.what)
+
+    def _give_up_until(self, id: int) -> None:
+        """No true gradient of a batch up to this one will come any more."""
+        self._step.give_up_waiting(id)
+        if self._input is not None and self._step.spec.awaited_out:
+            self._input.send_drained(id)
 
     def _give_up(self) -> None:
         """No true gradient for a batch before the marker will come any more."""

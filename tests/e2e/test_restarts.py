@@ -77,8 +77,11 @@ def write(site: Site, epochs: int, *settings: str) -> Path:
     return path
 
 
-def begin(site: Site, epochs: int, *settings: str) -> None:
-    site.run("up", write(site, epochs, *settings), "--backend", "process", "-d")
+def begin(site: Site, epochs: int, *settings: str, interface: str | None = None) -> None:
+    path = write(site, epochs, *settings)
+    if interface is not None:
+        path.write_text(path.read_text().replace("defaults: {", f"defaults: {{{interface}, ", 1))
+    site.run("up", path, "--backend", "process", "-d")
     eventually("all modules train", lambda: min(steps(site).values()) > 5)
 
 
@@ -92,10 +95,17 @@ def happened(site: Site, event: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(site.latest.events) if line["event"] == event]
 
 
-def test_any_module_may_be_killed(site: Site) -> None:
-    """Each module in turn, then two neighbours at once: no batch of any epoch is left out."""
+BOUNDED = "interface: {delayed: {max_late: 1, predict: true, micro_batches: 2}}"
+
+
+@pytest.mark.parametrize("interface", [None, BOUNDED], ids=["mixed", "bounded"])
+def test_any_module_may_be_killed(site: Site, interface: str | None) -> None:
+    """Each module in turn, then two neighbours at once: no batch of any epoch is left out.
+
+    Nor does a module wait for ever for a gradient that was lost with another.
+    """
     epochs = 60
-    begin(site, epochs, QUICK)
+    begin(site, epochs, QUICK, interface=interface)
     for names in (["middle"], ["bottom"], ["top"], ["middle", "top"]):
         restarts = {name: module(site, name).restarts + 1 for name in names}
         for name in names:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal, Wanted
+from dni_runtime.core.interfaces.corrected import Corrected
 from dni_runtime.core.interfaces.delayed import Delayed, Exact
 from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.mixed import Mixed
@@ -19,6 +20,7 @@ INTERFACES: dict[str, type[GradientInterface]] = {
     "synthetic": Synthetic,
     "local": Local,
     "delayed": Delayed,
+    "corrected": Corrected,
     "exact": Exact,
     "none": Untrained,
 }
@@ -43,7 +45,9 @@ def default_interface(attends: bool) -> Choice:
     Args:
         attends: Whether there is attention in the module.
     """
-    return Choice(name="delayed" if attends else "mixed")
+    if not attends:
+        return Choice(name="mixed")
+    return Choice(name="delayed", args={"max_late": 1, "predict": True})
 
 
 class Resolved(NamedTuple):

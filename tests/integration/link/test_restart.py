@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dni_runtime.link import InputLink, OutputLink
+from dni_runtime.link import Gradient, InputLink, OutputLink
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mark, Mode
 from tests.integration.link.conftest import Links
@@ -74,3 +74,26 @@ def test_the_peer_is_found_gone(links: Links, address: str) -> None:
     assert input.reaches_peer()
     output.close()
     links.until(lambda: not input.reaches_peer(), "gone")
+
+
+def test_gradients_that_are_waited_for_come_again(links: Links, address: str) -> None:
+    """The newest of them, after a connection was lost that may have taken them with it."""
+    output, input, actual = links.pair(address, resend_out=2)
+    for id in (1, 2, 3):
+        output.send_batch(id, 1, Mode.TRAIN, H, Y)
+    links.collect(input, 3)
+    output.move(actual)
+    for id in (1, 2, 3):
+        input.send_gradient(id, id * H, ack=id)
+    found: list[tuple[int, float]] = []
+
+    def came() -> bool:
+        input.greet()
+        input.receive()
+        for event in output.receive():
+            assert isinstance(event, Gradient)
+            found.append((event.id, float(event.g[0, 0])))
+        return found[-2:] == [(2, 2.0), (3, 3.0)] and not output.lost
+
+    links.until(came, "the newest gradients")
+    assert input.counters.gradients_dropped == 0

@@ -349,6 +349,45 @@ def test_one_update_late_is_gradient_descent_with_old_gradients(small: Any) -> N
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
+def test_a_correction_is_the_difference_from_what_was_used_at_once(small: Any) -> None:
+    """Both are part of updates: over time a batch contributes its true gradient."""
+    step = ModuleStep(small("{corrected: {weight: 0.25}}", "{SGD: {lr: 0.1}}")[1])
+    ((x, y),) = batches(1)
+    x = x[:, :8]
+    before = copy.deepcopy(step.layers)
+    step.forward(1, x)
+    interface = step.interface
+    assert interface is not None
+    local = copy.deepcopy(interface).signal(before(x).detach(), y).g_BH
+    step.update(y)
+
+    def gradient(g: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(before(x), list(before.parameters()), g / len(x)))
+
+    used = gradient(local)
+    for now, then, g in zip(step.layers.parameters(), before.parameters(), used, strict=True):
+        torch.testing.assert_close(now, then - 0.1 * g)
+    true = torch.randn(16, 8)
+    # The gradient goes back through the activations of then, by the weights of now.
+    now = [p.detach().clone() for p in step.layers.parameters()]
+    sent = step.late_gradient(1, true)
+    assert sent is not None
+    assert step.waiting == 0
+    found = [p.grad for p in step.layers.parameters()]
+    linear = found[0]
+    assert linear is not None
+    scale = (now[1] / then_scale(before)).unsqueeze(1)
+    torch.testing.assert_close(linear, (gradient(true - local)[0]) * scale, rtol=1e-3, atol=1e-6)
+    step.forward(2, x)
+    step.update(y)
+    assert all(p.grad is None for p in step.layers.parameters())
+
+
+def then_scale(layers: nn.Module) -> Tensor:
+    """The weights of the BatchNorm behind a module's linear layer."""
+    return next(p for name, p in layers.named_parameters() if name == "1.weight").detach()
+
+
 def test_predicted_weights_go_on_as_the_newest_update(small: Any) -> None:
     """With a constant step the prediction is where the weights will be."""
     step = ModuleStep(small("{delayed: {predict: true}}", "{SGD: {lr: 0.1}}")[0])

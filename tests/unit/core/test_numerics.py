@@ -95,7 +95,7 @@ def test_delayed_updates_only_when_the_gradient_comes(small: Any) -> None:
     assert chain.steps[0].counters.given_up == 0
 
 
-@pytest.mark.parametrize("interface", ["mixed", "synthetic", "local", "delayed"])
+@pytest.mark.parametrize("interface", ["mixed", "synthetic", "local", "delayed", "corrected"])
 def test_every_interface_learns(small: Any, interface: str) -> None:
     chain = LocalChain(small(interface), delay=2)
     data = batches(300)

@@ -228,12 +228,9 @@ def test_schema_lists_the_names() -> None:
 
 def test_who_waits_for_gradients_cannot_continue_alone() -> None:
     text = CHAIN.replace("interface: mixed", "interface: exact")
-    assert [worker.blocks for worker in worker_specs(parse_chain(text), INFO)] == [
-        True,
-        False,
-        False,
-    ]
-    with pytest.raises(SpecError, match="module 'a' takes no other batch") as caught:
+    exact = [worker.exact for worker in worker_specs(parse_chain(text), INFO)]
+    assert exact == [True, False, False]
+    with pytest.raises(SpecError, match="module 'a' is trained by true gradients alone") as caught:
         worker_specs(parse_chain(text + "links: {on_loss: continue}\n"), INFO)
     assert caught.value.location == ("links", "on_loss")
     worker_specs(parse_chain(CHAIN + "links: {on_loss: continue}\n"), INFO)

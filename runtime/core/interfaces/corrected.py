@@ -1,0 +1,60 @@
+"""``corrected``: a local gradient at once, made good by the true one when that comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor
+
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal, Wanted
+from dni_runtime.core.interfaces.local import Local, LocalOptions
+from dni_runtime.spec.named import Frozen
+
+
+class CorrectedOptions(Frozen):
+    """Options of the corrected interface.
+
+    Attributes:
+        local: Options of the local head.
+        weight: Weight of the local gradient.
+        store: Batches that are kept for their true gradient (default: as many as it may be late,
+            and a margin).
+    """
+
+    local: LocalOptions = LocalOptions()
+    weight: float = Field(default=0.5, gt=0)
+    store: int | None = Field(default=None, ge=1, le=1 << 16)
+
+
+class Corrected(GradientInterface):
+    """The gradient of a local loss, and later the difference of the true gradient from it.
+
+    Over time each batch contributes its true gradient; the local one stands in for it until it is
+    there. The correction is part of the next update.
+    """
+
+    Options = CorrectedOptions
+
+    applies = True
+
+    def __init__(self, boundary: Boundary, options: CorrectedOptions) -> None:
+        super().__init__(boundary, options)
+        self.local = Local(boundary, options.local)
+        self.weight = options.weight
+        self.store = options.store
+
+    @classmethod
+    def wants(cls, options: CorrectedOptions) -> Wanted:
+        return Wanted(1)
+
+    def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
+        local = self.local.signal(h_BH, y_BY)
+        return local._replace(g_BH=local.g_BH * self.weight)
+
+    def predict(self, h_BH: Tensor) -> Tensor | None:
+        p_BP: Tensor | None = self.local.predict(h_BH)
+        return p_BP
+
+    def optimizers(self) -> dict[str, Any]:
+        return self.local.optimizers()
