@@ -14,14 +14,11 @@ from dni_runtime.spec.machines import (
 from dni_runtime.spec.model import (
     ChainSpec,
     CheckpointSpec,
-    ClipSpec,
     DataSpec,
     Dtype,
-    GroupSpec,
-    InitSpec,
     LinksSpec,
-    ModuleSpec,
 )
+from dni_runtime.spec.modules import ClipSpec, GroupSpec, InitSpec, ModuleSpec
 from dni_runtime.spec.named import Choice, LayerSpec
 from dni_runtime.spec.worker import (
     DataInfo,

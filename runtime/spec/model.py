@@ -1,16 +1,15 @@
-"""pydantic models of ``chain.yaml``: data, links, checkpoints, modules, and the whole chain."""
+"""pydantic models of ``chain.yaml``: data, links, checkpoints, and the whole chain."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dni_runtime.spec.machines import ImageSpec, MountSpec, PlacementSpec, ResourcesSpec
-from dni_runtime.spec.named import Choice, Frozen, LayerSpec, Name
-
-Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|(cuda|rocm)(:\d{1,2})?)$")]
+from dni_runtime.spec.modules import ModuleDefaults, ModuleSpec
+from dni_runtime.spec.named import Choice, Frozen, Name
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int8-channel"]
 """Types on the wire; ``int8`` is quantized with one scale per tensor, or one per channel."""
@@ -231,110 +230,6 @@ class RestartSpec(Frozen):
     backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
     healthy_s: Annotated[float, Field(gt=0)] = 60.0
     snapshot_s: Annotated[float, Field(ge=0)] = 10.0
-
-
-class ClipSpec(Frozen):
-    """Gradient clipping, of each module by itself.
-
-    Attributes:
-        norm: Longest gradient of all the module's parameters together.
-        value: Largest magnitude of an element.
-    """
-
-    norm: Annotated[float, Field(gt=0)] | None = None
-    value: Annotated[float, Field(gt=0)] | None = None
-
-
-class GroupSpec(Frozen):
-    """Parameters with options, or an optimizer, of their own.
-
-    Attributes:
-        parameters: Which: ``norms``, ``biases``, ``embeddings``, ``vectors``, ``matrices`` (of
-            layers that are no embeddings), or patterns of names as in ``*.attn.*``. A parameter
-            belongs to the first group that names it.
-        options: Of the module's optimizer, such as ``weight_decay``.
-        optimizer: Another optimizer.
-    """
-
-    parameters: tuple[str, ...]
-    options: dict[str, Any] = Field(default_factory=dict)
-    optimizer: Choice | None = None
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _options_or_optimizer(self) -> Self:
-        if bool(self.options) == (self.optimizer is not None):
-            raise ValueError("a group has either 'options' or an 'optimizer' of its own")
-        return self
-
-
-class InitSpec(Frozen):
-    """Initial weights that are not drawn.
-
-    Attributes:
-        file: A file of safetensors, or the directory of a run (its newest complete checkpoint).
-        names: The module's prefixes of parameters' names, and what they are in the file, as in
-            ``{"0": transformer.wte, "1": transformer.h.0}``; ``""`` stands for all (default: the
-            module's name, as in what ``dnictl export`` writes). What has no prefix here is drawn.
-        strict: Whether all that has a prefix must be in the file.
-    """
-
-    file: str
-    names: dict[str, str] = Field(default_factory=dict)
-    strict: bool = True
-
-
-class ModuleDefaults(Frozen):
-    """Settings of one module, or of all modules that do not say otherwise.
-
-    Attributes:
-        interface: The gradient interface at the module's output (the tail has the loss instead).
-        optimizer: A class of ``torch.optim`` and its keywords.
-        groups: Parameters with options, or an optimizer, of their own.
-        schedule: A class of ``torch.optim.lr_scheduler`` and its keywords.
-        schedule_every: Whether the schedule steps once an epoch or once a batch.
-        clip: Gradient clipping.
-        accumulate: Batches in one update of the weights.
-        ema: Decay of an exponential moving average of the weights, which is evaluated and exported.
-        init: Initial weights that are not drawn.
-        freeze: Whether the weights stay as they are; gradients pass through.
-        device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
-        precision: Type of the module's matrix products (``bfloat16``: torch.autocast).
-        cpus: Threads of the worker's computations; the same as ``resources.cpus``.
-        resources: What a cluster gives to the worker.
-    """
-
-    interface: Choice | None = None
-    optimizer: Choice | None = None
-    schedule: Choice | None = None
-    schedule_every: Literal["epoch", "batch"] | None = None
-    groups: tuple[GroupSpec, ...] | None = None
-    clip: ClipSpec | None = None
-    accumulate: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    init: InitSpec | None = None
-    freeze: bool | None = None
-    device: Device | None = None
-    precision: Literal["float32", "bfloat16"] | None = None
-    cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
-    resources: ResourcesSpec = ResourcesSpec()
-
-    @model_validator(mode="after")
-    def _one_number_of_cpus(self) -> Self:
-        if None not in (self.cpus, self.resources.cpus) and self.cpus != self.resources.cpus:
-            raise ValueError(f"cpus {self.cpus} beside resources.cpus {self.resources.cpus}")
-        return self
-
-
-class ModuleSpec(ModuleDefaults):
-    """One module of the chain: consecutive layers, served by one worker."""
-
-    name: Name
-    layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
 
 
 class ChainSpec(Frozen):

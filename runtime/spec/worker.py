@@ -12,14 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from dni_runtime.spec.model import (
-    ChainSpec,
-    CheckpointSpec,
-    ClipSpec,
-    DataSpec,
-    GroupSpec,
-    LinksSpec,
-)
+from dni_runtime.spec.model import ChainSpec, CheckpointSpec, DataSpec, LinksSpec
+from dni_runtime.spec.modules import ClipSpec, GroupSpec
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec
 
 ADJACENT_FAILURES = 3
