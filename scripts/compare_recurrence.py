@@ -21,12 +21,14 @@ import math
 import random
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from remember import measured, table
 from torch import Tensor, nn
 
@@ -55,6 +57,17 @@ class ClassesFirst(nn.Module):
         return p_BTC.transpose(1, 2)
 
 
+class WrittenLoss(nn.Module):
+    """Cross-entropy as a mean over all places, of which those where nothing is written count 0.
+
+    torch's mean over the others alone weighs them by what the rest of the batch does.
+    """
+
+    def forward(self, p_BCT: Tensor, y_BT: Tensor) -> Tensor:
+        total = F.cross_entropy(p_BCT, y_BT, ignore_index=IGNORED, reduction="sum")
+        return total / y_BT.numel()
+
+
 def build(one: dict[str, Any], read: int, written: int) -> LocalChain:
     """The chain.
 
@@ -80,6 +93,9 @@ def build(one: dict[str, Any], read: int, written: int) -> LocalChain:
             "name": "recurrent",
             "seed": one["seed"],
             "metrics": [],
+            "loss": "CrossEntropyLoss"
+            if one["task"] == "text"
+            else {"import": "compare_recurrence:WrittenLoss"},
             "data": {"batch_size": one["batch"]},
             "modules": [
                 {"name": "net", "layers": layers, "optimizer": {"Adam": {"lr": one["lr"]}}}
@@ -92,6 +108,9 @@ def build(one: dict[str, Any], read: int, written: int) -> LocalChain:
 
 class Episodes:
     """Endless episodes of the copy task in each of B streams, each at a phase of its own.
+
+    When the task grows, each stream waits for up to an episode before its next one, so that they do
+    not come to be read and written all at the same time.
 
     Args:
         batch: B.
@@ -107,12 +126,11 @@ class Episodes:
         self._random = np.random.default_rng(seed)
         self._repeats = repeats
         self.bits = self.times = 1
-        self._n_B = np.zeros(batch, dtype=np.int64)
-        self._r_B = np.zeros(batch, dtype=np.int64)
-        self._at_B = np.full(batch, -1)
-        self._bits_BN = np.zeros((batch, 1), dtype=np.int64)
-        self._begin(np.arange(batch))
-        self._at_B[:] = self._random.integers(0, self._length(), batch)
+        self._n_B = np.ones(batch, dtype=np.int64)
+        self._r_B = np.ones(batch, dtype=np.int64)
+        self._bits_BN = self._random.integers(0, 2, (batch, 1))
+        # The place in the episode; negative while a stream waits for it.
+        self._at_B = self._random.integers(0, self._length(), batch)
 
     def grow(self) -> None:
         """The next episodes are longer."""
@@ -120,6 +138,7 @@ class Episodes:
             self.times += 1
         else:
             self.bits += 1
+            self._bits_BN = np.pad(self._bits_BN, ((0, 0), (0, 1)))
 
     def read(self, steps: int) -> tuple[Tensor, Tensor]:
         """The next symbols to read and to write, (B, T) each."""
@@ -131,16 +150,17 @@ class Episodes:
         return self._n_B + 1 + self._repeats + self._n_B * self._r_B + 1
 
     def _begin(self, which: np.ndarray) -> None:
-        if self.bits > self._bits_BN.shape[1]:
-            self._bits_BN = np.pad(self._bits_BN, ((0, 0), (0, self.bits)))
-        self._bits_BN[which] = self._random.integers(0, 2, (len(which), self._bits_BN.shape[1]))
-        self._n_B[which], self._r_B[which], self._at_B[which] = self.bits, self.times, 0
+        grown = (self._n_B[which] != self.bits) | (self._r_B[which] != self.times)
+        self._n_B[which], self._r_B[which] = self.bits, self.times
+        self._bits_BN[which] = self._random.integers(0, 2, (len(which), self.bits))
+        wait = self._random.integers(0, self._length()[which])
+        self._at_B[which] = np.where(grown, -wait, 0)
 
     def _step(self) -> tuple[np.ndarray, np.ndarray]:
         n, at, rows = self._n_B, self._at_B, np.arange(len(self._n_B))
         written = at - n - 1 - self._repeats
-        bit = self._bits_BN[rows, np.where(written < 0, at, written % n) % n]
-        x = np.where(at < n, bit, np.where(at == n, MARK, BLANK))
+        bit = self._bits_BN[rows, np.where(written < 0, at, written) % n]
+        x = np.where((at >= 0) & (at < n), bit, np.where(at == n, MARK, BLANK))
         if self._repeats:
             x = np.where(at == n + 1, TIMES + self._r_B, x)
         y = np.where(written < n * self._r_B, bit, STOP)
@@ -157,13 +177,17 @@ def train_episodes(one: dict[str, Any]) -> dict[str, Any]:
     repeats = one["task"] == "repeat"
     chain = build(one, TIMES + (64 if repeats else 0), STOP + 1)
     episodes = Episodes(one["batch"], repeats, one["seed"])
-    solved, when, losses = (0, 0), [], []
+    solved, when = (0, 0), []
+    recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
     for update in range(1, one["updates"] + 1):
-        losses.append(chain.train_batch(*episodes.read(one["steps"])))
-        if len(losses) >= WINDOW and np.mean(losses[-WINDOW:]) / math.log(2) < SOLVED_BITS:
+        x_BT, y_BT = episodes.read(one["steps"])
+        loss = chain.train_batch(x_BT, y_BT)
+        recent.append((loss * y_BT.numel(), int((y_BT != IGNORED).sum())))
+        nats, written = map(sum, zip(*recent, strict=True))
+        if len(recent) == WINDOW and nats / math.log(2) < SOLVED_BITS * written:
             solved = (episodes.bits, episodes.times)
             when.append(update)
-            losses.clear()
+            recent.clear()
             episodes.grow()
         if update - (when[-1] if when else 0) >= one["patience"]:
             break

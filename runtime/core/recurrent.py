@@ -178,7 +178,7 @@ class Recurrent(nn.Module):
         self.synthesizer.requires_grad_(True)
         with torch.enable_grad(), _full_precision(self.state):
             for s_BS, g_BS in lessons.values():
-                lesson = self.synthesizer.lesson(s_BS[:, None], s_BS[:0], g_BS[:, None])
+                lesson = self.synthesizer.lesson(self._seen(s_BS), s_BS[:0], g_BS[:, None])
                 lesson.loss.backward()  # type: ignore[no-untyped-call]  # torch's has no types
                 self.optimizer.step()
                 # Nothing is left for an optimizer of the whole layer to take.
@@ -204,8 +204,19 @@ class Recurrent(nn.Module):
         """The per-sample gradient of later losses with respect to the state."""
         assert self.synthesizer is not None
         with _full_precision(s_BS):
-            g_BS: Tensor = self.synthesizer(s_BS[:, None], None)[:, 0]
+            g_BS: Tensor = self.synthesizer(self._seen(s_BS), None)[:, 0]
             return g_BS
+
+    def _seen(self, s_BS: Tensor) -> Tensor:
+        """The state as one token of S features: what the synthesizer sees.
+
+        Of an LSTM's cell values the hyperbolic tangent, as its own output gate sees them: a value
+        that only adds up over a long stream would drown all others.
+        """
+        if self._parts == 2:
+            h_BS, c_BS = s_BS.chunk(2, 1)
+            s_BS = torch.cat((h_BS, c_BS.tanh()), 1)
+        return s_BS[:, None]
 
     def _note(self, boundary: int, s_BS: Tensor, g_BS: Tensor) -> None:
         """A backward pass has reached the initial state; the newest of several counts.

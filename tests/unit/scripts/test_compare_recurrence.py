@@ -9,13 +9,18 @@ from pathlib import Path
 import compare_recurrence
 import pytest
 import torch
-from compare_recurrence import BLANK, IGNORED, MARK, STOP, TIMES, Episodes, pieces
+from compare_recurrence import BLANK, IGNORED, MARK, STOP, TIMES, Episodes, WrittenLoss, pieces
+from torch.nn.functional import cross_entropy
 
 
 def episodes(x: list[int], y: list[int], repeats: bool) -> list[tuple[int, int]]:
     """(N, R) of each whole episode in a stream, every symbol of which is checked."""
     found = []
     while MARK in x:
+        if x[0] == BLANK:  # it waits when the task has grown
+            assert y[0] == IGNORED
+            x, y = x[1:], y[1:]
+            continue
         n = x.index(MARK)
         bits, at, times = x[:n], n + 1, 1
         if repeats:
@@ -51,6 +56,24 @@ def test_streams_of_episodes(repeats: bool) -> None:
         )
         assert set(seen) == set(grown)
     assert len(starts) > 1, "streams have phases of their own"
+
+
+def test_not_all_streams_are_read_at_once() -> None:
+    """At any time some symbol is written, however long the episodes have become."""
+    made = Episodes(64, False, 0)
+    for _ in range(20):
+        assert all((made.read(2)[1] != IGNORED).any() for _ in range(60))
+        made.grow()
+
+
+def test_the_loss_counts_what_is_not_written_as_zero() -> None:
+    p_BCT = torch.randn(4, 3, 6)
+    y_BT = torch.randint(0, 3, (4, 6))
+    y_BT[:3] = IGNORED
+    loss = WrittenLoss()(p_BCT, y_BT)
+    torch.testing.assert_close(loss, cross_entropy(p_BCT[3:], y_BT[3:]) / 4)
+    y_BT[:] = IGNORED
+    assert float(WrittenLoss()(p_BCT, y_BT)) == 0
 
 
 def test_pieces_of_a_text_go_on_in_the_same_row() -> None:
