@@ -23,9 +23,10 @@ from dni_runtime.spec.model import (
     ModuleSpec,
 )
 from dni_runtime.spec.named import Choice, LayerSpec
-from dni_runtime.spec.worker import DataInfo, HeadRole, TailRole, TensorSpec, WorkerSpec
+from dni_runtime.spec.worker import AheadSpec, DataInfo, HeadRole, TailRole, TensorSpec, WorkerSpec
 
 __all__ = [
+    "AheadSpec",
     "BaseSpec",
     "ChainSpec",
     "CheckpointSpec",
