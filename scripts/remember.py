@@ -7,7 +7,10 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +41,52 @@ def grid(arguments: argparse.Namespace, **values: Iterable[Any]) -> list[dict[st
 def accuracies(
     path: Path, wanted: Iterable[dict[str, Any]], train: Callable[[dict[str, Any]], float]
 ) -> list[dict[str, Any]]:
-    """The wanted trainings, each with its ``accuracy``.
+    """The wanted trainings, each with its ``accuracy``: in per cent, given by ``train``."""
+    return measured(path, wanted, lambda one: {"accuracy": train(one)})
+
+
+def measured(
+    path: Path,
+    wanted: Iterable[dict[str, Any]],
+    train: Callable[[dict[str, Any]], dict[str, Any]],
+    jobs: int = 1,
+) -> list[dict[str, Any]]:
+    """The wanted trainings, each with what was measured.
 
     Args:
         path: File of JSON lines; made where it is missing.
         wanted: What tells one training from another.
-        train: Gives the test accuracy of one, in per cent.
+        train: Gives the results of one by name; with several jobs it is called in processes.
+        jobs: Trainings at a time.
     """
     done = []
     if path.exists():
         done = [json.loads(line) for line in path.read_text().splitlines()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = []
-    for one in wanted:
-        result = next((old for old in done if one.items() <= old.items()), None)
-        if result is None:
-            result = {**one, "accuracy": train(one)}
+    wanted = list(wanted)
+    missing = [one for one in wanted if _known(one, done) is None]
+    with _mapping(jobs) as map_:
+        for one, found in zip(missing, map_(train, missing), strict=True):
+            result = {**one, **found}
+            done.append(result)
             with path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             print(json.dumps(result), file=sys.stderr, flush=True)
-        results.append(result)
-    return results
+    return [known for one in wanted if (known := _known(one, done)) is not None]
+
+
+def _known(one: dict[str, Any], done: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((old for old in done if one.items() <= old.items()), None)
+
+
+@contextmanager
+def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """``map``, or that of so many processes."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        yield pool.map
 
 
 def cell(values: list[float]) -> str:
@@ -69,8 +97,10 @@ def cell(values: list[float]) -> str:
     return f"{statistics.fmean(values):.2f}{spread}"
 
 
-def table(corner: str, results: list[dict[str, Any]], row: str, column: str) -> str:
-    """Accuracies by two of their keys, over the seeds, as a Markdown table."""
+def table(
+    corner: str, results: list[dict[str, Any]], row: str, column: str, value: str = "accuracy"
+) -> str:
+    """A value of results by two of their keys, over the seeds, as a Markdown table."""
     columns = list(dict.fromkeys(one[column] for one in results))
     lines = [
         f"| {corner} | {' | '.join(map(str, columns))} |",
@@ -78,7 +108,7 @@ def table(corner: str, results: list[dict[str, Any]], row: str, column: str) -> 
     ]
     for name in dict.fromkeys(one[row] for one in results):
         cells = [
-            cell([one["accuracy"] for one in results if (one[row], one[column]) == (name, other)])
+            cell([one[value] for one in results if (one[row], one[column]) == (name, other)])
             for other in columns
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
