@@ -7,7 +7,10 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +49,44 @@ def measured(
     path: Path,
     wanted: Iterable[dict[str, Any]],
     train: Callable[[dict[str, Any]], dict[str, Any]],
+    jobs: int = 1,
 ) -> list[dict[str, Any]]:
     """The wanted trainings, each with what was measured.
 
     Args:
         path: File of JSON lines; made where it is missing.
         wanted: What tells one training from another.
-        train: Gives the results of one by name.
+        train: Gives the results of one by name; with several jobs it is called in processes.
+        jobs: Trainings at a time.
     """
     done = []
     if path.exists():
         done = [json.loads(line) for line in path.read_text().splitlines()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = []
-    for one in wanted:
-        result = next((old for old in done if one.items() <= old.items()), None)
-        if result is None:
-            result = {**one, **train(one)}
+    wanted = list(wanted)
+    missing = [one for one in wanted if _known(one, done) is None]
+    with _mapping(jobs) as map_:
+        for one, found in zip(missing, map_(train, missing), strict=True):
+            result = {**one, **found}
+            done.append(result)
             with path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             print(json.dumps(result), file=sys.stderr, flush=True)
-        results.append(result)
-    return results
+    return [known for one in wanted if (known := _known(one, done)) is not None]
+
+
+def _known(one: dict[str, Any], done: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((old for old in done if one.items() <= old.items()), None)
+
+
+@contextmanager
+def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """``map``, or that of so many processes."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        yield pool.map
 
 
 def cell(values: list[float]) -> str:

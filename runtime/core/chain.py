@@ -74,9 +74,10 @@ class LocalChain:
                 before = torch.get_rng_state()
                 torch.set_rng_state(step.random_state)  # it draws as in a process of its own
                 x = step.forward(self._id, x, part)
+                g = step.update(y)  # a local head may draw, too
                 step.random_state = torch.get_rng_state()
                 torch.set_rng_state(before)
-                self._pass_up(index, self._id, step.update(y))
+                self._pass_up(index, self._id, g)
             self._deliver()
             own = self.steps[-1].counters.loss
             assert own is not None

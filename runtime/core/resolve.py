@@ -25,6 +25,7 @@ from dni_runtime.core.shapes import BATCH, Inferred, infer_shapes
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import (
+    AheadSpec,
     ChainSpec,
     Choice,
     ClipSpec,
@@ -132,6 +133,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 index=index,
                 layers=module.layers,
                 interface=module.interface,
+                ahead=_ahead(full, index, interface, activations),
                 optimizer=module.optimizer,
                 schedule=module.schedule,
                 schedule_every=module.schedule_every,
@@ -186,6 +188,19 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     _check_training(chain, workers)
     _check_links(chain, workers)
     return tuple(workers)
+
+
+def _ahead(
+    chain: ChainSpec, index: int, interface: Resolved | None, activations: Sequence[TensorSpec]
+) -> AheadSpec | None:
+    """What a module is told of the next ones: as many as its interface looks at and there are."""
+    if interface is None or not interface.wanted.lookahead:
+        return None
+    last = min(index + interface.wanted.lookahead, len(chain.modules) - 1)
+    layers = [layer for module in chain.modules[index + 1 : last + 1] for layer in module.layers]
+    return AheadSpec(
+        layers=tuple(layers), output=activations[last], ends=last == len(chain.modules) - 1
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dni_runtime.spec.model import (
 from dni_runtime.spec.modules import ClipSpec, GroupSpec, InitSpec, ModuleSpec
 from dni_runtime.spec.named import Choice, LayerSpec
 from dni_runtime.spec.worker import (
+    AheadSpec,
     DataInfo,
     HeadRole,
     SelectionRole,
@@ -30,6 +31,7 @@ from dni_runtime.spec.worker import (
 )
 
 __all__ = [
+    "AheadSpec",
     "BaseSpec",
     "ChainSpec",
     "CheckpointSpec",

@@ -109,6 +109,20 @@ class TailRole(Frozen):
     selection: SelectionRole | None = None
 
 
+class AheadSpec(Frozen):
+    """What the next modules are, for a local head that begins with layers like theirs.
+
+    Attributes:
+        layers: Their layers.
+        output: One sample at the last one's output.
+        ends: Whether the last one is the chain's last module.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    output: TensorSpec
+    ends: bool
+
+
 class WorkerSpec(Frozen):
     """Everything that one worker needs to serve its module.
 
@@ -118,6 +132,7 @@ class WorkerSpec(Frozen):
         index: Position in the chain, from 0.
         layers: The module's layers.
         interface: The gradient interface at its output; None for the tail.
+        ahead: The next modules' layers, where the interface looks at them.
         optimizer: Class of ``torch.optim`` with keywords.
         schedule: Class of ``torch.optim.lr_scheduler`` with keywords, or None.
         schedule_every: When the schedule steps.
@@ -166,6 +181,7 @@ class WorkerSpec(Frozen):
     index: int
     layers: tuple[LayerSpec, ...]
     interface: Choice | None
+    ahead: AheadSpec | None = None
     optimizer: Choice
     schedule: Choice | None
     schedule_every: Literal["epoch", "batch"]

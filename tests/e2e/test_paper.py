@@ -44,28 +44,6 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1], "nothing is trained again"
 
 
-def test_staleness(mnist: Path, tmp_path: Path) -> None:
-    results = tmp_path / "staleness.jsonl"
-    methods = ["delayed-nadam", "delayed-ahead", "delayed-accumulated", "mixed"]
-    command = [
-        sys.executable, ROOT / "scripts" / "compare_staleness.py", "--layers", "2", "--seeds", "1",
-        "--epochs", "1", "--delays", "0,40", "--methods", ",".join(methods), "--mnist", mnist,
-        "--results", results,
-    ]  # fmt: skip
-    done = run(command)
-    assert done.returncode == 0, done.stderr
-    header, _, *rows = (line.split("|")[1:-1] for line in done.stdout.splitlines())
-    assert [cell.strip() for cell in header] == ["delay in batches", "0", "40"]
-    assert [row[0].strip() for row in rows] == methods
-    least = {"delayed-ahead": 70}  # after so few steps its predictions lead astray
-    for name, at_once, late in rows:
-        assert 90 < float(at_once) < 100
-        assert least.get(name.strip(), 90) < float(late) < 100
-    written = results.read_text()
-    assert run(command).stdout == done.stdout
-    assert results.read_text() == written, "nothing is trained again"
-
-
 def test_unlocked(mnist: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, ROOT / "scripts" / "reproduce_unlocked.py", "--layers", "2", "--seeds", "2",

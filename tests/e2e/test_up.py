@@ -79,7 +79,7 @@ def test_signs_that_it_works(site: Site) -> None:
     assert follower.returncode == 0, err
     figures = site.json("status")
     bottom, middle, top = figures["modules"]
-    for module in (bottom, middle):
+    for links, module in ((2, bottom), (1, middle)):
         assert module["head_accuracy"] > 0.8
         assert module["head_train_accuracy"] is None or module["head_train_accuracy"] > 0.8
         assert 0 < module["window_fill"] <= 1
@@ -90,7 +90,8 @@ def test_signs_that_it_works(site: Site) -> None:
         # In the end the digits are learned, gradients are noise, and nothing predicts them.
         assert min(line["synthesizer_error"] for line in measured) < 1
         assert max(line["synthesizer_cosine"] for line in measured) > 0.3
-        assert all(line["lag_max"] <= 8 for line in train if line["lag_max"] is not None)
+        late = [line["lag_max"] for line in train if line["lag_max"] is not None]
+        assert max(late) <= 8 * links  # true gradients pass through all links below
         evaluations = [line for line in lines if line["kind"] == "eval"]
         assert [line["epoch"] for line in evaluations] == list(range(1, 31))
         assert evaluations[-1]["accuracy"] == module["head_accuracy"]

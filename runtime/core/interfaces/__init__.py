@@ -55,7 +55,7 @@ class Resolved(NamedTuple):
 
     Attributes:
         choice: With all options.
-        wanted: Which gradients it wants.
+        wanted: What it wants of the modules downstream.
         applies: As :attr:`GradientInterface.applies`.
         signals: As :attr:`GradientInterface.signals`.
         trains: As :attr:`GradientInterface.trains`.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
+from dni_runtime.spec import AheadSpec, Choice, TensorSpec, WorkerSpec
 from dni_runtime.spec.named import Frozen
 
 
@@ -29,6 +29,7 @@ class Boundary:
         classes: Number of classes, when labels are class indices.
         loss: The chain's loss.
         optimizer: The module's optimizer, for parts that train like the module.
+        ahead: What the next modules are, where the interface looks at them.
     """
 
     activation: TensorSpec
@@ -37,6 +38,7 @@ class Boundary:
     classes: int | None
     loss: Choice
     optimizer: Choice
+    ahead: AheadSpec | None = None
 
     @classmethod
     def of(cls, worker: WorkerSpec) -> Self:
@@ -48,6 +50,7 @@ class Boundary:
             classes=worker.classes,
             loss=worker.loss,
             optimizer=worker.optimizer,
+            ahead=worker.ahead,
         )
 
 
@@ -85,7 +88,7 @@ Keep = Literal["graph", "input", "weights"]
 
 
 class Wanted(NamedTuple):
-    """Which gradients a module wants from downstream.
+    """What a module wants of those downstream: which gradients, and whose layers.
 
     Attributes:
         every: Those of every n-th batch, by id; 0: none.
@@ -94,12 +97,14 @@ class Wanted(NamedTuple):
         micro_batches: Into how many parts each training batch is cut.
         max_late: How many updates may be missing from the weights of a forward pass, where true
             gradients update the module: it waits before it exceeds that. None: any number.
+        lookahead: Of how many next modules it wants to know the layers.
     """
 
     every: int
     bootstrapped: bool = False
     micro_batches: int = 1
     max_late: int | None = None
+    lookahead: int = 0
 
 
 class GradientInterface(nn.Module):
@@ -130,7 +135,7 @@ class GradientInterface(nn.Module):
 
     @classmethod
     def wants(cls, options: Any) -> Wanted:
-        """Which gradients it wants; the module downstream neither computes nor sends others."""
+        """What it wants; the module downstream neither computes nor sends other gradients."""
         return Wanted(1)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:

@@ -46,7 +46,8 @@ class Mixed(GradientInterface):
 
     @classmethod
     def wants(cls, options: MixedOptions) -> Wanted:
-        return Synthetic.wants(options.synthetic)
+        lookahead = options.local.lookahead
+        return Synthetic.wants(options.synthetic)._replace(lookahead=lookahead)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         predicted = self.synthetic.signal(h_BH, y_BY)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
-from dni_runtime.core.interfaces.local import LocalOptions, build_head
+from dni_runtime.core.interfaces.heads import HeadOptions, build_head
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
@@ -67,7 +67,7 @@ def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 def test_a_head_sees_each_token_alone(layout: str, hidden: int | None) -> None:
     shape = (5, 3) if layout == "last" else (3, 5)
     prediction = TensorSpec(shape=shape, dtype="float32")
-    head = build_head(TOKENS, prediction, LocalOptions(hidden=hidden), 2 - (layout == "torch"))
+    head = build_head(TOKENS, prediction, HeadOptions(hidden=hidden), 2 - (layout == "torch"))
     kinds = [type(layer).__name__ for layer in head if not type(layer).__name__.startswith("_")]
     assert kinds == ["LayerNorm", *(["Linear", "GELU"] if hidden else []), "Linear"]
     h = torch.randn(4, 5, 8)
@@ -81,14 +81,14 @@ def test_a_head_sees_each_token_alone(layout: str, hidden: int | None) -> None:
 
 
 def test_numbers_per_token_have_tokens_first() -> None:
-    head = build_head(TOKENS, TensorSpec(shape=(5, 2), dtype="float32"), LocalOptions())
+    head = build_head(TOKENS, TensorSpec(shape=(5, 2), dtype="float32"), HeadOptions())
     assert head(torch.randn(3, 5, 8)).shape == (3, 5, 2)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((4, 3), 2), ((3, 4), 1), ((3, 5), None)])
 def test_each_prediction_needs_a_token(shape: tuple[int, ...], axis: int | None) -> None:
     with pytest.raises(SpecError, match="no local head from 5 tokens"):
-        build_head(TOKENS, TensorSpec(shape=shape, dtype="float32"), LocalOptions(), axis)
+        build_head(TOKENS, TensorSpec(shape=shape, dtype="float32"), HeadOptions(), axis)
 
 
 @pytest.mark.parametrize("layout", ["last", "torch"])
