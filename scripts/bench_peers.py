@@ -29,7 +29,11 @@ Peers that compute something else:
 And chains, whose every module is served by a worker of its own:
 
 * ``chain``: synthetic gradients; ``mixed``: these and local heads (the default interface);
-* ``delayed``: true gradients that come late, and no synthesizer;
+  ``bootstrapped``: the same with lessons from the neighbour's own gradient, as in the paper;
+* ``local``: local heads alone, no gradient travels;
+* ``delayed``: true gradients that come late, and no synthesizer; ``late-1``: at most one update
+  late, by predicted weights (the default interface with attention);
+* ``exact-M``: backpropagation with M micro-batches;
 * ``chain-bf16``, ``chain-int8``, ``delayed-bf16``: the same with narrower types on the wire.
 
 Chains have ``--modules`` modules. So many processes have ddp, gpipe, 1f1b, 2bw and async-1f1b, or

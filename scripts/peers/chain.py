@@ -21,6 +21,9 @@ from peers.processes import Measured, Timing
 from peers.slow_link import INTERFACE, Line, Link
 
 LEAST_WINDOW = 8
+LESSONS = ("synthetic", "mixed", "bootstrapped")
+"""Interfaces whose synthesizers learn from true gradients."""
+
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -38,7 +41,7 @@ def window_for(name: str, network: Network, line: Line, step_s: float, learn_eve
     """
     interface, dtype = CHAINS[name]
     nbytes = network.batch * network.activation * _BYTES[dtype]
-    every = 1 if interface == "delayed" else learn_every
+    every = learn_every if interface in LESSONS else 1
     down_s, up_s = line.seconds(nbytes), line.seconds(nbytes / every)
     round_trip_s = 2 * line.delay_ms / 1000 + down_s + up_s
     return max(LEAST_WINDOW, math.ceil(round_trip_s / max(step_s, down_s, up_s)) + 2)
@@ -81,7 +84,12 @@ def chain_spec(
     interfaces: dict[str, Any] = {
         "synthetic": {"synthetic": synthetic},
         "mixed": {"mixed": {"synthetic": synthetic}},
+        "bootstrapped": {"mixed": {"synthetic": {**synthetic, "bootstrapped": True}}},
+        "local": "local",
         "delayed": "delayed",
+        "late-1": {"delayed": {"max_late": 1, "predict": True}},
+        "exact-4": {"exact": {"micro_batches": 4}},
+        "exact-8": {"exact": {"micro_batches": 8}},
     }
     links: dict[str, Any] = {"window": window}
     if dtype != "float32":

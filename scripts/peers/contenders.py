@@ -35,15 +35,32 @@ AVERAGING = ("local-sgd-8", "local-sgd-64", "diloco-64")
 ASYNCHRONOUS = ("2bw-4", "2bw-8", "async-1f1b", "async-1f1b-8")
 _NUMBERED = re.compile(r"(?P<kind>local-sgd|diloco|2bw|async-1f1b)-(?P<number>[1-9]\d{0,4})")
 
-# name -> gradient interface, type on the wire
+# name -> interface (INTERFACES), type on the wire
 CHAINS: Mapping[str, tuple[str, str]] = {
     "chain": ("synthetic", "float32"),
     "chain-bf16": ("synthetic", "bfloat16"),
     "chain-int8": ("synthetic", "int8"),
     "mixed": ("mixed", "float32"),
+    "bootstrapped": ("bootstrapped", "float32"),
+    "local": ("local", "float32"),
     "delayed": ("delayed", "float32"),
     "delayed-bf16": ("delayed", "bfloat16"),
+    "late-1": ("late-1", "float32"),
+    "exact-4": ("exact-4", "float32"),
+    "exact-8": ("exact-8", "float32"),
 }
+
+INTERFACES: Mapping[str, str] = {
+    "synthetic": "synthetic gradients",
+    "mixed": "mixed gradients",
+    "bootstrapped": "mixed gradients",
+    "local": "local losses",
+    "delayed": "late gradients",
+    "late-1": "late gradients",
+    "exact-4": "backprop",
+    "exact-8": "backprop",
+}
+"""What a chain's step computes."""
 
 CONTENDERS = (*SINGLE, *SYNCHRONOUS, *AVERAGING, *ASYNCHRONOUS, *CHAINS)
 
@@ -113,8 +130,7 @@ def computes(name: str) -> str:
     """What a contender's step computes, in a word or two."""
     kind, _ = kind_of(name)
     if kind == "chain":
-        interface = CHAINS[name][0]
-        return "late gradients" if interface == "delayed" else f"{interface} gradients"
+        return INTERFACES[CHAINS[name][0]]
     return COMPUTES[kind]
 
 

@@ -97,7 +97,9 @@ def test_what_does_not_fit_together(argv: list[str]) -> None:
 def test_which_peers_compute_what_backpropagation_computes() -> None:
     same = [name for name in CONTENDERS if computes(name) == "backprop"]
     assert same == [
-        name for name in CONTENDERS if kind_of(name)[0] in ("single", "ddp", "pipeline")
+        name
+        for name in CONTENDERS
+        if kind_of(name)[0] in ("single", "ddp", "pipeline") or name.startswith("exact")
     ]
     assert computes("diloco-500") == "averages"
     assert computes("2bw-8") == computes("async-1f1b") == "old weights"
@@ -183,7 +185,8 @@ def test_chain_files_are_valid(network: str, name: str, modules: int, tmp_path: 
     assert len(workers) == modules
     for above, below in itertools.pairwise(workers):
         assert above.links.window == 11
-        assert above.gradients_in == below.gradients_out == (1 if name.startswith("delayed") else 4)
+        every = {"local": 0} | dict.fromkeys(("chain", "mixed", "bootstrapped"), 4)
+        assert above.gradients_in == below.gradients_out == every.get(name.split("-")[0], 1)
 
 
 def test_half_of_the_modules_are_at_each_end_of_the_line() -> None:
