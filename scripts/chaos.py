@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--module", help="outage: who dies (default: the one in the middle)")
     p.add_argument("--on-loss", default="wait", choices=["wait", "continue"])
     p.add_argument("--replay", type=int, default=0)
+    p.add_argument("--synthetic-inputs", choices=["gone", "late"])
     p.add_argument("--undisturbed", type=float, help="accuracy of an undisturbed run, if known")
     return p
 
@@ -135,7 +136,9 @@ def start(options: argparse.Namespace, name: str, away_s: float | None = None) -
     if away_s is not None:
         chain["restart"] |= {"backoff_s": away_s, "backoff_max_s": away_s}
         chain["epochs"] = 100_000
-    chain.setdefault("links", {}).update(on_loss=options.on_loss, replay=options.replay)
+    chain.setdefault("links", {}).update(
+        on_loss=options.on_loss, replay=options.replay, synthetic_inputs=options.synthetic_inputs
+    )
     if options.epochs is not None:
         chain["epochs"] = options.epochs
     path = options.folder / f"{name}.yaml"
