@@ -22,8 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 METHODS = {
     "none": "none",
     "DNI": "{synthetic: {conditioned: false, synthesizer: {mlp: {hidden: 256, depth: 2}}}}",
+    "DNI-bootstrapped": (
+        "{synthetic: {conditioned: false, bootstrapped: true, "
+        "synthesizer: {mlp: {hidden: 256, depth: 2}}}}"
+    ),
     "cDNI-linear": "{synthetic: {conditioned: true, synthesizer: linear}}",
     "cDNI": "{synthetic: {synthesizer: {mlp: {hidden: 256}}}}",
+    "cDNI-bootstrapped": "{synthetic: {synthesizer: {mlp: {hidden: 256}}, bootstrapped: true}}",
     "cDNI-sparse": "{synthetic: {synthesizer: {mlp: {hidden: 256}}, learn_every: 5}}",
     "mixed": "mixed",
     "local": "local",
