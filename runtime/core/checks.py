@@ -173,16 +173,24 @@ def place(chain: ChainSpec, index: int, field: str) -> Location:
     return ("modules", index, field) if own else ("defaults", field)
 
 
-def refuse_batchnorm(chain: ChainSpec) -> None:
-    """For a chain whose batches are single samples.
+def check_single_samples(workers: Sequence[WorkerSpec]) -> None:
+    """For batches of one sample, over which BatchNorm may have nothing to normalise.
 
     Raises:
-        SpecError: A layer is BatchNorm.
+        SpecError: A layer takes no such batch.
     """
-    for index, module in enumerate(chain.modules):
-        for number, layer in enumerate(module.layers):
-            if layer.type.startswith("BatchNorm"):
+    for worker in workers:
+        x_BX = empty_batch(worker.input, 1, "meta")
+        for number, layer in enumerate(build_module(worker, "meta")):
+            try:
+                x_BX = layer(x_BX)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    break
                 raise SpecError(
-                    f"{layer.type} needs batches of more than one sample, batch_size is 1",
-                    location=("modules", index, "layers", number),
-                )
+                    f"{worker.layers[number].type} needs batches of more than one sample, "
+                    "batch_size is 1",
+                    location=("modules", worker.index, "layers", number),
+                ) from None
+            except Exception:  # a user's layer that cannot run without memory
+                break

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from dni_runtime.core.checks import (
     check_links,
     check_loss,
+    check_single_samples,
     check_training,
     place,
-    refuse_batchnorm,
 )
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Resolved, default_interface
@@ -103,8 +103,6 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     Raises:
         SpecError: Something is unknown, misspelt or does not fit; ``location`` says where.
     """
-    if chain.data.batch_size < 2:
-        refuse_batchnorm(chain)
     inferred = infer_shapes(chain, info)
     full = _resolve(chain, inferred, info)
     activations = [one.output for one in inferred]
@@ -188,6 +186,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         )
     check_training(chain, workers, micro_batches)
     check_links(chain, workers)
+    if chain.data.batch_size < 2:
+        check_single_samples(workers)
     return tuple(workers)
 
 

@@ -168,3 +168,14 @@ def test_the_test_set_is_evaluated_once_and_whole(
     expected = evaluate(whole.step.evaluate, whole.source.test_batches(), whole.spec)
     assert line["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-6)
     assert line["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+
+
+def test_the_module_hears_of_the_end_of_each_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test set's begins right after one of held-out samples; so recurrent layers begin anew."""
+    heard: list[int] = []
+    whole = Whole(RunDir(tmp_path))
+    monkeypatch.setattr(ModuleStep, "end_evaluation", lambda step: heard.append(step.batches))
+    assert whole.serve("auto", lambda item, stop: None) is Outcome.FINISHED
+    assert heard == [4, 8, 8]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from dni_runtime.errors import SpecError
 from dni_runtime.spec import AheadSpec, Choice, TensorSpec, WorkerSpec
 from dni_runtime.spec.named import Frozen
 
@@ -173,3 +174,15 @@ class GradientInterface(nn.Module):
     def optimizers(self) -> dict[str, Any]:
         """The interface's own optimizers by name, for checkpoints."""
         return {}
+
+
+def build_part(cls: type[GradientInterface], boundary: Boundary, options: Frozen, name: str) -> Any:
+    """An interface that is part of another one, under an option of this name.
+
+    Raises:
+        SpecError: It cannot be made; the place in the spec begins with the name.
+    """
+    try:
+        return cls(boundary, options)
+    except SpecError as error:
+        raise SpecError(error.message, location=(name, *error.location), hint=error.hint) from None

@@ -7,7 +7,13 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal, Wanted
+from dni_runtime.core.interfaces.base import (
+    Boundary,
+    GradientInterface,
+    Signal,
+    Wanted,
+    build_part,
+)
 from dni_runtime.core.interfaces.local import Local, LocalOptions
 from dni_runtime.spec.named import Frozen
 
@@ -40,7 +46,7 @@ class Corrected(GradientInterface):
 
     def __init__(self, boundary: Boundary, options: CorrectedOptions) -> None:
         super().__init__(boundary, options)
-        self.local = Local(boundary, options.local)
+        self.local = build_part(Local, boundary, options.local, "local")
         self.weight = options.weight
         self.store = options.store
 
@@ -49,7 +55,7 @@ class Corrected(GradientInterface):
         return Wanted(1)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
-        local = self.local.signal(h_BH, y_BY)
+        local: Signal = self.local.signal(h_BH, y_BY)
         return local._replace(g_BH=local.g_BH * self.weight)
 
     def predict(self, h_BH: Tensor) -> Tensor | None:
@@ -57,4 +63,5 @@ class Corrected(GradientInterface):
         return p_BP
 
     def optimizers(self) -> dict[str, Any]:
-        return self.local.optimizers()
+        optimizers: dict[str, Any] = self.local.optimizers()
+        return optimizers

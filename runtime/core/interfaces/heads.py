@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from dni_runtime.core.layers import build_layers, spare_input
 from dni_runtime.core.pooling import Grid
+from dni_runtime.core.synthesizers.networks import BatchNorm
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import AheadSpec, TensorSpec
@@ -171,7 +172,7 @@ def _hidden_layers(
 
 
 def _batch_norm(width: int) -> list[nn.Module]:
-    return [nn.BatchNorm1d(width), nn.ReLU()]
+    return [BatchNorm(width), nn.ReLU()]
 
 
 def _gelu(width: int) -> list[nn.Module]:

@@ -11,10 +11,16 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal, Wanted
+from dni_runtime.core.interfaces.base import (
+    Boundary,
+    GradientInterface,
+    LateSignal,
+    Signal,
+    Wanted,
+    build_part,
+)
 from dni_runtime.core.interfaces.local import Local, LocalOptions
 from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
-from dni_runtime.errors import SpecError
 from dni_runtime.spec.named import Frozen
 
 
@@ -39,8 +45,8 @@ class Mixed(GradientInterface):
 
     def __init__(self, boundary: Boundary, options: MixedOptions) -> None:
         super().__init__(boundary, options)
-        self.synthetic = _part(Synthetic, boundary, options.synthetic, "synthetic")
-        self.local = _part(Local, boundary, options.local, "local")
+        self.synthetic = build_part(Synthetic, boundary, options.synthetic, "synthetic")
+        self.local = build_part(Local, boundary, options.local, "local")
         self.local_weight = options.local_weight
         self.store = self.synthetic.store
 
@@ -67,10 +73,3 @@ class Mixed(GradientInterface):
 
     def optimizers(self) -> dict[str, Any]:
         return {**self.synthetic.optimizers(), **self.local.optimizers()}
-
-
-def _part(cls: Any, boundary: Boundary, options: Frozen, name: str) -> Any:
-    try:
-        return cls(boundary, options)
-    except SpecError as error:
-        raise SpecError(error.message, location=(name, *error.location), hint=error.hint) from None

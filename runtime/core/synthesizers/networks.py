@@ -14,7 +14,7 @@ from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.named import Frozen
 
 
-class _BatchNorm(nn.BatchNorm1d):
+class BatchNorm(nn.BatchNorm1d):
     """BatchNorm that takes a batch of one sample by its running statistics."""
 
     def forward(self, h_BH: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class MLP(Synthesizer):
             features = channels * math.prod(self.grid)
         self.first = nn.Linear(features, width)
         self.label = self._label_term(width)
-        norm = nn.LayerNorm if self.tokens else _BatchNorm
+        norm = nn.LayerNorm if self.tokens else BatchNorm
         body: list[nn.Module] = [norm(width), nn.ReLU()]
         for _ in range(options.depth - 1):
             body += [nn.Linear(width, width), norm(width), nn.ReLU()]

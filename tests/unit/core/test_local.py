@@ -43,7 +43,7 @@ def kinds(head: nn.Module) -> list[str]:
 
 
 CONVOLUTION = ["Conv2d", "BatchNorm2d", "ReLU"]
-HIDDEN = ["Linear", "BatchNorm1d", "ReLU"]
+HIDDEN = ["Linear", "BatchNorm", "ReLU"]
 
 
 def test_mlp_sr_of_maps_is_that_of_decoupled_greedy_learning() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.core.schema import json_schema
 from dni_runtime.errors import SpecError
@@ -178,6 +182,46 @@ def test_errors_say_where_and_what_is_allowed(
     assert path is None or caught.value.path == path
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "fits"),
+    [
+        ("{BatchNorm2d: {num_features: 1}}, Flatten", True),
+        ("Flatten, {BatchNorm1d: {num_features: 64}}", False),
+        ("Flatten, {Residual: [{BatchNorm1d: {num_features: 64}}]}", False),
+    ],
+)
+def test_batches_of_one_sample(layers: str, fits: bool) -> None:
+    """BatchNorm needs several values for each channel; a map has them."""
+    text = f"""\
+name: x
+data: {{batch_size: 1}}
+defaults: {{interface: %s}}
+modules:
+  - {{name: a, layers: [{layers}]}}
+  - {{name: b, layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]}}
+"""
+    if not fits:
+        with pytest.raises(SpecError, match="needs batches of more than one sample") as caught:
+            worker_specs(parse_chain(text % "mixed"), INFO)
+        assert caught.value.path == "modules[0].layers[1]"
+        return
+    for interface in ("mixed", "{local: {hidden: 4}}", "{local: {head: mlp-sr}}"):
+        chain = LocalChain(worker_specs(parse_chain(text % interface), INFO))
+        for x in torch.randn(3, 1, 1, 8, 8):
+            assert math.isfinite(chain.train_batch(x, torch.tensor([3])))
+
+
+def test_errors_of_a_part_name_it() -> None:
+    text = CHAIN.replace("interface: mixed", "interface: {corrected: {local: {similarity: 0.5}}}")
+    info = INFO.model_copy(
+        update={"label": TensorSpec(shape=(10,), dtype="float32"), "classes": None}
+    )
+    text = text.replace("CrossEntropyLoss", "MSELoss").replace("[accuracy]", "[]")
+    with pytest.raises(SpecError) as caught:
+        worker_specs(parse_chain(text), info)
+    assert caught.value.path == "modules[0].interface.corrected.local.similarity"
 
 
 class Argmax(nn.Module):
