@@ -88,7 +88,7 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
         if worker.freeze or not trains:
             own.requires_grad_(False)
         try:
-            Optimization(worker, own)
+            Optimization(worker, own).try_schedules()
         except SpecError as error:
             field, *rest = error.location
             location = (*place(chain, worker.index, str(field)), *rest)

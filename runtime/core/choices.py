@@ -86,7 +86,7 @@ def call(
     check_keywords(cls, args, name=name, location=location, given=len(given))
     try:
         return cls(*given, **args)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError, ImportError) as error:
         raise SpecError(f"{name} refuses {dict(args)}: {error}", location=location) from None
 
 

@@ -210,7 +210,10 @@ def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
     """
     cls = find_class(choice.name, "loss", LOSSES, nn.Module, location)
     at = (*location, choice.name)
-    args = _with_tensors(choice.args)
+    try:
+        args = _with_tensors(choice.args)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{choice.name} refuses {choice.args}: {error}", location=at) from None
     divergence = cls is nn.KLDivLoss
     if args.get("reduction", "mean") not in (("mean", "batchmean") if divergence else ("mean",)):
         raise SpecError(

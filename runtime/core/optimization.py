@@ -23,7 +23,7 @@ from dni_runtime.core.training import (
     sparse_parameters,
 )
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import ClipSpec, GroupSpec, WorkerSpec
+from dni_runtime.spec import Choice, ClipSpec, GroupSpec, WorkerSpec
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -97,6 +97,24 @@ class Optimization:
         self.version += 1
         if self.average is not None:
             self._follow(self.average)
+
+    def try_schedules(self) -> None:
+        """Step each schedule once, so that errors come before anything starts.
+
+        Raises:
+            SpecError: One cannot go on.
+        """
+        for schedule in self.schedules:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    schedule.step()
+            except Exception as error:
+                assert self._spec.schedule is not None
+                name, args = self._spec.schedule.name, self._spec.schedule.args
+                raise SpecError(
+                    f"{name} fails with {args}: {error}", location=("schedule", name)
+                ) from None
 
     def end_batch(self) -> None:
         """Step schedules that count batches."""
@@ -180,7 +198,7 @@ def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer
             continue
         params = [left.pop(name) for name in taken]
         if group.optimizer is None:
-            _check_options(spec, group, at)
+            _check_options(spec, group, params, at, sparse)
             own.append({"params": params, **group.options})
         else:
             others[f"group-{number}"] = build_optimizer(
@@ -227,10 +245,18 @@ def _naming_refused(
     )
 
 
-def _check_options(spec: WorkerSpec, group: GroupSpec, at: Location) -> None:
-    """torch takes options that an optimizer does not know without a word."""
+def _check_options(
+    spec: WorkerSpec,
+    group: GroupSpec,
+    params: Sequence[nn.Parameter],
+    at: Location,
+    sparse: Collection[int],
+) -> None:
+    """torch takes a group's options without a look at them."""
     cls = find_class(spec.optimizer.name, "optimizer", OPTIMIZERS, Optimizer, ("optimizer",))
     check_keywords(cls, group.options, name=spec.optimizer.name, location=(*at, "options"), given=1)
+    own = Choice(name=spec.optimizer.name, args={**spec.optimizer.args, **group.options})
+    build_optimizer(own, params, (*at, "options"), sparse=sparse)
 
 
 def check_groups(groups: Sequence[GroupSpec], layers: Sequence[nn.Module], at: Location) -> None:

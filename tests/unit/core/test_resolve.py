@@ -256,6 +256,39 @@ modules:
     assert caught.value.path == "defaults.clip"
 
 
+@pytest.mark.parametrize(
+    ("settings", "path", "words"),
+    [
+        ("schedule: {StepLR: {step_size: 0}}", "schedule.StepLR", "StepLR fails with"),
+        ("schedule: {CosineAnnealingLR: {T_max: 0}}", "schedule.CosineAnnealingLR", "modulo by"),
+        ("schedule: {ExponentialLR: {gamma: x}}", "schedule.ExponentialLR", "multiply"),
+        (
+            "groups: [{parameters: biases, options: {lr: -1}}]",
+            "groups[0].options.Adam",
+            "Invalid learning rate: -1",
+        ),
+        ("groups: [{parameters: biases, options: {lr: x}}]", "groups[0].options.Adam", "'x'"),
+    ],
+)
+def test_values_of_schedules_and_groups(settings: str, path: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        worker_specs(parse_chain(f"defaults: {{{settings}}}\n{CHAIN}"), INFO)
+    assert caught.value.path == f"defaults.{path}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("loss", "{CrossEntropyLoss: {weight: [a, b]}}", "CrossEntropyLoss refuses"),
+        ("metrics", "[ROUGEScore]", "ROUGEScore refuses"),  # it needs nltk
+    ],
+)
+def test_values_of_losses_and_metrics(key: str, value: str, words: str) -> None:
+    given = {"loss": "CrossEntropyLoss", "metrics": "[accuracy]"}[key]
+    with pytest.raises(SpecError, match=words):
+        worker_specs(parse_chain(CHAIN.replace(f"{key}: {given}", f"{key}: {value}")), INFO)
+
+
 def test_lazy_layers_are_counted() -> None:
     text = CHAIN.replace("Linear: {in_features: 256, ", "LazyLinear: {")
     assert parameter_counts(worker_specs(parse_chain(text), INFO)) == {"a": 60, "b": 4112, "c": 170}
