@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.training import sparse_parameters
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
 from dni_runtime.worker.selection import best_cut
@@ -73,7 +74,12 @@ def snapshot(step: ModuleStep) -> State:
     tensors["random.cpu"] = torch.get_rng_state()
     if step.device.type == "cuda":
         tensors["random.device"] = torch.cuda.get_rng_state(step.device)
-    return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}, document
+    return {k: _dense(v.detach().to("cpu", copy=True)) for k, v in tensors.items()}, document
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """As files hold tensors; gradients of sparse embeddings, and means of them, are sparse."""
+    return tensor.to_dense() if tensor.is_sparse else tensor.contiguous()
 
 
 def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
@@ -102,8 +108,11 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         if optimization.average is not None:
             optimization.average.load_state_dict(_under(tensors, "average."))
         gradients = _under(tensors, "gradient.")
+        sparse = sparse_parameters(step.layers)
         for name, p in step.layers.named_parameters():
             p.grad = gradients[name].to(p.device) if name in gradients else None
+            if p.grad is not None and id(p) in sparse:
+                p.grad = p.grad.to_sparse(1)
         optimization.gathered = document["gathered"]
         for schedule, own in zip(optimization.schedules, document["schedules"], strict=True):
             schedule.load_state_dict(_with_numbers(own))

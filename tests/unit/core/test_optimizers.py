@@ -7,9 +7,11 @@ import torch
 
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import OPTIMIZERS
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.worker.checkpoint import restore, snapshot
 
 INFO = DataInfo(
     sample=TensorSpec(shape=(4,), dtype="int64"),
@@ -102,6 +104,30 @@ def test_dense_and_sparse_gradients() -> None:
 def test_sparse_gradients_train(name: str) -> None:
     text = chain(words=f"{{{name}: {{lr: 0.1}}}}", sparse=True)
     train(text)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("words", ["SparseAdam: {}", "SGD: {lr: 0.1, momentum: 0.9}"])
+def test_sparse_gradients_are_part_of_checkpoints(words: str) -> None:
+    spec = worker_specs(parse_chain(chain(words=f"{{{words}}}", sparse=True)), INFO)[0]
+    spec = spec.model_copy(update={"accumulate": 2})
+
+    def batch(step: ModuleStep, id: int) -> None:
+        x = torch.randint(
+            0, 5, (8, *INFO.sample.shape), generator=torch.Generator().manual_seed(id)
+        )
+        step.forward(id, x)
+        step.update(torch.zeros(8, dtype=torch.int64))
+        step.late_gradient(id, torch.ones(8, *spec.output.shape))
+
+    step, copy = ModuleStep(spec), ModuleStep(spec)
+    for id in (1, 2, 3):
+        batch(step, id)
+    restore(copy, *snapshot(step))
+    for one in (step, copy):
+        batch(one, 4)
+    for ours, theirs in zip(step.layers.parameters(), copy.layers.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("part", ["local", "synthetic"])
