@@ -47,7 +47,8 @@ def test_each_method_has_the_rate_that_is_best_on_the_validation_part(
         "method", "delay", "learning rate", "validation", "test", "gap closed", "time"
     ]  # fmt: skip
     assert [row[:2] for row in rows] == [
-        ["backprop", ""], ["none", ""], ["local", "0"], ["local", "0/2"], ["sgd", "0"], ["sgd", "0/2"]
+        ["backprop", ""], ["none", ""],
+        ["local", "0"], ["local", "0/2"], ["sgd", "0"], ["sgd", "0/2"],
     ]  # fmt: skip
     assert {row[2] for row in rows} == {"0.004"}
     validation, test = ([float(row[at].split(" ± ")[0]) for row in rows] for at in (3, 4))
