@@ -231,8 +231,8 @@ class ModuleServer:
             ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
-            if self._output is not None and batch.id <= self._output.had and step.waiting:
-                self._give_up_until(batch.id)  # a former process has had its gradient
+            if self._output is not None and batch.id <= self._output.drained and step.waiting:
+                self._give_up_until(batch.id)  # its gradient will not come
             if self._idle is not None:
                 self._idle.keep(x_BX, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
