@@ -74,10 +74,9 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
     return layers if device == "meta" else layers.to(device)
 
 
-def tensors_of(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+def tensors_of(worker: WorkerSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters and buffers of a module's layers."""
-    with torch.device("meta"):
-        state = build_layers(layers).state_dict()
+    state = build_module(worker, "meta").state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 

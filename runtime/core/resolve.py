@@ -114,8 +114,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules
     ]
-    cuts = _cuts(full, interfaces)
     micro_batches = _micro_batches(chain, interfaces)
+    cuts = _cuts(full, interfaces, micro_batches)
     workers = []
     last = len(full.modules) - 1
     for index, module in enumerate(full.modules):
@@ -185,7 +185,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 else None,
             )
         )
-    _check_training(chain, workers)
+    _check_training(chain, workers, micro_batches)
     _check_links(chain, workers)
     return tuple(workers)
 
@@ -225,7 +225,9 @@ class _Cut:
 NO_GRADIENTS = _Cut()
 
 
-def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]:
+def _cuts(
+    chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
+) -> list[_Cut]:
     """What goes up across each cut: what the module above wants, for itself or to send it on.
 
     The tail has none below it.
@@ -244,7 +246,7 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
             every=every,
             bootstrapped=bool(every) and own and below is not None and below.signals,
             awaited=bool(every) and (interface.applies or (above.awaited and passes_on > 0)),
-            resend=max(_waited_for(interface), above.resend if passes_on else 0),
+            resend=max(_waited_for(interface) * micro_batches, above.resend if passes_on else 0),
         )
         cuts.append(above)
     late = 0
@@ -255,9 +257,9 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
 
 
 def _waited_for(interface: Resolved) -> int:
-    """Gradients of batches, or parts, that a module may wait for before it takes another batch."""
-    wanted = interface.wanted
-    return 0 if wanted.max_late is None else (wanted.max_late + 1) * wanted.micro_batches
+    """Batches whose gradients a module may wait for before it takes another one."""
+    max_late = interface.wanted.max_late
+    return 0 if max_late is None else max_late + 1
 
 
 def _selection(chain: ChainSpec) -> SelectionRole | None:
@@ -365,7 +367,7 @@ def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
     return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
 
 
-def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
+def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
     """Make optimizers, schedules and interfaces once, so that their errors come now."""
     layers = [build_module(worker, "meta") for worker in workers]
     _check_groups(chain, layers)
@@ -381,7 +383,7 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
             location = (*_place(chain, worker.index, str(field)), *rest)
             raise SpecError(error.message, location=location, hint=error.hint) from None
         if any(isinstance(layer, Recurrent) for layer in own.modules()):
-            _check_recurrent(chain, worker)
+            _check_recurrent(chain, worker, micro_batches)
         if worker.interface is not None:
             if not worker.output.dtype.startswith(("float", "bfloat")):
                 raise SpecError(
@@ -397,20 +399,20 @@ def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 )
 
 
-def _check_recurrent(chain: ChainSpec, worker: WorkerSpec) -> None:
+def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -> None:
     """Refuse what cannot be had with a state that runs on from batch to batch."""
     interface = worker.interface
-    parts = None if interface is None else find_interface(interface).wanted.micro_batches
-    wrong = None
-    if parts is not None and parts > 1:
+    if micro_batches > 1:  # of whichever module
         wrong = "'micro_batches': each part would go on from another one's state"
+        location: Location = ("modules", worker.index, "layers")
     elif interface is not None and interface.args.get("keep") == "input":
         wrong = "'keep: input': the pass would be computed again from another state"
-    if wrong is not None:
-        raise SpecError(
-            f"module {worker.module!r} has a recurrent layer; not with {wrong}",
-            location=_place(chain, worker.index, "interface"),
-        )
+        location = _place(chain, worker.index, "interface")
+    else:
+        return
+    raise SpecError(
+        f"module {worker.module!r} has a recurrent layer; not with {wrong}", location=location
+    )
 
 
 def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:

@@ -102,6 +102,30 @@ def test_micro_batches_are_the_whole_chains(first: str, second: str, message: st
     assert caught.value.location[0] == "modules"
 
 
+def test_gradients_of_all_parts_come_again() -> None:
+    """Batches are cut for the whole chain, for modules that do not ask for it, too."""
+    text = CHAIN.replace("interface: mixed", "interface: exact")
+    text = text.replace("- name: b\n", "- name: b\n    interface: {exact: {micro_batches: 4}}\n")
+    assert [worker.resend_out for worker in worker_specs(parse_chain(text), INFO)] == [0, 4, 4]
+
+
+def test_no_module_with_a_state_gets_parts() -> None:
+    """Whichever module asks for them: the tail has no interface that could."""
+    text = """\
+name: x
+modules:
+  - name: a
+    interface: {exact: {micro_batches: 2}}
+    layers: [{Linear: {in_features: 6, out_features: 6}}]
+  - name: b
+    layers: [{Recurrent: {cell: GRU, input_size: 6, hidden_size: 10}}, Flatten]
+"""
+    info = INFO.model_copy(update={"sample": TensorSpec(shape=(1, 6), dtype="float32")})
+    worker_specs(parse_chain(text.replace("micro_batches: 2", "")), info)
+    with pytest.raises(SpecError, match="module 'b' has a recurrent layer; not with 'micro_b"):
+        worker_specs(parse_chain(text), info)
+
+
 def test_one_changed_layer_changes_one_hash() -> None:
     before = worker_specs(parse_chain(CHAIN), INFO)
     after = worker_specs(parse_chain(CHAIN.replace("- Flatten", "- Flatten\n      - Tanh")), INFO)
