@@ -248,7 +248,7 @@ class ModuleServer:
             output.counters.missed += 1
             return
         output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
-        self._meter.count_window(output.in_flight)
+        self._meter.count_window(output.in_flight, output.window)
 
     def _answer(self, id: int, g_BX: Tensor) -> None:
         """Send a gradient upstream, as soon as it is in host memory."""
