@@ -41,6 +41,8 @@ from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
+LATE_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001, "betas": [0.0, 0.999]})
+"""The default where true gradients are any number of updates late: momentum would add to that."""
 
 
 def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
@@ -59,18 +61,21 @@ def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
 def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> ChainSpec:
     modules = []
     for index, module in enumerate(chain.modules):
-        interface = None
+        interface, optimizer = None, DEFAULT_OPTIMIZER
         if index < len(chain.modules) - 1:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
             choice = chain.setting(index, "interface") or default_interface(inferred[index].attends)
-            interface = find_interface(choice, at).choice
+            found = find_interface(choice, at)
+            interface = found.choice
+            if found.applies and not found.signals and found.wanted.max_late is None:
+                optimizer = LATE_OPTIMIZER
         modules.append(
             ModuleSpec(
                 name=module.name,
                 layers=module.layers,
                 interface=interface,
-                optimizer=chain.setting(index, "optimizer") or DEFAULT_OPTIMIZER,
+                optimizer=chain.setting(index, "optimizer") or optimizer,
                 schedule=chain.setting(index, "schedule"),
                 schedule_every=chain.setting(index, "schedule_every") or "epoch",
                 groups=chain.setting(index, "groups") or (),

@@ -7,7 +7,7 @@ import pytest
 from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.core.schema import json_schema
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, LinksSpec, TensorSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, LinksSpec, TensorSpec, parse_chain
 
 INFO = DataInfo(
     sample=TensorSpec(shape=(1, 8, 8), dtype="float32"),
@@ -52,6 +52,22 @@ def test_local_interfaces_want_no_gradients() -> None:
     chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
     a, b, _ = worker_specs(chain, INFO)
     assert (a.gradients_in, b.gradients_out) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("interface", "first_beta"),
+    [("delayed", 0.0), ("{delayed: {max_late: 1}}", None), ("corrected", None), ("exact", None)],
+)
+def test_optimizers_of_gradients_that_may_be_any_number_of_updates_late(
+    interface: str, first_beta: float | None
+) -> None:
+    text = CHAIN.replace("    interface: mixed\n", "")
+    chain = parse_chain(f"defaults: {{interface: {interface}}}\n{text}")
+    a, b, c = resolved_chain(chain, INFO).modules
+    for module in (a, b):
+        assert module.optimizer is not None
+        assert module.optimizer.args.get("betas", [None])[0] == first_beta
+    assert c.optimizer == Choice(name="SGD", args={"lr": 0.1})
 
 
 def test_how_late_gradients_may_be() -> None:
