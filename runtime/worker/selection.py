@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 from dni_runtime.rundir import RunDir, complete_cuts, read_json, write_json
 from dni_runtime.spec.worker import SelectionRole
+
+log = logging.getLogger(__name__)
 
 
 class Selection:
@@ -50,7 +53,10 @@ class Selection:
         elif self._cut not in (self._best.get("cut"), *self._worse):
             self._worse.append(self._cut)
         document = {"metric": self._role.metric, **self._best, "worse": self._worse}
-        write_json(self._run.best, document)
+        try:
+            write_json(self._run.best, document)
+        except OSError as error:  # a full disk: no reason to stop training
+            log.warning("the best checkpoint cannot be noted: %s", error)
         patience = self._role.patience
         return patience is not None and len(self._worse) >= patience
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 
@@ -94,6 +95,21 @@ def test_patience_counts_from_the_start_where_nothing_is_good(run: RunDir) -> No
     assert walk(selection(run), [math.nan]) == [False]
     assert best_cut(run) is None
     assert walk(selection(run, cut=15), [math.nan], first=2) == [True]
+
+
+def test_a_full_disk_is_no_reason_to_stop(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    chosen = selection(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("dni_runtime.worker.selection.write_json", full)
+        assert walk(chosen, [0.5]) == [False]
+    assert "No space left" in caplog.text
+    assert walk(chosen, [0.4], first=2) == [False]
+    assert best_cut(run) == 10
 
 
 def test_a_tail_that_begins_at_a_snapshot(run: RunDir) -> None:
