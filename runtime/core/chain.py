@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.step import ModuleStep, seeded
-from dni_runtime.core.training import module_seed
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.training import module_seed, seeded
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 

@@ -48,8 +48,9 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Se
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
         layers = build_layers([exported(layer) for layer in worker.layers])
-        prefix = LAYERS_PREFIX if worker.ema is None else AVERAGE_PREFIX
-        tensors = _read(states[worker.module], prefix)
+        # A module without trained weights keeps no average.
+        tensors = {} if worker.ema is None else _read(states[worker.module], AVERAGE_PREFIX)
+        tensors = tensors or _read(states[worker.module], LAYERS_PREFIX)
         try:
             layers.load_state_dict(tensors)
         except RuntimeError as error:

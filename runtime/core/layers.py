@@ -71,7 +71,34 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
         with torch.no_grad():
             layers.eval()(empty_batch(worker.input, 1, "meta" if device == "meta" else "cpu"))
         layers.train()
+    spare_input(layers)
     return layers if device == "meta" else layers.to(device)
+
+
+def spare_input(layers: nn.Sequential) -> bool:
+    """Keep layers from changing what they are given in place.
+
+    Autograd refuses that where a gradient is wanted for it, and others may hold the same tensor.
+
+    Returns:
+        Whether the output may lie in the input's memory.
+    """
+    for layer in layers:
+        match layer:
+            case nn.Sequential():
+                if not spare_input(layer):
+                    return False
+            case Residual():
+                spare_input(layer.body)
+                spare_input(layer.shortcut)
+                return False
+            case nn.Flatten() | nn.Unflatten() | nn.Identity():
+                pass
+            case _:
+                if type(layer).__module__.startswith("torch.nn.") and hasattr(layer, "inplace"):
+                    layer.inplace = False  # type: ignore[assignment]  # a plain attribute
+                return False
+    return True
 
 
 def tensors_of(worker: WorkerSpec) -> dict[str, tuple[int, ...]]:

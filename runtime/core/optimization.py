@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dni_runtime.core.choices import Location, check_keywords, find_class
+from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import (
     OPTIMIZERS,
     build_optimizer,
@@ -22,7 +23,7 @@ from dni_runtime.core.training import (
     sparse_parameters,
 )
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import GroupSpec, WorkerSpec
+from dni_runtime.spec import ClipSpec, GroupSpec, WorkerSpec
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -59,6 +60,7 @@ class Optimization:
         self._spec = spec
         self._layers = layers
         self.parameters = [p for p in layers.parameters() if p.requires_grad]
+        _check_clip(spec, layers)
         self.optimizers = build_optimizers(spec, layers)
         self.schedules = [
             build_schedule(spec.schedule, optimizer, ("schedule",))
@@ -94,7 +96,7 @@ class Optimization:
             optimizer.zero_grad(set_to_none=True)
         self.version += 1
         if self.average is not None:
-            self.average.update_parameters(self._layers)
+            self._follow(self.average)
 
     def end_batch(self) -> None:
         """Step schedules that count batches."""
@@ -112,12 +114,15 @@ class Optimization:
             self._step_schedules(batches)
 
     @contextlib.contextmanager
-    def ahead(self, updates: int) -> Iterator[None]:
-        """Use the weights that are expected after so many more updates like the newest one.
+    def ahead(self, batches: int) -> Iterator[None]:
+        """Use the weights that are expected after so many more batches.
+
+        Updates until then are taken to be like the newest one.
 
         For Adam and for SGD with momentum that is the prediction of SpecTrain (Chen et al. 2018,
         arXiv:1809.02839, eq. 4): their steps follow a mean of gradients that changes slowly.
         """
+        updates = (self.gathered + batches) // self._spec.accumulate
         if not updates or self._before is None:
             yield
             return
@@ -133,6 +138,12 @@ class Optimization:
             with torch.no_grad():
                 for p, own in zip(self.parameters, now, strict=True):
                     p.copy_(own)
+
+    def _follow(self, average: AveragedModel) -> None:
+        for copy, own in zip(average.module.modules(), self._layers.modules(), strict=True):
+            if isinstance(own, Recurrent) and isinstance(copy, Recurrent):
+                copy.take_state(own)  # its size varies, which torch's copying does not expect
+        average.update_parameters(self._layers)
 
     def _remember(self) -> None:
         if self._before is None:
@@ -184,6 +195,16 @@ def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer
     except SpecError as error:
         raise _naming_refused(error, spec, left, sparse) from None
     return {"module": module, **others}
+
+
+def _check_clip(spec: WorkerSpec, layers: nn.Module) -> None:
+    """torch has no norms of sparse gradients."""
+    if spec.clip != ClipSpec() and sparse_parameters(layers):
+        raise SpecError(
+            "sparse gradients cannot be clipped",
+            location=("clip",),
+            hint=f"leave 'clip' out, or 'sparse' in the embeddings of module {spec.module!r}",
+        )
 
 
 def _naming_refused(

@@ -58,7 +58,8 @@ class Recurrent(nn.Module):
     what the synthesizer learns from, at the next forward pass.
 
     A pass without gradients (evaluation) has a state of its own, which begins with zeros at the
-    first such batch after a training batch. A batch of another size begins with zeros.
+    first such batch after a training batch, or after :meth:`end_evaluation`. A
+    batch of another size begins with zeros.
 
     Args:
         cell: ``LSTM``, ``GRU`` or ``RNN``.
@@ -169,6 +170,16 @@ class Recurrent(nn.Module):
             self._lessons[self._boundary] = (self.state, torch.zeros_like(self.state))
         self.state = self.state[:0]
         self._boundary += 1
+
+    def end_evaluation(self) -> None:
+        """Begin the next pass without gradients with zeros, too."""
+        if self.carry:
+            self._passing = self._passing[:0]
+
+    def take_state(self, other: Recurrent) -> None:
+        """Go on where another layer of the same kind is."""
+        if self.carry:
+            self.state, self._passing = other.state, other._passing
 
     def learn(self) -> None:
         """Teach the synthesizer the gradients that have come since the last forward pass."""

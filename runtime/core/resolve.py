@@ -10,19 +10,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
-
+from dni_runtime.core.checks import (
+    check_links,
+    check_loss,
+    check_training,
+    place,
+    refuse_batchnorm,
+)
 from dni_runtime.core.choices import Location
-from dni_runtime.core.interfaces import Boundary, Resolved, build_interface, default_interface
+from dni_runtime.core.interfaces import Resolved, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
-from dni_runtime.core.layers import build_layers, build_module
-from dni_runtime.core.losses import ChainLoss, class_axis
+from dni_runtime.core.layers import build_module
+from dni_runtime.core.losses import class_axis
 from dni_runtime.core.metrics import check_metrics, rises
-from dni_runtime.core.optimization import Optimization, check_groups
-from dni_runtime.core.recurrent import Recurrent
-from dni_runtime.core.shapes import BATCH, Inferred, infer_shapes
-from dni_runtime.core.training import empty_batch
+from dni_runtime.core.shapes import Inferred, infer_shapes
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import (
     AheadSpec,
@@ -108,12 +109,12 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         SpecError: Something is unknown, misspelt or does not fit; ``location`` says where.
     """
     if chain.data.batch_size < 2:
-        _refuse_batchnorm(chain)
+        refuse_batchnorm(chain)
     inferred = infer_shapes(chain, info)
     full = _resolve(chain, inferred, info)
     activations = [one.output for one in inferred]
     prediction = activations[-1]
-    loss = _check_loss(full, prediction, info)
+    loss = check_loss(full, prediction, info)
     check_metrics(full.metrics, loss, prediction, info.label)
     interfaces = [
         None if module.interface is None else find_interface(module.interface)
@@ -190,8 +191,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 else None,
             )
         )
-    _check_training(chain, workers, micro_batches)
-    _check_links(chain, workers)
+    check_training(chain, workers, micro_batches)
+    check_links(chain, workers)
     return tuple(workers)
 
 
@@ -305,14 +306,14 @@ def _micro_batches(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> i
     if len(given) > 1:
         raise SpecError(
             f"modules ask for different numbers of micro-batches: {', '.join(map(str, given))}",
-            location=_place(chain, max(given.values()), "interface"),
+            location=place(chain, max(given.values()), "interface"),
             hint="a batch is cut once, for all modules",
         )
     count = next(iter(given), 1)
     if 2 * count > chain.data.batch_size and count > 1:
         raise SpecError(
             f"{count} micro-batches of a batch of {chain.data.batch_size} samples",
-            location=_place(chain, given[count], "interface"),
+            location=place(chain, given[count], "interface"),
             hint="each needs two samples at least",
         )
     return count
@@ -320,152 +321,9 @@ def _micro_batches(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> i
 
 def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:
     """Trainable parameters of each module's layers."""
-    counts = {}
-    with torch.device("meta"):
-        for worker in workers:
-            layers = build_layers(worker.layers)
-            counts[worker.module] = sum(p.numel() for p in layers.parameters() if p.requires_grad)
-    return counts
-
-
-def _check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> ChainLoss:
-    loss = ChainLoss(chain.loss, prediction, info.label, ("loss",))
-    p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
-    y_BY = empty_batch(info.label, BATCH, "cpu")
-    hint = f"the tail gives {prediction}, labels are {info.label}"
-    try:
-        value = loss(p_BP, y_BY)
-        adds_up = ":" in chain.loss.name and _adds_up(loss, p_BP, y_BY)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SpecError(
-            f"{chain.loss.name} does not fit the chain's output: {reason}",
-            location=("loss",),
-            hint=hint,
-        ) from None
-    if value.dim() != 0:
-        raise SpecError(
-            f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar",
-            location=("loss",),
-            hint=hint,
+    return {
+        worker.module: sum(
+            p.numel() for p in build_module(worker, "meta").parameters() if p.requires_grad
         )
-    if adds_up:
-        raise SpecError(
-            f"{chain.loss.name} is a sum over the batch: for twice the samples it is twice as high",
-            location=("loss",),
-            hint="divide by the number of samples; gradients between modules are per sample",
-        )
-    if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:
-        raise SpecError(
-            f"the tail gives {prediction}, but the data has {info.classes} classes",
-            location=("modules", len(chain.modules) - 1, "layers"),
-            hint=f"end with a layer of {info.classes} outputs",
-        )
-    return loss
-
-
-def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
-    """Whether a loss is a sum over the batch instead of a mean."""
-    p_BP = torch.rand(p_BP.shape, generator=torch.Generator().manual_seed(0)).to(p_BP.dtype)
-    once = float(loss(p_BP, y_BY))
-    twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])))
-    return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
-
-
-def _check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
-    """Make optimizers, schedules and interfaces once, so that their errors come now."""
-    layers = [build_module(worker, "meta") for worker in workers]
-    _check_groups(chain, layers)
-    for worker, own in zip(workers, layers, strict=True):
-        at = ("modules", worker.index)
-        trains = worker.interface is None or find_interface(worker.interface).trains
-        if worker.freeze or not trains:
-            own.requires_grad_(False)
-        try:
-            Optimization(worker, own)
-        except SpecError as error:
-            field, *rest = error.location
-            location = (*_place(chain, worker.index, str(field)), *rest)
-            raise SpecError(error.message, location=location, hint=error.hint) from None
-        if any(isinstance(layer, Recurrent) for layer in own.modules()):
-            _check_recurrent(chain, worker, micro_batches)
-        if worker.interface is not None:
-            if not worker.output.dtype.startswith(("float", "bfloat")):
-                raise SpecError(
-                    f"the module gives {worker.output}, which has no gradient",
-                    location=(*at, "layers"),
-                    hint="cut the chain where activations are floating-point numbers",
-                )
-            with torch.device("meta"):
-                build_interface(
-                    worker.interface,
-                    Boundary.of(worker),
-                    _place(chain, worker.index, "interface"),
-                )
-
-
-def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -> None:
-    """Refuse what cannot be had with a state that runs on from batch to batch."""
-    interface = worker.interface
-    if micro_batches > 1:  # of whichever module
-        wrong = "'micro_batches': each part would go on from another one's state"
-        location: Location = ("modules", worker.index, "layers")
-    elif interface is not None and interface.args.get("keep") == "input":
-        wrong = "'keep: input': the pass would be computed again from another state"
-        location = _place(chain, worker.index, "interface")
-    else:
-        return
-    raise SpecError(
-        f"module {worker.module!r} has a recurrent layer; not with {wrong}", location=location
-    )
-
-
-def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
-    shared = []
-    for index, (module, own) in enumerate(zip(chain.modules, layers, strict=True)):
-        if module.groups is None:
-            shared.append(own)
-        else:
-            check_groups(module.groups, [own], ("modules", index, "groups"))
-    if shared:
-        check_groups(chain.defaults.groups or (), shared, ("defaults", "groups"))
-
-
-def _check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
-    for worker in workers:
-        interface = None if worker.interface is None else find_interface(worker.interface)
-        alone = interface is None or interface.signals or not interface.trains
-        if not alone and chain.links.on_loss == "continue":
-            raise SpecError(
-                f"module {worker.module!r} is trained by true gradients alone: it cannot continue "
-                "without its neighbour",
-                location=("links", "on_loss"),
-                hint="'on_loss: wait', or another gradient interface",
-            )
-    for field in ("dtype", "gradient_dtype"):
-        if getattr(chain.links, field) != "int8-channel":
-            continue
-        for worker in workers[:-1]:
-            if not worker.output.shape:
-                raise SpecError(
-                    f"'int8-channel' needs channels, but module {worker.module!r} gives "
-                    f"{worker.output}",
-                    location=("links", field),
-                    hint="'int8' has one scale for the whole tensor",
-                )
-
-
-def _place(chain: ChainSpec, index: int, field: str) -> Location:
-    """Where a module's setting stands: with the module, or with the defaults."""
-    own = getattr(chain.modules[index], field) is not None
-    return ("modules", index, field) if own else ("defaults", field)
-
-
-def _refuse_batchnorm(chain: ChainSpec) -> None:
-    for index, module in enumerate(chain.modules):
-        for number, layer in enumerate(module.layers):
-            if layer.type.startswith("BatchNorm"):
-                raise SpecError(
-                    f"{layer.type} needs batches of more than one sample, batch_size is 1",
-                    location=("modules", index, "layers", number),
-                )
+        for worker in workers
+    }

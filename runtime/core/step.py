@@ -9,15 +9,13 @@ updated once all of them have had their gradient.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from dni_runtime.core.backward import backward, per_sample
 from dni_runtime.core.interfaces import (
     Boundary,
     GradientInterface,
@@ -30,7 +28,7 @@ from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.passes import ForwardPass, ForwardPasses
 from dni_runtime.core.recurrent import Recurrent
-from dni_runtime.core.training import module_seed, torch_dtype
+from dni_runtime.core.training import module_seed, seeded, torch_dtype
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
@@ -221,8 +219,8 @@ class ModuleStep:
             self.counters.loss = loss.detach()
             if len(y_BY) != part.samples:
                 loss = loss * (len(y_BY) / part.samples)
-            _backward(loss, None)
-            g_BX = _per_sample(done.x_BX.grad, part)
+            backward(loss, None)
+            g_BX = per_sample(done.x_BX.grad, part)
             if ends:
                 self._end_batch()
             return g_BX
@@ -235,8 +233,8 @@ class ModuleStep:
         if self._signals:
             g_BH = kept.g_BH = self._signal(kept.h_BH, y_BY)
             only = self._own_leaves() if answers and self._relays else None
-            _backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
-            g_BX = _per_sample(done.x_BX.grad, part)
+            backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
+            g_BX = per_sample(done.x_BX.grad, part)
         if comes:
             self._keep(id, kept)
         if ends and (self._signals or not self._applies):
@@ -268,10 +266,10 @@ class ModuleStep:
         """
         h_BH = self._passes.compute(x_BX).h_BH
         if self.interface is None:
-            _backward(self.loss(h_BH, y_BY), None)
+            backward(self.loss(h_BH, y_BY), None)
         else:
             signal = self.interface.signal(h_BH.detach(), y_BY)
-            _backward(h_BH, signal.g_BH / len(h_BH))
+            backward(h_BH, signal.g_BH / len(h_BH))
         self.optimization.update()
 
     def late_gradient(self, id: int, g_BH: Tensor) -> Tensor | None:
@@ -304,12 +302,12 @@ class ModuleStep:
             return self._apply(kept, h_BH, g_BH, x_BX)
         samples = kept.part.samples
         if x_BX.requires_grad:
-            _backward(h_BH, g_BH / samples, inputs=[x_BX], retain=self._applies)
+            backward(h_BH, g_BH / samples, inputs=[x_BX], retain=self._applies)
         if self._applies:
             assert kept.g_BH is not None
             only = self.optimization.parameters
-            _backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
-        return _per_sample(x_BX.grad, kept.part)
+            backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
+        return per_sample(x_BX.grad, kept.part)
 
     def _own_leaves(self) -> list[Tensor]:
         """What the module's own error signal is for, its input left out."""
@@ -321,10 +319,10 @@ class ModuleStep:
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
         self._summed = kept.number
-        _backward(h_BH, g_BH / kept.part.samples)
+        backward(h_BH, g_BH / kept.part.samples)
         if kept.part.ends_with(len(g_BH)):
             self._end_batch()
-        return _per_sample(x_BX.grad, kept.part)
+        return per_sample(x_BX.grad, kept.part)
 
     def _end_batch(self) -> None:
         self._summed = None
@@ -356,6 +354,13 @@ class ModuleStep:
         finally:
             layers.train()
 
+    def end_evaluation(self) -> None:
+        """The next evaluation begins anew: recurrent layers have carried their state so far."""
+        for part in (self.layers, self.optimization.average, self.interface):
+            for one in part.modules() if part is not None else ():
+                if isinstance(one, Recurrent):
+                    one.end_evaluation()
+
     def predict(self, h_BH: Tensor) -> Tensor | None:
         """What the module predicts: the tail the chain's output, others by their early heads.
 
@@ -375,63 +380,6 @@ class ModuleStep:
                 self.counters.given_up += 1
 
 
-def _backward(
-    h: Tensor,
-    g: Tensor | None,
-    *,
-    inputs: Sequence[Tensor] | None = None,
-    retain: bool = False,
-) -> None:
-    """Sum up gradients in ``Tensor.grad``, from ``g`` at ``h`` (None: ``h`` is the loss).
-
-    Args:
-        h: Where to begin.
-        g: The gradient there.
-        inputs: What gradients are wanted for (default: all leaves).
-        retain: Whether the graph is needed again.
-    """
-    if not h.requires_grad or inputs == []:
-        return
-    root = h if g is None else _Root.apply(h, g)  # type: ignore[no-untyped-call]  # torch
-    root.backward(inputs=inputs, retain_graph=retain)
-
-
-def _per_sample(g_BX: Tensor | None, part: Part) -> Tensor | None:
-    """The gradient per sample, of that of the mean over a whole batch."""
-    return None if g_BX is None else g_BX.mul_(part.samples).contiguous()
-
-
-class _Root(torch.autograd.Function):
-    """A scalar whose gradient at ``h`` is ``g``: ``torch.autograd.backward(h, g)``.
-
-    That one compares their shapes by way of sympy, whose import takes 0.3 s of CPU and 40 MiB.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, g: Tensor) -> Tensor:
-        ctx.save_for_backward(g)
-        return h.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None]:
-        (g,) = ctx.saved_tensors
-        return g, None
-
-
 def due(id: int, every: int) -> bool:
     """Whether the gradient of a batch is one of those wanted; see ``WorkerSpec``."""
     return every > 0 and id % every == 0
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[Any]:
-    """Seed torch's CPU generator inside the block and give it back after it.
-
-    Yields a function that reads the generator's state.
-    """
-    before = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        yield torch.get_rng_state
-    finally:
-        torch.set_rng_state(before)

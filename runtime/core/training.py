@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,20 @@ def module_seed(seed: int, index: int) -> int:
     """The seed of a module's own random numbers, spread over 63 bits."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[Any]:
+    """Seed torch's CPU generator inside the block and give it back after it.
+
+    Yields a function that reads the generator's state.
+    """
+    before = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield torch.get_rng_state
+    finally:
+        torch.set_rng_state(before)
 
 
 def sparse_parameters(layers: nn.Module) -> frozenset[int]:

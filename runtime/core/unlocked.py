@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dni_runtime.core.step import ModuleStep, seeded
-from dni_runtime.core.training import module_seed
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.training import module_seed, seeded
 from dni_runtime.spec import TensorSpec, WorkerSpec
 
 

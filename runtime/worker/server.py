@@ -322,6 +322,8 @@ class ModuleServer:
     def _finish_marker(self, marker: Marker) -> None:
         self._send_answers(wait=True)
         progress, mark = self._meter.progress, marker.mark
+        if mark & (Mark.EVAL | Mark.TEST):
+            self._step.end_evaluation()
         progress.id, progress.epoch = marker.id, max(marker.epoch, progress.epoch)
         new = self._ledger.new(marker.id)
         if Mark.EPOCH in mark:

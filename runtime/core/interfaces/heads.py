@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_layers, spare_input
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
@@ -87,6 +87,7 @@ def build_ahead(activation: TensorSpec, ahead: AheadSpec) -> nn.Sequential:
         ahead: Their specs.
     """
     layers = build_layers(ahead.layers)
+    spare_input(layers)
     if any(isinstance(p, UninitializedParameter) for p in layers.parameters()):
         device = next(layers.parameters()).device
         with torch.no_grad():

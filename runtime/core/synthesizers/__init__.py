@@ -49,8 +49,8 @@ def auto_synthesizer(
     """The default, by shapes; docs/results.md has the measurements behind it.
 
     Vectors get a narrow hidden layer. Feature maps and tokens get a critic where each sample, or
-    each token, has a class label. Otherwise maps get a narrow hidden layer; tokens what is shaped
-    like a classifier where there are classes, else a linear map, of low rank where it is wide.
+    each token, has a class label. Otherwise maps get a narrow hidden layer, and tokens a linear
+    map, of low rank where it is wide.
     """
     if classes is not None and label is not None and len(activation.shape) in (2, 3):
         per_token = len(activation.shape) == 2 and label.shape == activation.shape[:1]
@@ -58,8 +58,6 @@ def auto_synthesizer(
             return Choice(name="critic")
     if len(activation.shape) != 2:
         return Choice(name="mlp")
-    if classes is not None and label is not None:
-        return Choice(name="classifier")
     return Choice(name="linear" if activation.shape[-1] <= LINEAR_UP_TO else "low-rank")
 
 

@@ -18,11 +18,21 @@ Zeroable = TypeVar("Zeroable", nn.Linear, nn.Conv2d)
 class LabelTerm(nn.Module):
     """What the label adds to a layer of a synthesizer: a vector per class, or a linear map.
 
-    A one-hot label through a linear map is a row of its matrix, so class labels are looked up.
+    A one-hot label through a linear map is a row of its matrix, so class labels are looked up. Of
+    several labels the mean of their vectors is taken, unless each token has its own.
+
+    Args:
+        features: Length of the vectors.
+        label: One sample's label.
+        classes: Number of classes, when labels are class indices.
+        per_token: Whether each token has a label.
     """
 
-    def __init__(self, features: int, label: TensorSpec, classes: int | None) -> None:
+    def __init__(
+        self, features: int, label: TensorSpec, classes: int | None, *, per_token: bool = False
+    ) -> None:
         super().__init__()
+        self._averages = bool(label.shape) and not per_token
         self.table: nn.Embedding | None = None
         self.map: nn.Linear | None = None
         if classes is not None:
@@ -40,12 +50,24 @@ class LabelTerm(nn.Module):
             valid_BY: Which of them count; the others have no part. None: all do.
         """
         if self.table is not None:
-            if valid_BY is None:
-                return cast("Tensor", self.table(y_BY))
-            term: Tensor = self.table(y_BY.masked_fill(~valid_BY, 0))
-            return term * valid_BY.unsqueeze(-1)
+            known_BY = y_BY if valid_BY is None else y_BY.masked_fill(~valid_BY, 0)
+            if self._averages:
+                return self._mean(known_BY.flatten(1), valid_BY)
+            term: Tensor = self.table(known_BY)
+            return term if valid_BY is None else term * valid_BY.unsqueeze(-1)
         assert self.map is not None
         return cast("Tensor", self.map(y_BY.flatten(1).to(self.map.weight.dtype)))
+
+    def _mean(self, y_BN: Tensor, valid_BY: Tensor | None) -> Tensor:
+        assert self.table is not None
+        weights = self.table.weight
+        if valid_BY is None:
+            return F.embedding_bag(y_BN, weights, mode="mean")
+        valid_BN = valid_BY.flatten(1)
+        share_BN = valid_BN / valid_BN.sum(1, keepdim=True).clamp_min(1)
+        return F.embedding_bag(
+            y_BN, weights, mode="sum", per_sample_weights=share_BN.to(weights.dtype)
+        )
 
 
 class Lesson(NamedTuple):
@@ -70,6 +92,7 @@ class Synthesizer(nn.Module):
         options: The synthesizer's own options.
 
     Attributes:
+        per_token: Whether each token has a label.
         loss: The chain's loss, which knows the ignored labels; until it is told, a plain
             cross-entropy where there are classes.
     """
@@ -88,6 +111,7 @@ class Synthesizer(nn.Module):
         # Tokens (T x C) share one map over channels; everything else is one vector.
         self.tokens = len(activation.shape) == 2
         self.features = activation.shape[-1] if self.tokens else math.prod(activation.shape)
+        self.per_token = self.tokens and label is not None and label.shape == activation.shape[:1]
         self.label: LabelTerm | None = None
         self.loss: ChainLoss | None = None if classes is None else cross_entropy(classes)
         self._label = label
@@ -123,7 +147,20 @@ class Synthesizer(nn.Module):
         return Lesson(predicted_BH, F.mse_loss(predicted_BH, g_BH, reduction="sum") / len(g_BH))
 
     def _label_term(self, features: int) -> LabelTerm | None:
-        return None if self._label is None else LabelTerm(features, self._label, self._classes)
+        if self._label is None:
+            return None
+        return LabelTerm(features, self._label, self._classes, per_token=self.per_token)
+
+    def _refuse_other_labels(self) -> None:
+        """For what needs one class label for a sample or for each token.
+
+        Raises:
+            ValueError: Labels are others.
+        """
+        if self._classes is None or self._label is None:
+            raise ValueError("needs class labels and 'conditioned: true'")
+        if self._label.shape and not self.per_token:
+            raise ValueError(f"needs one label for a sample or for each token, not {self._label}")
 
     def _valid(self, y_BY: Tensor) -> Tensor | None:
         """Which labels count; None where all do."""

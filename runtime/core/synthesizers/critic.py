@@ -45,13 +45,10 @@ class Critic(Synthesizer):
         options: CriticOptions,
     ) -> None:
         super().__init__(activation, label, classes, options)
-        if classes is None or label is None:
-            raise ValueError("needs class labels and 'conditioned: true'")
-        per_token = self.tokens and label.shape == activation.shape[:1]
-        if label.shape and not per_token:
-            raise ValueError(f"needs one label for a sample or for each token, not {label}")
+        self._refuse_other_labels()
+        assert classes is not None
         self.label_weight = options.label_weight
-        self.grid = Tokens(activation) if per_token else Grid(activation, options.grid)
+        self.grid = Tokens(activation) if self.per_token else Grid(activation, options.grid)
         self.guess = nn.Linear(self.grid.features, classes)
         self.own = cross_entropy(classes)
 

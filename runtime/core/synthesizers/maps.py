@@ -92,8 +92,8 @@ class Classifier(Synthesizer):
         options: ClassifierOptions,
     ) -> None:
         super().__init__(activation, label, classes, options)
-        if classes is None or label is None:
-            raise ValueError("needs class labels and 'conditioned: true'")
+        self._refuse_other_labels()
+        assert classes is not None
         self.heads, self.classes = options.heads, classes
         self.guess = nn.Linear(self.features, classes * options.heads)
         self.out = zeroed(nn.Linear(classes * options.heads, self.features))

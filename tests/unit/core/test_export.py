@@ -31,6 +31,16 @@ class Tied(nn.Module):
         return p
 
 
+AVERAGED = """\
+name: averaged
+defaults: {ema: 0.5, interface: exact, optimizer: {SGD: {lr: 0.5}}}
+modules:
+  - name: a
+    layers: [{Linear: {in_features: 4, out_features: 6}}, {BatchNorm1d: {num_features: 6}}]
+  - {name: fixed, layers: [{Linear: {in_features: 6, out_features: 6}}], freeze: true}
+  - {name: bare, layers: [ReLU]}
+  - {name: b, layers: [{Linear: {in_features: 6, out_features: 5}}]}
+"""
 CHAIN = f"""\
 name: tied
 modules:
@@ -44,18 +54,49 @@ INFO = DataInfo(
 )
 
 
+def saved(chain: LocalChain, folder: Path) -> dict[str, Path]:
+    """A checkpoint of each module."""
+    states = {}
+    for step in chain.steps:
+        states[step.spec.module] = folder / f"{step.spec.module}.safetensors"
+        save_file(snapshot(step)[0], states[step.spec.module])
+    return states
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt2"])
+def test_averages_of_weights_are_exported(tmp_path: Path, ending: str) -> None:
+    """Of modules that keep one: what trains nothing has none, whatever the defaults say."""
+    info = DataInfo(
+        sample=TensorSpec(shape=(4,), dtype="float32"),
+        label=TensorSpec(shape=(), dtype="int64"),
+        classes=5,
+    )
+    workers = worker_specs(parse_chain(AVERAGED), info)
+    chain = LocalChain(workers)
+    seen: list[dict[str, Tensor]] = []
+    for x in torch.randn(3, 8, 4):
+        chain.train_batch(x, x.argmax(1))
+        seen.append({k: v.clone() for k, v in chain.steps[0].layers.state_dict().items()})
+    output = tmp_path / f"net.{ending}"
+    export_model(workers, saved(chain, tmp_path), output)
+    model = load(output)
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(model(x), chain.predict(x))
+    if ending == "safetensors":
+        first, second, third = (one["0.weight"] for one in seen)
+        a = model.get_submodule("a").state_dict()
+        torch.testing.assert_close(a["0.weight"], first / 4 + second / 4 + third / 2)
+        assert torch.equal(a["1.running_mean"], seen[-1]["1.running_mean"])
+
+
 @pytest.mark.parametrize("ending", ["safetensors", "pt2"])
 def test_tied_weights_come_back(tmp_path: Path, ending: str) -> None:
     workers = worker_specs(parse_chain(CHAIN), INFO)
     chain = LocalChain(workers)
     x, y = torch.randint(0, 5, (8, 4)), torch.randint(0, 5, (8, 4))
     chain.train_batch(x, y)
-    states = {}
-    for step in chain.steps:
-        states[step.spec.module] = tmp_path / f"{step.spec.module}.safetensors"
-        save_file(snapshot(step)[0], states[step.spec.module])
     output = tmp_path / f"net.{ending}"
-    export_model(workers, states, output)
+    export_model(workers, saved(chain, tmp_path), output)
     model = load(output)
     assert torch.equal(model(x), chain.predict(x))
     if ending == "safetensors":

@@ -412,6 +412,28 @@ def test_predicted_weights_go_on_as_the_newest_update(small: Any) -> None:
     handle.remove()
 
 
+def test_predictions_count_updates_not_batches(small: Any) -> None:
+    """With two batches in an update, every second batch on the way brings one."""
+    first = small("{delayed: {predict: true}}", "{SGD: {lr: 0.1}}")[0]
+    step = ModuleStep(first.model_copy(update={"accumulate": 2}))
+    ((x, y),) = batches(1)
+    weight = step.layers[0].weight
+    seen: list[Tensor] = []
+    step.layers[0].register_forward_pre_hook(lambda *_: seen.append(weight.clone()))
+    for id in range(1, 6):  # two updates, and the first half of another
+        step.forward(id, x)
+        step.update(y)
+        step.late_gradient(id, torch.ones(16, 8))
+    before = step.optimization._before
+    assert before is not None
+    old, new = before[0].clone(), weight.detach().clone()
+    for id in range(6, 10):
+        step.forward(id, x)
+        step.update(y)
+    for updates, w in zip((0, 1, 1, 2), seen[5:], strict=True):
+        torch.testing.assert_close(w, new + updates * (new - old))
+
+
 def test_a_synthesizer_far_up_learns_sooner_from_true_lessons(small: Any) -> None:
     """What the one below has not learned yet does not hide the gradient."""
     found = {}

@@ -11,6 +11,8 @@ from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.interfaces import Boundary
 from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.synthesizers import (
     SYNTHESIZERS,
@@ -18,8 +20,10 @@ from dni_runtime.core.synthesizers import (
     auto_synthesizer,
     build_synthesizer,
 )
+from dni_runtime.core.synthesizers.base import LabelTerm
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec import Choice, TensorSpec, parse_chain
+from tests.unit.core.conftest import INFO
 
 LABEL = TensorSpec(shape=(), dtype="int64")
 
@@ -116,6 +120,41 @@ def test_training_is_seeded(small: Any) -> None:
     assert all(map(torch.equal, *results))
 
 
+IN_PLACE = """\
+name: x
+data: {{batch_size: 16}}
+defaults: {{interface: {interface}}}
+modules:
+  - name: a
+    layers: [{layers}, {{Linear: {{in_features: 12, out_features: 8}}}}]
+  - name: b
+    layers: [{layers}, {{Linear: {{in_features: 8, out_features: 8}}}}, {{ReLU: {{inplace: true}}}}]
+  - name: c
+    layers: [{{Linear: {{in_features: 8, out_features: 3}}}}]
+"""
+
+
+@pytest.mark.parametrize("interface", ["exact", "mixed", "{local: {lookahead: 1}}"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "{ReLU: {inplace: true}}",
+        "Flatten, {Sequential: [Identity, {ReLU: {inplace: true}}]}",
+        "{Residual: [{ELU: {inplace: true}}]}",
+    ],
+)
+def test_modules_leave_their_input_as_it_is(interface: str, layers: str) -> None:
+    text = IN_PLACE.format(interface=interface, layers=layers)
+    chain = LocalChain(worker_specs(parse_chain(text), INFO))
+    plain = LocalChain(worker_specs(parse_chain(text.replace("true", "false")), INFO))
+    for x, y in batches(3):
+        before = x.clone()
+        assert chain.train_batch(x, y) == plain.train_batch(x, y)
+        assert torch.equal(x, before)
+    assert isinstance(chain.steps[1].layers[-1], nn.ReLU)
+    assert chain.steps[1].layers[-1].inplace, "others may"
+
+
 def test_gradients_upstream_are_per_sample(small: Any) -> None:
     """The gradient sent up is B times that of the mean loss, whatever the batch size."""
     tail = ModuleStep(small("exact", "{SGD: {lr: 0.0}}")[2])
@@ -191,7 +230,7 @@ def test_synthesizers_start_at_zero_and_fit(name: str, kind: str, classes: int |
         ("tokens", (), 3, "critic"),
         ("maps", (), 3, "critic"),
         ("tokens", (5,), 3, "critic"),
-        ("tokens", (4,), 3, "classifier"),
+        ("tokens", (4,), 3, "linear"),
         ("maps", (5,), 3, "mlp"),
         ("tokens", (2,), None, "linear"),
         ("tokens", None, 3, "linear"),
@@ -206,10 +245,52 @@ def test_the_default_synthesizer_is_chosen_by_shapes(
     assert auto_synthesizer(ACTIVATIONS[kind], of_label, classes).name == expected
 
 
+@pytest.mark.parametrize("name", ["critic", "classifier"])
 @pytest.mark.parametrize("label", [None, TensorSpec(shape=(4,), dtype="int64")])
-def test_a_critic_needs_a_label_for_a_sample_or_for_each_token(label: TensorSpec | None) -> None:
-    with pytest.raises(SpecError, match="critic' needs"):
-        build_synthesizer(Choice(name="critic"), ACTIVATIONS["tokens"], label, 3)
+def test_some_need_a_label_for_a_sample_or_for_each_token(
+    name: str, label: TensorSpec | None
+) -> None:
+    with pytest.raises(SpecError, match=f"{name}' needs"):
+        build_synthesizer(Choice(name=name), ACTIVATIONS["tokens"], label, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ACTIVATIONS for name in ("auto", "linear", "low-rank", "mlp")]
+    + [("maps", "conv")],
+)
+def test_of_several_labels_a_sample_gets_the_mean(kind: str, name: str) -> None:
+    """Labels of places, as in segmentation, or of a sequence of another length."""
+    label = TensorSpec(shape=(2, 3), dtype="int64")
+    synthesizer = build_synthesizer(
+        Choice(name=name),
+        ACTIVATIONS[kind],
+        label,
+        3,
+        loss=ChainLoss(
+            Choice(name="CrossEntropyLoss"), TensorSpec(shape=(3, 2, 3), dtype="float32"), label
+        ),
+    )
+    y = torch.randint(0, 3, (6, 2, 3))
+    y[0, 0], y[1] = -100, -100
+    terms = [one for one in synthesizer.modules() if isinstance(one, LabelTerm)]
+    assert terms
+    for term in terms:
+        assert term.table is not None
+        nn.init.normal_(term.table.weight)
+        for row, own in zip(term(y.clamp_min(0), y >= 0), y, strict=True):
+            rows = term.table.weight[own[own >= 0]]
+            expected = rows.mean(0) if len(rows) else torch.zeros_like(row)
+            torch.testing.assert_close(row, expected)
+        torch.testing.assert_close(term(y[2:]), term(y[2:], y[2:] >= 0))
+    h = torch.randn(6, *ACTIVATIONS[kind].shape)
+    predicted, loss = synthesizer.lesson(h, y, torch.randn_like(h))
+    loss.backward()
+    assert predicted is not None
+    assert predicted.shape == h.shape
+    assert not predicted[1].any()
+    assert terms[0].table is not None
+    assert terms[0].table.weight.grad is not None
 
 
 def critic(kind: str, **args: float) -> Critic:

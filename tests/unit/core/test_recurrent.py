@@ -22,6 +22,7 @@ from dni_runtime.core.synthesizers import Synthesizer
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.named import Frozen
+from dni_runtime.worker.checkpoint import restore, snapshot
 
 C, H, B, T = 3, 4, 5, 6
 INFO = DataInfo(
@@ -264,6 +265,46 @@ def test_evaluation_has_a_state_of_its_own() -> None:
         recurrent(one)  # the next evaluation begins anew
         recurrent.state = before
         recurrent.eval()
+
+
+def test_each_evaluation_begins_with_zeros() -> None:
+    """That of the test set follows one of held-out samples, without a batch between."""
+    chain = LocalChain(workers("{local: {lookahead: 1}}"))
+    (x,) = chunks(1)
+
+    def evaluated() -> list[Tensor]:
+        first, second = chain.steps[:2]
+        h = first.evaluate(x)
+        head, g = first.predict(h), second.evaluate(h)
+        assert head is not None
+        return [head, g]
+
+    once = evaluated()
+    assert not torch.equal(evaluated()[1], once[1]), "batches of one evaluation follow each other"
+    for step in chain.steps:
+        step.end_evaluation()
+    for ours, before in zip(evaluated(), once, strict=True):
+        assert torch.equal(ours, before)
+
+
+def test_the_average_of_the_weights_goes_on_from_batch_to_batch_too() -> None:
+    chain, plain = (
+        LocalChain([one.model_copy(update={"ema": ema}) for one in workers("exact")])
+        for ema in (1e-9, None)  # so fast a mean is the newest weights
+    )
+    for number, x in enumerate(chunks(4)):
+        y = x[:, 0].argmax(1)
+        assert chain.train_batch(x, y) == plain.train_batch(x, y)
+        for _ in range(number):
+            torch.testing.assert_close(chain.predict(x), plain.predict(x))
+    (small,) = chunks(1, size=2)
+    chain.train_batch(small, small[:, 0].argmax(1))
+    step = chain.steps[1]
+    copy = ModuleStep(step.spec)
+    restore(copy, *snapshot(step))
+    torch.testing.assert_close(
+        copy.evaluate(small @ torch.eye(C, H)), step.evaluate(small @ torch.eye(C, H))
+    )
 
 
 def test_a_pass_without_gradients_leaves_the_training_state() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor, nn
 
 from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.core.schema import json_schema
@@ -217,6 +218,43 @@ def test_errors_say_where_and_what_is_allowed(
     assert path is None or caught.value.path == path
     for word in words:
         assert word in str(caught.value)
+
+
+class Argmax(nn.Module):
+    """A prediction without gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(-1)
+
+
+def test_predictions_need_a_gradient() -> None:
+    text = CHAIN.replace(
+        "[{Linear: {in_features: 16, out_features: 10}}]", f"[{{import: '{__name__}:Argmax'}}]"
+    )
+    with pytest.raises(SpecError, match="does not fit the chain's output: only Tensors of float"):
+        worker_specs(parse_chain(text), INFO)
+
+
+def test_sparse_gradients_are_not_clipped() -> None:
+    text = """\
+name: x
+defaults: {clip: {norm: 1.0}, optimizer: {SGD: {lr: 0.1}}}
+modules:
+  - name: a
+    layers:
+      - Embedding: {num_embeddings: 4, embedding_dim: 2, sparse: true}
+      - Flatten
+      - Linear: {in_features: 6, out_features: 10}
+"""
+    info = INFO.model_copy(update={"sample": TensorSpec(shape=(3,), dtype="int64")})
+    with pytest.raises(SpecError, match="sparse gradients cannot be clipped") as caught:
+        worker_specs(parse_chain(text), info)
+    assert caught.value.path == "defaults.clip"
+
+
+def test_lazy_layers_are_counted() -> None:
+    text = CHAIN.replace("Linear: {in_features: 256, ", "LazyLinear: {")
+    assert parameter_counts(worker_specs(parse_chain(text), INFO)) == {"a": 60, "b": 4112, "c": 170}
 
 
 @pytest.mark.parametrize("field", ["dtype", "gradient_dtype"])
