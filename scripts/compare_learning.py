@@ -50,6 +50,9 @@ BACKPROP, CONTROL = "backprop", "none"
 STRETCH, STRETCHES = 6, 9
 """Batches that are timed at once, and how often."""
 
+Delay = int | list[int]
+"""Batches that a gradient takes up each link, or those of each link, from the head down."""
+
 Training = dict[str, Any]
 """What tells one training from another: chain, method, digest of the spec, rate, delay, seed."""
 
@@ -177,7 +180,7 @@ def compare(
     *,
     rates: Sequence[float] | None,
     seeds: int,
-    delays: Sequence[int],
+    delays: Sequence[Delay],
     results: Path,
     jobs: int = 1,
 ) -> list[list[str]]:
@@ -189,7 +192,7 @@ def compare(
         methods: Settings by label.
         rates: Learning rates; None: the chain's.
         seeds: Trainings of each method with the rate that was chosen.
-        delays: Batches by which gradients are late at each link; each is compared.
+        delays: Of true gradients; each is compared.
         results: File of JSON lines.
         jobs: Trainings at a time.
     """
@@ -229,7 +232,7 @@ def _rows(
         rows.append(
             [
                 one["method"],
-                str(one["delay"]) if within else "",
+                _shown(one["delay"]) if within else "",
                 "" if one["lr"] is None else f"{one['lr']:g}",
                 _spread([factor * one["validation"] for one in row]),
                 _spread([factor * one["test"] for one in row]),
@@ -240,12 +243,16 @@ def _rows(
     return rows
 
 
+def _shown(delay: Delay) -> str:
+    return "/".join(map(str, delay)) if isinstance(delay, list) else str(delay)
+
+
 def _spread(values: Sequence[float]) -> str:
     deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{deviation}"
 
 
-def _trainer(method: str, workers: Any, delay: int) -> Backprop | LocalChain:
+def _trainer(method: str, workers: Any, delay: Delay) -> Backprop | LocalChain:
     return Backprop(workers) if method == BACKPROP else LocalChain(workers, delay=delay)
 
 
@@ -269,8 +276,12 @@ def _yaml(text: str, what: str) -> Any:
         raise UsageError(f"{what} is not valid YAML: {error}") from None
 
 
-def _numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [kind(part) for part in text.split(",")]
+def _numbers(kind: Callable[[str], Any], by: str = ",") -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part) for part in text.split(by)]
+
+
+def _delay(text: str) -> Delay:
+    return _numbers(int, "/")(text) if "/" in text else int(text)
 
 
 def main() -> None:
@@ -282,7 +293,12 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD")
     parser.add_argument("--sweep", type=_numbers(float), help="learning rates: 3e-4,1e-3")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--delay", type=_numbers(int), default=[4], help="batches at each link: 4")
+    parser.add_argument(
+        "--delay",
+        type=_numbers(_delay),
+        default=[4],
+        help="batches that gradients take up each link (4), or each of the links: 0/0/64",
+    )
     parser.add_argument("--with", dest="changes", default="{}", help="changes of the chain: YAML")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "learning.jsonl")
@@ -296,6 +312,11 @@ def main() -> None:
                 f"{given.chain}: learning rates are chosen on a validation part, there is none",
                 hint="--with '{data: {validation: 5000}}'",
             )
+        for delay in given.delay:
+            if isinstance(delay, list) and len(delay) != len(chain.modules) - 1:
+                raise UsageError(
+                    f"--delay: {len(delay)} links; {chain.name!r} has {len(chain.modules) - 1}"
+                )
         rows = compare(
             chain,
             given.chain.parent,

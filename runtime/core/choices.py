@@ -53,7 +53,7 @@ def find_class(
         raise SpecError(
             f"{kind} {name!r}: module {module_name!r} has no {attribute!r}", location=location
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(
             f"{kind} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
             location=location,

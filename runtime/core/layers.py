@@ -101,10 +101,9 @@ def spare_input(layers: nn.Sequential) -> bool:
     return True
 
 
-def tensors_of(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+def tensors_of(worker: WorkerSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters and buffers of a module's layers."""
-    with torch.device("meta"):
-        state = build_layers(layers).state_dict()
+    state = build_module(worker, "meta").state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 

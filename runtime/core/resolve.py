@@ -42,6 +42,8 @@ from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
+LATE_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001, "betas": [0.0, 0.999]})
+"""The default where true gradients are any number of updates late: momentum would add to that."""
 
 
 def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
@@ -60,18 +62,21 @@ def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
 def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> ChainSpec:
     modules = []
     for index, module in enumerate(chain.modules):
-        interface = None
+        interface, optimizer = None, DEFAULT_OPTIMIZER
         if index < len(chain.modules) - 1:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
             choice = chain.setting(index, "interface") or default_interface(inferred[index].attends)
-            interface = find_interface(choice, at).choice
+            found = find_interface(choice, at)
+            interface = found.choice
+            if found.applies and not found.signals and found.wanted.max_late is None:
+                optimizer = LATE_OPTIMIZER
         modules.append(
             ModuleSpec(
                 name=module.name,
                 layers=module.layers,
                 interface=interface,
-                optimizer=chain.setting(index, "optimizer") or DEFAULT_OPTIMIZER,
+                optimizer=chain.setting(index, "optimizer") or optimizer,
                 schedule=chain.setting(index, "schedule"),
                 schedule_every=chain.setting(index, "schedule_every") or "epoch",
                 groups=chain.setting(index, "groups") or (),
@@ -113,8 +118,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules
     ]
-    cuts = _cuts(full, interfaces)
     micro_batches = _micro_batches(chain, interfaces)
+    cuts = _cuts(full, interfaces, micro_batches)
     workers = []
     last = len(full.modules) - 1
     for index, module in enumerate(full.modules):
@@ -226,7 +231,9 @@ class _Cut:
 NO_GRADIENTS = _Cut()
 
 
-def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]:
+def _cuts(
+    chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
+) -> list[_Cut]:
     """What goes up across each cut: what the module above wants, for itself or to send it on.
 
     The tail has none below it.
@@ -245,7 +252,7 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
             every=every,
             bootstrapped=bool(every) and own and below is not None and below.signals,
             awaited=bool(every) and (interface.applies or (above.awaited and passes_on > 0)),
-            resend=max(_waited_for(interface), above.resend if passes_on else 0),
+            resend=max(_waited_for(interface) * micro_batches, above.resend if passes_on else 0),
         )
         cuts.append(above)
     late = 0
@@ -256,9 +263,9 @@ def _cuts(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> list[_Cut]
 
 
 def _waited_for(interface: Resolved) -> int:
-    """Gradients of batches, or parts, that a module may wait for before it takes another batch."""
-    wanted = interface.wanted
-    return 0 if wanted.max_late is None else (wanted.max_late + 1) * wanted.micro_batches
+    """Batches whose gradients a module may wait for before it takes another one."""
+    max_late = interface.wanted.max_late
+    return 0 if max_late is None else max_late + 1
 
 
 def _selection(chain: ChainSpec) -> SelectionRole | None:

@@ -41,7 +41,7 @@ def import_class(name: str, base: Path, *, what: str, location: Sequence[str | i
             location=location,
             hint=None if own else "install it, and list it under image.requirements",
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(
             f"{what} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
             location=location,

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from dni_runtime.core.layers import tensors_of
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import DataError, SpecError
 from dni_runtime.rundir import RunDir, complete_cuts, read_json, write_atomic
 from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
@@ -64,12 +64,22 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
 
 
 def write_initial(run: RunDir, found: Found) -> None:
-    """Copy the initial weights into a run directory, a file for each module."""
+    """Copy the initial weights into a run directory, a file for each module.
+
+    Raises:
+        DataError: A file has gone, such as an old checkpoint of a run that goes on.
+    """
     for module, tensors in found.items():
         loaded = {}
         for name, one in tensors.items():
-            with safe_open(one.file, framework="pt") as reader:
-                loaded[name] = reader.get_tensor(one.key).clone()
+            try:
+                with safe_open(one.file, framework="pt") as reader:
+                    loaded[name] = reader.get_tensor(one.key).clone()
+            except (OSError, SafetensorError) as error:
+                raise DataError(
+                    f"initial weights {str(one.file)!r} cannot be read any more: {error}",
+                    hint="try again; of a run that goes on, export the weights to a file first",
+                ) from None
         write_atomic(run.initial(module), save(loaded))
 
 
@@ -111,7 +121,15 @@ def _matched(
     """Where each of a module's tensors lies."""
     names = init.names or {"": worker.module}
     found: dict[str, Stored] = {}
-    for own, shape in tensors_of(worker.layers).items():
+    needed = tensors_of(worker)
+    for prefix in init.names if at[0] == "modules" else ():  # defaults name those of all modules
+        if not any(_under(name, prefix) for name in needed):
+            raise SpecError(
+                f"module {worker.module!r} has no parameters {prefix!r}",
+                location=(*at, "names", prefix),
+                hint=suggestion(prefix, sorted(needed)),
+            )
+    for own, shape in needed.items():
         theirs = _renamed(own, names)
         if theirs is None:
             continue
@@ -142,7 +160,11 @@ def _matched(
 def _renamed(name: str, names: Mapping[str, str]) -> str | None:
     """A parameter's name in the file, by the longest prefix that is mapped; None: by none."""
     for prefix in sorted(names, key=len, reverse=True):
-        if not prefix or name == prefix or name.startswith(f"{prefix}."):
+        if _under(name, prefix):
             rest = name.removeprefix(prefix).removeprefix(".")
             return ".".join(part for part in (names[prefix], rest) if part)
     return None
+
+
+def _under(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")

@@ -6,8 +6,9 @@ ends with a socket; ``sockets`` is the one place that makes sockets and does I/O
 
 from dni_runtime.link.address import check_address, encrypted, listen_address
 from dni_runtime.link.counters import LinkCounters
-from dni_runtime.link.input import Batch, InputLink, Marker
-from dni_runtime.link.output import Drained, Gradient, OutputLink, Request
+from dni_runtime.link.input import InputLink
+from dni_runtime.link.items import Batch, Drained, Gradient, Marker, Request
+from dni_runtime.link.output import OutputLink
 
 __all__ = [
     "Batch",

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -22,62 +21,20 @@ from dni_runtime.link.address import encrypted
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.guard import REASONS, AllowList, Guard
+from dni_runtime.link.items import Batch, Marker
 from dni_runtime.link.keys import Keyring
-from dni_runtime.link.output import WINDOWS
 from dni_runtime.link.receiver import Receiver, part_of
+from dni_runtime.link.sender import WINDOWS
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import Body, Buffer, Kind, Mark, Message, Mode, Part, encode
+from dni_runtime.wire import Body, Buffer, Kind, Message, encode
 
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_CALL = 64
 _CONTROL_KEPT = 64
 _POLL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch of the stream.
-
-    Attributes:
-        id: Its position.
-        epoch: Its epoch.
-        mode: What to do with it.
-        h: Activations ``[B, *input]``, in the type that the module computes with.
-        y: Labels ``[B, *label]``.
-        part: Which part of a training batch it is; None: all of it.
-    """
-
-    id: int
-    epoch: int
-    mode: Mode
-    h: Tensor
-    y: Tensor
-    part: Part | None = None
-
-    @property
-    def ends(self) -> bool:
-        """Whether it is a whole batch, or the last part of one."""
-        return self.part is None or self.part.ends_with(len(self.y))
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """A marker of the stream.
-
-    Attributes:
-        id: Its position.
-        epoch: The epoch that it speaks of.
-        mark: What it says.
-        body: What the head adds.
-    """
-
-    id: int
-    epoch: int
-    mark: Mark
-    body: dict[str, Body]
 
 
 class InputLink:
@@ -128,7 +85,10 @@ class InputLink:
         self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
         self._handshakes = 0
         self._windows: tuple[int, ...] = ()
+        # Of gradients that are waited for: the newest, and those to send before anything else.
         self._gradients: deque[list[Buffer]] = deque(maxlen=spec.resend_out)
+        self._unsent: deque[list[Buffer]] = deque(maxlen=spec.resend_out)
+        self._session = ""
 
     def __enter__(self) -> Self:
         return self
@@ -281,14 +241,14 @@ class InputLink:
         )
         frames = encode(message)
         self._gradients.append(frames)
-        if self._send(frames):
+        if not self._unsent and self._send(frames):
             self.counters.gradients += 1
             self._ack_due = False
             return
         self._ack_due = True
-        if self._receiver.peer is not None and self._gradients:
-            self._control.append(frames)
-        elif not self._gradients:
+        if self._gradients:
+            self._unsent.append(frames)
+        else:
             self.counters.gradients_dropped += 1
 
     def send_drained(self, id: int) -> None:
@@ -379,7 +339,7 @@ class InputLink:
             message.mode,
             from_buffers(tensors[:-1], buffers[:-1], self._contract.dtype),
             from_buffers(tensors[-1:], buffers[-1:], self._label_dtype),
-            part_of(message.body),
+            part_of(message),
         )
 
     def _reply(self) -> None:
@@ -391,10 +351,12 @@ class InputLink:
         if self.counters.handshakes != self._handshakes:
             self._handshakes = self.counters.handshakes
             self._ack_due = False  # WELCOME has told it
+            if self._session != self._receiver.session:  # another process, which waits for none
+                self._session = self._receiver.session
+                self._gradients.clear()
+            self._unsent = self._gradients.copy()
             if self._drained:
                 self.send_drained(self._drained)
-            for gradient in self._gradients:
-                self._send([*gradient])
             windows, self._windows = self._windows, ()
             if windows:
                 self.tell_windows(windows)
@@ -408,6 +370,11 @@ class InputLink:
         self._send_due()
 
     def _send_due(self) -> None:
+        while self._unsent and self._send(self._unsent[0]):
+            self.counters.gradients += 1
+            self._unsent.popleft()
+        if self._unsent:
+            return  # DRAINED promises that they have been sent
         while self._control and self._send(self._control[0]):
             self._control.popleft()
         if self._ack_due:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +19,7 @@ from dni_runtime.link import sockets
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.dialer import Dialer
+from dni_runtime.link.items import Drained, Event, Gradient, Request
 from dni_runtime.link.keys import Keyring
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_buffers
@@ -31,48 +31,8 @@ from dni_runtime.wire import Body, Kind, Mark, Message, Mode, Part
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_CALL = 64
-WINDOWS = "windows"
-"""What a module tells its neighbour upstream: the windows of its own link and of the next ones."""
 _POLL_S = 0.2
 _GREET_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """A true gradient that came late, or in time.
-
-    Attributes:
-        id: The batch that it belongs to.
-        g: ``dL_b/dh_b`` per sample ``[B, *output]``, in the type that the module computes with.
-    """
-
-    id: int
-    g: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """No gradient of a batch before this marker will follow.
-
-    Attributes:
-        id: The marker.
-    """
-
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A module downstream asks the head for something.
-
-    Attributes:
-        what: ``checkpoint``: put a checkpoint marker into the stream.
-    """
-
-    what: str
-
-
-Event = Gradient | Drained | Request
 
 
 class OutputLink:
@@ -112,6 +72,7 @@ class OutputLink:
             next_id=next_id,
             counters=self.counters,
             retain=spec.retain,
+            largest_window=spec.links.largest_window,
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()
@@ -122,8 +83,6 @@ class OutputLink:
         )
         self._dialer = Dialer(self._context, self._socket, self._contract, spec.links, keys)
         self._dismissed = False
-        self._retains = spec.retain > 0
-        self._below: tuple[int, ...] = ()
         self.heard_s = time.monotonic()
         self._greet_again_s = 0.0
         self._events: list[Event] = []
@@ -152,12 +111,12 @@ class OutputLink:
     @property
     def windows(self) -> tuple[int, ...]:
         """Windows of this link and of those after it that a neighbour's restart may concern."""
-        return (self.window, *self._below)[:ADJACENT_FAILURES]
+        return (self.window, *self._sender.below)[:ADJACENT_FAILURES]
 
     @property
-    def had(self) -> int:
-        """The last id that downstream had from a former process: no gradient of it comes again."""
-        return self._sender.had or 0
+    def drained(self) -> int:
+        """No gradient of a batch up to this id will come, even if the batch is sent again."""
+        return self._sender.drained
 
     @property
     def room(self) -> bool:
@@ -373,8 +332,8 @@ class OutputLink:
             self.heard_s = time.monotonic()
             try:
                 message = self._sender.handle(sockets.buffers(frames))
-                if message is not None and (event := self._event(message)) is not None:
-                    events.append(event)
+                if message is not None:
+                    events.append(self._event(message))
             except WireError as error:
                 self._refuse(error)
         if self._tuner is not None:
@@ -396,22 +355,13 @@ class OutputLink:
         tuner.acknowledged(self._sender.window.acked, time.monotonic())
         self._sender.window.size = tuner.size
 
-    def _event(self, message: Message) -> Event | None:
+    def _event(self, message: Message) -> Event:
         if message.kind is Kind.GRADIENT:
             g = from_buffers(message.tensors, message.buffers, self._contract.dtype)
             return Gradient(message.id, g)
         if message.kind is Kind.DRAINED:
             return Drained(message.id)
-        what = str(message.body["what"])
-        if what != WINDOWS:
-            return Request(what)
-        match message.body.get(WINDOWS):
-            case [*sizes] if all(type(one) is int and one > 0 for one in sizes):
-                self._below = tuple(one for one in sizes if isinstance(one, int))
-                if self._retains:
-                    self._sender.window.retain = sum(self._below[:ADJACENT_FAILURES])
-                return None
-        raise WireError("body", "REQUEST without the windows that it tells of")
+        return Request(str(message.body["what"]))
 
     def _transmit(self) -> None:
         if self._dismissed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from reprlib import repr as brief
 
 from dni_runtime.errors import WireError
@@ -22,13 +22,15 @@ from dni_runtime.link.handshake import (
     compare,
     other_version,
 )
-from dni_runtime.link.window import ReceiveOrder
+from dni_runtime.link.window import JUMP_LIMIT, ReceiveOrder
 from dni_runtime.wire import (
+    SIZE_LIMIT,
     Body,
     Buffer,
     Kind,
     Limits,
     Message,
+    Mode,
     Part,
     decode,
     encode,
@@ -42,22 +44,22 @@ HELLO_LIMITS = Limits(tensors=0, buffer_bytes=0, header_bytes=1 << 13)
 
 REPLACED_KEPT = 64
 
-JUMP_LIMIT = 1 << 20
-"""A restarted module may leave a gap in the stream; a larger one is a broken message."""
 
-
-def part_of(body: Mapping[str, Body]) -> Part | None:
+def part_of(message: Message) -> Part | None:
     """Which part of a training batch a BATCH holds; None: all of it.
 
     Raises:
         WireError: The body is not one that a BATCH has.
     """
-    if not body:
+    if not message.body:
         return None
-    match dict(body):
-        case {"part": [int(first), int(samples)], **rest} if not rest and 0 <= first < samples:
-            return Part(first, samples)
-    raise WireError("body", f"BATCH with {brief(dict(body))}")
+    match dict(message.body):
+        case {"part": [int(first), int(samples)], **rest} if (
+            not rest and message.mode is Mode.TRAIN
+        ):
+            if {type(first), type(samples)} == {int} and 0 <= first < samples <= SIZE_LIMIT:
+                return Part(first, samples)
+    raise WireError("body", f"BATCH with {brief(dict(message.body))}")
 
 
 class Receiver:
@@ -75,6 +77,7 @@ class Receiver:
         peer: Identity of the accepted peer's connection, or None.
         replies: Handshake messages to send, each with the identity that gets it.
         order: Which messages have been accepted and processed.
+        session: The random word of the accepted peer's process.
         left: Whether the peer has said BYE.
     """
 
@@ -96,7 +99,7 @@ class Receiver:
         self._again = again
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
         self._limits = contract.down
-        self._session = ""
+        self.session = ""
         self._replaced: deque[str] = deque(maxlen=REPLACED_KEPT)
 
     def handle(self, identity: bytes, frames: Sequence[Buffer]) -> Message | None:
@@ -137,7 +140,7 @@ class Receiver:
             labels = self.contract.label.check(tensors[-1:], buffers[-1:])
             if activations != labels:
                 raise WireError("shape", f"{activations} samples in h but {labels} in y")
-            part = part_of(message.body)
+            part = part_of(message)
             if part is not None and part.first + labels > part.samples:
                 raise WireError("body", f"{labels} samples in part {tuple(part)} of a batch")
         order = self.order
@@ -170,7 +173,7 @@ class Receiver:
         hello = Hello.of(message)
         refusal = compare(self.run, self.contract.agreement, hello, message.run)
         if refusal is None and hello.session in self._replaced:
-            refusal = Refusal(REPLACED, self._session, hello.session)
+            refusal = Refusal(REPLACED, self.session, hello.session)
         if refusal is not None:
             self._refuse(identity, refusal)
             raise WireError(
@@ -178,7 +181,7 @@ class Receiver:
                 f"{refusal.field} is {refusal.mine!r} here but {refusal.yours!r} for a peer that "
                 f"calls itself module {message.source!r}",
             )
-        if hello.session != self._session:
+        if hello.session != self.session:
             self._replace(hello)
         if identity != self.peer:
             self.peer = identity
@@ -199,12 +202,12 @@ class Receiver:
 
     def _replace(self, hello: Hello) -> None:
         """Another process of the module upstream takes the link over."""
-        if self._session:
-            self._replaced.append(self._session)
+        if self.session:
+            self._replaced.append(self.session)
             log.info("link %s: the module upstream has been restarted", self.contract)
             if self.peer is not None:
-                self._refuse(self.peer, Refusal(REPLACED, hello.session, self._session))
-        self._session = hello.session
+                self._refuse(self.peer, Refusal(REPLACED, hello.session, self.session))
+        self.session = hello.session
         self.left = False
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:

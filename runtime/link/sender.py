@@ -16,14 +16,17 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
+from reprlib import repr as brief
 
 from dni_runtime.errors import WireError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.handshake import INVITATION, Hello, Refusal, mismatch, received_of
-from dni_runtime.link.window import SendWindow
+from dni_runtime.link.window import JUMP_LIMIT, SendWindow
+from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import (
     PROTOCOL_VERSION,
+    Body,
     Buffer,
     Kind,
     Message,
@@ -34,6 +37,9 @@ from dni_runtime.wire import (
 
 SIZES_KEPT = 1 << 14
 """Batches whose size is remembered, so that late gradients can be checked against it."""
+
+WINDOWS = "windows"
+"""What a module tells its neighbour upstream: the windows of its own link and of the next ones."""
 
 
 class State(Enum):
@@ -54,12 +60,15 @@ class Sender:
         next_id: The first id that will be sent.
         counters: Where to count.
         retain: Acknowledged messages to keep for a neighbour that restarts.
+        largest_window: Most messages that may be unacknowledged on any link of the chain.
 
     Attributes:
         state: How far the handshake is.
         greeting_due: Whether HELLO has to be sent.
         window: What is not acknowledged.
-        had: The last id that the other end had from a former process of this module.
+        below: Windows of the next links, as far as downstream has told.
+        drained: No gradient of a batch up to this id will come: downstream has said so, or had the
+            batch from a former process of this module.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class Sender:
         next_id: int,
         counters: LinkCounters,
         retain: int = 0,
+        largest_window: int | None = None,
     ) -> None:
         self.contract = contract
         self.run = run
@@ -78,10 +88,13 @@ class Sender:
         self.window = SendWindow(window, next_id=next_id, retain=retain)
         self.state = State.SILENT
         self.greeting_due = False
-        self.had: int | None = None
+        self.below: tuple[int, ...] = ()
+        self.drained = 0
+        self._welcomed = False
+        self._retains = retain > 0
+        self._largest_window = largest_window or window
         self._session = secrets.token_hex(8)
         self._limits = contract.up
-        self._drained = 0
         self._sizes: OrderedDict[int, int] = OrderedDict()
 
     def hello(self) -> list[Buffer]:
@@ -176,22 +189,24 @@ class Sender:
             self.counters.gradients += 1
             return message
         if message.kind is Kind.DRAINED:
-            if message.id <= self._drained:
-                return None
-            self._drained = message.id
-            return message
+            return self._note_drained(message)
         if message.kind is Kind.REQUEST:
-            if not isinstance(message.body.get("what"), str):
+            what = message.body.get("what")
+            if not isinstance(what, str):
                 raise WireError("body", "REQUEST without 'what'")
-            return message
+            if what != WINDOWS:
+                return message
+            self._note_windows(message.body.get(WINDOWS))
+            return None
         raise WireError("kind", f"{message.kind.name} from downstream")
 
     def _welcome(self, message: Message) -> None:
         if self.state is State.OPEN:
             return
         received = received_of(message)
-        if self.had is None:
-            self.had = received
+        if not self._welcomed:
+            self._welcomed = True
+            self.drained = received
         self.window.rewind(received)
         self._acknowledge(message.ack)
         self.state = State.OPEN
@@ -200,6 +215,26 @@ class Sender:
     def _acknowledge(self, id: int) -> None:
         if not self.window.acknowledge(id):
             raise WireError("id", f"id {id} is acknowledged, but {self.window.last} is the last")
+
+    def _note_drained(self, message: Message) -> Message | None:
+        # It may be ahead: a restarted neighbour has had what this restarted module sends again.
+        last = max(self.window.last, self.window.received)
+        if message.id > last + JUMP_LIMIT:
+            raise WireError("id", f"id {message.id} is drained, but {last} is the last")
+        if message.id <= self.drained:
+            return None
+        self.drained = message.id
+        return message
+
+    def _note_windows(self, told: Body) -> None:
+        sizes = told if isinstance(told, list) else []
+        windows = tuple(one for one in sizes if isinstance(one, int) and one > 0)
+        known = 0 < len(windows) == len(sizes) <= ADJACENT_FAILURES
+        if not known or max(windows) > self._largest_window:
+            raise WireError("body", f"REQUEST with the windows {brief(told)}")
+        self.below = windows
+        if self._retains:
+            self.window.retain = sum(windows)
 
     def _check_gradient(self, message: Message) -> None:
         if self.contract.gradient is None:

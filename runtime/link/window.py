@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from dni_runtime.wire import Buffer
 
+JUMP_LIMIT = 1 << 20
+"""A restarted module may leave a gap in the stream; a larger one is a broken message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:

@@ -3,7 +3,7 @@
 Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles anything.
 """
 
-from dni_runtime.wire.codec import ID_LIMIT, decode, encode, header_version
+from dni_runtime.wire.codec import ID_LIMIT, SIZE_LIMIT, decode, encode, header_version
 from dni_runtime.wire.contract import (
     HEADER_BYTES,
     ITEM_BYTES,
@@ -21,6 +21,7 @@ __all__ = [
     "ITEM_BYTES",
     "PROTOCOL_VERSION",
     "SCALE_DTYPE",
+    "SIZE_LIMIT",
     "Body",
     "Buffer",
     "Kind",

@@ -90,7 +90,7 @@ class Meter:
         self._complained = self._replaced = self._shown = False
         self._replayed = 0
         self._loss = Mean()
-        self._fill = self._fills = 0
+        self._fill, self._fills = 0.0, 0
         self._evaluation: dict[str, Any] | None = None
         self._last = self._reading(StepCounters())
 
@@ -129,9 +129,14 @@ class Meter:
         if loss is not None:
             self._loss.add(loss)
 
-    def count_window(self, in_flight: int) -> None:
-        """Add to the interval's mean how many messages are under way, one just sent included."""
-        self._fill += in_flight
+    def count_window(self, in_flight: int, window: int) -> None:
+        """Add to the interval's mean how much of the window is in use.
+
+        Args:
+            in_flight: Messages that are under way, one just sent included.
+            window: Most that may be; where it is measured, fewer than a moment ago.
+        """
+        self._fill += min(in_flight / window, 1.0)
         self._fills += 1
 
     def due(self, step: ModuleStep) -> bool:
@@ -172,7 +177,7 @@ class Meter:
                 gradients_given_up=counters.given_up,
                 gradients_dropped=links.gradients_dropped,
                 window=links.window,
-                window_fill=_share(self._fill, self._fills * (links.window or 0)),
+                window_fill=_share(self._fill, self._fills),
                 in_flight=links.in_flight,
                 waiting={
                     reason: round((value - then.waiting_s.get(reason, 0.0)) / took, 4)
@@ -189,7 +194,7 @@ class Meter:
                 duplicates=links.duplicates,
                 gaps=links.gaps,
             )
-            counters.lag_max = self._fill = self._fills = 0
+            counters.lag_max, self._fill, self._fills = 0, 0.0, 0
         self._due = time.monotonic() + INTERVAL_S
         self._write_state()
 
@@ -347,7 +352,7 @@ def _memory() -> dict[str, int]:
     return {"memory_bytes": now_bytes, "memory_peak_bytes": max(peak_bytes, now_bytes)}
 
 
-def _share(part: int, whole: int) -> float | None:
+def _share(part: float, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 
 

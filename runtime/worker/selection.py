@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
-from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.rundir import RunDir, complete_cuts, read_json, write_json
 from dni_runtime.spec.worker import SelectionRole
 
 log = logging.getLogger(__name__)
@@ -14,20 +15,27 @@ log = logging.getLogger(__name__)
 class Selection:
     """What the tail knows of evaluations; written down in ``best.json``.
 
+    An evaluation goes by the checkpoint before it: one that a restart repeats is not counted again.
+
     Args:
         run: The run directory.
         role: The metric, and for how long it may stand still.
-        cut: Where the run goes on: what was found behind it does not count.
+        module: The tail's name.
+        cut: Where the tail begins: what was found beyond it does not count.
     """
 
-    def __init__(self, run: RunDir, role: SelectionRole, cut: int) -> None:
+    def __init__(self, run: RunDir, role: SelectionRole, module: str, cut: int) -> None:
         self._run = run
         self._role = role
-        self._cut = cut
+        # A module that is restarted alone may begin at a snapshot, which is no checkpoint.
+        self._cut = max((one for one in complete_cuts(run, [module]) if one <= cut), default=cut)
+        self._best: dict[str, Any] = {}
+        self._worse: list[int] = []  # evaluations since the best one, by their checkpoints
         found = read_json(run.best) or {}
-        known = found.get("metric") == role.metric and found.get("cut", math.inf) <= cut
-        self._best = float(found["value"]) if known else None
-        self._stands_still = int(found["evaluations_since"]) if known else 0
+        if found.get("metric") == role.metric:
+            self._worse = [one for one in found.get("worse", []) if one <= cut]
+            if found.get("cut", math.inf) <= cut:
+                self._best = {key: found[key] for key in ("cut", "epoch", "value")}
 
     def checkpoint(self, cut: int) -> None:
         """A checkpoint is written here; the next evaluation is of these weights."""
@@ -39,23 +47,26 @@ class Selection:
         Returns:
             Whether there has been no better one for so long that training is to end.
         """
-        role, value = self._role, result[self._role.metric]
+        value = result[self._role.metric]
         if self._better(value):
-            self._best, self._stands_still = value, 0
-            document = {"cut": self._cut, "epoch": epoch, "metric": role.metric, "value": value}
-        else:
-            self._stands_still += 1
-            document = dict(read_json(self._run.best) or {})
-        write_json(self._run.best, {**document, "evaluations_since": self._stands_still})
-        return role.patience is not None and self._stands_still >= role.patience
+            self._best, self._worse = {"cut": self._cut, "epoch": epoch, "value": value}, []
+        elif self._cut not in (self._best.get("cut"), *self._worse):
+            self._worse.append(self._cut)
+        document = {"metric": self._role.metric, **self._best, "worse": self._worse}
+        try:
+            write_json(self._run.best, document)
+        except OSError as error:  # a full disk: no reason to stop training
+            log.warning("the best checkpoint cannot be noted: %s", error)
+        patience = self._role.patience
+        return patience is not None and len(self._worse) >= patience
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):
             return False
-        if self._best is None:
+        if not self._best:
             return True
-        gain = value - self._best if self._role.rises else self._best - value
-        return gain > self._role.min_delta
+        gain = value - float(self._best["value"])
+        return (gain if self._role.rises else -gain) > self._role.min_delta
 
 
 def best_cut(run: RunDir) -> int | None:

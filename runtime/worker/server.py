@@ -17,12 +17,12 @@ from enum import Enum
 import zmq
 from torch import Tensor
 
-from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.keeper import Keeper
@@ -31,7 +31,6 @@ from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, Meter
 from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import Start
-from dni_runtime.worker.selection import Selection
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item
 
@@ -104,14 +103,7 @@ class ModuleServer:
             step, checkpoints, start=start, ledger=ledger, progress=meter.progress, head=self._head
         )
         self._leaving = Leaving(stop, meter, head=self._head, input=input)
-        self._evaluation: Evaluation | None = None
-        if ledger.counts.evaluation is not None:
-            self._evaluation = Evaluation.of(step)
-            self._evaluation.go_on_from(ledger.counts.evaluation)
-        tail = step.spec.tail
-        self._selection: Selection | None = None
-        if tail is not None and tail.selection is not None:
-            self._selection = Selection(meter.run, tail.selection, start.cut)
+        self._evaluations = Evaluations(step, meter, ledger, start.cut)
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
@@ -215,7 +207,7 @@ class ModuleServer:
             h_BH = step.evaluate(x_BX)
             self._send_on(batch, self._copies.to_host(h_BH))
             if ledger.new(batch.id):
-                self._evaluate(h_BH, y_BY)
+                self._evaluations.add(h_BH, y_BY)
             ledger.processed(batch.id)
         elif batch.id <= self._start.cut:  # only sent on: a restarted module was trained on it
             self._send_on(batch, self._copies.to_host(step.forward_again(x_BX)))
@@ -231,8 +223,8 @@ class ModuleServer:
             ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
-            if self._output is not None and batch.id <= self._output.had and step.waiting:
-                self._give_up_until(batch.id)  # a former process has had its gradient
+            if self._output is not None and batch.id <= self._output.drained and step.waiting:
+                self._give_up_until(batch.id)  # its gradient will not come
             if self._idle is not None:
                 self._idle.keep(x_BX, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
@@ -241,15 +233,6 @@ class ModuleServer:
         elif self._input is not None:
             self._input.ack(batch.id)
         self._copies.pace()
-
-    def _evaluate(self, h_BH: Tensor, y_BY: Tensor) -> None:
-        p_BP = self._step.predict(h_BH)
-        if p_BP is None:
-            return
-        if self._evaluation is None:
-            self._evaluation = Evaluation.of(self._step)
-        self._evaluation.add(p_BP, y_BY)
-        self._ledger.counts.evaluation = self._evaluation.to_dict()
 
     def _end_epochs(self, epoch: int) -> None:
         """Step schedules to the end of an epoch, past markers that a former process has had."""
@@ -265,7 +248,7 @@ class ModuleServer:
             output.counters.missed += 1
             return
         output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
-        self._meter.count_window(output.in_flight)
+        self._meter.count_window(output.in_flight, output.window)
 
     def _answer(self, id: int, g_BX: Tensor) -> None:
         """Send a gradient upstream, as soon as it is in host memory."""
@@ -301,6 +284,8 @@ class ModuleServer:
                     self._give_up_until(event.id)
             else:
                 self._ask_upstream(event.what)
+        if self._input is not None:
+            self._input.tell_windows(self._output.windows)
 
     def _give_up_until(self, id: int) -> None:
         """No true gradient of a batch up to this one will come any more."""
@@ -347,12 +332,13 @@ class ModuleServer:
             if new and counts.epoch == marker.epoch:
                 self._meter.epoch_ended(marker.epoch, counts.epoch_batches)
         # A restarted module may go past markers of evaluations that it has reported before.
-        if new and mark & (Mark.EVAL | Mark.TEST) and self._evaluation is not None:
-            self._report_evaluation(marker.epoch, test=Mark.TEST in mark)
+        evaluated = new and mark & (Mark.EVAL | Mark.TEST)
+        if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
+            log.info("no better evaluation for a while: training ends")
+            self._ask_upstream(END_EARLY)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
             self._keeper.checkpoint(marker.id, over=Mark.END in mark)
-            if self._selection is not None:
-                self._selection.checkpoint(marker.id)
+            self._evaluations.checkpoint(marker.id)
         if mark & (Mark.END | Mark.STOP):
             self._last = marker
         else:
@@ -366,25 +352,7 @@ class ModuleServer:
         elif Mark.STOP in mark or self._leaving.at(mark):
             self._outcome = Outcome.STOPPED
 
-    def _report_evaluation(self, epoch: int, *, test: bool) -> None:
-        assert self._evaluation is not None
-        result, samples = self._evaluation.result(), self._evaluation.samples
-        self._evaluation = self._ledger.counts.evaluation = None
-        self._meter.evaluated(result, samples, test=test)
-        if self._selection is not None and not test and self._selection.evaluated(result, epoch):
-            log.info("no better evaluation for a while: training ends")
-            self._ask_upstream(END_EARLY)
-        log.info(
-            "epoch %d%s%s: %s",
-            epoch,
-            ", test set" if test else "",
-            ", early head" if self._step.spec.tail is None else "",
-            ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
-        )
-
     def _write_metrics(self) -> None:
-        if self._input is not None and self._output is not None:
-            self._input.tell_windows(self._output.windows)
         replayed = 0 if self._idle is None else self._idle.count
         self._meter.write(self._step, LinkFigures.of(self._input, self._output, replayed))
 

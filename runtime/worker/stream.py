@@ -143,6 +143,8 @@ def _train(
         if every and at.batch and at.step % every == 0 and not at.saved:
             at = replace(at, saved=True)
             yield Item(at.epoch, at, mark=Mark.CHECKPOINT)
+            if early():
+                break
         after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
         if role.micro_batches == 1:
             yield Item(at.epoch, after, x_BX=x_BX, y_BY=y_BY)

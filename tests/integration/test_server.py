@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,7 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DataError
-from dni_runtime.link import InputLink
+from dni_runtime.link import Batch, InputLink, Marker, OutputLink
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
@@ -27,7 +28,7 @@ from dni_runtime.worker.metrics import Meter
 from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Item, items
+from dni_runtime.worker.stream import Item, Stream, items
 from tests.conftest import MakeSpec
 
 
@@ -179,3 +180,66 @@ def test_the_module_hears_of_the_end_of_each_evaluation(
     monkeypatch.setattr(ModuleStep, "end_evaluation", lambda step: heard.append(step.batches))
     assert whole.serve("auto", lambda item, stop: None) is Outcome.FINISHED
     assert heard == [4, 8, 8]
+
+
+LATE = """\
+name: two
+data: {dataset: digits, flatten: true, batch_size: 16, train_limit: 320}
+eval_every: 0
+defaults: {interface: {delayed: {max_late: 1}}}
+modules:
+  - {name: a, layers: [{Linear: {in_features: 64, out_features: 8}}]}
+  - {name: b, layers: [{Linear: {in_features: 8, out_features: 10}}]}
+"""
+
+
+def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_path: Path) -> None:
+    """The head sends again what the tail was trained on before both were restarted."""
+    run, stop, had = RunDir(tmp_path), StopRequest(), 10
+    run.create()
+    chain = parse_chain(LATE)
+    spec, below = worker_specs(chain, describe(chain.data, Path()))
+    assert spec.head is not None
+    step, source = ModuleStep(spec), open_data(chain.data, Path(), seed=1)
+    ledger = Ledger(run.ledger("a"), Counts())
+    writer = CheckpointWriter(run, "a", ["a"], 1, lambda error: None)
+    outcomes: list[Outcome] = []
+    with (
+        closing(stop), closing(writer), closing(ledger),
+        InputLink(below, run="run", received=had, again=True) as input,
+        OutputLink(spec, run="run") as output,
+    ):  # fmt: skip
+        address = input.bind(f"ipc://{tmp_path}/b.sock")
+
+        def serve() -> None:
+            output.connect(address, deadline_s=10)
+            server = ModuleServer(
+                step, meter=Meter(run, spec, 1), checkpoints=writer, stop=stop, start=Start(),
+                ledger=ledger, stream=Stream(source, spec.head), output=output,  # type: ignore[arg-type]
+            )  # fmt: skip
+            outcomes.append(server.serve())
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            input.wait_for_peer(10)
+            input.send_drained(had)
+            until_s = time.monotonic() + 30
+            over = False
+            while not over and time.monotonic() < until_s:
+                item = input.receive()
+                if isinstance(item, Batch) and item.id > had:
+                    input.send_gradient(item.id, item.h, ack=item.id)
+                elif item is not None:
+                    over = isinstance(item, Marker) and Mark.END in item.mark
+                    if isinstance(item, Marker):
+                        input.send_drained(item.id)
+                    input.ack(item.id)
+                time.sleep(0.001)
+            assert over, "it waits for gradients that will not come"
+            assert input.finish(10)
+        finally:
+            stop._handle(signal.SIGTERM, None)
+            serving.join(30)
+    assert outcomes == [Outcome.FINISHED]
+    assert step.counters.given_up == had

@@ -58,19 +58,19 @@ class DelayedOptions(Frozen):
     max_late: int | None = Field(default=None, ge=1, le=4096)
     predict: bool = False
     micro_batches: int = MICRO_BATCHES
-    keep: Keep = "graph"
+    keep: Keep = "weights"
     store: int | None = Field(default=None, ge=1, le=1 << 16)
 
 
 class Delayed(GradientInterface):
     """The true gradient, applied when it arrives to the forward pass that was kept for it.
 
-    An asynchronous pipeline. With ``keep: weights`` it is PipeDream's (Narayanan et al. 2019, sec.
-    3.3), with ``keep: input`` that of features replay (Huo et al. 2018, arXiv:1807.04511). With
-    ``max_late: 1`` and micro-batches no forward pass misses more than one update, as in
-    PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503). Prediction of weights: SpecTrain (Chen
-    et al. 2018, arXiv:1809.02839), whose distance is fixed; here it is the number of updates that
-    are still to come.
+    An asynchronous pipeline. With ``keep: weights``, the default, it is PipeDream's (Narayanan et
+    al. 2019, sec. 3.3), with ``keep: input`` that of features replay (Huo et al. 2018,
+    arXiv:1807.04511). With ``max_late: 1`` and micro-batches no forward pass misses more than one
+    update, as in PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503). Prediction of weights:
+    SpecTrain (Chen et al. 2018, arXiv:1809.02839), whose distance is fixed; here it is the number
+    of updates that are still to come.
     """
 
     Options = DelayedOptions

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
-from dni_runtime.link import Gradient, InputLink, OutputLink
+from dni_runtime.link import Gradient, InputLink, OutputLink, Request
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mark, Mode
 from tests.integration.link.conftest import Links
@@ -97,3 +98,57 @@ def test_gradients_that_are_waited_for_come_again(links: Links, address: str) ->
 
     links.until(came, "the newest gradients")
     assert input.counters.gradients_dropped == 0
+
+
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_gradients_come_again_before_what_promises_that_none_will(
+    links: Links, address: str, lost: str
+) -> None:
+    """The module upstream would give up the batches, and drop their gradients."""
+    output, input, actual = links.pair(address, resend_out=3)
+    for id in (1, 2, 3):
+        output.send_batch(id, 1, Mode.TRAIN, H, Y)
+    links.collect(input, 3)
+    if lost == "before":
+        output.move(actual)
+    for id in (1, 2, 3):
+        input.send_gradient(id, id * H, ack=id)
+    input.send_drained(4)
+    if lost == "after":
+        output.move(actual)
+    found: list[int] = []
+
+    def came() -> bool:
+        input.receive()
+        found.extend(event.id for event in output.receive() if not isinstance(event, Request))
+        return 4 in found and not output.lost
+
+    links.until(came, "what was sent")
+    assert {1, 2, 3} <= set(found[: found.index(4)])
+
+
+def test_another_process_gets_no_gradients_of_batches_that_it_has_not_sent(
+    links: Links, address: str
+) -> None:
+    output, input, actual = links.pair(address, resend_out=2)
+    for id in (1, 2):
+        output.send_batch(id, 1, Mode.TRAIN, H, Y)
+    links.collect(input, 2)
+    for id in (1, 2):
+        input.send_gradient(id, H, ack=id)
+    output.close()
+    successor = links.output(next_id=2, resend_out=2)
+    successor.move(actual)
+    successor.send_batch(3, 1, Mode.TRAIN, H, Y)
+    links.collect(input, 1, output=successor)
+    input.send_gradient(3, 3 * H, ack=3)
+    found: list[int] = []
+
+    def came() -> bool:
+        input.receive()
+        found.extend(event.id for event in successor.receive() if isinstance(event, Gradient))
+        return 3 in found
+
+    links.until(came, "the gradient")
+    assert found == [3]
+    assert not successor.counters.refused

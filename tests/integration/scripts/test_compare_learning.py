@@ -40,14 +40,15 @@ def test_each_method_has_the_rate_that_is_best_on_the_validation_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "learning.jsonl"
-    words = ["--sweep", "1e-5,4e-3", "--seeds", "2", "--delay", "0,2"]
+    words = ["--sweep", "1e-5,4e-3", "--seeds", "2", "--delay", "0,0/2"]
     methods = ["local", "sgd={interface: delayed, optimizer: {SGD: {momentum: 0.9}}}"]
     header, _, *rows = table(results, monkeypatch, capsys, *words, *methods)
     assert header == [
         "method", "delay", "learning rate", "validation", "test", "gap closed", "time"
     ]  # fmt: skip
     assert [row[:2] for row in rows] == [
-        ["backprop", ""], ["none", ""], ["local", "0"], ["local", "2"], ["sgd", "0"], ["sgd", "2"]
+        ["backprop", ""], ["none", ""],
+        ["local", "0"], ["local", "0/2"], ["sgd", "0"], ["sgd", "0/2"],
     ]  # fmt: skip
     assert {row[2] for row in rows} == {"0.004"}
     validation, test = ([float(row[at].split(" ± ")[0]) for row in rows] for at in (3, 4))
@@ -125,6 +126,7 @@ def test_changes_are_merged() -> None:
         (["--with", "{epoch: 2}", "local"], "epoch"),
         (["--with", SMALL, "a=local", "a=mixed"], "another method 'a'"),
         (["--with", SMALL, "a={lokal: {}}"], "lokal"),
+        (["--with", SMALL, "--delay", "1/2/3", "local"], "3 links"),
     ],
 )
 def test_wrong_input(

@@ -12,7 +12,7 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.core.schema import json_schema
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, LinksSpec, TensorSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, LinksSpec, TensorSpec, parse_chain
 
 INFO = DataInfo(
     sample=TensorSpec(shape=(1, 8, 8), dtype="float32"),
@@ -57,6 +57,22 @@ def test_local_interfaces_want_no_gradients() -> None:
     chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
     a, b, _ = worker_specs(chain, INFO)
     assert (a.gradients_in, b.gradients_out) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("interface", "first_beta"),
+    [("delayed", 0.0), ("{delayed: {max_late: 1}}", None), ("corrected", None), ("exact", None)],
+)
+def test_optimizers_of_gradients_that_may_be_any_number_of_updates_late(
+    interface: str, first_beta: float | None
+) -> None:
+    text = CHAIN.replace("    interface: mixed\n", "")
+    chain = parse_chain(f"defaults: {{interface: {interface}}}\n{text}")
+    a, b, c = resolved_chain(chain, INFO).modules
+    for module in (a, b):
+        assert module.optimizer is not None
+        assert module.optimizer.args.get("betas", [None])[0] == first_beta
+    assert c.optimizer == Choice(name="SGD", args={"lr": 0.1})
 
 
 def test_how_late_gradients_may_be() -> None:
@@ -105,6 +121,30 @@ def test_micro_batches_are_the_whole_chains(first: str, second: str, message: st
     with pytest.raises(SpecError, match=message) as caught:
         worker_specs(parse_chain(text), INFO)
     assert caught.value.location[0] == "modules"
+
+
+def test_gradients_of_all_parts_come_again() -> None:
+    """Batches are cut for the whole chain, for modules that do not ask for it, too."""
+    text = CHAIN.replace("interface: mixed", "interface: exact")
+    text = text.replace("- name: b\n", "- name: b\n    interface: {exact: {micro_batches: 4}}\n")
+    assert [worker.resend_out for worker in worker_specs(parse_chain(text), INFO)] == [0, 4, 4]
+
+
+def test_no_module_with_a_state_gets_parts() -> None:
+    """Whichever module asks for them: the tail has no interface that could."""
+    text = """\
+name: x
+modules:
+  - name: a
+    interface: {exact: {micro_batches: 2}}
+    layers: [{Linear: {in_features: 6, out_features: 6}}]
+  - name: b
+    layers: [{Recurrent: {cell: GRU, input_size: 6, hidden_size: 10}}, Flatten]
+"""
+    info = INFO.model_copy(update={"sample": TensorSpec(shape=(1, 6), dtype="float32")})
+    worker_specs(parse_chain(text.replace("micro_batches: 2", "")), info)
+    with pytest.raises(SpecError, match="module 'b' has a recurrent layer; not with 'micro_b"):
+        worker_specs(parse_chain(text), info)
 
 
 def test_one_changed_layer_changes_one_hash() -> None:

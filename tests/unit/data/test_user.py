@@ -202,6 +202,9 @@ def test_missing_class_and_broken_modules(user_module, tmp_path) -> None:
     user_module("1 +", "userdata_syntax")
     with pytest.raises(SpecError, match="importing 'userdata_syntax' failed: SyntaxError"):
         describe(DataSpec(dataset="userdata_syntax:Data"), tmp_path)
+    user_module("import sys; sys.exit(3)", "userdata_program")
+    with pytest.raises(SpecError, match="importing 'userdata_program' failed: SystemExit: 3"):
+        describe(DataSpec(dataset="userdata_program:Data"), tmp_path)
 
 
 def test_a_hidden_module_is_an_error(user_module, tmp_path) -> None:

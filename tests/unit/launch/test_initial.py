@@ -103,7 +103,9 @@ def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
         ("init: {file: model.safetensors}", "has no 'a.0.weight', for '0.weight' of module 'a'"),
         ('init: {file: model.safetensors, names: {"0": net.stm}}', "did you mean 'net.stem.weig"),
         ('init: {file: model.safetensors, names: {"0": classifier}}', r"\[10, 8\].*\[8, 64\]"),
-        ('init: {file: model.safetensors, names: {"7": classifier}}', "nothing for module 'a'"),
+        ('init: {file: model.safetensors, names: {"7": classifier}}', "no parameters '7'"),
+        ('init: {file: model.safetensors, names: {"0": net.stem, "1.7": net.norm}}', r"'1\.7'"),
+        ("init: {file: model.safetensors, strict: false}", "nothing for module 'a'"),
     ],
 )
 def test_what_does_not_fit(
@@ -118,6 +120,21 @@ def test_what_does_not_fit(
 def test_what_is_not_there_may_be_drawn(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
     own = 'init: {file: model.safetensors, strict: false, names: {"0": net.stem, "1": net}}'
     assert list(prepared(tmp_path, own=own).initial["a"]) == ["0.weight", "0.bias"]
+
+
+def test_layers_that_find_their_sizes(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    lazy = CHAIN.replace("Linear: {in_features: 64, ", "LazyLinear: {")
+    (tmp_path / "chain.yaml").write_text(lazy % ("", OWN))
+    found = prepare(tmp_path / "chain.yaml").initial["a"]
+    assert found["0.weight"].shape == (8, 64)
+
+
+def test_weights_that_have_gone(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    """A run that goes on removes its old checkpoints."""
+    found = prepared(tmp_path, own=OWN).initial
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="cannot be read any more"):
+        write_initial(RunDir(tmp_path), found)
 
 
 def test_a_run_directory_without_them(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dni_runtime.link.handshake import Hello
 from dni_runtime.link.receiver import JUMP_LIMIT, Receiver
 from dni_runtime.link.sender import SIZES_KEPT, Sender, State
 from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
-from dni_runtime.wire import ID_LIMIT, Body, Buffer, Kind, Mark, Message, TensorEntry, encode
+from dni_runtime.wire import ID_LIMIT, Body, Buffer, Kind, Mark, Message, Mode, TensorEntry, encode
 
 MakeSpec = Callable[..., WorkerSpec]
 PEER = b"\x00peer"
@@ -309,6 +309,8 @@ def test_parts_of_a_batch(pair: Pair, part: list[Body]) -> None:
         {"part": [-1, 3]},
         {"part": [0]},
         {"part": [0, 2.0]},
+        {"part": [False, 2]},
+        {"part": [0, 1 << 31]},
         {"part": None},
         {"part": [0, 2], "more": 1},
         {"other": [0, 2]},
@@ -316,6 +318,11 @@ def test_parts_of_a_batch(pair: Pair, part: list[Body]) -> None:
 )
 def test_parts_that_cannot_be(pair: Pair, body: dict[str, Body]) -> None:
     assert refused(pair, encode(batch(1, body=body))) == "body"
+
+
+def test_an_evaluation_has_no_parts(pair: Pair) -> None:
+    message = batch(1, mode=Mode.EVAL, body={"part": [0, 2]})
+    assert refused(pair, encode(message)) == "body"
 
 
 def test_gradients_reach_the_module_and_acknowledge(pair: Pair) -> None:
@@ -338,6 +345,38 @@ def test_drained_is_given_out_once(pair: Pair) -> None:
     assert pair.up(drained) == drained
     assert pair.up(drained) is None
     assert pair.up(replace(drained, id=4)) is not None
+
+
+def test_what_is_drained_stays_drained(make_spec: MakeSpec) -> None:
+    """Both ends were restarted: this one will send again what the other has been trained on."""
+    pair = Pair(
+        make_sender(make_spec("stem"), next_id=85),
+        make_receiver(make_spec("tail"), received=100, again=True),
+    )
+    pair.probe()
+    assert pair.sender.drained == 84
+    assert pair.up(Message(Kind.DRAINED, "run", "tail", id=100)) is not None
+    assert pair.sender.drained == 100
+
+
+@pytest.mark.parametrize("retain", [0, 4])
+def test_windows_of_the_next_links(make_spec: MakeSpec, retain: int) -> None:
+    pair = Pair(make_sender(make_spec("stem", retain=retain)), make_receiver(make_spec("tail")))
+    pair.probe()
+    body: dict[str, Body] = {"what": "windows", "windows": [4, 1, 2]}
+    assert pair.up(Message(Kind.REQUEST, "run", "tail", body=body)) is None
+    assert pair.sender.below == (4, 1, 2)
+    assert pair.sender.window.retain == (7 if retain else 0)
+
+
+@pytest.mark.parametrize("windows", [None, 4, [], [0], [-1], [5], [1 << 40], ["4"], [1] * 4])
+def test_windows_that_cannot_be(make_spec: MakeSpec, windows: Body) -> None:
+    """What a neighbour says must not make this module keep messages without bounds."""
+    pair = Pair(make_sender(make_spec("stem", retain=4)), make_receiver(make_spec("tail")))
+    pair.probe()
+    body: dict[str, Body] = {"what": "windows", "windows": windows}
+    assert refused_up(pair, Message(Kind.REQUEST, "run", "tail", body=body)) == "body"
+    assert (pair.sender.window.retain, pair.sender.below) == (4, ())
 
 
 def test_requests_reach_the_module(pair: Pair) -> None:
@@ -417,6 +456,7 @@ def test_strangers_headers_are_not_read_beyond_a_hello(pair: Pair) -> None:
             "shape",
         ),
         (Message(Kind.REQUEST, "run", "tail", body={"what": 1}), "body"),
+        (Message(Kind.DRAINED, "run", "tail", id=JUMP_LIMIT + 2), "id"),
         (Message(Kind.MARK, "run", "tail", id=1, mark=Mark.END), "kind"),
         (Message(Kind.HELLO, "run", "tail", body={}), "kind"),
     ],

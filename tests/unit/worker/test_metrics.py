@@ -94,7 +94,7 @@ def test_rates_and_shares_are_of_the_interval(worker: Worker, clock: Clock) -> N
     worker.meter.started()
     for _ in range(3):
         worker.train()
-        worker.meter.count_window(2)
+        worker.meter.count_window(2, 4)
     worker.meter.waiting_s["input"] += 0.5
     clock.now_s, clock.cpu_s = clock.now_s + 2, clock.cpu_s + 1.5
     first = worker.line(window=4, in_flight=1, gradients_dropped=3, refused={"shape": 1})
@@ -105,13 +105,23 @@ def test_rates_and_shares_are_of_the_interval(worker: Worker, clock: Clock) -> N
     assert 1 << 20 < first["memory_bytes"] <= first["memory_peak_bytes"]
 
     worker.train()
-    worker.meter.count_window(4)
+    worker.meter.count_window(4, 4)
     worker.meter.waiting_s["window"] += 1
     clock.now_s += 4
     second = worker.line(window=4)
     assert second["waiting"] == {"input": 0, "window": 0.25}
     assert second["waiting_s"] == {"input": 0.5, "window": 1}
     assert (second["window_fill"], second["cpu"], second["samples"]) == (1, 0, 16)
+
+
+def test_a_window_that_changes_within_an_interval(worker: Worker, clock: Clock) -> None:
+    """``links.window: auto`` goes down to 1 now and then, while more is still under way."""
+    worker.meter.started()
+    worker.train()
+    for in_flight, window in ((8, 8), (2, 8), (3, 1), (1, 1)):
+        worker.meter.count_window(in_flight, window)
+    clock.now_s += 1
+    assert worker.line(window=1)["window_fill"] == pytest.approx((1 + 0.25 + 1 + 1) / 4, abs=1e-4)
 
 
 def test_no_line_without_training(worker: Worker, clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def selection(run: RunDir, cut: int = 0, rises: bool = True, min_delta: float = 0.0) -> Selection:
     role = SelectionRole(metric="m", rises=rises, patience=2, min_delta=min_delta)
-    return Selection(run, role, cut)
+    return Selection(run, role, "b", cut)
 
 
 def walk(chosen: Selection, values: list[float], first: int = 1) -> list[bool]:
@@ -74,6 +75,49 @@ def test_a_restarted_tail_goes_on(run: RunDir) -> None:
     walk(selection(run), [0.5, 0.4])
     assert walk(selection(run, cut=25), [0.45], first=3) == [True]
     assert best_cut(run) == 10
+
+
+def test_an_evaluation_that_comes_again_is_counted_once(run: RunDir) -> None:
+    """All modules go back to the checkpoint before it."""
+    walk(selection(run), [0.5])
+    assert walk(selection(run, cut=10), [0.5, 0.4]) == [False, False]
+    assert walk(selection(run, cut=20), [0.4], first=2) == [False]
+    assert walk(selection(run, cut=20), [0.4, 0.3], first=2) == [False, True]
+
+
+def test_what_came_after_an_older_checkpoint_is_forgotten(run: RunDir) -> None:
+    assert walk(selection(run), [0.5, 0.4, 0.3]) == [False, False, True]
+    assert walk(selection(run, cut=15), [0.4, 0.3], first=2) == [False, True]
+    assert best_cut(run) == 10
+
+
+def test_patience_counts_from_the_start_where_nothing_is_good(run: RunDir) -> None:
+    assert walk(selection(run), [math.nan]) == [False]
+    assert best_cut(run) is None
+    assert walk(selection(run, cut=15), [math.nan], first=2) == [True]
+
+
+def test_a_full_disk_is_no_reason_to_stop(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    chosen = selection(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("dni_runtime.worker.selection.write_json", full)
+        assert walk(chosen, [0.5]) == [False]
+    assert "No space left" in caplog.text
+    assert walk(chosen, [0.4], first=2) == [False]
+    assert best_cut(run) == 10
+
+
+def test_a_tail_that_begins_at_a_snapshot(run: RunDir) -> None:
+    """What is evaluated then are the weights of the checkpoint before it."""
+    run.checkpoint(20, "b").parent.mkdir(parents=True)
+    run.checkpoint(20, "b").with_suffix(".json").touch()
+    selection(run, cut=23).evaluated({"m": 0.5}, 2)
+    assert best_cut(run) == 20
 
 
 def test_what_lies_behind_the_cut_does_not_count(run: RunDir) -> None:

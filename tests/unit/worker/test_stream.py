@@ -89,6 +89,22 @@ def test_an_early_end(data: DataSpec) -> None:
         assert shape(again) == shape(rest[number + 1 :])
 
 
+def test_an_early_end_after_any_item() -> None:
+    """A restarted head goes on with what the former process has sent."""
+    given = role(epochs=9, every_steps=2, micro_batches=2)
+    source = open_data(given.data, Path(), seed=1)
+    whole = list(itertools.islice(items(source, given), 40))
+    for number, item in enumerate(whole):
+        if item.position.part or item.position.phase != "train":
+            continue  # where no end is put into the stream
+        stream, again = Stream(source, given), Stream(source, given, item.position)
+        for _ in range(number + 1):
+            next(stream)
+        stream.end()
+        again.end()
+        assert shape(list(stream)) == shape(list(again)) == ["1 CHECKPOINT|END"]
+
+
 def test_a_checkpoint_before_each_evaluation() -> None:
     given = role(epochs=3, eval_every=2).model_copy(update={"selects": True})
     markers = [item.mark for item in run(given) if item.x_BX is None]

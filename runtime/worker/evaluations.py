@@ -1,0 +1,79 @@
+"""A module's evaluations: the tail's of the chain, others' of their early heads."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from dni_runtime.core.evaluation import Evaluation
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.worker.ledger import Ledger
+from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.selection import Selection
+
+log = logging.getLogger(__name__)
+
+
+class Evaluations:
+    """Sums up one evaluation after the other, over restarts, and reports them.
+
+    Args:
+        step: The module.
+        meter: Where results go.
+        ledger: Keeps the sums of an evaluation that is under way.
+        cut: Where the module begins.
+    """
+
+    def __init__(self, step: ModuleStep, meter: Meter, ledger: Ledger, cut: int) -> None:
+        self._step = step
+        self._meter = meter
+        self._ledger = ledger
+        self._current: Evaluation | None = None
+        if ledger.counts.evaluation is not None:
+            self._current = Evaluation.of(step)
+            self._current.go_on_from(ledger.counts.evaluation)
+        spec = step.spec
+        self._selection: Selection | None = None
+        if spec.tail is not None and spec.tail.selection is not None:
+            self._selection = Selection(meter.run, spec.tail.selection, spec.module, cut)
+
+    def add(self, h_BH: Tensor, y_BY: Tensor) -> None:
+        """Count a batch, where the module predicts anything.
+
+        Args:
+            h_BH: The module's activation in eval mode.
+            y_BY: The labels.
+        """
+        p_BP = self._step.predict(h_BH)
+        if p_BP is None:
+            return
+        if self._current is None:
+            self._current = Evaluation.of(self._step)
+        self._current.add(p_BP, y_BY)
+        self._ledger.counts.evaluation = self._current.to_dict()
+
+    def checkpoint(self, cut: int) -> None:
+        """A checkpoint is written here; the next evaluation is of these weights."""
+        if self._selection is not None:
+            self._selection.checkpoint(cut)
+
+    def end(self, epoch: int, *, test: bool) -> bool:
+        """Report the evaluation that is complete, if the module has one.
+
+        Returns:
+            Whether there has been no better one for so long that training is to end.
+        """
+        if self._current is None:
+            return False
+        result, samples = self._current.result(), self._current.samples
+        self._current = self._ledger.counts.evaluation = None
+        self._meter.evaluated(result, samples, test=test)
+        log.info(
+            "epoch %d%s%s: %s",
+            epoch,
+            ", test set" if test else "",
+            ", early head" if self._step.spec.tail is None else "",
+            ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
+        )
+        return self._selection is not None and not test and self._selection.evaluated(result, epoch)
