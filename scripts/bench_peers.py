@@ -33,7 +33,7 @@ And chains, whose every module is served by a worker of its own:
 * ``local``: local heads alone, no gradient travels;
 * ``delayed``: true gradients that come late, and no synthesizer; ``late-1``: at most one update
   late, by predicted weights (the default interface with attention);
-* ``exact-M``: backpropagation with M micro-batches;
+* ``exact-4``, ``exact-8``: backpropagation with so many micro-batches;
 * ``chain-bf16``, ``chain-int8``, ``delayed-bf16``: the same with narrower types on the wire.
 
 Chains have ``--modules`` modules. So many processes have ddp, gpipe, 1f1b, 2bw and async-1f1b, or

@@ -37,10 +37,10 @@ from remember import measured
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.metrics import rises
-from dni_runtime.core.resolve import DEFAULT_OPTIMIZER, worker_specs
+from dni_runtime.core.resolve import resolved_chain, worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DniError, UsageError
-from dni_runtime.spec import ChainSpec, Choice, parse_chain
+from dni_runtime.spec import ChainSpec, Choice, DataInfo, ModuleSpec, parse_chain
 from dni_runtime.spec.load import Loader
 from dni_runtime.spec.model import ModuleDefaults
 from dni_runtime.worker.memory import keep_freed_memory
@@ -112,31 +112,27 @@ def by_method(chain: ChainSpec, settings: Mapping[str, Any]) -> ChainSpec:
     return parse_chain(json.dumps(document), file=chain.name)
 
 
-def by_rate(chain: ChainSpec, rate: float | None) -> ChainSpec:
+def by_rate(chain: ChainSpec, info: DataInfo, rate: float | None) -> ChainSpec:
     """The chain with one learning rate in all modules' optimizers; None: with its own."""
     if rate is None:
         return chain
 
-    def changed(settings: Any, default: Choice | None) -> Any:
-        optimizer = settings.optimizer or default
-        if optimizer is None:
-            return settings
-        optimizer = Choice(name=optimizer.name, args={**optimizer.args, "lr": rate})
-        return settings.model_copy(update={"optimizer": optimizer})
+    def changed(module: ModuleSpec) -> ModuleSpec:
+        assert module.optimizer is not None
+        args = {**module.optimizer.args, "lr": rate}
+        optimizer = Choice(name=module.optimizer.name, args=args)
+        return module.model_copy(update={"optimizer": optimizer})
 
-    return chain.model_copy(
-        update={
-            "defaults": changed(chain.defaults, DEFAULT_OPTIMIZER),
-            "modules": tuple(changed(module, None) for module in chain.modules),
-        }
-    )
+    full = resolved_chain(chain, info)
+    return full.model_copy(update={"modules": tuple(map(changed, full.modules))})
 
 
 def train(chains: Mapping[str, ChainSpec], base: Path, one: Training) -> dict[str, float]:
     """Train once; gives the metric on the validation part and on the test set."""
     torch.set_num_threads(1)
-    chain = by_rate(chains[one["method"]], one["lr"]).model_copy(update={"seed": one["seed"]})
-    workers = worker_specs(chain, describe(chain.data, base))
+    chain = chains[one["method"]].model_copy(update={"seed": one["seed"]})
+    info = describe(chain.data, base)
+    workers = worker_specs(by_rate(chain, info, one["lr"]), info)
     source = open_data(chain.data, base, seed=chain.seed)
     trained = _trainer(one["method"], workers, one["delay"])
     left = chain.steps
@@ -222,7 +218,7 @@ def compare(
 def _rows(
     metric: Choice, trained: Sequence[Sequence[Training]], timed: Sequence[Training]
 ) -> list[list[str]]:
-    factor = 100 if metric.name in ("accuracy", "top5") else 1
+    factor, digits = (100, 2) if metric.name in ("accuracy", "top5") else (1, 3)
     means = [statistics.fmean(one["test"] for one in row) for row in trained]
     top, floor = means[0], means[1]
     rows = []
@@ -234,8 +230,8 @@ def _rows(
                 one["method"],
                 _shown(one["delay"]) if within else "",
                 "" if one["lr"] is None else f"{one['lr']:g}",
-                _spread([factor * one["validation"] for one in row]),
-                _spread([factor * one["test"] for one in row]),
+                _spread([factor * one["validation"] for one in row], digits),
+                _spread([factor * one["test"] for one in row], digits),
                 f"{(mean - floor) / (top - floor):.0%}" if within and top != floor else "",
                 f"{spent['time']:.2f}",
             ]
@@ -247,9 +243,9 @@ def _shown(delay: Delay) -> str:
     return "/".join(map(str, delay)) if isinstance(delay, list) else str(delay)
 
 
-def _spread(values: Sequence[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{deviation}"
+def _spread(values: Sequence[float], digits: int) -> str:
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
 
 
 def _trainer(method: str, workers: Any, delay: Delay) -> Backprop | LocalChain:

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.losses import labels_each_token
 from dni_runtime.spec import TensorSpec
 
 RATE = 0.1
@@ -35,9 +36,7 @@ class InputModel(nn.Module):
 
     def __init__(self, activation: TensorSpec, label: TensorSpec, classes: int | None) -> None:
         super().__init__()
-        self.per_token = len(label.shape) == 1 == len(activation.shape) - 1 and (
-            label.shape[0] == activation.shape[0]
-        )
+        self.per_token = labels_each_token(activation, label)
         if label.shape and not self.per_token:
             classes = None
         self.classes = classes or 1

@@ -17,7 +17,7 @@ from dni_runtime.core.choices import Location, call, find_class
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError
-from dni_runtime.spec import LayerSpec, WorkerSpec
+from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
 
 LAYERS: dict[str, type[nn.Module]] = {
     name: cls
@@ -66,16 +66,34 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
         SpecError: As :func:`build_layers`.
     """
     with torch.device("meta") if device == "meta" else contextlib.nullcontext():
-        layers = build_layers(worker.layers, ("layers",))
-    if any(isinstance(p, UninitializedParameter) for p in layers.parameters()):
-        with torch.no_grad():
-            layers.eval()(empty_batch(worker.input, 1, "meta" if device == "meta" else "cpu"))
-        layers.train()
-    spare_input(layers)
+        layers = build_sized(worker.layers, worker.input, ("layers",))
     return layers if device == "meta" else layers.to(device)
 
 
-def spare_input(layers: nn.Sequential) -> bool:
+def build_sized(
+    layers: Sequence[LayerSpec], given: TensorSpec, location: Location = ()
+) -> nn.Sequential:
+    """Build layers that leave their input as it is, lazy ones with the sizes that they find.
+
+    Args:
+        layers: The layers, in order.
+        given: One sample of their input.
+        location: Where the list stands in the spec.
+
+    Raises:
+        SpecError: As :func:`build_layers`.
+    """
+    built = build_layers(layers, location)
+    lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        with torch.no_grad():
+            built.eval()(empty_batch(given, 1, lazy[0].device))
+        built.train()
+    _spare_input(built)
+    return built
+
+
+def _spare_input(layers: nn.Sequential) -> bool:
     """Keep layers from changing what they are given in place.
 
     Autograd refuses that where a gradient is wanted for it, and others may hold the same tensor.
@@ -86,11 +104,11 @@ def spare_input(layers: nn.Sequential) -> bool:
     for layer in layers:
         match layer:
             case nn.Sequential():
-                if not spare_input(layer):
+                if not _spare_input(layer):
                     return False
             case Residual():
-                spare_input(layer.body)
-                spare_input(layer.shortcut)
+                _spare_input(layer.body)
+                _spare_input(layer.shortcut)
                 return False
             case nn.Flatten() | nn.Unflatten() | nn.Identity():
                 pass

@@ -193,6 +193,11 @@ def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss
     )
 
 
+def labels_each_token(activation: TensorSpec, label: TensorSpec) -> bool:
+    """Whether an activation is of tokens (T x C), and each has a label of its own."""
+    return len(activation.shape) == 2 and label.shape == activation.shape[:1]
+
+
 def class_axis(prediction: TensorSpec, label: TensorSpec) -> int | None:
     """The axis of a batch of predictions that holds the classes; see :class:`ChainLoss`."""
     if not _integer(label) or len(prediction.shape) != len(label.shape) + 1:

@@ -9,15 +9,12 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from dni_runtime.core.layers import build_layers, spare_input
+from dni_runtime.core.layers import build_sized
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.synthesizers.networks import BatchNorm
-from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import AheadSpec, TensorSpec
 from dni_runtime.spec.named import Frozen
@@ -71,9 +68,8 @@ def build_head(
     """
     if len(activation.shape) == 2 and len(prediction.shape) == 2:
         return _token_head(activation, prediction, options, classes_second=class_axis == 1)
-    features, layers = _linear(activation, options)
-    if options.head == "mlp-sr":
-        features, layers = _mlp_sr(activation, options)
+    build = _mlp_sr if options.head == "mlp-sr" else _linear
+    features, layers = build(activation, options)
     layers.append(nn.Linear(features, math.prod(prediction.shape)))
     if len(prediction.shape) != 1:
         layers.append(nn.Unflatten(1, prediction.shape))
@@ -87,13 +83,7 @@ def build_ahead(activation: TensorSpec, ahead: AheadSpec) -> nn.Sequential:
         activation: One sample of the activation that they get.
         ahead: Their specs.
     """
-    layers = build_layers(ahead.layers)
-    spare_input(layers)
-    if any(isinstance(p, UninitializedParameter) for p in layers.parameters()):
-        device = next(layers.parameters()).device
-        with torch.no_grad():
-            layers.eval()(empty_batch(activation, 1, device))
-    return layers.train()
+    return build_sized(ahead.layers, activation)
 
 
 def _linear(activation: TensorSpec, options: HeadOptions) -> tuple[int, list[nn.Module]]:
@@ -112,8 +102,7 @@ def _mlp_sr(activation: TensorSpec, options: HeadOptions) -> tuple[int, list[nn.
     features = math.prod(activation.shape)
     size: tuple[int, ...] = ()
     if len(activation.shape) == 3:
-        channels, *size_ = activation.shape
-        size = tuple(size_)
+        channels, size = activation.shape[0], activation.shape[1:]
         last = tuple(min(PLACES, side) for side in size)
     elif len(activation.shape) == 2:
         tokens, channels = activation.shape

@@ -8,7 +8,7 @@ last map and the label's part are zero, which still lets the first gradient thro
 from __future__ import annotations
 
 from dni_runtime.core.choices import Location, find_class, parse_options
-from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.losses import ChainLoss, labels_each_token
 from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
 from dni_runtime.core.synthesizers.critic import Critic
 from dni_runtime.core.synthesizers.maps import Classifier, Linear, LowRank
@@ -52,10 +52,9 @@ def auto_synthesizer(
     each token, has a class label. Otherwise maps get a narrow hidden layer, and tokens a linear
     map, of low rank where it is wide.
     """
-    if classes is not None and label is not None and len(activation.shape) in (2, 3):
-        per_token = len(activation.shape) == 2 and label.shape == activation.shape[:1]
-        if not label.shape or per_token:
-            return Choice(name="critic")
+    one_each = label is not None and (not label.shape or labels_each_token(activation, label))
+    if len(activation.shape) in (2, 3) and classes is not None and one_each:
+        return Choice(name="critic")
     if len(activation.shape) != 2:
         return Choice(name="mlp")
     return Choice(name="linear" if activation.shape[-1] <= LINEAR_UP_TO else "low-rank")

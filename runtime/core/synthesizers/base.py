@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dni_runtime.core.losses import ChainLoss, cross_entropy
+from dni_runtime.core.losses import ChainLoss, cross_entropy, labels_each_token
 from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.named import Frozen
 
@@ -111,7 +111,7 @@ class Synthesizer(nn.Module):
         # Tokens (T x C) share one map over channels; everything else is one vector.
         self.tokens = len(activation.shape) == 2
         self.features = activation.shape[-1] if self.tokens else math.prod(activation.shape)
-        self.per_token = self.tokens and label is not None and label.shape == activation.shape[:1]
+        self.per_token = label is not None and labels_each_token(activation, label)
         self.label: LabelTerm | None = None
         self.loss: ChainLoss | None = None if classes is None else cross_entropy(classes)
         self._label = label

@@ -77,12 +77,20 @@ def test_the_peer_is_found_gone(links: Links, address: str) -> None:
     links.until(lambda: not input.reaches_peer(), "gone")
 
 
+def with_batches(
+    links: Links, address: str, count: int, *, resend_out: int
+) -> tuple[OutputLink, InputLink, str]:
+    """A pair of links over which training batches have gone, and the address of the input."""
+    output, input, actual = links.pair(address, resend_out=resend_out)
+    for id in range(1, count + 1):
+        output.send_batch(id, 1, Mode.TRAIN, H, Y)
+    links.collect(input, count)
+    return output, input, actual
+
+
 def test_gradients_that_are_waited_for_come_again(links: Links, address: str) -> None:
     """The newest of them, after a connection was lost that may have taken them with it."""
-    output, input, actual = links.pair(address, resend_out=2)
-    for id in (1, 2, 3):
-        output.send_batch(id, 1, Mode.TRAIN, H, Y)
-    links.collect(input, 3)
+    output, input, actual = with_batches(links, address, 3, resend_out=2)
     output.move(actual)
     for id in (1, 2, 3):
         input.send_gradient(id, id * H, ack=id)
@@ -105,10 +113,7 @@ def test_gradients_come_again_before_what_promises_that_none_will(
     links: Links, address: str, lost: str
 ) -> None:
     """The module upstream would give up the batches, and drop their gradients."""
-    output, input, actual = links.pair(address, resend_out=3)
-    for id in (1, 2, 3):
-        output.send_batch(id, 1, Mode.TRAIN, H, Y)
-    links.collect(input, 3)
+    output, input, actual = with_batches(links, address, 3, resend_out=3)
     if lost == "before":
         output.move(actual)
     for id in (1, 2, 3):
@@ -130,10 +135,7 @@ def test_gradients_come_again_before_what_promises_that_none_will(
 def test_another_process_gets_no_gradients_of_batches_that_it_has_not_sent(
     links: Links, address: str
 ) -> None:
-    output, input, actual = links.pair(address, resend_out=2)
-    for id in (1, 2):
-        output.send_batch(id, 1, Mode.TRAIN, H, Y)
-    links.collect(input, 2)
+    output, input, actual = with_batches(links, address, 2, resend_out=2)
     for id in (1, 2):
         input.send_gradient(id, H, ack=id)
     output.close()

@@ -11,7 +11,9 @@ import compare_learning
 import pytest
 import remember
 
+from dni_runtime.data import describe
 from dni_runtime.spec import Choice
+from dni_runtime.spec.model import ModuleDefaults
 
 CHAIN = Path(__file__).resolve().parents[3] / "definitions" / "chains" / "cnn.yaml"
 SMALL = "{epochs: 3, data: {validation: 200, train_limit: 900}}"
@@ -89,7 +91,7 @@ def test_of_a_metric_that_falls_the_lowest_is_best(
         delays=[0],
         results=tmp_path / "results.jsonl",
     )
-    assert [row[2:5] for row in rows] == [["0.01", "1.50 ± 0.00", "1.50 ± 0.71"]] * 2
+    assert [row[2:5] for row in rows] == [["0.01", "1.500 ± 0.000", "1.500 ± 0.707"]] * 2
 
 
 def test_methods() -> None:
@@ -107,9 +109,11 @@ def test_methods() -> None:
     slow = compare_learning.by_method(chain, methods["slow"])
     assert [slow.setting(index, "accumulate") for index in range(3)] == [2, 2, 2]
     assert slow.setting(0, "optimizer") == chain.setting(0, "optimizer")
-    assert compare_learning.by_rate(slow, 0.5).setting(1, "optimizer") == Choice(
-        name="Adam", args={"lr": 0.5}
-    )
+    info = describe(chain.data, CHAIN.parent)
+    late = chain.model_copy(update={"defaults": ModuleDefaults(interface=Choice(name="delayed"))})
+    for one, others in ((slow, {}), (late, {"betas": [0.0, 0.999]})):
+        changed = compare_learning.by_rate(one, info, 0.5)
+        assert changed.setting(1, "optimizer") == Choice(name="Adam", args={"lr": 0.5} | others)
 
 
 def test_changes_are_merged() -> None:
