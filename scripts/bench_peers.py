@@ -29,7 +29,7 @@ Peers that compute something else:
 And chains, whose every module is served by a worker of its own:
 
 * ``chain``: synthetic gradients; ``mixed``: these and local heads (the default interface);
-  ``bootstrapped``: the same with lessons from the neighbour's own gradient, as in the paper;
+  ``true-lessons``: the same with lessons from true gradients;
 * ``local``: local heads alone, no gradient travels;
 * ``delayed``: true gradients that come late, and no synthesizer; ``late-1``: at most one update
   late, by predicted weights (the default interface with attention);

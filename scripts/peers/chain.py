@@ -21,8 +21,8 @@ from peers.processes import Measured, Timing
 from peers.slow_link import INTERFACE, Line, Link
 
 LEAST_WINDOW = 8
-LESSONS = ("synthetic", "mixed", "bootstrapped")
-"""Interfaces whose synthesizers learn from true gradients."""
+LESSONS = ("synthetic", "mixed", "true-lessons")
+"""Interfaces whose synthesizers take lessons."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
@@ -84,7 +84,7 @@ def chain_spec(
     interfaces: dict[str, Any] = {
         "synthetic": {"synthetic": synthetic},
         "mixed": {"mixed": {"synthetic": synthetic}},
-        "bootstrapped": {"mixed": {"synthetic": {**synthetic, "bootstrapped": True}}},
+        "true-lessons": {"mixed": {"synthetic": {**synthetic, "bootstrapped": False}}},
         "local": "local",
         "delayed": "delayed",
         "late-1": {"delayed": {"max_late": 1, "predict": True}},

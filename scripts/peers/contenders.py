@@ -41,7 +41,7 @@ CHAINS: Mapping[str, tuple[str, str]] = {
     "chain-bf16": ("synthetic", "bfloat16"),
     "chain-int8": ("synthetic", "int8"),
     "mixed": ("mixed", "float32"),
-    "bootstrapped": ("bootstrapped", "float32"),
+    "true-lessons": ("true-lessons", "float32"),
     "local": ("local", "float32"),
     "delayed": ("delayed", "float32"),
     "delayed-bf16": ("delayed", "bfloat16"),
@@ -53,7 +53,7 @@ CHAINS: Mapping[str, tuple[str, str]] = {
 INTERFACES: Mapping[str, str] = {
     "synthetic": "synthetic gradients",
     "mixed": "mixed gradients",
-    "bootstrapped": "mixed gradients",
+    "true-lessons": "mixed gradients",
     "local": "local losses",
     "delayed": "late gradients",
     "late-1": "late gradients",

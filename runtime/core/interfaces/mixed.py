@@ -1,7 +1,8 @@
 """``mixed``: a synthesizer beside a local head, the default.
 
 The head gives a signal from the first step, while the synthesizer is still zero, and keeps
-late gradients from hurting; the synthesizer brings the chain's own loss.
+late gradients from hurting; the synthesizer brings the losses of the modules downstream, the
+chain's own among them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
 from dni_runtime.spec.named import Frozen
 
 
+class MixedSyntheticOptions(SyntheticOptions):
+    """Options of the synthesizer beside a head: other defaults.
+
+    Attributes:
+        bootstrapped: As in ``SyntheticOptions``. What the module downstream computes at once holds
+            its head's gradient here: it needs no true one, and is never late.
+    """
+
+    bootstrapped: bool = True
+
+
 class MixedOptions(Frozen):
     """Options of the mixed interface.
 
@@ -33,7 +45,7 @@ class MixedOptions(Frozen):
         local_weight: Weight of the local loss beside the chain's.
     """
 
-    synthetic: SyntheticOptions = SyntheticOptions()
+    synthetic: MixedSyntheticOptions = MixedSyntheticOptions()
     local: LocalOptions = LocalOptions()
     local_weight: float = Field(default=0.5, gt=0)
 

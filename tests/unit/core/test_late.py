@@ -39,7 +39,7 @@ def test_lessons_are_the_true_gradient(small: Any, below: str) -> None:
     """dL/dh by autograd through the whole network, whatever the interface below the cut."""
     first, *_ = small("synthetic")
     _, second, tail = small(below, "{SGD: {lr: 0.0}}")
-    wanted = {"gradients_out": 1, "gradients_in": 1}
+    wanted = {"gradients_out": 1, "gradients_in": 1, "bootstrapped_out": False}
     chain = LocalChain([first, second.model_copy(update=wanted), tail.model_copy(update=wanted)])
     lessons = taught(chain, 0)
     ((x, y),) = batches(1)
@@ -66,16 +66,16 @@ def test_the_modules_own_update_does_not_wait_for_lessons(small: Any) -> None:
 
 
 def test_lateness_adds_up_link_by_link(small: Any) -> None:
-    chain = LocalChain(small("mixed"), delay=[3, 2])
+    chain = LocalChain(small("synthetic"), delay=[3, 2])
     for x, y in batches(12):
         chain.train_batch(x, y)
     assert [step.counters.lag_max for step in chain.steps] == [5, 2, 0]
     with pytest.raises(ValueError, match="1 delays for 2 links"):
-        LocalChain(small("mixed"), delay=[1])
+        LocalChain(small("synthetic"), delay=[1])
 
 
 def test_no_lesson_is_lost_to_a_store_that_is_too_small(small: Any) -> None:
-    chain = LocalChain(small("mixed"), delay=40)
+    chain = LocalChain(small("synthetic"), delay=40)
     for x, y in batches(100):
         chain.train_batch(x, y)
     assert [step.counters.given_up for step in chain.steps] == [0, 0, 0]

@@ -82,9 +82,10 @@ def test_how_late_gradients_may_be() -> None:
         return [worker.late for worker in worker_specs(chain, INFO)]
 
     window = LinksSpec().window
-    for interface in ("mixed", "delayed", "exact"):
+    for interface in ("synthetic", "delayed", "exact"):
         assert late(interface) == [2 * window, window, 0], "true gradients come link by link"
-    assert late("{synthetic: {bootstrapped: true}}") == [window, window, 0]
+    for interface in ("mixed", "{synthetic: {bootstrapped: true}}"):
+        assert late(interface) == [window, window, 0]
 
 
 def test_what_modules_send_up() -> None:
@@ -98,11 +99,12 @@ def test_what_modules_send_up() -> None:
         return [(s.gradients_out, s.bootstrapped_out, s.awaited_out) for s in specs[1:]]
 
     bootstrapped = "{synthetic: {bootstrapped: true}}"
-    assert sent("mixed", "mixed") == [(1, False, False)] * 2
+    assert sent("synthetic", "synthetic") == [(1, False, False)] * 2
+    assert sent("mixed", "mixed") == [(1, True, False), (1, False, False)]
     assert sent("delayed", "mixed") == [(1, False, True)] * 2, "true ones pass any interface"
     assert sent("delayed", "none") == [(1, False, True)] * 2
     assert sent("local", "delayed") == [(0, False, False), (1, False, True)]
-    assert sent(bootstrapped, "mixed") == [(1, True, False), (1, False, False)]
+    assert sent(bootstrapped, "synthetic") == [(1, True, False), (1, False, False)]
     assert sent(bootstrapped, "local") == [(1, True, False), (0, False, False)]
     assert sent(bootstrapped, "exact")[0] == (1, False, False), "it has no signal of its own"
     every = "{synthetic: {learn_every: %d}}"

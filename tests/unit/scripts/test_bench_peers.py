@@ -185,8 +185,9 @@ def test_chain_files_are_valid(network: str, name: str, modules: int, tmp_path: 
     assert len(workers) == modules
     for above, below in itertools.pairwise(workers):
         assert above.links.window == 11
-        every = {"local": 0} | dict.fromkeys(("chain", "mixed", "bootstrapped"), 4)
-        assert above.gradients_in == below.gradients_out == every.get(name.split("-")[0], 1)
+        every = {"local": 0} | dict.fromkeys(("chain", "mixed", "true-lessons"), 4)
+        kind = name.removesuffix("-bf16").removesuffix("-int8")
+        assert above.gradients_in == below.gradients_out == every.get(kind, 1)
 
 
 def test_half_of_the_modules_are_at_each_end_of_the_line() -> None:
