@@ -176,7 +176,8 @@ class Optimization:
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             for schedule in self.schedules:
                 for _ in range(count):
-                    schedule.step()
+                    if schedule.last_epoch + 1 != getattr(schedule, "total_steps", None):
+                        schedule.step()  # OneCycleLR raises an error after its end
 
 
 def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer]:

@@ -19,7 +19,7 @@ from dni_runtime.core.training import module_seed, seeded
 from dni_runtime.spec import TensorSpec, WorkerSpec
 
 
-class InputModel(nn.Module):
+class InputPredictor(nn.Module):
     """Predicts a module's input from the chain's: one hidden layer with BatchNorm and ReLU.
 
     Args:
@@ -84,11 +84,11 @@ class UnlockedChain:
         # No module waits for another one's answer: lessons are those of the paper.
         own = [worker.model_copy(update={"bootstrapped_out": True}) for worker in workers[:-1]]
         self.steps = [ModuleStep(worker) for worker in (*own, workers[-1])]
-        self.inputs: list[InputModel] = []
+        self.inputs: list[InputPredictor] = []
         if inputs:
             with seeded(module_seed(seed, len(workers))):
                 self.inputs = [
-                    InputModel(workers[0].input, worker.input, hidden) for worker in workers[1:]
+                    InputPredictor(workers[0].input, worker.input, hidden) for worker in workers[1:]
                 ]
         self._probability = probability
         self._chance = torch.Generator().manual_seed(seed)

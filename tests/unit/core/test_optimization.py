@@ -152,6 +152,17 @@ def test_schedules_in_sequence() -> None:
     assert rates == expected
 
 
+def test_a_schedule_that_has_ended_keeps_its_last_rate() -> None:
+    one_cycle = "{OneCycleLR: {max_lr: 0.1, total_steps: 4}}"
+    step = tail(f"schedule_every: batch, schedule: {one_cycle}", "{Adam: {lr: 0.1}}")
+    rates = []
+    for id in range(1, 7):
+        step.forward(id, torch.randn(16, 8))
+        step.update(torch.randint(0, 3, (16,)))
+        rates.append(step.optimization.optimizers["module"].param_groups[0]["lr"])
+    assert rates[2:] == [min(rates)] * 4
+
+
 def test_a_batch_that_is_replayed_is_none_for_the_schedule(small: Any) -> None:
     text = CHAIN % (
         "local, schedule_every: batch, schedule: {OneCycleLR: {max_lr: 0.1, total_steps: 3}}",
