@@ -141,9 +141,17 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
     """Refuse links that some module cannot do with.
 
     Raises:
-        SpecError: ``on_loss: continue`` where nothing but true gradients teaches, or channels'
-            scales where there are no channels.
+        SpecError: ``on_loss: continue`` where nothing but true gradients teaches, channels' scales
+            where there are no channels, or batches between the parts of another one.
     """
+    head = workers[0].head
+    for field in ("replay", "synthetic_inputs"):
+        if getattr(chain.links, field) and head is not None and head.micro_batches > 1:
+            raise SpecError(
+                "a module cannot train on other batches between the micro-batches of one",
+                location=("links", field),
+                hint="leave it out, or 'micro_batches: 1'",
+            )
     for worker in workers:
         interface = None if worker.interface is None else resolve_interface(worker.interface)
         alone = interface is None or interface.signals or not interface.trains

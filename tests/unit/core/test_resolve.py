@@ -393,6 +393,15 @@ def test_who_waits_for_gradients_cannot_continue_alone() -> None:
     worker_specs(parse_chain(CHAIN + "links: {on_loss: continue}\n"), INFO)
 
 
+@pytest.mark.parametrize("field", ["replay: 8", "synthetic_inputs: late"])
+def test_no_batch_comes_between_the_parts_of_another(field: str) -> None:
+    text = CHAIN.replace("interface: mixed", "interface: {exact: {micro_batches: 2}}")
+    worker_specs(parse_chain(text), INFO)
+    with pytest.raises(SpecError, match="between the micro-batches") as caught:
+        worker_specs(parse_chain(f"{text}links: {{{field}}}\n"), INFO)
+    assert caught.value.location == ("links", field.split(":")[0])
+
+
 def test_what_is_kept_for_neighbours_that_restart() -> None:
     chain = parse_chain(CHAIN + "links: {window: 5}\n")
     assert [worker.retain for worker in worker_specs(chain, INFO)] == [5, 0, 0]
