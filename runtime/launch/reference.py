@@ -23,6 +23,7 @@ from dni_runtime.launch.start import last_lines
 from dni_runtime.rundir import append_line
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.worker.device import choose_device
+from dni_runtime.worker.selection import Selection
 
 REFERENCE = "backprop"
 
@@ -97,6 +98,10 @@ def train_reference(record: Record, threads: int) -> None:
     """
     with opened(record, threads) as (chain, workers, reference, source):
         step = samples = 0
+        tail = workers[-1].tail
+        selection = None
+        if tail is not None and tail.selection is not None:
+            selection = Selection(record.run, tail.selection, REFERENCE, 0)
 
         def tell(**values: object) -> None:
             head = {"time": time.time(), "module": REFERENCE, "attempt": 1}
@@ -117,8 +122,11 @@ def train_reference(record: Record, threads: int) -> None:
                 place = {"epoch": epoch, "step": step, "trained": samples}
                 result = evaluate(reference.predict, source.eval_batches(), workers[-1])
                 tell(kind="eval", **place, **result)
+                if selection is not None:
+                    selection.checkpoint(step)
+                    last = selection.evaluated(result, epoch) or last
                 if last and source.has_test:
                     result = evaluate(reference.predict, source.test_batches(), workers[-1])
                     tell(kind="test", **place, **result)
-            if step == chain.steps:
+            if last:
                 break
