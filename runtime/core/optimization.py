@@ -50,6 +50,7 @@ class Optimization:
         average: The exponential moving average of the weights, where one is kept.
         parameters: What is trained.
         gathered: Batches whose gradients are summed up for the next update.
+        before: The parameters before the newest update, where weights are predicted.
         version: Another number whenever the weights are others.
 
     Raises:
@@ -72,7 +73,7 @@ class Optimization:
             self.average = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(spec.ema))  # type: ignore[no-untyped-call]  # torch has none
         self.gathered = self.version = 0
         self._predicts = predicts
-        self._before: list[Tensor] | None = None
+        self.before: list[Tensor] | None = None
 
     def update(self) -> None:
         """A batch's gradient is complete: update the weights, once in ``accumulate`` batches."""
@@ -141,12 +142,12 @@ class Optimization:
         arXiv:1809.02839, eq. 4): their steps follow a mean of gradients that changes slowly.
         """
         updates = (self.gathered + batches) // self._spec.accumulate
-        if not updates or self._before is None:
+        if not updates or self.before is None:
             yield
             return
         now = [p.detach().clone() for p in self.parameters]
         with torch.no_grad():
-            for p, before in zip(self.parameters, self._before, strict=True):
+            for p, before in zip(self.parameters, self.before, strict=True):
                 p.mul_(1 + updates).sub_(before, alpha=updates)
         self.version += 1
         try:
@@ -164,10 +165,10 @@ class Optimization:
         average.update_parameters(self._layers)
 
     def _remember(self) -> None:
-        if self._before is None:
-            self._before = [p.detach().clone() for p in self.parameters]
+        if self.before is None:
+            self.before = [p.detach().clone() for p in self.parameters]
         with torch.no_grad():
-            for before, p in zip(self._before, self.parameters, strict=True):
+            for before, p in zip(self.before, self.parameters, strict=True):
                 before.copy_(p)
 
     def _step_schedules(self, count: int) -> None:

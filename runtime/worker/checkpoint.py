@@ -49,6 +49,8 @@ def snapshot(step: ModuleStep) -> State:
     optimization = step.optimization
     if optimization.average is not None:
         tensors |= {f"average.{k}": v for k, v in optimization.average.state_dict().items()}
+    for index, before in enumerate(optimization.before or ()):
+        tensors[f"before.{index}"] = before
     for name, p in step.layers.named_parameters():
         if p.grad is not None:  # of batches whose update is still to come
             tensors[f"gradient.{name}"] = p.grad
@@ -107,6 +109,10 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         optimization = step.optimization
         if optimization.average is not None:
             optimization.average.load_state_dict(_under(tensors, "average."))
+        before = _under(tensors, "before.")
+        if before:
+            parameters = enumerate(optimization.parameters)
+            optimization.before = [before[str(index)].to(p.device) for index, p in parameters]
         gradients = _under(tensors, "gradient.")
         sparse = sparse_parameters(step.layers)
         for name, p in step.layers.named_parameters():

@@ -40,16 +40,26 @@ def worker() -> WorkerSpec:
 
 
 def train(step: ModuleStep, count: int) -> None:
+    """Each gradient comes after the next forward pass, the last one after its own."""
+    late: list[tuple[int, torch.Tensor]] = []
     generator = torch.Generator().manual_seed(step.batches)
     for id in range(step.batches + 1, step.batches + count + 1):
         x = torch.randn(8, 4, generator=generator)
         h = step.forward(id, x)
         step.update(x[:, :3].argmax(1))
-        step.late_gradient(id, torch.tanh(h))
+        late.append((id, torch.tanh(h)))
+        if len(late) > 1:
+            step.late_gradient(*late.pop(0))
+    step.late_gradient(*late.pop())
     step.optimization.end_epoch()
 
 
-def test_training_goes_on_exactly(worker: WorkerSpec, tmp_path: Path) -> None:
+LATE = Choice(name="delayed", args={"max_late": 1, "predict": True})
+
+
+@pytest.mark.parametrize("interface", [Choice(name="mixed"), LATE], ids=lambda one: one.name)
+def test_training_goes_on_exactly(worker: WorkerSpec, tmp_path: Path, interface: Choice) -> None:
+    worker = worker.model_copy(update={"interface": interface})
     run = RunDir(tmp_path)
     run.create()
     errors: list[CheckpointError] = []
