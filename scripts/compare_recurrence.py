@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--lr", default="1e-3", help="of the network, one or several")
     parser.add_argument("--synthesizer", default="linear", help="linear, or hidden units")
     parser.add_argument("--synthesizer-lr", default="1e-3", help="one or several")
-    parser.add_argument("--scale", default="1", help="of predicted gradients, one or several")
+    parser.add_argument("--scale", default="0.3", help="of predicted gradients, one or several")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)

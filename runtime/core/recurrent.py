@@ -32,14 +32,15 @@ class FutureOptions(Frozen):
     """How the gradient from beyond a batch's last step is predicted.
 
     Attributes:
-        synthesizer: ``mlp``, ``linear``, ``low-rank`` or a user class; it sees the state.
+        synthesizer: ``linear``, ``mlp``, ``low-rank`` or a user class; it sees the state.
         optimizer: The synthesizer's optimizer.
-        scale: Factor on the predicted gradient.
+        scale: Factor on the predicted gradient. The target of a prediction contains the next one:
+            at 1 errors add up over batches.
     """
 
-    synthesizer: Choice = Choice(name="mlp", args={"hidden": 256})
-    optimizer: Choice = Choice(name="Adam", args={"lr": 0.0003})
-    scale: float = Field(default=1.0, gt=0)
+    synthesizer: Choice = Choice(name="linear")
+    optimizer: Choice = Choice(name="Adam", args={"lr": 0.001})
+    scale: float = Field(default=0.3, gt=0)
 
 
 class _RecurrentOptions(Frozen):

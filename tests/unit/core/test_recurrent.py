@@ -92,7 +92,7 @@ class Oracle(Synthesizer):
 
 
 def with_oracle(cell: str = "LSTM", **keywords: Any) -> tuple[Recurrent, Oracle]:
-    made = layer(cell, synthetic=True, **keywords)
+    made = layer(cell, synthetic={"scale": 1.0}, **keywords)
     oracle = Oracle(made.state.shape[1])
     made.synthesizer = oracle
     return made, oracle
