@@ -393,8 +393,8 @@ def test_predicted_weights_go_on_as_the_newest_update(small: Any) -> None:
         step.update(y)
         step.late_gradient(id, g)
     update = step.optimization
-    assert update._before is not None
-    old, new = update._before[0].clone(), weight.detach().clone()
+    assert update.before is not None
+    old, new = update.before[0].clone(), weight.detach().clone()
     for id in (3, 4, 5):
         step.forward(id, x)
         step.update(y)
@@ -416,7 +416,7 @@ def test_predictions_count_updates_not_batches(small: Any) -> None:
         step.forward(id, x)
         step.update(y)
         step.late_gradient(id, torch.ones(16, 8))
-    before = step.optimization._before
+    before = step.optimization.before
     assert before is not None
     old, new = before[0].clone(), weight.detach().clone()
     for id in range(6, 10):
