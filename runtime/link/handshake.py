@@ -13,6 +13,7 @@ TEXT_CHARS = 512
 
 INVITATION = "hello"
 REPLACED = "session"
+CUT = "cut"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,27 @@ class Hello:
         session: A random word of its process's link.
         first: The lowest id that it can still send.
         link: What both ends must agree on.
+        number: How many its session has said, this one included: a connection that has ended may
+            be read after its successor.
+        newest: The highest id that it has sent, or left out while the other end was gone.
+        cut: The chain's cut that its module began at; None where that was restarted alone.
     """
 
     session: str
     first: int
     link: Mapping[str, str]
+    number: int = 1
+    newest: int = 0
+    cut: int | None = None
 
     def body(self) -> dict[str, Body]:
         """As a message's body."""
         return {
             "session": self.session,
+            "number": self.number,
             "first": self.first,
+            "newest": self.newest,
+            "cut": self.cut,
             "link": dict(self.link),
         }
 
@@ -50,9 +61,12 @@ class Hello:
         for name in link:
             _text(link, name)
         return cls(
-            _text(message.body, "session"),
-            _natural(message.body, "first", 1),
-            {name: str(value) for name, value in link.items()},
+            session=_text(message.body, "session"),
+            first=_natural(message.body, "first", 1),
+            link={name: str(value) for name, value in link.items()},
+            number=number_of(message),
+            newest=_natural(message.body, "newest", 0),
+            cut=None if message.body.get("cut") is None else _natural(message.body, "cut", 0),
         )
 
 
@@ -98,6 +112,8 @@ def mismatch(me: str, neighbour: str, field: str, *, mine: str, yours: str) -> H
     """The error of two modules that do not fit together."""
     if field == "run":
         hint = "another run's worker listens there: stop it, or remove its stale endpoint"
+    elif field == CUT:
+        hint = "start both from the same one: 'dnictl resume' does, '--resume CUT' by hand"
     elif field == "protocol version":
         hint = "the images hold different versions of dni-runtime: build both with one version"
     else:
@@ -125,6 +141,15 @@ def compare(
 def other_version(version: int) -> Refusal:
     """The refusal of a peer that speaks another protocol version."""
     return Refusal("protocol version", str(PROTOCOL_VERSION), str(version))
+
+
+def number_of(message: Message) -> int:
+    """The number of a HELLO, or of the one that a WELCOME answers.
+
+    Raises:
+        WireError: ``body``: it is not there, or not what it should be.
+    """
+    return _natural(message.body, "number", 1)
 
 
 def received_of(message: Message) -> int:

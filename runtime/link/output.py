@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_CALL = 64
 _POLL_S = 0.2
 _GREET_S = 1.0
+_ASK_S = 5.0
+"""A neighbour that is silent for so long is asked what it has got."""
 
 
 class OutputLink:
@@ -43,6 +45,7 @@ class OutputLink:
         run: The run.
         next_id: The first id that will be sent.
         keys: Its keys, for addresses where links are encrypted.
+        cut: The chain's cut that the module began at; None where it was restarted alone.
 
     Attributes:
         counters: What has been counted.
@@ -56,6 +59,7 @@ class OutputLink:
         run: str,
         next_id: int = 1,
         keys: Keyring | None = None,
+        cut: int | None = None,
     ) -> None:
         self._contract = LinkContract.of(spec, "output")
         self._frames = 1 + self._contract.up.tensors  # with the header
@@ -73,6 +77,7 @@ class OutputLink:
             counters=self.counters,
             retain=spec.retain,
             largest_window=spec.links.largest_window,
+            cut=cut,
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()
@@ -257,6 +262,10 @@ class OutputLink:
             self._tuner.sent(id, time.monotonic(), self.in_flight)
         self._transmit()
 
+    def miss(self, id: int) -> None:
+        """Leave a batch out, because there is no room and nobody who takes it."""
+        self._sender.miss(id)
+
     def send_mark(
         self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None
     ) -> None:
@@ -338,15 +347,22 @@ class OutputLink:
                 self._refuse(error)
         if self._tuner is not None:
             self._tune(self._tuner)
-        if not self.connected:
-            self._greet()
+        self._greet()
         self._transmit()
         return events
 
     def _greet(self) -> None:
-        """Say HELLO when invited, and once more a second when no answer comes."""
+        """Say HELLO when invited, once more a second when no answer comes, and when all is quiet.
+
+        An open link is asked, too: whatever was lost, and for whatever reason, is sent again.
+        """
         now_s = time.monotonic()
-        if self._sender.greeting_due or now_s >= self._greet_again_s:
+        if self.connected:
+            if not self._dismissed and now_s >= max(self.heard_s + _ASK_S, self._greet_again_s):
+                self._greet_again_s = now_s + _ASK_S
+                if not sockets.send(self._socket, self._sender.ask()):
+                    self._lose()
+        elif self._sender.greeting_due or now_s >= self._greet_again_s:
             self._greet_again_s = now_s + _GREET_S
             if sockets.send(self._socket, self._sender.hello()):
                 self._sender.greeting_due = False
@@ -377,5 +393,5 @@ class OutputLink:
     def _lose(self) -> None:
         if self._tuner is not None and self.connected:
             self._tuner = WindowTuner(self._tuner.limit)  # the next line may be another one
-        self._sender.state = State.SILENT
+        self._sender.lose()
         self._greet_again_s = time.monotonic() + _GREET_S

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from reprlib import repr as brief
 
 from dni_runtime.errors import WireError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.handshake import (
+    CUT,
     INVITATION,
     REPLACED,
     Hello,
@@ -28,7 +30,6 @@ from dni_runtime.wire import (
     Body,
     Buffer,
     Kind,
-    Limits,
     Message,
     Mode,
     Part,
@@ -39,10 +40,11 @@ from dni_runtime.wire import (
 
 log = logging.getLogger(__name__)
 
-HELLO_LIMITS = Limits(tensors=0, buffer_bytes=0, header_bytes=1 << 13)
-"""What is read of a peer that has not completed HELLO."""
+STRANGERS_HEADER_BYTES = 1 << 13
+"""What is read of a header of a peer that has not completed HELLO."""
 
 REPLACED_KEPT = 64
+INVITED_KEPT = 64
 
 
 def part_of(message: Message) -> Part | None:
@@ -99,8 +101,12 @@ class Receiver:
         self._again = again
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
         self._limits = contract.down
+        self._of_strangers = replace(contract.down, header_bytes=STRANGERS_HEADER_BYTES)
         self.session = ""
+        self._number = 0  # of the session's newest HELLO
+        self._newest = 0  # the highest id that the peer had sent or left out by then
         self._replaced: deque[str] = deque(maxlen=REPLACED_KEPT)
+        self._invited: deque[bytes] = deque(maxlen=INVITED_KEPT)
 
     def handle(self, identity: bytes, frames: Sequence[Buffer]) -> Message | None:
         """Take a message.
@@ -144,7 +150,7 @@ class Receiver:
             if part is not None and part.first + labels > part.samples:
                 raise WireError("body", f"{labels} samples in part {tuple(part)} of a batch")
         order = self.order
-        if message.id > order.received + JUMP_LIMIT:
+        if message.id > max(order.received, self._newest) + JUMP_LIMIT:
             raise WireError("id", f"id {message.id} after {order.received}")
         if not order.accept(message.id):
             self.counters.duplicates += 1
@@ -153,19 +159,22 @@ class Receiver:
         return message
 
     def _stranger(self, identity: bytes, frames: Sequence[Buffer]) -> None:
-        if len(frames) != 1:
-            raise WireError("stranger", f"{len(frames)} frames before HELLO")
-        if len(frames[0]) == 0:
+        if len(frames) == 1 and len(frames[0]) == 0:
             self._refuse(identity, Refusal(INVITATION))
             return
         try:
-            message = decode(frames, HELLO_LIMITS)
+            message = decode(frames, self._of_strangers)
         except WireError as error:
-            if error.reason == "version":
+            if error.reason == "version" and len(frames) == 1:
                 version = header_version(frames[0])
                 self._refuse(identity, other_version(-1 if version is None else version))
             raise
         if message.kind is not Kind.HELLO:
+            ours = message.kind in (Kind.BATCH, Kind.MARK) and message.run == self.run
+            if ours and identity not in self._invited:
+                # the neighbour takes the link for open: it was forgotten, and has to be told once
+                self._invited.append(identity)
+                self._refuse(identity, Refusal(INVITATION))
             raise WireError("stranger", f"{message.kind.name} before HELLO")
         self._hello(identity, message)
 
@@ -174,6 +183,9 @@ class Receiver:
         refusal = compare(self.run, self.contract.agreement, hello, message.run)
         if refusal is None and hello.session in self._replaced:
             refusal = Refusal(REPLACED, self.session, hello.session)
+        if refusal is None and hello.cut is not None and not (self.session or self._again):
+            mine = self.order.received
+            refusal = None if hello.cut == mine else Refusal(CUT, str(mine), str(hello.cut))
         if refusal is not None:
             self._refuse(identity, refusal)
             raise WireError(
@@ -183,6 +195,11 @@ class Receiver:
             )
         if hello.session != self.session:
             self._replace(hello)
+        elif hello.number <= self._number:
+            raise WireError(
+                "handshake", "a HELLO of a connection that has been followed by another"
+            )
+        self._number, self._newest = hello.number, hello.newest
         if identity != self.peer:
             self.peer = identity
             self.counters.handshakes += 1
@@ -197,7 +214,7 @@ class Receiver:
                 lost,
                 hello.first,
             )
-        body: dict[str, Body] = {"received": self.order.received}
+        body: dict[str, Body] = {"number": hello.number, "received": self.order.received}
         self._reply(identity, Kind.WELCOME, body, ack=self.order.acked)
 
     def _replace(self, hello: Hello) -> None:

@@ -7,6 +7,8 @@ States (docs/wire.md, "Handshake")::
     greeting   WELCOME               open       everything unacknowledged above ``received``
     greeting   REFUSE hello          greeting   HELLO
     open       REFUSE hello          greeting   HELLO
+    open       nothing for a while   open       HELLO, then nothing until WELCOME, as in greeting
+    any        the connection ends   silent
     any        REFUSE anything else  HandshakeError
 """
 
@@ -21,7 +23,14 @@ from reprlib import repr as brief
 from dni_runtime.errors import WireError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters
-from dni_runtime.link.handshake import INVITATION, Hello, Refusal, mismatch, received_of
+from dni_runtime.link.handshake import (
+    INVITATION,
+    Hello,
+    Refusal,
+    mismatch,
+    number_of,
+    received_of,
+)
 from dni_runtime.link.window import JUMP_LIMIT, SendWindow
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import (
@@ -61,6 +70,7 @@ class Sender:
         counters: Where to count.
         retain: Acknowledged messages to keep for a neighbour that restarts.
         largest_window: Most messages that may be unacknowledged on any link of the chain.
+        cut: The chain's cut that the module began at; None where it was restarted alone.
 
     Attributes:
         state: How far the handshake is.
@@ -81,6 +91,7 @@ class Sender:
         counters: LinkCounters,
         retain: int = 0,
         largest_window: int | None = None,
+        cut: int | None = None,
     ) -> None:
         self.contract = contract
         self.run = run
@@ -90,6 +101,11 @@ class Sender:
         self.greeting_due = False
         self.below: tuple[int, ...] = ()
         self.drained = 0
+        self._cut = cut
+        self._newest = next_id - 1
+        self._number = 0  # HELLOs that were said
+        self._since = 1  # the first of them on this connection
+        self._asking = False
         self._welcomed = False
         self._retains = retain > 0
         self._largest_window = largest_window or window
@@ -99,8 +115,39 @@ class Sender:
 
     def hello(self) -> list[Buffer]:
         """The frames of HELLO."""
-        hello = Hello(self._session, self.window.first, self.contract.agreement)
+        self._number += 1
+        hello = Hello(
+            self._session,
+            self.window.first,
+            self.contract.agreement,
+            number=self._number,
+            newest=self._newest,
+            cut=self._cut,
+        )
         return encode(Message(Kind.HELLO, self.run, self.contract.source, body=hello.body()))
+
+    def ask(self) -> list[Buffer]:
+        """The frames of a HELLO on an open link: is all there that was sent?
+
+        Nothing more is sent until the answer has come, and then what has not arrived.
+        """
+        if not self._asking:
+            self._asking, self._since = True, self._number + 1
+        return self.hello()
+
+    def lose(self) -> None:
+        """The connection has ended."""
+        self._greet(State.SILENT)
+
+    def _greet(self, state: State) -> None:
+        self.state = state
+        self._asking = False
+        self._since = self._number + 1
+
+    def miss(self, id: int) -> None:
+        """A batch is left out: the other end is gone, and the window full."""
+        self._newest = id
+        self.counters.missed += 1
 
     def bye(self) -> list[Buffer]:
         """The frames of BYE."""
@@ -118,6 +165,7 @@ class Sender:
             ValueError: There is no room, or its id does not grow (a bug of the caller).
         """
         self.window.add(message.id, encode(message), force=force)
+        self._newest = message.id
         if samples is not None:
             self._sizes[message.id] = samples
             if len(self._sizes) > SIZES_KEPT:
@@ -125,7 +173,7 @@ class Sender:
 
     def pending(self) -> Sequence[Buffer] | None:
         """Frames to transmit next, or None."""
-        if self.state is not State.OPEN:
+        if self.state is not State.OPEN or self._asking:
             return None
         sent = self.window.pending()
         return None if sent is None else sent.frames
@@ -171,7 +219,7 @@ class Sender:
         refusal = Refusal.of(message)
         if refusal.field != INVITATION:
             raise refusal.error(self.contract.source, self.contract.target)
-        self.state = State.GREETING
+        self._greet(State.GREETING)
         self.greeting_due = True
 
     def _accept(self, message: Message) -> Message | None:
@@ -201,16 +249,18 @@ class Sender:
         raise WireError("kind", f"{message.kind.name} from downstream")
 
     def _welcome(self, message: Message) -> None:
-        if self.state is State.OPEN:
-            return
-        received = received_of(message)
+        number, received = number_of(message), received_of(message)
+        if not self._since <= number <= self._number or (
+            self.state is State.OPEN and not self._asking
+        ):
+            return  # of a connection that has ended, or a second answer
         if not self._welcomed:
             self._welcomed = True
             self.drained = received
         self.window.rewind(received)
         self._acknowledge(message.ack)
-        self.state = State.OPEN
-        self.counters.handshakes += 1
+        self.counters.handshakes += self.state is not State.OPEN
+        self.state, self._asking = State.OPEN, False
 
     def _acknowledge(self, id: int) -> None:
         if not self.window.acknowledge(id):

@@ -28,7 +28,6 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 # A new connection tries at once: so what is not acknowledged (TCP_USER_TIMEOUT, RFC 5482) or does
 # not connect is given up early.
 _UNACKNOWLEDGED_MS, _CONNECT_MS = 10_000, 5_000
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 10_000, 30_000
 _HANDSHAKE_MS = 10_000
 _BACKLOG = 256  # a full queue costs a neighbour a second: the kernel lets it ask again
 _COPY_BYTES = 1 << 16  # below this a copy is cheaper than a shared frame
@@ -91,8 +90,8 @@ def _limit(socket: Socket, window: int, frame_limit: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, frame_limit)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    # No ZMTP heartbeats: libzmq takes a frame that is longer under way than their timeout for
+    # silence (zeromq/libzmq#2709). TCP itself notices a neighbour that is gone.
     socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Kind(IntEnum):

@@ -175,7 +175,8 @@ def _serve(
             if had := max(input.received, start.cut):
                 input.send_drained(had)  # it will not be trained on them again
         if spec.downstream is not None:
-            output = OutputLink(spec, run=name, next_id=start.first_id, keys=keys)
+            cut = None if again else start.cut
+            output = OutputLink(spec, run=name, next_id=start.first_id, keys=keys, cut=cut)
             neighbours.connect(output, input)
         if input is not None and not again:
             neighbours.wait_for_upstream(input)

@@ -245,7 +245,7 @@ class ModuleServer:
         if output is None:
             return
         if not output.room:
-            output.counters.missed += 1
+            output.miss(batch.id)
             return
         output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
         self._meter.count_window(output.in_flight, output.window)

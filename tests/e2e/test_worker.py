@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from dni_runtime.rundir import (
 )
 from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.model import SelectionSpec
+from tests.integration.link.relay import Relay
 
 pytestmark = pytest.mark.e2e
 
@@ -89,13 +91,14 @@ class Chain:
         for worker in self.workers:
             write_atomic(self.run.spec(worker.module), worker.to_json())
 
-    def start(self, attempt: int = 1) -> None:
+    def start(self, attempt: int = 1, **options: Sequence[str]) -> None:
+        """Start all workers, each with its further options, by name."""
         for name in self.names:
             with self.run.log(name, attempt).open("wb") as log:
                 self.processes[name] = subprocess.Popen(
                     [
                         *(sys.executable, "-m", "dni_runtime.worker", "--run", str(self.run.root)),
-                        *("--module", name, "--attempt", str(attempt)),
+                        *("--module", name, "--attempt", str(attempt), *options.get(name, ())),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -184,6 +187,28 @@ def test_exact_equals_the_single_process_reference(
     chain.start()
     assert set(chain.wait().values()) == {0}, chain.logs()
     assert largest_difference(chain.weights(), reference_weights(spec, 50)) < 1e-5
+
+
+def test_exact_is_backprop_however_often_a_connection_is_lost(
+    make: Callable[..., Chain],
+) -> None:
+    """A gradient that somebody waits for is delivered: nothing else would ever come."""
+    spec = chain_spec("exact", epochs=40, steps="600", transport="tcp")
+    chain = make(spec)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    relay = Relay(address)
+    try:
+        chain.start(b=("--connect", relay.address), c=("--listen", address))
+        for cuts in range(8):
+            chain.wait_until(lambda cuts=cuts: relay.connections > cuts)  # type: ignore[misc]
+            time.sleep(0.2)
+            relay.cut()
+        assert set(chain.wait().values()) == {0}, chain.logs()
+    finally:
+        relay.close()
+    assert relay.connections > 8
+    assert largest_difference(chain.weights(), reference_weights(spec, 600)) < 1e-4
 
 
 BOUNDED = "{delayed: {max_late: 1, predict: true, micro_batches: 4}}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +20,7 @@ from dni_runtime.link import Batch, Drained, Gradient, Marker, Request, sockets
 from dni_runtime.link.tensors import dequantize, quantize
 from dni_runtime.spec import LinksSpec, TensorSpec
 from dni_runtime.wire import Mark, Mode
+from tests.integration.link.relay import Relay
 
 
 def events(links: Any, output: Any, count: int) -> list[Any]:
@@ -366,60 +365,6 @@ def test_a_closed_socket_is_an_error_of_ours(use: Any) -> None:
         use(socket)
 
 
-class Relay:
-    """Forwards TCP connections, and can cut them."""
-
-    def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._other: dict[socket.socket, socket.socket] = {}
-        self._cut, self._done = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def cut(self) -> None:
-        self._cut.set()
-
-    def close(self) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._done.is_set():
-            ready, _, _ = select.select([self._listener, *self._other], [], [], 0.01)
-            if self._cut.is_set():
-                self._cut.clear()
-                self._close_all()
-                continue
-            for end in ready:
-                if end is self._listener:
-                    near, far = end.accept()[0], socket.create_connection(self._target)
-                    self._other |= {near: far, far: near}
-                elif end in self._other:
-                    self._forward(end)
-        self._close_all()
-        self._listener.close()
-
-    def _forward(self, end: socket.socket) -> None:
-        try:
-            data = end.recv(1 << 16)
-            self._other[end].sendall(data)
-        except OSError:
-            data = b""
-        if not data:
-            other = self._other.pop(end)
-            del self._other[other]
-            end.close()
-            other.close()
-
-    def _close_all(self) -> None:
-        for end in self._other:
-            end.close()
-        self._other.clear()
-
-
 def test_connections_that_break_again_and_again_lose_nothing(links: Any) -> None:
     input, output = links.input(), links.output()
     relay = Relay(input.bind("tcp://127.0.0.1:*"))
@@ -512,3 +457,26 @@ def test_a_killed_receiver_leaves_an_address_that_can_be_used_again(
     input = links.input(received=2)
     input.bind(address)
     assert [item.id for item in links.collect(input, 2, output=output)] == [3, 4]
+
+
+def test_a_stall_over_two_lost_connections(links: Any) -> None:
+    """The input end reads what both have brought: the older one, which is dead, brought more."""
+    input, output = links.input(), links.output()
+    relay = Relay(input.bind("tcp://127.0.0.1:*"))
+    try:
+        links.shake(output, input, relay.address)
+        seen = 0
+        for stands_s in (2.6, 1.6):  # it says HELLO once a second
+            relay.cut()
+            end_s = time.monotonic() + stands_s
+            while time.monotonic() < end_s:  # only the output end works
+                output.receive()
+                seen += output.lost
+                time.sleep(0.01)
+        send(links, output, 1, 2)
+        items = links.collect(input, 2, output=output)
+        assert [item.id for item in items] == [1, 2]
+        assert seen
+        assert input.counters.refused["handshake"] > 0
+    finally:
+        relay.close()

@@ -85,7 +85,9 @@ class Pair:
         self.settle()
 
 
-def make_sender(spec: WorkerSpec, run: str = "run", next_id: int = 1) -> Sender:
+def make_sender(
+    spec: WorkerSpec, run: str = "run", next_id: int = 1, cut: int | None = None
+) -> Sender:
     return Sender(
         LinkContract.of(spec, "output"),
         run=run,
@@ -93,6 +95,7 @@ def make_sender(spec: WorkerSpec, run: str = "run", next_id: int = 1) -> Sender:
         next_id=next_id,
         counters=LinkCounters(),
         retain=spec.retain,
+        cut=cut,
     )
 
 
@@ -195,16 +198,16 @@ def test_a_field_that_is_missing_differs(pair: Pair) -> None:
 def test_another_protocol_version_is_named(make_spec: MakeSpec) -> None:
     receiver = make_receiver(make_spec("tail"))
     with pytest.raises(WireError) as caught:
-        receiver.handle(PEER, [msgpack.packb([2, "whatever it will be"])])
+        receiver.handle(PEER, [msgpack.packb([1, "whatever it was"])])
     assert caught.value.reason == "version"
     (_, reply) = receiver.replies.popleft()
-    with pytest.raises(HandshakeError, match="protocol version is '2' for 'stem' but '1' for"):
+    with pytest.raises(HandshakeError, match="protocol version is '1' for 'stem' but '2' for"):
         make_sender(make_spec("stem")).handle(reply)
 
 
 def test_a_neighbour_of_another_version_is_named(make_spec: MakeSpec) -> None:
     sender = make_sender(make_spec("stem"))
-    with pytest.raises(HandshakeError, match="protocol version is '1' for 'stem' but '3' for"):
+    with pytest.raises(HandshakeError, match="protocol version is '2' for 'stem' but '3' for"):
         sender.handle([msgpack.packb([3])])
 
 
@@ -253,6 +256,83 @@ def test_a_receiver_restarted_from_an_older_cut_goes_on_after_a_gap(
     pair.probe()
     assert pair.got == [3]
     assert pair.receiver.counters.gaps == 2
+
+
+def test_a_hello_that_is_read_late_does_not_take_the_link_back(pair: Pair) -> None:
+    """Two connections were lost while the input end did not read."""
+    stale = pair.sender.hello()
+    pair.identity = b"\x00newer"
+    pair.probe()
+    assert refused(pair, stale, b"\x00dead") == "handshake"
+    pair.send(1, 2)
+    assert pair.got == [1, 2]
+    assert pair.receiver.peer == b"\x00newer"
+
+
+def test_a_welcome_of_a_connection_that_has_ended_opens_nothing(pair: Pair) -> None:
+    pair.receiver.handle(PEER, pair.sender.hello())
+    _, welcome = pair.receiver.replies.popleft()
+    pair.sender.lose()
+    pair.sender.handle(welcome)
+    assert pair.sender.state is State.SILENT
+
+
+@pytest.mark.parametrize(
+    "message", [batch(1), Message(Kind.MARK, "run", "stem", id=1, mark=Mark.EPOCH)]
+)
+def test_a_peer_that_is_forgotten_is_invited_again(pair: Pair, message: Message) -> None:
+    """Once: a stranger's flood is not answered."""
+    for _ in range(3):
+        refused(pair, encode(message), b"\x00other")
+    (invitation,) = pair.receiver.replies
+    pair.sender.handle(invitation[1])
+    assert pair.sender.state is State.GREETING
+
+
+def test_a_silent_neighbour_is_asked_what_it_has_got(pair: Pair) -> None:
+    """Whatever was lost on an open link is sent again, and nothing else."""
+    pair.send(1)
+    pair.sender.add(batch(2), 2)
+    pair.sender.transmitted()  # and nobody got it
+    asked = pair.sender.ask()
+    pair.sender.add(batch(3), 2)
+    assert pair.sender.pending() is None
+    pair.down(asked)
+    pair.settle()
+    assert pair.got == [1, 2, 3]
+    assert pair.sender.counters.handshakes == pair.receiver.counters.handshakes == 1
+    assert pair.sender.counters.resent == 1
+    assert pair.receiver.counters.duplicates == 0
+
+
+@pytest.mark.parametrize(
+    ("stem", "tail", "again"), [(200, 300, False), (300, 200, False), (200, 300, True)]
+)
+def test_neighbours_begin_at_one_cut(
+    make_spec: MakeSpec, stem: int, tail: int, again: bool
+) -> None:
+    """Unless one of them was restarted while the other went on."""
+    sender = make_sender(make_spec("stem"), next_id=stem + 1, cut=stem)
+    pair = Pair(sender, make_receiver(make_spec("tail"), received=tail, again=again))
+    if again:
+        pair.probe()
+        assert sender.state is State.OPEN
+        return
+    assert refused(pair, sender.hello()) == "handshake"
+    with pytest.raises(HandshakeError, match=f"cut is '{stem}' for 'stem' but '{tail}'"):
+        sender.handle(pair.receiver.replies.popleft()[1])
+
+
+def test_a_long_outage_leaves_a_gap_of_any_length(pair: Pair) -> None:
+    pair.send(1, 2)
+    pair.sender.lose()
+    newest = 2 * JUMP_LIMIT
+    pair.sender.miss(newest)
+    pair.identity = b"\x00again"
+    pair.probe()
+    pair.send(newest + 1)
+    assert pair.got == [1, 2, newest + 1]
+    assert pair.receiver.counters.gaps == newest - 2
 
 
 def test_a_restarted_sender_repeats_without_effect(pair: Pair, make_spec: MakeSpec) -> None:
@@ -424,9 +504,8 @@ def test_what_an_accepted_peer_may_not_send(pair: Pair, message: Message, reason
 @pytest.mark.parametrize(
     "frames",
     [
-        encode(batch(1)),
-        [b"", b""],
-        encode(Message(Kind.MARK, "run", "stem", id=1, mark=Mark.END)),
+        encode(batch(1, run="other")),
+        encode(Message(Kind.MARK, "other", "stem", id=1, mark=Mark.END)),
         encode(Message(Kind.ACK, "run", "tail", ack=1)),
     ],
 )
@@ -498,7 +577,15 @@ def test_broken_scales_are_refused_and_change_nothing(make_spec: MakeSpec) -> No
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"received": -1}, {"received": True}, {"received": "1"}, {"received": ID_LIMIT + 1}],
+    [
+        {},
+        {"number": 1, "received": -1},
+        {"number": 1, "received": True},
+        {"number": 1, "received": "1"},
+        {"number": 1, "received": ID_LIMIT + 1},
+        {"number": 0, "received": 1},
+        {"received": 1},
+    ],
 )
 def test_a_welcome_that_says_nothing(make_spec: MakeSpec, body: dict[str, Any]) -> None:
     sender = make_sender(make_spec("stem"))
@@ -514,8 +601,9 @@ def test_a_handshake_may_name_any_id(make_spec: MakeSpec) -> None:
     message = Message(Kind.HELLO, "run", "stem", body=hello.body())
     assert Hello.of(message) == hello
     sender = make_sender(make_spec("stem"))
-    sender.state = State.GREETING
-    sender.handle(encode(Message(Kind.WELCOME, "run", "tail", body={"received": ID_LIMIT})))
+    sender.hello()
+    body: dict[str, Body] = {"number": 1, "received": ID_LIMIT}
+    sender.handle(encode(Message(Kind.WELCOME, "run", "tail", body=body)))
     assert sender.window.received == ID_LIMIT
 
 

@@ -100,10 +100,10 @@ def reason(frames: list[Any], limits: Limits = LIMITS) -> str:
 
 
 def test_golden_batch_header() -> None:
-    """The bytes of version 1 never change; if this fails, raise PROTOCOL_VERSION."""
+    """The bytes of version 2 never change; if this fails, raise PROTOCOL_VERSION."""
     assert encode(BATCH)[0].hex() == (
         "9b"  # array of eleven
-        "01" "04"  # version 1, BATCH
+        "02" "04"  # version 2, BATCH
         "a572756e2d31" "a47374656d"  # run, source
         "07" "02" "01" "00" "00"  # id, epoch, mode, mark, ack
         "92"  # two tensors
@@ -116,9 +116,9 @@ def test_golden_batch_header() -> None:
 @pytest.mark.parametrize(
     ("message", "golden"),
     [
-        (EXAMPLES[4], "9b0105a172a16108020011009081a26c72cb3fe0000000000000"),
-        (EXAMPLES[6], "9b0107a172a16200000000099080"),
-        (EXAMPLES[8], "9b0109a172a16200000000009081a477686174aa636865636b706f696e74"),
+        (EXAMPLES[4], "9b0205a172a16108020011009081a26c72cb3fe0000000000000"),
+        (EXAMPLES[6], "9b0207a172a16200000000099080"),
+        (EXAMPLES[8], "9b0209a172a16200000000009081a477686174aa636865636b706f696e74"),
     ],
     ids=lambda value: value.kind.name if isinstance(value, Message) else "",
 )
@@ -272,10 +272,10 @@ BIG = bytes((1 << 12) + 1)
         pytest.param([encode(BATCH)[0] + b"\x00"], "header", id="bytes after the header"),
         pytest.param([msgpack.packb({})], "header", id="map"),
         pytest.param([msgpack.packb([])], "header", id="empty array"),
-        pytest.param([msgpack.packb([1])], "header", id="short array"),
+        pytest.param([msgpack.packb([2])], "header", id="short array"),
         pytest.param([msgpack.packb(["1"])], "header", id="text version"),
         pytest.param([msgpack.packb([True])], "header", id="bool version"),
-        pytest.param([msgpack.packb([2])], "version", id="next version"),
+        pytest.param([msgpack.packb([3])], "version", id="next version"),
         pytest.param([msgpack.packb([0, *range(10)])], "version", id="version 0"),
         pytest.param([msgpack.packb(msgpack.ExtType(5, b""))], "header", id="extension"),
         pytest.param([msgpack.packb(msgpack.Timestamp(1))], "header", id="timestamp"),
@@ -411,8 +411,8 @@ def test_what_cannot_be_encoded(message: Message, expected: str) -> None:
 @pytest.mark.parametrize(
     ("header", "version"),
     [
-        (msgpack.packb([2, "other", {}]), 2),
-        (encode(BATCH)[0], 1),
+        (msgpack.packb([3, "other", {}]), 3),
+        (encode(BATCH)[0], 2),
         (msgpack.packb([True]), None),
         (msgpack.packb([]), None),
         (b"\xc1", None),

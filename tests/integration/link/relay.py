@@ -1,0 +1,73 @@
+"""A line that breaks when it is told to."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+
+
+class Relay:
+    """Forwards TCP connections, and can cut them.
+
+    Attributes:
+        address: Where to connect.
+        connections: How many there have been.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        self._other: dict[socket.socket, socket.socket] = {}
+        self._cut, self._done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            ready, _, _ = select.select([self._listener, *self._other], [], [], 0.01)
+            if self._cut.is_set():
+                self._cut.clear()
+                self._close_all()
+                continue
+            for end in ready:
+                if end is self._listener:
+                    near = end.accept()[0]
+                    try:
+                        far = socket.create_connection(self._target)
+                    except ConnectionRefusedError:  # nobody listens yet
+                        near.close()
+                        continue
+                    self._other |= {near: far, far: near}
+                    self.connections += 1
+                elif end in self._other:
+                    self._forward(end)
+        self._close_all()
+        self._listener.close()
+
+    def _forward(self, end: socket.socket) -> None:
+        try:
+            data = end.recv(1 << 16)
+            self._other[end].sendall(data)
+        except OSError:
+            data = b""
+        if not data:
+            other = self._other.pop(end)
+            del self._other[other]
+            end.close()
+            other.close()
+
+    def _close_all(self) -> None:
+        for end in self._other:
+            end.close()
+        self._other.clear()
