@@ -86,6 +86,7 @@ class Head:
             note_end(self._meter.run, id)
         if id == self._start.ends_at and isinstance(self._stream, Stream):
             self._stream.end()
+        self._meter.now("data")
         began = time.monotonic()
         item = next(self._stream)
         self._meter.waiting_s["data"] += time.monotonic() - began

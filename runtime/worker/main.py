@@ -74,7 +74,8 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
     meter.set_state("starting")
     keys = RunKeys(run, spec.module)
     try:
-        outcome = _serve(options, spec, run, meter, stop, keys)
+        with meter.report.regularly():
+            outcome = _serve(options, spec, run, meter, stop, keys)
     except BaseException as error:
         stopped = isinstance(error, StoppedError)
         meter.set_state("stopped" if stopped else "failed", str(error))
@@ -150,7 +151,9 @@ def _serve(
     source = None
     if spec.head is not None:
         data = spec.head.data.at(options.data)
+        meter.now("data")
         source = open_data(data, _source_root(run), seed=spec.seed)
+        meter.now("start")
     input, output = None, None
     name = str(record.get("run", options.run.name))
     again = start.again

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
-from dni_runtime.errors import CheckpointError, StoppedError
+from dni_runtime.errors import CheckpointError
 from dni_runtime.link import InputLink, LinkCounters, OutputLink
-from dni_runtime.rundir import RunDir, append_line, peek_json, write_json
+from dni_runtime.rundir import RunDir, append_line
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.ledger import Counts
+from dni_runtime.worker.report import ReportWriter
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Progress:
 
 @dataclass
 class Meter:
-    """Writes a module's metrics about once a second and its state when it changes.
+    """Writes a module's metrics about once a second, and says what its report shows.
 
     Attributes:
         run: The run directory.
@@ -65,10 +66,13 @@ class Meter:
         progress: Kept up to date by the server.
         waiting_s: Seconds spent waiting, by reason: ``data`` (the head's source), ``input``,
             ``window``, ``gradient``.
-        state: What it is doing.
+        state: Its phase.
+        doing: What its computing thread does or waits for (``launch/stall.py`` knows the words);
+            set by :meth:`now`.
         error: What ended it.
         warning: What has gone wrong while it went on.
         begun: Whether the module has taken its place in the stream.
+        report: Writes the report.
     """
 
     run: RunDir
@@ -79,15 +83,21 @@ class Meter:
     progress: Progress = field(default_factory=Progress)
     waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     state: str = "starting"
+    doing: str = "start"
     error: str | None = None
     warning: str | None = None
     begun: bool = False
+    report: ReportWriter = field(init=False)
 
     def __post_init__(self) -> None:
         self._imported_at = self.loaded_at = time.time()
         self._due = time.monotonic() + INTERVAL_S
         self._sample_due = 0.0
-        self._complained = self._replaced = self._shown = False
+        self._doing_since_s = time.monotonic()
+        self._link: tuple[bool | None, int] = None, 0
+        path, name = self.run.worker(self.spec.module), self.spec.module
+        self.report = ReportWriter(path, name, self.attempt, self._report, self._complain)
+        self._complained = False
         self._replayed = 0
         self._loss = Mean()
         self._fill, self._fills = 0.0, 0
@@ -120,9 +130,18 @@ class Meter:
         )
 
     def set_state(self, state: str, error: str | None = None) -> None:
-        """Show a state: starting, connecting, running, stopping, finished, stopped or failed."""
+        """Show a state: starting, connecting, running, stopping, finished, stopped or failed.
+
+        Raises:
+            StoppedError: A later start of the module has taken over.
+        """
         self.state, self.error = state, error
-        self._write_state()
+        self.report.write()
+        self.report.check()
+
+    def now(self, doing: str) -> None:
+        """Note what the computing thread begins to do or to wait for."""
+        self.doing, self._doing_since_s = doing, time.monotonic()
 
     def count_loss(self, loss: Tensor | None) -> None:
         """Add a batch's loss to the interval's mean (without waiting for a device)."""
@@ -148,12 +167,16 @@ class Meter:
         return now >= self._due
 
     def write(self, step: ModuleStep, links: LinkFigures) -> None:
-        """Write one line about training, and the state.
+        """Write one line about training.
 
         Args:
             step: The module.
             links: What the links have counted.
+
+        Raises:
+            StoppedError: A later start of the module has taken over.
         """
+        self._link = links.connected, links.in_flight
         progress, counters, then = self.progress, step.counters, self._last
         if progress.step > then.step or links.replayed > self._replayed:
             self._replayed = links.replayed
@@ -196,13 +219,7 @@ class Meter:
             )
             counters.lag_max, self._fill, self._fills = 0, 0.0, 0
         self._due = time.monotonic() + INTERVAL_S
-        self._write_state()
-
-    def keep_alive(self) -> None:
-        """Show about once a second that the worker lives, though it does not train."""
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + INTERVAL_S
-            self._write_state()
+        self.report.check()
 
     def epoch_ended(self, epoch: int, batches: int) -> None:
         """Write one line about a training epoch: its batches, each counted once."""
@@ -248,25 +265,6 @@ class Meter:
             self._complained = True
             log.warning("the run directory cannot be written: %s", error)
 
-    def _write_state(self) -> None:
-        """Show the state, unless a later start of the module has shown its own since the first.
-
-        Raises:
-            StoppedError: There is one: this process was cut off, and given up. Raised once.
-        """
-        if self._replaced:
-            return
-        path = self.run.worker(self.spec.module)
-        try:
-            later = peek_json(path).get("attempt", 0) if self._shown else 0
-            if later > self.attempt:
-                self._replaced = True
-                raise StoppedError(f"start {later} of module {self.spec.module!r} has taken over")
-            self._shown = True
-            write_json(path, self._report(), durable=False)
-        except OSError as error:
-            self._complain(error)
-
     def _report(self) -> dict[str, Any]:
         return {
             "module": self.spec.module,
@@ -276,6 +274,10 @@ class Meter:
             "state": self.state,
             "time": time.time(),
             **vars(self.progress),
+            "doing": self.doing,
+            "doing_s": round(time.monotonic() - self._doing_since_s, 1),
+            "connected": self._link[0],
+            "in_flight": self._link[1],
             "evaluation": self._evaluation,
             "error": self.error,
             "warning": self.warning,
@@ -290,6 +292,7 @@ class LinkFigures:
     Attributes:
         window: Most messages that may be under way downstream; None for the tail.
         in_flight: How many are.
+        connected: Whether the link downstream stands; None for the tail.
         gradients_dropped: Gradients that could not be sent upstream.
         refused: Messages refused, by reason.
         missed: Batches not sent, because the module downstream was gone.
@@ -301,6 +304,7 @@ class LinkFigures:
 
     window: int | None = None
     in_flight: int = 0
+    connected: bool | None = None
     gradients_dropped: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     missed: int = 0
@@ -317,6 +321,7 @@ class LinkFigures:
         return cls(
             window=None if output is None else output.window,
             in_flight=0 if output is None else output.in_flight,
+            connected=None if output is None else output.connected,
             gradients_dropped=up.gradients_dropped,
             refused=dict(up.refused),
             missed=down.missed,

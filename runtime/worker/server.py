@@ -148,8 +148,10 @@ class ModuleServer:
         whoever dies on the way finds it there.
         """
         left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
+        self._meter.now("window")
         if self._output is not None and not self._flush(self._output, left_s):
             log.warning("the module downstream has not acknowledged everything")
+        self._meter.now("checkpoint")
         if self._last is not None:
             self._keeper.flush()
             self._ledger.processed(self._last.id)
@@ -162,7 +164,7 @@ class ModuleServer:
         end_s = time.monotonic() + left_s
         downstream = self._step.spec.downstream
         while not output.finish(min(FLUSH_SLICE_S, left_s)):
-            self._meter.keep_alive()
+            self._meter.report.check()
             if self._neighbours is not None and downstream is not None:
                 self._neighbours.look(output)
                 over = self._outcome is Outcome.FINISHED and not self._stop()
@@ -201,6 +203,7 @@ class ModuleServer:
 
     def _handle_batch(self, batch: Batch) -> None:
         step, progress, ledger = self._step, self._meter.progress, self._ledger
+        self._meter.now("batch")
         x_BX, y_BY = self._copies.to_device(batch.h), self._copies.to_device(batch.y)
         g_BX = None
         if batch.mode is not Mode.TRAIN:
@@ -274,6 +277,7 @@ class ModuleServer:
             self._give_up()
         for event in self._output.receive():
             if isinstance(event, Gradient):
+                self._meter.now("batch")
                 g_BX = self._step.late_gradient(event.id, self._copies.to_device(event.g))
                 if g_BX is not None:
                     self._answer(event.id, g_BX)
@@ -326,6 +330,7 @@ class ModuleServer:
             self._step.end_evaluation()
         progress.id, progress.epoch = marker.id, max(marker.epoch, progress.epoch)
         new = self._ledger.new(marker.id)
+        self._meter.now("checkpoint" if Mark.CHECKPOINT in mark else "evaluation")
         if Mark.EPOCH in mark:
             self._end_epochs(marker.epoch)
             counts = self._ledger.counts
@@ -359,13 +364,13 @@ class ModuleServer:
     def _sleep(self) -> None:
         self._send_answers(wait=True)
         may_take = self._may_take()
+        full = self._output is not None and not self._output.room
+        reason = "input" if may_take else "window" if full else "gradient"
+        if self._meter.doing != reason:
+            self._meter.now(reason)
         if may_take and self._idle is not None and not self._stop() and self._idle.train():
             return
         began = time.monotonic()
-        if may_take:
-            reason, poller = "input", self._any_poller
-        else:
-            full = self._output is not None and not self._output.room
-            reason, poller = "window" if full else "gradient", self._output_poller
+        poller = self._any_poller if may_take else self._output_poller
         poller.poll(POLL_MS)
         self._meter.waiting_s[reason] += time.monotonic() - began

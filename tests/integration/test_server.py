@@ -44,11 +44,14 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
     ledger = Ledger(run.ledger("tail"), Counts())
     writer = CheckpointWriter(run, "tail", ["tail"], 1, lambda error: None)
     times: set[float] = set()
+    doing: set[str] = set()
     done = threading.Event()
 
     def look() -> None:
         while not done.wait(0.05):
-            times.add(read_json(run.worker("tail"))["time"])  # type: ignore[index]
+            report = read_json(run.worker("tail")) or {}
+            times.add(report["time"])
+            doing.add(report["doing"])
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -64,7 +67,8 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
                 input=input,
             )
             stop._handle(signal.SIGTERM, None)
-            assert server.serve() is Outcome.STOPPED
+            with meter.report.regularly():
+                assert server.serve() is Outcome.STOPPED
     finally:
         done.set()
         looking.join()
@@ -72,6 +76,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
         ledger.close()
         stop.close()
     assert len(times) >= 4
+    assert "input" in doing
 
 
 def test_where_a_module_that_was_told_to_stop_leaves(tmp_path: Path, make_spec: MakeSpec) -> None:
