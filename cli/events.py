@@ -45,7 +45,7 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
     record = chosen_run(run, runs)
     check_module(record, module)
     state = read_state(record.run)
-    if state.phase not in ("starting", "running"):
+    if state.phase not in ("starting", "running", "stalled"):
         done = state.phase in ("queued", "stopping", "finished")
         raise UsageError(
             f"run {record.name!r} is {state.phase}: there is nobody to start a module again",

@@ -98,7 +98,8 @@ class PlainLines:
                 click.echo(f"{module.module}: started again ({module.restarts})", err=True)
         if figures.state != self._phase:
             self._phase = figures.state
-            click.echo(f"{figures.run}: {figures.state}", err=True)
+            why = f": {figures.error}" if figures.state == "stalled" else ""
+            click.echo(f"{figures.run}: {figures.state}{why}", err=True)
         evaluations = figures.evaluations
         if self._seen is None:  # what an earlier attempt has shown
             earlier = [one["time"] for one in evaluations if one["attempt"] < figures.attempt]
@@ -127,6 +128,8 @@ def _picture(figures: RunFigures) -> RenderableType:
     from rich.text import Text
 
     head = Text.assemble((figures.run, "bold"), f"  {figures.state}  {figures.backend}")
+    if figures.state == "stalled":
+        head.append(f"\n{figures.error}", "red")
     line = Table.grid(padding=(0, 2))
     cells: list[RenderableType] = [Text(chain_line(figures))]
     if figures.total_steps:

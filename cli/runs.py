@@ -73,6 +73,9 @@ def ps(runs: Path, as_json: bool) -> None:
         ],
         right={"epoch", "accuracy", "age"},
     )
+    for row in rows:
+        if row["state"] == "stalled":
+            click.echo(f"{row['run']}: {row['error']}", err=True)
 
 
 @click.command()

@@ -23,6 +23,7 @@ STYLES = {
     "starting": "yellow",
     "connecting": "yellow",
     "restarting": "yellow",
+    "stalled": "bold red",
     "unsupervised": "bold yellow",
     "stopping": "yellow",
     "stopped": "yellow",

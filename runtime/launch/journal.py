@@ -21,6 +21,9 @@ class Journal:
         run: The run directory.
         state: What :meth:`write` writes.
         clock: Seconds that only go forward.
+
+    Attributes:
+        failing: Whether the state could not be written when that was tried last.
     """
 
     def __init__(self, run: RunDir, state: RunState, clock: Callable[[], float]) -> None:
@@ -29,6 +32,7 @@ class Journal:
         self._clock = clock
         self._written_at = 0.0
         self._complained = False
+        self.failing = False
 
     def event(self, event: str, **details: Any) -> None:
         """Add a line to the run's events."""
@@ -39,8 +43,10 @@ class Journal:
     def write(self) -> None:
         """Write the state."""
         self._written_at = self._clock()
+        self.failing = True
         with self._tolerating_a_full_disk():
             self.state.write(self._run)
+            self.failing = False
 
     def beat(self) -> None:
         """Write the state when that has not been done for a while."""

@@ -20,6 +20,8 @@ class RestartPlan:
         backoff_s: Seconds before the first one; each further one waits twice as long.
         backoff_max_s: The longest wait.
         healthy_s: A worker that has run this long starts the count anew.
+        on_stall: Whether what has stalled (``launch/stall.py``) is restarted, or only told.
+        stall_s: Seconds without progress after which that is so.
         scope: What is started again: the module that died, or the whole chain where a gradient
             interface waits for true gradients, which would be lost with the module.
     """
@@ -29,6 +31,8 @@ class RestartPlan:
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
     healthy_s: float = 60.0
+    on_stall: Literal["warn", "restart"] = "warn"
+    stall_s: float = 120.0
     scope: Scope = "module"
 
 
@@ -43,6 +47,11 @@ class Patience:
 
     streak: int = 0
     running_since_s: float | None = None
+
+    def stood_still(self, seconds: float) -> None:
+        """Do not count a worker's last seconds, in which it had stalled, as healthy ones."""
+        if self.running_since_s is not None:
+            self.running_since_s += seconds
 
     def delay_s(self, plan: RestartPlan, exit_code: int, now_s: float) -> float | None:
         """Seconds until the next start; None where there is none.

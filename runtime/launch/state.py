@@ -15,7 +15,7 @@ from dni_runtime.errors import DataError, StoppedError
 from dni_runtime.rundir import RunDir, peek_json, read_json, write_json
 
 RunPhase = Literal[
-    "new", "queued", "starting", "running", "stopping", "unsupervised",
+    "new", "queued", "starting", "running", "stalled", "stopping", "unsupervised",
     "finished", "stopped", "failed", "lost",
 ]  # fmt: skip
 WorkerPhase = Literal[
@@ -24,7 +24,7 @@ WorkerPhase = Literal[
 ]  # fmt: skip
 
 ACTIVE: frozenset[RunPhase] = frozenset(
-    {"queued", "starting", "running", "stopping", "unsupervised"}
+    {"queued", "starting", "running", "stalled", "stopping", "unsupervised"}
 )
 _ENDED: frozenset[WorkerPhase] = frozenset({"finished", "stopped", "failed"})
 HEARTBEAT_S = 10.0
@@ -74,7 +74,7 @@ class RunState:
         ended: Unix time of the end, or None.
         exit_code: What the supervisor leaves with, or None.
         failed: The module that failed first, or None.
-        error: What went wrong, or None.
+        error: What went wrong, or why the run has stalled, or None.
         modules: The workers, head first.
     """
 

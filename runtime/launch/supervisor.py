@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dni_runtime.errors import DniError, StoppedError
 from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
@@ -17,6 +18,7 @@ from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.traces import prepare_traces, remove_traces
+from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import COMING, RunDir, peek_json
 
 _REFRESH_S = 1.0
@@ -71,6 +73,7 @@ class Supervisor:
         names = [worker.module for worker in plan.workers]
         self.state = RunState.begin(plan.backend, plan.workers[0].attempt, names)
         self._journal = Journal(run, self.state, clock)
+        self._watchdog = Watchdog(plan, self._journal)
         starter = starter or LocalStarter()
         self._crew = Crew(run, plan, starter, self._journal, clock=clock, sleep=sleep)
         self._sleep = sleep
@@ -154,11 +157,13 @@ class Supervisor:
 
     def _refresh(self) -> None:
         changed = False
+        reports: dict[str, dict[str, Any]] = {}
         for name, module in self.state.modules.items():
             if name not in self._crew.processes:
                 continue
             report = peek_json(self._run.worker(name))
-            if report.get("attempt") != module.attempt:
+            reports[name] = report if report.get("attempt") == module.attempt else {}
+            if not reports[name]:
                 continue
             self._crew.note_begun(name, report)
             self._note_warning(name, report.get("warning"))
@@ -177,6 +182,9 @@ class Supervisor:
         self._heed_requests()
         if changed:
             self._journal.write()
+        for name, still_s in self._watchdog.look(self._clock(), reports).items():
+            self._patience[name].stood_still(still_s)
+            self._crew.kill([name], f"on_stall: restart, after {still_s:.0f} s without progress")
 
     def _note_warning(self, name: str, warning: str | None) -> None:
         if warning != self._warnings.get(name):
@@ -342,6 +350,7 @@ class Supervisor:
             self.state.phase, self.state.exit_code = "failed", DniError.exit_code
         elif tail.state == "finished":
             self.state.phase, self.state.exit_code = "finished", 0
+            self.state.error = None
         else:
             self.state.phase = "stopped"
             by = self._killed_by

@@ -212,7 +212,7 @@ class SelectionSpec(Frozen):
 
 
 class RestartSpec(Frozen):
-    """What happens when a worker dies.
+    """What happens when a worker dies, or nothing goes on any more.
 
     Attributes:
         policy: ``on-failure``: its module is started again; ``never``: the run ends.
@@ -222,6 +222,10 @@ class RestartSpec(Frozen):
         healthy_s: A worker that has run this long starts the count anew.
         snapshot_s: A module keeps a snapshot of its own state at most so often, to go on from when
             it is restarted; 0 for none (it goes on from its newest checkpoint).
+        on_stall: What happens when training stands still and nothing that is waited for explains
+            it: ``warn`` in state and events, or ``restart`` the module that is named there, too.
+        stall_s: Seconds without progress after which that is so; 20 times a module's longest batch
+            where that is longer.
     """
 
     policy: Literal["on-failure", "never"] = "on-failure"
@@ -230,6 +234,14 @@ class RestartSpec(Frozen):
     backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
     healthy_s: Annotated[float, Field(gt=0)] = 60.0
     snapshot_s: Annotated[float, Field(ge=0)] = 10.0
+    on_stall: Literal["warn", "restart"] = "warn"
+    stall_s: Annotated[float, Field(gt=0)] = 120.0
+
+    @model_validator(mode="after")
+    def _restarts_at_all(self) -> Self:
+        if self.on_stall == "restart" and self.policy == "never":
+            raise ValueError("'on_stall: restart' beside 'policy: never': choose one")
+        return self
 
 
 class ChainSpec(Frozen):

@@ -14,8 +14,9 @@ import pytest
 from dni_runtime.launch.figures import Gauge, ModuleFigures
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from tests.e2e.conftest import FOREVER, MODULES, Site, eventually, processes_of
+from tests.integration.link.tap import Tap
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -233,3 +234,60 @@ def test_a_full_disk_does_not_end_the_run(site: Site) -> None:
     eventually("all is well", lambda: not module(site, "top").warning)
     assert module(site, "top").restarts == 0
     site.run("stop")
+
+
+HANGS = """\
+import time
+from pathlib import Path
+from torch import nn
+
+class Pause(nn.Module):
+    def forward(self, h):
+        hang = Path(%r)
+        if self.training:
+            time.sleep(0.01)
+            if hang.exists():
+                hang.unlink()
+                time.sleep(1e6)
+        return h
+"""
+
+
+def test_what_hangs_is_named_and_started_again(site: Site) -> None:
+    """A layer that does not come back, a stopped process, a link that swallows what it is given."""
+    chain = write(
+        site, FOREVER, "links: {transport: tcp}", "checkpoint: {every_epochs: 0}",
+        "restart: {backoff_s: 0.1, snapshot_s: 1, on_stall: restart, stall_s: 3}",
+    )  # fmt: skip
+    hang = site.folder / "hang"
+    (site.folder / "pause.py").write_text(HANGS % str(hang))
+    site.run("up", chain, "--backend", "process", "-d")
+    eventually("all modules train", lambda: min(steps(site).values()) > 5)
+
+    def stalls(*words: str) -> None:
+        def stalled() -> bool:
+            now = RunState.read(site.latest)
+            return now.phase == "stalled" and all(word in str(now.error) for word in words)
+
+        eventually(f"it has stalled: {words}", stalled)
+        eventually("it goes on", lambda: RunState.read(site.latest).phase == "running")
+        eventually("training goes on", goes_on(site))
+
+    hang.touch()
+    stalls("'bottom'", "one batch")
+    stopped = RunState.read(site.latest).modules["middle"].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    stalls("'middle'", "said nothing")
+    record = read_json(site.latest.endpoint("top")) or {}
+    with Tap(record["address"]) as tap:
+        write_json(site.latest.endpoint("top"), record | {"address": tap.address})
+        restarts = module(site, "middle").restarts + 1
+        site.run("restart", "middle")
+        eventually("it is back", is_back(site, "middle", restarts))
+        eventually("training goes on", goes_on(site))
+        assert tap.down
+        tap.swallows = True
+        stalls("'middle'", "'top'", "their link")
+    assert {one["module"] for one in happened(site, "run_stalled")} == {"bottom", "middle", "top"}
+    assert site.json("stop")["state"] == "stopped"

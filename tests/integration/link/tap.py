@@ -18,6 +18,7 @@ class Tap:
         address: Where to connect instead.
         down: What the connecting side has sent.
         up: What the listening side has sent.
+        swallows: Whether it keeps what the connecting side sends to itself, from now on.
     """
 
     def __init__(self, target: str) -> None:
@@ -28,6 +29,7 @@ class Tap:
         self._threads: list[threading.Thread] = []
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.down, self.up = bytearray(), bytearray()
+        self.swallows = False
 
     def __enter__(self) -> Self:
         self._start(self._accept)
@@ -57,10 +59,10 @@ class Tap:
         self._start(self._pass_on, caller, callee, self.down)
         self._start(self._pass_on, callee, caller, self.up)
 
-    @staticmethod
-    def _pass_on(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, kept: bytearray) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 kept += data
-                target.sendall(data)
+                if not (self.swallows and kept is self.down):
+                    target.sendall(data)
             target.shutdown(socket.SHUT_WR)

@@ -11,9 +11,10 @@ from typing import TextIO
 
 import pytest
 
+from dni_runtime.launch.figures import Gauge
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import append_line
-from dnictl.progress import progress
+from dnictl.progress import PlainLines, progress
 from tests.unit.cli.conftest import ended
 
 
@@ -42,6 +43,15 @@ def test_the_test_set_gets_a_line(record: Record, capsys: pytest.CaptureFixture[
         "epoch 2/2: accuracy 90.00 %, loss 0.5",
         "test: accuracy 80.00 %, loss 0.5",
     ]
+
+
+def test_why_a_run_has_stalled(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
+    show, state = PlainLines(), ended(record, "running", 0)
+    show(Gauge(record).read(state))
+    state.phase, state.error = "stalled", "module 'top' is to blame"
+    show(Gauge(record).read(state))
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["small-1: running", "small-1: stalled: module 'top' is to blame"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.state import RunState
 from tests.unit.cli.conftest import Dnictl, ended
 
 
@@ -39,6 +40,17 @@ def test_ps_and_status(dnictl: Dnictl, record: Record) -> None:
     document = dnictl("status", "--json").json
     assert [module["module"] for module in document["modules"]] == ["bottom", "top"]
     assert "bottom" in dnictl("status", "small").out
+
+
+def test_a_run_that_has_stalled(dnictl: Dnictl, record: Record) -> None:
+    why = "module 'top' has been busy with one batch for 130 s, after 7 of the stream"
+    ended(record, "stalled", 0, error=why)
+    for shown in (dnictl("status"), dnictl("ps")):
+        assert "stalled" in shown.out
+        assert why in shown.out + shown.err
+    for document in (dnictl("status", "--json").json, *dnictl("ps", "--json").json):
+        assert (document["state"], document["error"]) == ("stalled", why)
+    assert RunState.read(record.run).active
 
 
 def test_runs_from_the_environment(

@@ -56,6 +56,12 @@ def test_exponents_are_numbers_and_words_stay_words() -> None:
             "links",
             ["'tcp'"],
         ),
+        (
+            ("name: mlp", "name: mlp\nrestart: {policy: never, on_stall: restart}"),
+            2,
+            "restart",
+            ["'policy: never'", "choose one"],
+        ),
     ],
 )
 def test_errors_name_line_path_value_and_what_is_allowed(

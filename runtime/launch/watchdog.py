@@ -1,0 +1,89 @@
+"""A supervisor's watchdog: it shows a run that has stalled, and says what to restart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dni_runtime.launch.journal import Journal
+from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.stall import Report, Stall, StallRule
+from dni_runtime.launch.state import RunPhase
+
+
+@dataclass
+class _Open:
+    """A stall of some modules that is not over, though they may have been restarted.
+
+    Attributes:
+        since_s: When it was seen first.
+        moves: How often the modules had gone on by then.
+        starts: How many of their starts have stalled.
+        stall: The newest word on it.
+    """
+
+    since_s: float
+    moves: int
+    starts: int = 0
+    stall: Stall | None = None
+
+
+class Watchdog:
+    """Keeps the run's phase ``stalled``, with the reason as its error, and its events.
+
+    Args:
+        plan: What was started.
+        journal: The run's state and events.
+    """
+
+    def __init__(self, plan: LaunchPlan, journal: Journal) -> None:
+        self._rule = StallRule([w.module for w in plan.workers], plan.restart.stall_s)
+        self._restarts = plan.restart.on_stall == "restart"
+        self._journal = journal
+        self._open: dict[tuple[str, ...], _Open] = {}
+        self._before: RunPhase = "starting"
+
+    def look(self, now_s: float, reports: Mapping[str, Report]) -> dict[str, float]:
+        """Judge the workers by their newest reports.
+
+        Args:
+            now_s: The supervisor's time, in seconds of a clock that only goes forward.
+            reports: Of each module that has a worker; empty before the first.
+
+        Returns:
+            Modules to restart, and for how many seconds each has stood still.
+        """
+        state, restart = self._journal.state, dict[str, float]()
+        ended = [n for n, m in state.modules.items() if m.state == "finished" and n not in reports]
+        found = self._rule.look(now_s, reports, ended)
+        if state.phase not in ("starting", "running", "stalled") or self._journal.failing:
+            return {}  # on a full disk the workers' reports stand still, too
+        for stall in found:
+            opened = _Open(now_s, self._rule.moves(stall.modules))
+            entry = self._open.setdefault(stall.modules, opened)
+            if entry.stall != stall:
+                self._journal.event("run_stalled", module=stall.modules[0], reason=stall.message)
+                if self._restarts:  # where one end of a link did not help, it is the other's turn
+                    name = stall.modules[entry.starts % len(stall.modules)]
+                    restart[name] = self._rule.still_s(name)
+                entry.starts += 1
+            entry.stall = stall
+        for modules, entry in list(self._open.items()):
+            if self._rule.moves(modules) > entry.moves:
+                del self._open[modules]
+                after_s = round(now_s - entry.since_s, 1)
+                self._journal.event("run_moves_again", module=modules[0], after_s=after_s)
+        self._show()
+        return restart
+
+    def _show(self) -> None:
+        state, stalled = self._journal.state, self._journal.state.phase == "stalled"
+        if self._open:
+            reasons = (entry.stall.message for entry in self._open.values() if entry.stall)
+            state.error = "; ".join(reasons)  # written with the next heartbeat where it is no news
+        if self._open and not stalled:
+            self._before, state.phase = state.phase, "stalled"
+            self._journal.write()
+        elif stalled and not self._open:
+            state.phase, state.error = self._before, None
+            self._journal.write()

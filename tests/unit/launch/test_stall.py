@@ -1,0 +1,228 @@
+"""When a run has stalled: situations of a chain of three, one report of each module a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from dni_runtime.launch.stall import GAP_S, PATIENT, SLOW, Stall, StallRule
+
+NAMES = ("bottom", "middle", "top")
+STALL_S = 60.0
+BEGIN_S = 100
+"""Until then all train, a batch a second."""
+
+Reports = dict[str, dict[str, Any]]
+Situation = Callable[[int], Reports]
+
+
+def report(id: int, doing: str, **more: Any) -> dict[str, Any]:
+    return {"attempt": 1, "state": "running", "id": id, "doing": doing, "doing_s": 0.3} | more
+
+
+def still(**modules: tuple[int, str]) -> Situation:
+    """From the beginning on all stay where they are, each at an id and doing something."""
+    return lambda s: {
+        name: report(*there, doing_s=float(s - BEGIN_S)) for name, there in modules.items()
+    }
+
+
+def trains(s: int) -> Reports:
+    return {name: report(s, "batch") for name in NAMES}
+
+
+def first(
+    situation: Situation,
+    *,
+    until_s: int = 3000,
+    clock: Callable[[int], float] = float,
+    finished: tuple[str, ...] = (),
+) -> tuple[int, Stall] | None:
+    """The first stall of a chain that trains before, and after how many seconds it is seen."""
+    rule = StallRule(NAMES, STALL_S)
+    for s in range(until_s):
+        reports = trains(s) if s < BEGIN_S else situation(s)
+        # A report changes as long as its worker lives; what its clock says plays no part.
+        shown = {n: one if one.get("silent") else one | {"time": s} for n, one in reports.items()}
+        gone = finished if s >= BEGIN_S else ()
+        if found := rule.look(clock(s), shown, gone):
+            return s - BEGIN_S, found[0]
+    return None
+
+
+LOST_BATCH = still(bottom=(104, "window"), middle=(100, "input"), top=(100, "input"))
+LOST_GRADIENT = still(bottom=(101, "gradient"), middle=(101, "gradient"), top=(101, "input"))
+HUNG = still(bottom=(116, "window"), middle=(108, "window"), top=(100, "batch"))
+NOT_ENDED = {"bottom": report(200, "checkpoint", state="finished")}
+
+
+def silent(name: str, situation: Situation) -> Situation:
+    """The same with a worker that does not report any more."""
+    return lambda s: situation(s) | {name: situation(BEGIN_S)[name] | {"silent": True}}
+
+
+def goes_past(s: int) -> Reports:
+    """``on_loss: continue`` above a link that nothing comes through."""
+    return still(middle=(100, "input"), top=(100, "input"))(s) | {"bottom": report(s, "batch")}
+
+
+@pytest.mark.parametrize(
+    ("situation", "modules", "after_s", "words"),
+    [
+        pytest.param(LOST_BATCH, ("middle", "bottom"), STALL_S, "'bottom' waits for room", id="h"),
+        pytest.param(LOST_GRADIENT, ("top", "middle"), STALL_S, "waits for gradients", id="g"),
+        pytest.param(HUNG, ("top",), STALL_S, "busy with one batch", id="one batch"),
+        pytest.param(
+            silent("top", still(bottom=(116, "window"), middle=(108, "window"), top=(9, "input"))),
+            ("top",), STALL_S, "said nothing", id="a stopped process",
+        ),
+        pytest.param(
+            silent("bottom", still(bottom=(9, "data"), middle=(100, "input"), top=(100, "input"))),
+            ("bottom",), STALL_S, "said nothing", id="a stopped head that reads data",
+        ),
+        pytest.param(goes_past, ("middle", "bottom"), STALL_S, "does not stand", id="gone past"),
+        pytest.param(
+            still(bottom=(116, "window"), middle=(108, "checkpoint"), top=(108, "input")),
+            ("middle",), PATIENT * STALL_S, "writing a checkpoint", id="a checkpoint",
+        ),
+        pytest.param(
+            lambda s: {**still(bottom=(108, "window"), top=(100, "input"))(s), "middle": {}},
+            ("middle",), PATIENT * STALL_S, "has been starting", id="a start",
+        ),
+        pytest.param(
+            lambda s: NOT_ENDED, ("bottom",), PATIENT * STALL_S, "has not ended", id="its end",
+        ),
+    ],
+)  # fmt: skip
+def test_what_has_stalled_is_named(
+    situation: Situation, modules: tuple[str, ...], after_s: float, words: str
+) -> None:
+    found = first(situation)
+    assert found is not None
+    seen_s, stall = found
+    assert stall.modules == modules
+    assert after_s <= seen_s <= after_s + 2
+    assert words in stall.message
+
+
+def test_whoever_waits_for_one_that_has_finished_has_stalled() -> None:
+    found = first(still(middle=(100, "input"), top=(100, "input")), finished=("bottom",))
+    assert found is not None
+    assert found[1].modules == ("middle",)
+    assert "that has finished" in found[1].message
+
+
+def slow(every_s: int) -> Situation:
+    """The tail takes so long for a batch; the others wait for it."""
+
+    def situation(s: int) -> Reports:
+        id, doing_s = BEGIN_S + (s - BEGIN_S) // every_s, (s - BEGIN_S) % every_s
+        waits = {name: report(id + 4, "window") for name in NAMES[:-1]}
+        return {**waits, "top": report(id, "batch", doing_s=float(doing_s))}
+
+    return situation
+
+
+def slower_and_slower(s: int) -> Reports:
+    return slow(40)(s) if s < 1000 else slow(SLOW * 39)(s)
+
+
+def first_batch(s: int) -> Reports:
+    """After a restart: the first batch compiles kernels."""
+    reports = still(bottom=(108, "window"), middle=(100, "input"), top=(100, "input"))(s)
+    away = {"middle": report(100, "batch", attempt=2)} if s > BEGIN_S + 30 else {}
+    return {**reports, "middle": {}} if not away else {**reports, **away}
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        pytest.param(
+            still(bottom=(100, "data"), middle=(100, "input"), top=(100, "input")), id="slow data"
+        ),
+        pytest.param(slow(55), id="slow batches"),
+        pytest.param(slower_and_slower, id="batches that become slower"),
+        pytest.param(
+            still(bottom=(108, "window"), top=(100, "input")), id="a module that is started again"
+        ),
+        pytest.param(lambda s: {}, id="none runs"),
+        pytest.param(first_batch, id="a first batch"),
+        pytest.param(
+            lambda s: {
+                **still(bottom=(108, "window"), top=(100, "input"))(s),
+                "middle": report(100, "start", attempt=2, state="starting"),
+            },
+            id="a start",
+        ),
+        pytest.param(
+            lambda s: {
+                **still(bottom=(108, "window"), top=(100, "input"))(s),
+                "middle": report(100, "input", attempt=2, state="connecting"),
+            },
+            id="connecting",
+        ),
+        pytest.param(
+            still(bottom=(108, "window"), middle=(108, "checkpoint"), top=(108, "input")),
+            id="a checkpoint",
+        ),
+        pytest.param(
+            still(bottom=(108, "window"), middle=(108, "window"), top=(100, "evaluation")),
+            id="an evaluation's end",
+        ),
+        pytest.param(
+            lambda s: {n: report(100, "window", state="stopping") for n in NAMES}, id="stopping"
+        ),
+        pytest.param(
+            lambda s: {
+                "bottom": report(200, "window"),
+                "middle": report(200, "checkpoint"),
+                "top": report(200, "checkpoint", state="finished"),
+            },
+            id="the end",
+        ),
+    ],
+)
+def test_what_is_explained_has_not_stalled(situation: Situation) -> None:
+    assert first(situation, until_s=BEGIN_S + int(PATIENT * STALL_S) - 5) is None
+
+
+def test_modules_that_follow_a_slow_source_have_not_stalled() -> None:
+    def situation(s: int) -> Reports:
+        """A batch every 90 s; the others have had all that was sent."""
+        id = BEGIN_S + (s - BEGIN_S) // 90
+        return {"bottom": report(id, "data"), "middle": report(id, "input"),
+                "top": report(id, "input")}  # fmt: skip
+
+    assert first(situation) is None
+
+
+def test_time_in_which_nobody_looked_does_not_count() -> None:
+    """The reader was stopped, or its host was suspended, and the workers with it."""
+
+    def situation(s: int) -> Reports:
+        return silent("top", HUNG)(s) if s < BEGIN_S + 5 else trains(s)
+
+    def clock(s: int) -> float:
+        return s + (100_000.0 if s >= BEGIN_S + 5 else 0.0)
+
+    assert first(situation, clock=clock, until_s=500) is None
+    asleep = first(HUNG, clock=lambda s: s * 1000.0)
+    assert asleep is not None
+    assert asleep[0] == STALL_S / GAP_S
+
+
+def test_ends_of_the_chain_have_no_neighbour_to_wait_for() -> None:
+    assert first(still(bottom=(100, "input"), middle=(100, "input"), top=(100, "window"))) is None
+
+
+def test_both_ends_tell_of_one_stall() -> None:
+    rule = StallRule(NAMES, STALL_S)
+    found: list[Stall] = []
+    for s in range(300):
+        reports: Mapping[str, dict[str, Any]] = trains(s) if s < BEGIN_S else LOST_GRADIENT(s)
+        found = rule.look(float(s), {n: one | {"time": s} for n, one in reports.items()})
+    assert [stall.modules for stall in found] == [("top", "middle")]
+    assert rule.moves(NAMES) > 3 * (BEGIN_S - 3)
+    assert rule.still_s("top") == pytest.approx(300 - BEGIN_S, abs=2)
