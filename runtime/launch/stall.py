@@ -92,7 +92,8 @@ class _Seen:
 
     @property
     def doing(self) -> str:
-        return str(self.report.get("doing", "start"))
+        # an image of an older version does not say what it does
+        return str(self.report.get("doing", "" if self.report else "start"))
 
     @property
     def id(self) -> int:

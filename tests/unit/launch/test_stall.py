@@ -45,7 +45,10 @@ def first(
     for s in range(until_s):
         reports = trains(s) if s < BEGIN_S else situation(s)
         # A report changes as long as its worker lives; what its clock says plays no part.
-        shown = {n: one if one.get("silent") else one | {"time": s} for n, one in reports.items()}
+        shown = {
+            n: one | {"time": s} if one and not one.get("silent") else one
+            for n, one in reports.items()
+        }
         gone = finished if s >= BEGIN_S else ()
         if found := rule.look(clock(s), shown, gone):
             return s - BEGIN_S, found[0]
@@ -174,6 +177,7 @@ def first_batch(s: int) -> Reports:
         pytest.param(
             lambda s: {n: report(100, "window", state="stopping") for n in NAMES}, id="stopping"
         ),
+        pytest.param(still(bottom=(9, ""), middle=(9, ""), top=(9, "")), id="an older version"),
         pytest.param(
             lambda s: {
                 "bottom": report(200, "window"),
