@@ -36,7 +36,7 @@ def trains(s: int) -> Reports:
 def first(
     situation: Situation,
     *,
-    until_s: int = 3000,
+    until_s: int = 1000,
     clock: Callable[[int], float] = float,
     finished: tuple[str, ...] = (),
 ) -> tuple[int, Stall] | None:
@@ -129,7 +129,7 @@ def slow(every_s: int) -> Situation:
 
 
 def slower_and_slower(s: int) -> Reports:
-    return slow(40)(s) if s < 1000 else slow(SLOW * 39)(s)
+    return slow(40)(s) if s < 300 else slow(SLOW * 39)(s)
 
 
 def first_batch(s: int) -> Reports:
@@ -175,7 +175,7 @@ def first_batch(s: int) -> Reports:
             id="an evaluation's end",
         ),
         pytest.param(
-            lambda s: {n: report(100, "window", state="stopping") for n in NAMES}, id="stopping"
+            lambda s: {n: report(100, "batch", state="stopping") for n in NAMES}, id="stopping"
         ),
         pytest.param(still(bottom=(9, ""), middle=(9, ""), top=(9, "")), id="an older version"),
         pytest.param(
@@ -200,6 +200,19 @@ def test_modules_that_follow_a_slow_source_have_not_stalled() -> None:
                 "top": report(id, "input")}  # fmt: skip
 
     assert first(situation) is None
+
+
+def test_slow_data_does_not_make_a_limit_longer() -> None:
+    def situation(s: int) -> Reports:
+        """A batch every 50 s, and one that does not come to its end."""
+        hung = s >= BEGIN_S + 200
+        id = BEGIN_S + (min(s, BEGIN_S + 200) - BEGIN_S) // 50
+        head = report(id, "batch" if hung else "data", doing_s=float(s % 50))
+        return still(middle=(id, "input"), top=(id, "input"))(s) | {"bottom": head}
+
+    found = first(situation)
+    assert found is not None
+    assert 200 + STALL_S <= found[0] <= 200 + STALL_S + 2
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
