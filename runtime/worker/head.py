@@ -43,7 +43,8 @@ class Head:
         self.position = start.position
         self._stream = stream
         self._start = start
-        self._ledger = ledger
+        # A former process may have used the id after the last one that it counted, too.
+        self._used = ledger.counts.id + start.again
         self._meter = meter
         self._output = output
         self._next_id = start.first_id
@@ -71,7 +72,7 @@ class Head:
         mark = self._start.marks.get(id)
         # An id that a former process may have used stands for what it stood for then.
         between = self.position.part == 0  # no marker goes between the parts of a batch
-        new = id > self._ledger.counts.id + self._start.again
+        new = id > self._used
         if mark is None and self._wanted and between and new:
             mark, self._wanted = self._wanted, NOTHING
             try:

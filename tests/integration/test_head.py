@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,18 @@ def at(batch: int) -> Position:
 
 
 def head(
-    tmp_path: Path, make_spec: MakeSpec, output: OutputLink | None, start: Start, had: int = 0
+    tmp_path: Path,
+    make_spec: MakeSpec,
+    output: OutputLink | None,
+    start: Start,
+    ledger: Ledger | None = None,
 ) -> Head:
-    """A head whose stream is nothing but batches, and which has processed some before."""
+    """A head whose stream is nothing but batches."""
     run = RunDir(tmp_path)
     run.create()
-    ledger = Ledger(tmp_path / "ledger", Counts(id=had))
-    ledger.close()
+    if ledger is None:
+        ledger = Ledger(tmp_path / "ledger", Counts())
+        ledger.close()
     first = start.position.batch + 1
     stream = (Item(1, at(n), x_BX=X, y_BY=Y) for n in range(first, 100))
     meter = Meter(run, make_spec(), 1)
@@ -73,9 +79,13 @@ def test_a_marker_that_cannot_be_noted_travels(
 def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec) -> None:
     """What it is asked for waits until ids come that nobody has had."""
     start = Start(cut=3, again=True, first_id=3, position=at(2), marks={4: Mark.CHECKPOINT})
-    made = head(tmp_path, make_spec, None, start, had=5)
-    made.want(Mark.STOP)
-    given = [made.next() for _ in range(5)]
+    with closing(Ledger(tmp_path / "counts", Counts(id=5))) as ledger:
+        made = head(tmp_path, make_spec, None, start, ledger)
+        made.want(Mark.STOP)
+        given = []
+        for _ in range(5):
+            given.append(made.next())
+            ledger.processed(given[-1].id)
     assert [one.id for one in given] == [3, 4, 5, 6, 7]
     marks = [one.mark if isinstance(one, Marker) else None for one in given]
     assert marks == [None, Mark.CHECKPOINT, None, None, Mark.STOP]
