@@ -26,7 +26,7 @@ from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.link.tuner import WindowTuner
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import Body, Kind, Mark, Message, Mode, Part
+from dni_runtime.wire import ID_LIMIT, Body, Kind, Mark, Message, Mode, Part
 
 log = logging.getLogger(__name__)
 
@@ -217,8 +217,10 @@ class OutputLink:
         self._lose()
 
     def dismiss(self) -> None:
-        """The module downstream has finished: whatever it may be sent counts as acknowledged."""
-        self._dismissed = True
+        """The module downstream has finished: it has everything, and sends no gradient any more."""
+        if not self._dismissed:
+            self._events.append(Drained(ID_LIMIT))
+        self._dismissed, self._sender.drained = True, ID_LIMIT
         self._sender.window.acknowledge(self._sender.window.last)
 
     def send_batch(

@@ -137,11 +137,7 @@ class Sender:
 
     def lose(self) -> None:
         """The connection has ended."""
-        self._greet(State.SILENT)
-
-    def _greet(self, state: State) -> None:
-        self.state = state
-        self._asking = False
+        self.state, self._asking = State.SILENT, False
         self._since = self._number + 1
 
     def miss(self, id: int) -> None:
@@ -219,7 +215,10 @@ class Sender:
         refusal = Refusal.of(message)
         if refusal.field != INVITATION:
             raise refusal.error(self.contract.source, self.contract.target)
-        self._greet(State.GREETING)
+        if self.state is State.OPEN and not self._asking:
+            self._since = self._number + 1  # it was lost, and nobody noticed
+        # else a HELLO was on this connection before its invitation came
+        self.state, self._asking = State.GREETING, False
         self.greeting_due = True
 
     def _accept(self, message: Message) -> Message | None:

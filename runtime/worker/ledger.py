@@ -72,10 +72,7 @@ class Ledger:
         self.counts = counts
         self._path = path
         self._file: int | None = None
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            log.warning("counts will not outlive this process: %s", error)
+        self._complained = False
         self.write()
 
     @classmethod
@@ -116,17 +113,19 @@ class Ledger:
             self.write()
 
     def write(self) -> None:
-        """Put the record into the file; a full disk is no reason to stop."""
-        if self._file is None:
-            return
+        """Put the record into the file; a full disk is no reason to stop, nor full for ever."""
         record = json.dumps(vars(self.counts)).encode()
         try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             if len(record) >= RECORD_BYTES:
                 record = self._without_evaluation()
             os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
+            self._complained = False
         except OSError as error:
-            log.warning("counts will not outlive this process: %s", error)
-            self.close()
+            if not self._complained:
+                self._complained = True
+                log.warning("counts will not outlive this process: %s", error)
 
     def _without_evaluation(self) -> bytes:
         """The record, with the evaluation's sums in one of two files, which take turns.

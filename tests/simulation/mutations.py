@@ -1,0 +1,83 @@
+"""The protocol without one of its mends: the simulation has to find what they were made for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dni_runtime.link import handshake, input, output, receiver, sender
+
+
+@contextmanager
+def replaced(*what: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes for a while."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in what]
+    try:
+        for owner, name, value in what:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def gradients_once() -> Any:
+    """A gradient that somebody waits for is sent once, and lost with its connection."""
+    real = input.InputLink._reply
+
+    def reply(self: Any) -> None:
+        kept, self._gradients = self._gradients, self._gradients.__class__()
+        real(self)
+        self._gradients = kept
+
+    return replaced((input.InputLink, "_reply", reply))
+
+
+def newest_read() -> Any:
+    """The HELLO that is read last takes the link, whatever connection it comes from.
+
+    Nobody is asked, or told that it has been forgotten, as it was then.
+    """
+    real, count = handshake.Hello.of, itertools.count(1)
+
+    def of(message: Any) -> Any:
+        hello = real(message)
+        object.__setattr__(hello, "number", next(count))
+        return hello
+
+    def reply(self: Any, identity: bytes, kind: Any, body: Any, ack: int = 0) -> None:
+        if "number" in body:
+            body = body | {"number": 1}
+        real_reply(self, identity, kind, body, ack)
+
+    def welcome(self: Any, message: Any) -> None:
+        self._since = 1
+        real_welcome(self, message)
+
+    def stranger(self: Any, identity: bytes, frames: Any) -> None:
+        self._invited.append(identity)
+        real_stranger(self, identity, frames)
+
+    real_reply, real_welcome = receiver.Receiver._reply, sender.Sender._welcome
+    real_stranger = receiver.Receiver._stranger
+    return replaced(
+        (receiver.Hello, "of", of),
+        (receiver.Receiver, "_reply", reply),
+        (receiver.Receiver, "_stranger", stranger),
+        (sender.Sender, "_welcome", welcome),
+        (output, "_ASK_S", 1e9),
+    )
+
+
+def narrow_gaps() -> Any:
+    """Nobody tells what was left out: a gap that is too wide is refused for ever."""
+    return replaced((sender.Sender, "miss", lambda self, id: None))
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "gradients-once": gradients_once,
+    "newest-read": newest_read,
+    "narrow-gaps": narrow_gaps,
+}

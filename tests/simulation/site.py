@@ -1,0 +1,608 @@
+"""A chain of real workers on a simulated cluster, what goes wrong there, and what must hold."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+
+from dni_runtime.core.chain import LocalChain
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import DniError, StoppedError
+from dni_runtime.link import receiver, sender, sockets
+from dni_runtime.rundir import RunDir, complete_cuts, peek_json, write_atomic, write_json
+from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
+from dni_runtime.wire import PROTOCOL_VERSION, Kind
+from dni_runtime.worker import checkpoint, keeper, main, metrics, report
+from dni_runtime.worker.ledger import Counts
+from dni_runtime.worker.main import Options
+from dni_runtime.worker.signals import StopRequest
+from tests.simulation.disk import Disk
+from tests.simulation.network import Context, Network, Poller
+from tests.simulation.world import Killed, Process, World
+
+NAMES = ("a", "b", "c", "d")
+BATCHES, SAMPLES = 5, 4
+WIDTHS = (4, 3, 3, 3, 2)
+PATIENCE_S = 600.0
+"""Longest simulated time that a run may take once faults have ended."""
+
+INTERFACES = (
+    "exact", "{exact: {micro_batches: 2}}", "delayed", "{delayed: {max_late: 1}}", "synthetic",
+    "local",
+)  # fmt: skip
+WAITING = {"exact", "{exact: {micro_batches: 2}}", "{delayed: {max_late: 1}}"}
+"""An update waits for a gradient: such a chain begins again as a whole."""
+
+
+class Violated(AssertionError):
+    """Something that must hold does not."""
+
+
+@dataclass
+class Schedule:
+    """What a seed stands for: a chain, its surroundings, and what goes wrong.
+
+    Attributes:
+        faults: Times in simulated seconds, with what happens then.
+    """
+
+    seed: int
+    modules: int = 2
+    interface: str = "delayed"
+    window: int = 2
+    on_loss: str = "wait"
+    epochs: int = 2
+    checkpoint_steps: int = 0
+    latency_s: float = 0.001
+    step_s: float = 0.02
+    late_s: float = 0.0
+    faults: list[tuple[float, str, int, float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, seed: int) -> Schedule:
+        """Draw one."""
+        world = World(seed)
+        draw = world.random
+        made = cls(
+            seed,
+            modules=draw.choice((2, 2, 3, 4)),
+            interface=draw.choice(INTERFACES),
+            window=draw.choice((1, 2, 4)),
+            on_loss=draw.choice(("wait", "wait", "wait", "continue")),
+            epochs=draw.choice((1, 1, 2)),
+            checkpoint_steps=draw.choice((0, 2)),
+            latency_s=draw.choice((0.0001, 0.01, 0.01, 0.2, 0.2, 2.0)),
+            step_s=draw.choice((0.001, 0.02, 0.02, 0.5)),
+            late_s=draw.choice((0.0, 0.0, 3.0)),
+        )
+        if made.interface in WAITING or made.interface == "delayed":
+            made.on_loss = "wait"
+        batches = made.epochs * BATCHES
+        length_s = 2 + 2 * batches * (made.step_s + made.latency_s)
+        kinds = ("cut", "cut", "half-open", "away", "stall", "kill", "kill", "stop", "full", "drop")
+        for _ in range(draw.choice((0, 1, 2, 2, 3, 5))):
+            lasts_s = draw.choice((0.1, 1.0, 1.0, 5.0, 5.0, 20.0)) * draw.uniform(0.5, 1.5)
+            at_s = draw.uniform(0, length_s)
+            made.faults.append((at_s, draw.choice(kinds), draw.randrange(made.modules), lasts_s))
+        made.faults.sort()
+        return made
+
+    @property
+    def specs(self) -> tuple[WorkerSpec, ...]:
+        """The modules' specs."""
+        return _specs(
+            self.modules, self.interface, self.window, self.on_loss, self.epochs,
+            self.checkpoint_steps,
+        )  # fmt: skip
+
+
+@cache
+def _specs(
+    modules: int, interface: str, window: int, on_loss: str, epochs: int, steps: int
+) -> tuple[WorkerSpec, ...]:
+    widths = [*WIDTHS[:modules], WIDTHS[-1]]
+    layers = "\n".join(
+        f"  - {{name: {name}, layers: [{{Linear: {{in_features: {i}, out_features: {o}}}}}]}}"
+        for name, i, o in zip(NAMES[:modules], widths, widths[1:], strict=False)
+    )
+    chain = parse_chain(
+        f"name: simulated\nseed: 1\nepochs: {epochs}\nstop_grace_s: 20\n"
+        f"data: {{dataset: digits, batch_size: {SAMPLES}}}\n"
+        f"checkpoint: {{every_epochs: 1, every_steps: {steps or 'null'}, keep: 2}}\n"
+        f"restart: {{snapshot_s: 0.2}}\nlinks: {{window: {window}, on_loss: {on_loss}}}\n"
+        f"defaults: {{interface: {interface}, optimizer: {{SGD: {{lr: 0.1}}}}}}\n"
+        f"modules:\n{layers}\n"
+    )
+    info = DataInfo(
+        sample=TensorSpec(shape=(4,), dtype="float32"),
+        label=TensorSpec(shape=(), dtype="int64"),
+        classes=2,
+        train_samples=BATCHES * SAMPLES,
+        eval_samples=4,
+    )
+    return worker_specs(chain, info)
+
+
+class Data:
+    """The samples: the same for every process, and another batch each time."""
+
+    train_batch_count = BATCHES
+    has_test = False
+
+    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        draw = torch.Generator().manual_seed(epoch)
+        x = torch.randn(BATCHES, SAMPLES, 4, generator=draw)
+        y = torch.randint(0, 2, (BATCHES, SAMPLES), generator=draw)
+        yield from zip(x[start:], y[start:], strict=True)
+
+    def eval_batches(self) -> Iterator[tuple[Any, Any]]:
+        yield torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+
+
+class Stop(StopRequest):
+    """Signals that the simulation sends."""
+
+    wakeup = -1
+
+    def __init__(self, process: Process) -> None:
+        self._patient = False
+        self._at_s = None
+        self.alone = False
+        self._process = process
+
+    def drain(self) -> None:
+        self._process.signalled = False
+
+
+class Thread:
+    """``threading.Thread`` as a task of the process that makes it."""
+
+    world: World
+
+    def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        task = self.world.current
+        assert task is not None
+        self._task = self.world.spawn(task.process, self._target)
+
+    def join(self) -> None:
+        self.world.wait(None, lambda: self._task.greenlet.dead)
+
+
+class Event:
+    """``threading.Event`` between tasks of one process."""
+
+    world: World
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+        task = self.world.current
+        if task is not None:
+            self.world.wake(task.process)
+
+    def wait(self, timeout_s: float) -> bool:
+        self.world.wait(timeout_s, lambda: self._set)
+        return self._set
+
+
+class Queue:
+    """``queue.Queue`` between tasks of one process."""
+
+    world: World
+
+    def __init__(self, maxsize: int) -> None:
+        self._limit = maxsize
+        self._items: list[Any] = []
+        self.unfinished_tasks = 0
+
+    def put(self, item: Any) -> None:
+        self._wait(lambda: len(self._items) < self._limit)
+        self._items.append(item)
+        self.unfinished_tasks += 1
+        self._wake()
+
+    def get(self) -> Any:
+        self._wait(lambda: bool(self._items))
+        item = self._items.pop(0)
+        self._wake()
+        return item
+
+    def task_done(self) -> None:
+        self.unfinished_tasks -= 1
+        self._wake()
+
+    def join(self) -> None:
+        self._wait(lambda: not self.unfinished_tasks)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self.world.wait(None, ready)
+
+    def _wake(self) -> None:
+        task = self.world.current
+        if task is not None:
+            self.world.wake(task.process)
+
+
+class Site:
+    """The cluster of one schedule: starts the workers, lets things go wrong, and looks.
+
+    Args:
+        schedule: What happens.
+        root: A folder for the run, which is removed afterwards.
+    """
+
+    def __init__(self, schedule: Schedule, root: Path) -> None:
+        self.schedule, self.root = schedule, root
+        self.world = World(schedule.seed + 1)
+        self.network = Network(self.world)
+        self.disk = Disk(self.world, root, schedule.late_s)
+        self.specs = schedule.specs
+        self.names = [spec.module for spec in self.specs]
+        self.run_dir = RunDir(root)
+        self.processes: dict[str, Process] = {}
+        self.stops: dict[str, Stop] = {}
+        self.attempts: Counter[str] = Counter()
+        self.outcomes: dict[str, str] = {}
+        self.steps: dict[str, ModuleStep] = {}
+        self.restarts: Counter[str] = Counter()
+        self.resuming = False
+        self.troubles: list[str] = []
+        self.shown: dict[str, Any] = {}
+        self.shown_s = 0.0
+        self.largest_queue = 0
+        self.largest_window = 0
+
+    def run(self) -> None:
+        """Let the schedule happen.
+
+        Raises:
+            Violated: Something that must hold does not.
+        """
+        schedule, world = self.schedule, self.world
+        with self._installed():
+            self.run_dir.create()
+            write_json(self.run_dir.record, {"run": "simulated", "modules": self.names})
+            for spec in self.specs:
+                write_atomic(self.run_dir.spec(spec.module), spec.to_json())
+                self.network.line(self._address(spec.module)).latency_s = schedule.latency_s
+            self._start_all("none")
+            self._supervise()
+            for at_s, kind, index, lasts_s in schedule.faults:
+                world.at(at_s, lambda k=kind, i=index, s=lasts_s: self._fault(k, i, s))  # type: ignore[misc]
+            batches = schedule.epochs * BATCHES * schedule.modules
+            work_s = 3 * batches * (schedule.step_s + 4 * schedule.latency_s)
+            ends_s = max((at_s + lasts_s for at_s, _, _, lasts_s in schedule.faults), default=0.0)
+            over = world.run(self._over, ends_s + work_s + PATIENCE_S)
+            if self.troubles:
+                raise Violated("; ".join(self.troubles))
+            if not over:
+                raise Violated(f"not over after {world.now_s:.0f} s: {self._where()}")
+        self._check()
+
+    def _check(self) -> None:
+        """What must hold at the end."""
+        schedule = self.schedule
+        every = schedule.epochs * BATCHES
+        for name in self.names:
+            counts = Counts.read(self.run_dir.ledger(name))
+            seen = Counter(self.steps[name].trained)  # type: ignore[attr-defined]
+            twice = {id: count for id, count in seen.items() if count > 1}
+            if twice:
+                raise Violated(f"{name} was trained twice on {twice}")
+            if schedule.on_loss == "wait" and (counts is None or counts.step != every):
+                raise Violated(f"{name} has counted {counts} of {every} batches")
+            if schedule.interface in WAITING and len(seen) != every * self._parts():
+                raise Violated(f"{name} holds {len(seen)} updates of {every}")
+        cuts = complete_cuts(self.run_dir, self.names)
+        if not cuts:
+            raise Violated("there is no complete checkpoint")
+        for name in self.names:
+            checkpoint.read(self.run_dir.checkpoint(cuts[-1], name))
+        if schedule.interface.startswith(("exact", "{exact")):
+            self._check_exact()
+        marks = sum(2 * (schedule.epochs + 2) for _ in self.names)
+        limit = schedule.window * (1 + ADJACENT_FAILURES) + marks
+        if self.largest_window > limit:
+            raise Violated(f"a window holds {self.largest_window} messages of {limit}")
+
+    def _parts(self) -> int:
+        return 2 if "micro_batches" in self.schedule.interface else 1
+
+    def _check_exact(self) -> None:
+        chosen = self.schedule
+        reference = _reference(chosen.modules, chosen.interface, chosen.epochs)
+        for name, wanted in reference.items():
+            for key, value in self.steps[name].layers.state_dict().items():
+                if not torch.equal(value, wanted[key]):
+                    raise Violated(f"{name}.{key} is not backpropagation's: {value}, {wanted[key]}")
+
+    def _over(self) -> bool:
+        return bool(self.troubles) or (
+            not self.resuming
+            and len(self.outcomes) == len(self.names)
+            and set(self.outcomes.values()) == {"finished"}
+        )
+
+    def _where(self) -> str:
+        found = []
+        for name in self.names:
+            report = peek_json(self.run_dir.worker(name))
+            counts = Counts.read(self.run_dir.ledger(name))
+            id = counts.id if counts else None
+            state = self.outcomes.get(name) or report.get("state")
+            found.append(f"{name} {state}, attempt {self.attempts[name]}, at {id}")
+        return "; ".join(found)
+
+    # Starting and ending.
+
+    def _address(self, module: str) -> str:
+        return f"ipc://{self.root}/{module}.sock"
+
+    def _start_all(self, resume: str) -> None:
+        self.resuming = False
+        for name in self.names:
+            self._start(name, resume)
+
+    def _start(self, name: str, resume: str) -> None:
+        self.attempts[name] += 1
+        self.outcomes.pop(name, None)
+        process = self.processes[name] = Process(name)
+        stop = self.stops[name] = Stop(process)
+        options = Options(
+            run=self.root, module=name, ipc=self.root, attempt=self.attempts[name], resume=resume
+        )
+
+        def body() -> None:
+            try:
+                main.serve(options, stop, began=time.time())
+                self.outcomes[name] = "finished"
+            except Killed:
+                raise
+            except StoppedError:
+                self.outcomes[name] = "stopped"
+            except DniError as error:
+                self.outcomes[name] = "failed"
+                self._failed(name, error)
+            except OSError:  # an error that is nobody's fault: the supervisor starts it again
+                self.outcomes[name] = "failed"
+                self._again(name)
+            except Exception as error:
+                self.outcomes[name] = "failed"
+                self.troubles.append(f"{name}: {type(error).__name__}: {error}")
+            finally:
+                process.alive = process.alive and name not in self.outcomes
+
+        self.world.at(
+            self.world.random.uniform(0, 2.0), lambda: self.world.spawn(process, body) and None
+        )
+
+    def _failed(self, name: str, error: DniError) -> None:
+        """What a worker's error means: another start for what may pass, else trouble."""
+        if self.restarts[name] > 20 or error.exit_code in (64, 65, 70, 76, 78):
+            self.troubles.append(f"{name}: {type(error).__name__}: {error}")
+        elif error.exit_code == 74:  # the run ends as failed, and somebody resumes it
+            self.restarts[name] += 1
+            self._resume_all()
+        else:
+            self._again(name)
+
+    def _again(self, name: str) -> None:
+        """Start a module again after a while, or the whole chain where that must be."""
+        if any(stop() for stop in self.stops.values()):
+            self.outcomes[name] = "stopped"  # nobody starts it again in a run that is to end
+            return
+        self.restarts[name] += 1
+        if self.schedule.interface in WAITING:
+            self._resume_all()
+            return
+        attempt = self.attempts[name]
+
+        def start() -> None:
+            if self.attempts[name] != attempt or self.resuming:
+                return
+            if any(stop() for stop in self.stops.values()):
+                self.outcomes[name] = "stopped"
+            else:
+                self._start(name, "own")
+
+        self.world.at(self.world.random.uniform(0.1, 5.0), start)
+
+    def _resume_all(self) -> None:
+        """End what is left, and start the whole chain from its newest complete cut."""
+        if self.resuming:
+            return
+        self.resuming = True
+        for process in self.processes.values():
+            self.world.kill(process)
+
+        def start() -> None:
+            self.outcomes.clear()
+            cuts = complete_cuts(self.run_dir, self.names)
+            self._start_all(str(cuts[-1]) if cuts else "none")
+
+        self.world.at(self.world.random.uniform(0.1, 5.0), start)
+
+    def _supervise(self) -> None:
+        """Keep ``state.json``, as the supervisor does, and look after whoever stopped."""
+        modules = {}
+        for name in self.names:
+            shown = peek_json(self.run_dir.worker(name))
+            state = shown.get("state", "starting")
+            if name not in self.outcomes and not self.processes[name].alive:
+                state = "restarting"
+            elif shown.get("attempt") != self.attempts[name]:
+                state = "starting"
+            modules[name] = {"state": state, "restarts": self.restarts[name]}
+        if modules != self.shown or self.world.now_s > self.shown_s + 20:
+            self.shown, self.shown_s = modules, self.world.now_s
+            write_json(self.run_dir.state, {"updated": time.time(), "modules": modules})
+        ended = set(self.outcomes.values())
+        if len(self.outcomes) == len(self.names) and "stopped" in ended and not self.resuming:
+            self._resume_all()
+        for connection in self.network.connections:
+            self.largest_queue = max(self.largest_queue, len(connection.down), len(connection.up))
+        self.world.at(2.0, self._supervise)
+
+    # What goes wrong.
+
+    def _fault(self, kind: str, index: int, lasts_s: float) -> None:
+        name = self.names[index]
+        process, line = self.processes[name], self._address(self.names[max(index, 1)])
+        now_s = self.world.now_s
+        if kind == "cut":
+            self.network.cut(line, half_open=False)
+        elif kind == "half-open":
+            self.network.cut(line, half_open=True, away_s=lasts_s)
+        elif kind == "away":
+            self.network.cut(line, half_open=False, away_s=lasts_s)
+        elif kind == "drop":  # what nobody thought of, on a line that stands
+            self._swallow(f"{line} down")
+        elif kind == "stall":
+            process.thaws_s = now_s + lasts_s
+        elif kind == "full":
+            process.full_until_s = now_s + lasts_s
+        elif kind == "kill":
+            if process.alive and name not in self.outcomes and not self.resuming:
+                self.world.kill(process)
+                self._again(name)
+        elif kind == "stop" and not self.resuming:
+            for one, stop in self.stops.items():
+                if stop():
+                    continue  # the second one would kill
+                stop._handle(signal.SIGTERM, None)
+                self.processes[one].signalled = True
+                self.world.wake(self.processes[one])
+
+    def _swallow(self, line: str) -> None:
+        """Let messages vanish until somebody asks what has arrived."""
+        hello = bytes((0x9B, PROTOCOL_VERSION, Kind.HELLO))
+
+        def swallows(where: str, frames: list[bytes]) -> bool:
+            if where != line:
+                return False
+            if frames[0].startswith(hello):
+                self.network.swallows = lambda where, frames: False
+                return False
+            return bool(frames[0])
+
+        self.network.swallows = swallows
+
+    # Standing in for the machine.
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Give the product this world's time, threads, chance, sockets and files."""
+        world, network = self.world, self.network
+        Poller.world = Thread.world = Event.world = Queue.world = world
+        random = world.random
+
+        def context() -> Any:
+            assert world.current is not None
+            return Context(network, world.current.process)
+
+        def forward(step: ModuleStep, id: int, x: Any, part: Any = None) -> Any:
+            world.wait(random.expovariate(1 / self.schedule.step_s))
+            step.trained = [*getattr(step, "trained", ()), id]  # type: ignore[attr-defined]
+            self.steps[step.spec.module] = step
+            return real_forward(step, id, x, part)
+
+        def snapshot(step: ModuleStep) -> Any:
+            tensors, document = real_snapshot(step)
+            return tensors, document | {"trained": getattr(step, "trained", [])}
+
+        def restore(step: ModuleStep, tensors: Any, document: Any) -> None:
+            real_restore(step, tensors, document)
+            step.trained = document["trained"]  # type: ignore[attr-defined]
+            self.steps[step.spec.module] = step
+
+        def add(window: Any, *args: Any, **kwargs: Any) -> None:
+            real_add(window, *args, **kwargs)
+            self.largest_window = max(self.largest_window, len(window._kept))
+
+        window_class = sender.SendWindow
+        real_forward, real_snapshot = ModuleStep.forward, keeper.snapshot
+        real_restore, real_add = checkpoint.restore, window_class.add
+        stand_ins: list[tuple[Any, str, Any]] = [
+            (time, "monotonic", lambda: 1000.0 + world.now_s),
+            (time, "time", lambda: 1.7e9 + world.now_s),
+            (time, "sleep", lambda s: world.wait(s)),
+            (secrets, "token_hex", lambda n=8: f"{random.getrandbits(8 * n):0{2 * n}x}"),
+            (threading, "Thread", Thread),
+            (threading, "Event", Event),
+            (queue, "Queue", Queue),
+            (zmq, "Poller", Poller),
+            (sockets, "open_context", context),
+            (ModuleStep, "forward", forward),
+            (keeper, "snapshot", snapshot),
+            (checkpoint, "restore", restore),
+            (window_class, "add", add),
+            (main, "open_data", lambda *args, **kwargs: Data()),
+            (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time
+            (report, "REPORT_S", 10.0),
+            (receiver, "JUMP_LIMIT", 2),  # of ids that are left out, a few are many here
+        ]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
+        level = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            for owner, name, stand_in in stand_ins:
+                setattr(owner, name, stand_in)
+            with self.disk.installed():
+                yield
+        finally:
+            for process in self.processes.values():
+                world.kill(process)
+            world.run(lambda: False, world.now_s)
+            for owner, name, real in before:
+                setattr(owner, name, real)
+            logging.disable(level)
+
+
+@cache
+def _reference(modules: int, interface: str, epochs: int) -> dict[str, dict[str, Any]]:
+    """Weights of backpropagation in one process."""
+    local = LocalChain(_specs(modules, interface, 1, "wait", epochs, 0))
+    for epoch in range(1, epochs + 1):
+        for x, y in Data().train_batches(epoch):
+            local.train_batch(x, y)
+    return {step.spec.module: step.layers.state_dict() for step in local.steps}
+
+
+def simulate(schedule: Schedule, folder: Path) -> Site:
+    """Run a schedule in a folder of its own.
+
+    Raises:
+        Violated: Something that must hold does not.
+    """
+    root = folder / f"{os.getpid()}-{schedule.seed}"
+    root.mkdir(parents=True)
+    site = Site(schedule, root)
+    try:
+        site.run()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return site

@@ -1,0 +1,47 @@
+"""Schedules of disasters, and what the simulation finds where a mend is taken out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SEEDS = 2000
+
+
+def simulate(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "simulate.py"), "--json", *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.timeout(600)
+def test_what_must_hold_holds() -> None:
+    """Other seeds in each run of CI would find more, and fail where nothing has changed."""
+    done = simulate("--seeds", str(SEEDS))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["schedules"] == SEEDS
+
+
+@pytest.mark.parametrize(
+    ("mutation", "seed"), [("gradients-once", 47), ("newest-read", 145), ("narrow-gaps", 90)]
+)
+def test_a_mend_that_is_taken_out_is_missed(mutation: str, seed: int) -> None:
+    """Each of these was a run that hung for ever."""
+    done = simulate("--first", str(seed), "--seeds", "1", "--without", mutation)
+    assert done.returncode == 1, done.stderr
+    (failure,) = json.loads(done.stdout)["failed"]
+    assert failure["violated"].startswith("not over after")
+
+
+def test_a_seed_replays() -> None:
+    """The same seed is the same schedule, to the last operation."""
+    runs = [json.loads(simulate("--first", "7", "--seeds", "3").stdout) for _ in range(2)]
+    assert runs[0]["operations"] == runs[1]["operations"] > 0
