@@ -33,6 +33,7 @@ from dnictl.options import (
 
 if TYPE_CHECKING:
     from dni_runtime.launch.host import Site
+    from dni_runtime.launch.lease import Lease
     from dni_runtime.launch.plan import LaunchPlan
     from dni_runtime.launch.prepare import Prepared
     from dni_runtime.launch.records import Record
@@ -75,7 +76,7 @@ def up(
     """
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import Record, create_run, new_run_id
-    from dni_runtime.launch.start import plan_here, write_plan
+    from dni_runtime.launch.start import plan_here, take, write_plan
 
     prepared = prepare(chain, data=data)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
@@ -87,7 +88,8 @@ def up(
             prepared, root, site, log_level, dry_run=dry_run, as_json=as_json
         )
         if started is not None:
-            _go(*started, detached=detach, as_json=as_json)
+            record, plan = started
+            _go(record, plan, take(record.run), detached=detach, as_json=as_json)
         return
     site = site_for(prepared, backend, images)
     plan = plan_here(
@@ -97,8 +99,9 @@ def up(
         _print_plan(plan, as_json)
         return
     run = create_run(root, prepared, backend=site.backend, images=site.images)
+    lease = take(run)
     write_plan(run, plan)
-    _go(Record.read(run.root), plan, detached=detach, as_json=as_json)
+    _go(Record.read(run.root), plan, lease, detached=detach, as_json=as_json)
 
 
 @click.command()
@@ -133,7 +136,7 @@ def resume(
       dnictl resume
     """
     from dni_runtime.launch.slurm.job import JobRecord, read_state
-    from dni_runtime.launch.start import end_leftovers, plan_here, site_again, write_plan
+    from dni_runtime.launch.start import end_leftovers, plan_here, site_again, take, write_plan
     from dni_runtime.rundir import complete_cuts
 
     record = chosen_run(run, runs)
@@ -156,7 +159,10 @@ def resume(
         submit_again(record, replace(job, log_level=level), cut, dry_run=dry_run, as_json=as_json)
         return
     chain, workers = record.specs()
+    lease = None
     if not dry_run:
+        lease = take(record.run)
+        state = read_state(record.run)  # as it was left
         if state.phase == "unsupervised":
             click.echo(f"{record.name}: stopping the workers that go on by themselves", err=True)
         state = end_leftovers(record.run, state, chain.stop_grace_s)
@@ -177,13 +183,13 @@ def resume(
         resume=cut,
         log_level=log_level,
     )
-    if dry_run:
+    if lease is None:
         _print_plan(plan, as_json)
         return
     if not cuts:
         click.echo(f"{record.name}: no complete checkpoint, so it starts from scratch", err=True)
     write_plan(record.run, plan)
-    _go(record, plan, detached=detach, as_json=as_json)
+    _go(record, plan, lease, detached=detach, as_json=as_json)
 
 
 @click.command(hidden=True)
@@ -192,9 +198,10 @@ def supervise(run: Path) -> None:
     """Start the plan in a run directory and watch it: what --detach and batch scripts run."""
     from dni_runtime.launch.records import Record
     from dni_runtime.launch.slurm.job import JobRecord
-    from dni_runtime.launch.start import planned
+    from dni_runtime.launch.start import planned, take
 
     record = Record.read(run)
+    lease = take(record.run)
     job = JobRecord.read(record.run)
     if job is None:
         plan: LaunchPlan | None = planned(record.run)
@@ -205,7 +212,7 @@ def supervise(run: Path) -> None:
     if plan is None:
         conclude(record, as_json=False)
     else:
-        _watch(record, plan, quiet=False)
+        _watch(record, plan, lease, quiet=False)
 
 
 @click.command("run")
@@ -343,13 +350,13 @@ def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
         click.echo(shlex.join(worker.argv))
 
 
-def _go(record: Record, plan: LaunchPlan, *, detached: bool, as_json: bool) -> None:
+def _go(record: Record, plan: LaunchPlan, lease: Lease, *, detached: bool, as_json: bool) -> None:
     if not detached:
-        _watch(record, plan, quiet=as_json, as_json=as_json)
+        _watch(record, plan, lease, quiet=as_json, as_json=as_json)
         return
     from dni_runtime.launch.start import detach
 
-    pid = detach(record.run)
+    pid = detach(record.run, lease)
     if as_json:
         print_json({"run": record.name, "path": str(record.run.root), "pid": pid})
     else:
@@ -361,11 +368,13 @@ def _go(record: Record, plan: LaunchPlan, *, detached: bool, as_json: bool) -> N
         )
 
 
-def _watch(record: Record, plan: LaunchPlan, *, quiet: bool, as_json: bool = False) -> None:
+def _watch(
+    record: Record, plan: LaunchPlan, lease: Lease, *, quiet: bool, as_json: bool = False
+) -> None:
     from dni_runtime.launch.start import supervisor_of
     from dnictl.progress import progress
 
-    supervisor = supervisor_of(record.run, plan)
+    supervisor = supervisor_of(record.run, plan, lease)
     try:
         with progress(record, quiet=quiet) as show:
             supervisor.run(show)

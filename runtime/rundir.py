@@ -13,6 +13,7 @@
       keys/MODULE.key  .pub         a worker's key pair, its public key; only while it is needed
       workers/MODULE.json           a worker's own state
       state.json  events.jsonl      the supervisor's state and history
+      owner.json  leases/           which supervisor the run belongs to, and who took it over
       stop.json                     somebody's wish that the run ends early
       logs/MODULE.ATTEMPT.log       what a worker printed
       logs/supervisor.log           what a detached supervisor printed
@@ -91,6 +92,22 @@ class RunDir:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def owner(self) -> Path:
+        return self.root / "owner.json"
+
+    @property
+    def leases(self) -> Path:
+        return self.root / "leases"
+
+    def taken(self, token: str) -> Path:
+        """Exists when somebody has taken the run over from the owner with this token."""
+        return self.leases / f"{token}.taken"
+
+    def beats(self, token: str) -> Path:
+        """The counter of the owner with this token."""
+        return self.leases / f"{token}.beats"
 
     @property
     def events(self) -> Path:
@@ -183,7 +200,8 @@ def socket_path(run: Path, base: Path | None = None) -> Path:
 
 def _socket_base() -> Path:
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
-    if not os.access(base, os.W_OK | os.X_OK):
+    # systemd's ends with the login (user-runtime-dir(5)), and a run may go on after it
+    if base.is_relative_to("/run/user") or not os.access(base, os.W_OK | os.X_OK):
         base = Path("/tmp")
     return base
 

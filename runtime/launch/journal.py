@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.rundir import RunDir, append_line
 
@@ -21,31 +22,61 @@ class Journal:
         run: The run directory.
         state: What :meth:`write` writes.
         clock: Seconds that only go forward.
+        lease: The right to write; None where nobody else can be there.
 
     Attributes:
         failing: Whether the state could not be written when that was tried last.
     """
 
-    def __init__(self, run: RunDir, state: RunState, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        state: RunState,
+        clock: Callable[[], float],
+        lease: Lease | None = None,
+    ) -> None:
         self.state = state
+        self._lease = lease
+        self._silent = False
         self._run = run
         self._clock = clock
         self._written_at = 0.0
         self._complained = False
         self.failing = False
 
+    def check(self) -> None:
+        """Make sure that the run still belongs to this supervisor; else nothing is written again.
+
+        Raises:
+            LeaseError: It does not. Raised once.
+        """
+        if self._lease is not None and not self._silent:
+            try:
+                self._lease.check()
+            except LeaseError:
+                self._silent = True
+                raise
+
     def event(self, event: str, **details: Any) -> None:
         """Add a line to the run's events."""
         _log.info("%s %s", event, details)
+        self.check()
+        if self._silent:
+            return
         with self._tolerating_a_full_disk():
             append_line(self._run.events, {"time": time.time(), "event": event, **details})
 
     def write(self) -> None:
         """Write the state."""
+        self.check()
+        if self._silent:
+            return
         self._written_at = self._clock()
         self.failing = True
         with self._tolerating_a_full_disk():
             self.state.write(self._run)
+            if self._lease is not None:
+                self._lease.beat()
             self.failing = False
 
     def beat(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -16,6 +17,7 @@ from dni_runtime.errors import DniError, UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.host import Site, check_host
 from dni_runtime.launch.journal import how_it_ended
+from dni_runtime.launch.lease import Lease
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.prepare import place_of
 from dni_runtime.launch.processes import LocalStarter, kill_session
@@ -129,29 +131,39 @@ def planned(run: RunDir) -> LaunchPlan:
     return LaunchPlan.from_json(document)
 
 
-def supervisor_of(run: RunDir, plan: LaunchPlan) -> Supervisor:
+def take(run: RunDir) -> Lease:
+    """Become the owner of a run, which nobody else may supervise meanwhile.
+
+    Raises:
+        UsageError: Somebody owns it already.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    lease = Lease.take(run, job, told=partial(print, file=sys.stderr))
+    atexit.register(lease.release)  # also where it comes to nothing
+    return lease
+
+
+def supervisor_of(run: RunDir, plan: LaunchPlan, lease: Lease | None = None) -> Supervisor:
     """A supervisor that starts the plan's workers, on this host or as steps of this job.
+
+    Args:
+        run: The run directory.
+        plan: What to start.
+        lease: The right to; taken here where it was not.
 
     Raises:
         UsageError: Somebody supervises the run already.
     """
-    state = RunState.read(run)
+    lease = lease or take(run)
     job = component_jobs(os.environ) if plan.workers[0].node is not None else None
-    # Under Slurm the state may be that of an earlier start of this job, which has ended.
-    if state.active and state.pid != os.getpid() and job is None:
-        raise UsageError(
-            f"the run {run.root.name!r} is {state.phase} already (process {state.pid} on "
-            f"{state.host})",
-            hint=f"look at it with 'dnictl status {run.root.name}', or stop it",
-        )
     # Containers get the host's variables, but for those that would change the image's Python.
     environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
     if job is None:
-        return Supervisor(run, plan, LocalStarter(environ, tied=False))
+        return Supervisor(run, plan, LocalStarter(environ, tied=False), lease=lease)
     several = len({worker.node for worker in plan.workers}) > 1
     # modules are not moved between the components of a heterogeneous job
     hosts = JobNodes(job, plan) if several and "," not in job else None
-    return Supervisor(run, plan, SlurmStarter(job, environ), hosts=hosts)
+    return Supervisor(run, plan, SlurmStarter(job, environ), hosts=hosts, lease=lease)
 
 
 def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
@@ -198,8 +210,12 @@ def _after(within_s: float, modules: list[ModuleState]) -> list[ModuleState]:
     return modules
 
 
-def detach(run: RunDir) -> int:
+def detach(run: RunDir, lease: Lease) -> int:
     """Start the run's plan under a supervisor in the background, and wait until it has begun.
+
+    Args:
+        run: The run.
+        lease: The right to supervise it, which goes to the supervisor.
 
     Returns:
         The supervisor's process id.
@@ -215,6 +231,7 @@ def detach(run: RunDir) -> int:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            env=os.environ | lease.hand_over(),
         )
     deadline = time.monotonic() + _DETACH_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -225,8 +242,13 @@ def detach(run: RunDir) -> int:
         if process.poll() is not None:
             break
         time.sleep(0.1)
-    process.kill()
-    process.wait()
+    process.terminate()  # its workers would be on their own, known to nobody
+    try:
+        process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    lease.release()
     lines = last_lines(run.supervisor_log)
     raise WorkerError("\n  | ".join(["the supervisor did not start", *lines]))
 

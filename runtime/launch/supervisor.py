@@ -13,6 +13,7 @@ from dni_runtime.errors import DniError, StoppedError
 from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, how_it_ended
+from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
@@ -41,6 +42,7 @@ class Supervisor:
         plan: What to start.
         starter: How to start it.
         hosts: What its workers run on, where hosts may be lost.
+        lease: The right to do all this; given back at the end.
         clock: Seconds that only go forward.
         sleep: Waits for so many seconds.
     """
@@ -52,6 +54,7 @@ class Supervisor:
         starter: Starter | None = None,
         *,
         hosts: Hosts | None = None,
+        lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -72,7 +75,8 @@ class Supervisor:
         self._refresh_at = 0.0
         names = [worker.module for worker in plan.workers]
         self.state = RunState.begin(plan.backend, plan.workers[0].attempt, names)
-        self._journal = Journal(run, self.state, clock)
+        self._lease = lease
+        self._journal = Journal(run, self.state, clock, lease)
         self._watchdog = Watchdog(plan, self._journal)
         starter = starter or LocalStarter()
         self._crew = Crew(run, plan, starter, self._journal, clock=clock, sleep=sleep)
@@ -105,8 +109,12 @@ class Supervisor:
                     observe(self.state)
             except BaseException as error:
                 self._abandon(error)
-                remove_traces(self._run, sockets)
+                if not isinstance(error, LeaseError):  # else they are the new owner's
+                    remove_traces(self._run, sockets)
                 raise
+            finally:
+                if self._lease is not None:
+                    self._lease.release()
         return self.state
 
     def interrupt(self, number: int) -> None:
@@ -122,6 +130,7 @@ class Supervisor:
         self._journal.write()
 
     def _look(self) -> None:
+        self._journal.check()
         self._obey()
         if self._clock() >= self._refresh_at:
             self._refresh_at = self._clock() + _REFRESH_S

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from pathlib import Path
 
 from dni_runtime.launch.plan import LaunchPlan
@@ -26,11 +28,22 @@ def prepare_traces(run: RunDir, plan: LaunchPlan) -> None:
 
 
 def remove_traces(run: RunDir, sockets: Path) -> None:
-    """Remove the sockets and keys."""
+    """Remove the sockets and keys.
+
+    The folder of sockets lies where others may write: nothing is touched through a link, nor in a
+    folder that is not this user's alone.
+    """
     with contextlib.suppress(OSError):
-        for entry in sockets.iterdir():
-            entry.unlink()
-        sockets.rmdir()
+        folder = os.open(sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(folder)
+            if status.st_uid == os.getuid() and not status.st_mode & 0o077:
+                for name in os.listdir(folder):
+                    if stat.S_ISSOCK(os.lstat(name, dir_fd=folder).st_mode):
+                        os.unlink(name, dir_fd=folder)
+                sockets.rmdir()
+        finally:
+            os.close(folder)
     if run.keys.exists():
         from dni_runtime.link import keys  # zmq: only where links may be encrypted
 

@@ -171,9 +171,14 @@ def test_stop_and_resume_in_the_background(site: Site) -> None:
     site.run("wait", expect=75)
     newest = site.cuts()[-1]
 
-    site.run("resume", "-d")
+    both = [site.start("resume", "-d") for _ in range(2)]  # one of them owns the run
+    said = {process.wait(60): process.communicate() for process in both}
+    assert sorted(said) == [0, 64], said
+    assert f"the run '{name}' belongs to process" in said[64][1]
     site.wait_for_checkpoint()
     assert site.cuts()[-1] > newest
+    starts = [line for line in read_lines(site.latest.events) if line["event"] == "run_started"]
+    assert [line["attempt"] for line in starts] == [1, 2]
     resumed = site.run("logs", "bottom").stdout
     assert f"resumes at {newest} of the stream" in resumed
     assert site.run("stop").stdout == f"{name}: stopped\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -333,7 +334,8 @@ def test_what_an_earlier_attempt_left_is_removed(
 def test_sockets_are_removed(world: World, supervisor: Supervisor, plan: LaunchPlan) -> None:
     folder = Path(plan.sockets)
     folder.mkdir(mode=0o700)
-    (folder / "top.sock").touch()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / "top.sock"))
     world.exits(1, bottom=0, middle=0, top=0)
     supervisor.run()
     assert not folder.exists()

@@ -1,0 +1,249 @@
+"""Who owns a run: one supervisor at a time, on whatever host, also over NFS.
+
+``owner.json`` names the owner. It is made by link(2), which is atomic on NFS as well (open(2),
+O_EXCL), and never written again: the owner shows that it lives by a counter in a file of its own.
+Whoever takes over from an owner that is gone first makes the file ``leases/TOKEN.taken``, in the
+same way: of several that try, one succeeds, and the owner finds it when it was only slow. These
+files stay, so that nobody can take over from the same owner twice, however late it comes.
+
+Hosts' clocks are never compared: an owner on another host is gone when its counter has not moved
+for ``SILENCE_S`` while somebody watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Self
+
+from dni_runtime.errors import DataError, UsageError, WorkerError
+from dni_runtime.launch.state import process_birth
+from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
+
+SILENCE_S = 60.0
+"""More than an owner's counter may stand still: its heartbeat, and a late file system's memory."""
+
+TOKEN_VARIABLE = "DNI_LEASE"
+"""Environment variable by which a process hands the lease to the supervisor that it starts."""
+
+_LOOK_S = 1.0
+
+
+class LeaseError(WorkerError):
+    """Another supervisor has taken the run over."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What ``owner.json`` says.
+
+    Attributes:
+        token: A random word of this lease.
+        host: Its host.
+        boot: That host's start (proc(5), boot_id).
+        pid: Its process.
+        born: When that process started (proc(5), starttime).
+        job: The Slurm job that it is part of, or None.
+    """
+
+    token: str
+    host: str
+    boot: str
+    pid: int
+    born: int | None
+    job: str | None = None
+
+    @classmethod
+    def me(cls, job: str | None = None) -> Self:
+        """This process."""
+        pid = os.getpid()
+        return cls(
+            secrets.token_hex(8), socket.gethostname(), _boot(), pid, process_birth(pid), job
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The owner that a file names; None where it is missing, or names none."""
+        document = peek_json(path)
+        known = {one.name for one in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in document.items() if key in known})
+        except TypeError:
+            return None
+
+    def lives(self, me: Owner) -> bool | None:
+        """Whether the process is there; None where that cannot be seen from here."""
+        if not self.pid:  # given back
+            return False
+        if self.host == me.host:
+            same = self.boot == me.boot
+            return same and self.born is not None and process_birth(self.pid) == self.born
+        if self.job is not None and self.job == me.job:
+            return False  # Slurm ends a job before it starts it again
+        return None
+
+    def __str__(self) -> str:
+        job = f", job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}"
+
+
+class Lease:
+    """The right to start workers of a run and to write its state.
+
+    Attributes:
+        owner: Who has it.
+    """
+
+    def __init__(self, run: RunDir, owner: Owner) -> None:
+        self.owner = owner
+        self._run = run
+        self._beats = 0
+
+    @classmethod
+    def take(
+        cls,
+        run: RunDir,
+        job: str | None = None,
+        *,
+        told: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Self:
+        """Become the owner of a run, by taking over from one that is gone where there is one.
+
+        Args:
+            run: The run.
+            job: The Slurm job that this process is part of.
+            told: Gets a line where it takes long.
+            clock: Seconds that only go forward.
+            sleep: Waits for so many seconds.
+
+        Raises:
+            UsageError: Somebody else owns it, and lives. Nothing of the run has been touched.
+        """
+        me = Owner.me(job)
+        handed = os.environ.pop(TOKEN_VARIABLE, None)
+        run.leases.mkdir(mode=0o700, exist_ok=True)
+        while not _create(run.owner, me):
+            current = _current(run)
+            if current.token != handed and cls._gone(run, current, me, told, clock, sleep) is False:
+                raise UsageError(
+                    f"the run {run.root.name!r} belongs to {current}",
+                    hint=f"look at it with 'dnictl status {run.root.name}', or stop it",
+                )
+            if _create(run.taken(current.token), me):
+                write_json(run.owner, asdict(me))
+                break
+        return cls(run, me)
+
+    @staticmethod
+    def _gone(
+        run: RunDir,
+        owner: Owner,
+        me: Owner,
+        told: Callable[[str], None],
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> bool:
+        """Whether an owner is gone: at once where that can be seen, else when it stays silent."""
+        lives = owner.lives(me)
+        if lives is not None:
+            return not lives
+        told(f"{run.root.name}: it belongs to {owner}; looking for {SILENCE_S:.0f} s if that lives")
+        began, first = clock(), peek_json(run.beats(owner.token))
+        while clock() - began < SILENCE_S:
+            sleep(_LOOK_S)
+            if peek_json(run.beats(owner.token)) != first or run.taken(owner.token).exists():
+                return False
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody has taken the run over."""
+        try:
+            return self._run.taken(self.owner.token).exists()
+        except OSError:  # a file system that is away
+            return False
+
+    def check(self) -> None:
+        """Make sure that this is still the owner.
+
+        Raises:
+            LeaseError: It is not.
+        """
+        if self.lost:
+            owner = _current(self._run)
+            raise LeaseError(f"the run {self._run.root.name!r} has been taken over by {owner}")
+
+    def beat(self) -> None:
+        """Show that the owner lives.
+
+        Raises:
+            OSError: The run directory cannot be written.
+        """
+        self._beats += 1
+        write_json(self._run.beats(self.owner.token), {"beats": self._beats}, durable=False)
+
+    def hand_over(self) -> dict[str, str]:
+        """Environment variables of the process that takes the lease over from this one."""
+        return {TOKEN_VARIABLE: self.owner.token}
+
+    def release(self) -> None:
+        """Give the run back, unless somebody has taken it over."""
+        nobody = Owner(secrets.token_hex(8), "", "", 0, None)
+        with contextlib.suppress(OSError):
+            if _create(self._run.taken(self.owner.token), nobody):
+                write_json(self._run.owner, asdict(nobody))
+            self._run.beats(self.owner.token).unlink(missing_ok=True)
+
+
+def _current(run: RunDir) -> Owner:
+    """The newest owner.
+
+    Raises:
+        DataError: The file that names it is damaged.
+    """
+    path = run.owner
+    while True:
+        owner = Owner.read(path)
+        if owner is None:
+            raise DataError(
+                f"{str(path)!r} does not name the owner of the run",
+                hint="make sure that nothing of the run is alive, then remove it",
+            )
+        path = run.taken(owner.token)
+        if not path.exists():
+            return owner
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Make a file, whole and at once; False where it is there already."""
+    mine = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
+    write_json(mine, asdict(owner))
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        # the answer to a link that was made may be lost, and NFS asks again: count the names
+        return mine.stat().st_nlink == 2
+    except PermissionError:  # a file system without links: made and written in two steps
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        write_atomic(path, mine.read_bytes())
+    finally:
+        mine.unlink(missing_ok=True)
+    return True
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

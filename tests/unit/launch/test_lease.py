@@ -1,0 +1,194 @@
+"""Who owns a run: one at a time, whoever tries, and however late."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import DataError, UsageError
+from dni_runtime.launch.journal import Journal
+from dni_runtime.launch.lease import SILENCE_S, TOKEN_VARIABLE, Lease, LeaseError, Owner
+from dni_runtime.launch.state import RunState
+from dni_runtime.launch.traces import remove_traces
+from dni_runtime.rundir import RunDir, read_lines, socket_path, write_json
+
+TAKER = """\
+import sys, time
+from dni_runtime.errors import UsageError
+from dni_runtime.launch.lease import Lease
+from dni_runtime.rundir import RunDir
+from pathlib import Path
+run, rounds = Path(sys.argv[1]), int(sys.argv[2])
+for number in range(rounds):
+    one = RunDir(run / str(number))
+    while time.time() < float(sys.argv[3]) + 0.02 * number:
+        pass
+    try:
+        Lease.take(one)
+        print(number, "took", flush=True)
+    except UsageError as error:
+        print(number, "refused", error.message, flush=True)
+time.sleep(60)
+"""
+
+
+class Clock:
+    """Time that passes by sleeping; ``beats`` moves the counter of an owner meanwhile."""
+
+    def __init__(self, owner: Lease | None = None) -> None:
+        self.now_s = 0.0
+        self._owner = owner
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self._owner is not None and self.now_s > 30:
+            self._owner.beat()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def elsewhere(run: RunDir, **fields: object) -> Lease:
+    """A lease of a process on another host."""
+    owner = replace(Owner.me(), host="elsewhere", **fields)  # type: ignore[arg-type]
+    run.leases.mkdir(exist_ok=True)
+    write_json(run.owner, asdict(owner))
+    return Lease(run, owner)
+
+
+def test_one_owner(run: RunDir) -> None:
+    lease = Lease.take(run)
+    files = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match=f"belongs to process {os.getpid()} on "):
+        Lease.take(run)
+    assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == files
+    lease.release()
+    again = Lease.take(run)
+    assert not again.lost
+    again.check()
+
+
+def test_of_many_that_try_one_takes_over(tmp_path: Path) -> None:
+    """Half of the runs have an owner that is dead, the others none."""
+    rounds, takers = 40, 6
+    for number in range(rounds):
+        one = RunDir(tmp_path / str(number))
+        one.create()
+        if number % 2:
+            one.leases.mkdir()
+            write_json(one.owner, asdict(replace(Owner.me(), born=1)))
+    begins = str(time.time() + 1.5)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TAKER, str(tmp_path), str(rounds), begins],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(takers)
+    ]
+    try:
+        lines = []
+        for process in processes:
+            assert process.stdout is not None
+            lines += [process.stdout.readline().split(maxsplit=2) for _ in range(rounds)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for number in range(rounds):
+        said = [line[1] for line in lines if line[0] == str(number)]
+        assert sorted(said) == ["refused"] * (takers - 1) + ["took"], number
+
+
+def test_an_owner_elsewhere_is_gone_when_it_stays_silent(run: RunDir) -> None:
+    """Its clock is not looked at: it may be hours off."""
+    old, clock, told = elsewhere(run), Clock(), list[str]()
+    lease = Lease.take(run, told=told.append, clock=clock, sleep=clock.sleep)
+    assert clock.now_s >= SILENCE_S
+    assert "process" in told[0]
+    assert "elsewhere" in told[0]
+    assert old.lost
+    assert not lease.lost
+    with pytest.raises(LeaseError, match=f"taken over by process {os.getpid()}"):
+        old.check()
+    old.release()
+    assert not lease.lost
+
+
+def test_an_owner_elsewhere_that_lives(run: RunDir) -> None:
+    clock = Clock(elsewhere(run))
+    with pytest.raises(UsageError, match="on elsewhere"):
+        Lease.take(run, clock=clock, sleep=clock.sleep)
+    assert clock.now_s < SILENCE_S
+
+
+def test_a_job_that_begins_again_need_not_wait(run: RunDir) -> None:
+    elsewhere(run, job="17")
+    clock = Clock()
+    assert not Lease.take(run, "17", clock=clock, sleep=clock.sleep).lost
+    assert clock.now_s == 0
+
+
+def test_a_process_hands_over(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Lease.take(run)
+    for name, value in first.hand_over().items():
+        monkeypatch.setenv(name, value)
+    second = Lease.take(run)
+    assert first.lost
+    assert not second.lost
+    assert TOKEN_VARIABLE not in os.environ
+    first.release()
+    assert not second.lost
+
+
+def test_a_damaged_file(run: RunDir) -> None:
+    run.owner.write_text("{}")
+    with pytest.raises(DataError, match="does not name the owner"):
+        Lease.take(run)
+
+
+def test_who_has_lost_the_run_writes_nothing(run: RunDir) -> None:
+    old = elsewhere(run)
+    journal = Journal(run, RunState.begin("process", 1, ["a"]), time.monotonic, old)
+    journal.event("before")
+    clock = Clock()
+    Lease.take(run, clock=clock, sleep=clock.sleep)
+    with pytest.raises(LeaseError):
+        journal.event("after")
+    journal.event("after")
+    journal.write()
+    assert [line["event"] for line in read_lines(run.events)] == ["before"]
+    assert not run.state.exists()
+
+
+def test_nothing_is_removed_through_a_link(run: RunDir, tmp_path: Path) -> None:
+    """Others may write where the folder of sockets lies, and know its name."""
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / "thesis").write_text("text")
+    link = tmp_path / "sockets"
+    link.symlink_to(mine)
+    remove_traces(run, link)
+    assert (mine / "thesis").exists()
+    remove_traces(run, mine)
+    assert (mine / "thesis").exists(), "no socket"
+
+
+def test_sockets_outlive_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
+    assert socket_path(tmp_path).parent == Path("/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert socket_path(tmp_path).parent == tmp_path
