@@ -13,6 +13,9 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,11 +241,6 @@ def exec_argv(
     return [*_start_argv(tool, "exec", mounts), str(image), *command]
 
 
-def inspect_argv(tool: Apptainer, image: str | Path) -> list[str]:
-    """Print an image's labels as JSON."""
-    return [str(tool.path), "inspect", "--json", "--labels", str(image)]
-
-
 def sign_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:
     """Sign all objects of an image with the user's PGP key, or with a private key in PEM form."""
     argv = [str(tool.path), "sign"]
@@ -345,30 +343,56 @@ def stream(
 
 
 def capture(argv: Sequence[str], *, what: str, timeout_s: float = 120) -> str:
-    """Run a short program and return what it prints.
+    """Run a short program and return what it prints; see :func:`capture_bytes`."""
+    return capture_bytes(argv, what=what, timeout_s=timeout_s).decode(errors="replace")
+
+
+def capture_bytes(
+    argv: Sequence[str], *, what: str, timeout_s: float = 120, most_bytes: int = 16 << 20
+) -> bytes:
+    """Run a short program and return what it prints, which may be up to an untrusted file.
 
     Raises:
         UnavailableError: The program cannot be started.
-        BuildError: It failed or took too long.
+        BuildError: It failed, took too long or printed more than ``most_bytes``.
     """
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=host_environment(os.environ),
-            timeout=timeout_s,
-            check=False,
-        )
-    except OSError as error:
-        raise UnavailableError(f"{argv[0]} cannot be started: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{what} took longer than {timeout_s:g} s") from error
-    if done.returncode != 0:
-        tail = [*done.stdout.splitlines(), *done.stderr.splitlines()][-20:]
-        raise BuildError(
-            f"{what} failed with exit status {done.returncode}", tail=tail, hint=hint_for(tail)
-        )
-    return done.stdout
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=host_environment(os.environ),
+            )
+        except OSError as error:
+            raise UnavailableError(f"{argv[0]} cannot be started: {error.strerror}") from error
+        until_s = time.monotonic() + timeout_s
+        timer = threading.Timer(timeout_s, process.kill)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            with process.stdout as pipe:
+                printed = pipe.read(most_bytes + 1)
+            if len(printed) > most_bytes:
+                process.kill()
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
+        if time.monotonic() >= until_s and process.returncode != 0:
+            raise BuildError(f"{what} took longer than {timeout_s:g} s")
+        if len(printed) > most_bytes:
+            raise BuildError(f"{what} gave more than {most_bytes} bytes")
+        if process.returncode != 0:
+            errors.seek(0)
+            text = (printed + b"\n" + errors.read(most_bytes)).decode(errors="replace")
+            tail = [line for line in text.splitlines() if line][-20:]
+            raise BuildError(
+                f"{what} failed with exit status {process.returncode}",
+                tail=tail,
+                hint=hint_for(tail),
+            )
+    return printed

@@ -10,6 +10,7 @@ from typing import Any
 from dni_runtime.errors import BuildError, DataError, ImageError
 from dni_runtime.image import apptainer, sif
 from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, LockedImage, read_lock
 from dni_runtime.image.wheelhouse import sha256_file
 
@@ -151,7 +152,7 @@ def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -
 
 
 def inspect_image(tool: Apptainer, image: Path) -> Inspected:
-    """Read an image's labels and the spec of its module.
+    """Read an image's labels and the spec of its module; nothing of the image is run.
 
     Raises:
         DataError: There is no such image.
@@ -162,6 +163,11 @@ def inspect_image(tool: Apptainer, image: Path) -> Inspected:
     labels = sif.read_labels(tool, image)
     try:
         module = json.loads(sif.read_module_json(tool, image))
-    except ValueError as error:
-        raise ImageError(f"the spec in {image} is not JSON: {error}") from error
+        if not isinstance(module, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        raise ImageError(
+            f"/{MODULE_JSON} in {image} is not a module's spec: {error}",
+            hint="build the chain's images with: dnictl build",
+        ) from error
     return Inspected(image, labels, module)

@@ -1,4 +1,8 @@
-"""SIF files: copying a base image, appending a layer, giving it the module's labels and help."""
+"""SIF files: copying a base image, appending a layer, reading and writing what describes it.
+
+Nothing here runs an image: what is read may come from anybody. ``apptainer inspect`` is not used,
+because it starts the image's shell where an image has no metadata object.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import BuildError, ImageError
+from dni_runtime.errors import BuildError, ImageError, UnavailableError
 from dni_runtime.image import apptainer
 from dni_runtime.image.apptainer import Apptainer, sif_argv
 from dni_runtime.image.definition import LABEL_PREFIX
+from dni_runtime.image.layers import MODULE_JSON
 
 _ARCHITECTURES = {
     "i686": 1, "x86_64": 2, "armv7l": 3, "aarch64": 4, "ppc64": 5, "ppc64le": 6, "s390x": 11,
@@ -26,13 +31,25 @@ _PARTITION, _GENERIC_JSON = "4", "6"  # --datatype of apptainer-sif-add(1)
 _SQUASHFS, _OVERLAY = "1", "4"  # --partfs, --parttype
 _GROUP = "1"  # the group that `sign` and `verify` cover by default
 _METADATA = "inspect-metadata.json"
+_LABELS = ".singularity.d/labels.json"
+_METADATA_TYPE, _PARTITION_TYPE, _SQUASHFS_TYPE = "JSON.Generic", "FS (", "FS (Squashfs/"
+
+MOST_READ_BYTES = 16 << 20
+"""A module's spec has some kilobytes; what is larger is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SifObject:
-    """One object in a SIF file."""
+    """One object in a SIF file.
+
+    Attributes:
+        id: Its number.
+        start: Where it begins in the file, in bytes.
+        type: As ``apptainer sif list`` names it.
+    """
 
     id: int
+    start: int
     type: str
 
 
@@ -57,8 +74,9 @@ def copy_image(source: Path, target: Path) -> None:
 
 def parse_list(text: str) -> list[SifObject]:
     """The objects in the output of ``apptainer sif list``."""
-    rows = (re.match(r"(\d+)\s*\|.*\|\s*(\S.*?)\s*$", line) for line in text.splitlines())
-    return [SifObject(int(row[1]), row[2]) for row in rows if row is not None]
+    pattern = re.compile(r"(\d+)\s*\|.*\|\s*(\d+)-\d+\s*\|\s*(\S.*?)\s*$")
+    rows = (pattern.match(line) for line in text.splitlines())
+    return [SifObject(int(row[1]), int(row[2]), row[3]) for row in rows if row is not None]
 
 
 def objects(tool: Apptainer, image: Path) -> list[SifObject]:
@@ -68,7 +86,8 @@ def objects(tool: Apptainer, image: Path) -> list[SifObject]:
         ImageError: It is not a SIF file.
     """
     try:
-        return parse_list(apptainer.capture(sif_argv(tool, "list", str(image)), what="reading"))
+        argv = sif_argv(tool, "list", str(image.absolute()))
+        return parse_list(apptainer.capture(argv, what="reading"))
     except BuildError as error:
         last = error.tail[-1] if error.tail else str(error)
         raise ImageError(f"{image} is not a SIF image: {last}") from error
@@ -110,7 +129,7 @@ def relabel(
     Returns:
         False when the image has no such object (built by an old Singularity).
     """
-    found = [o.id for o in objects(tool, image) if o.type.startswith("JSON.Generic")]
+    found = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
     if not found:
         return False
     id_ = str(found[0])
@@ -136,35 +155,90 @@ def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
     """An image's own labels (those with our prefix), without the prefix.
 
     Raises:
-        ImageError: It is not an image that can be inspected.
+        ImageError: It is not an image whose labels can be read.
+        UnavailableError: unsquashfs is missing.
     """
+    labels: Any = {}
+    found = [o for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
     try:
-        text = apptainer.capture(apptainer.inspect_argv(tool, image), what="inspecting")
-        labels = json.loads(text)["data"]["attributes"].get("labels") or {}
-    except (BuildError, ValueError, KeyError, TypeError) as error:
+        if found:
+            argv = sif_argv(tool, "dump", str(found[0].id), str(image.absolute()))
+            text = apptainer.capture(argv, what="reading the labels")
+            labels = json.loads(text)["data"]["attributes"].get("labels") or {}
+        elif (content := read_file(tool, image, _LABELS)) is not None:
+            labels = json.loads(content)
+        return {
+            name.removeprefix(LABEL_PREFIX): _printable(str(value))
+            for name, value in labels.items()
+            if name.startswith(LABEL_PREFIX)
+        }
+    except (BuildError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ImageError(
-            f"{image} cannot be inspected: {error}", hint="is it an Apptainer image?"
-        ) from error
-    return {
-        name.removeprefix(LABEL_PREFIX): value
-        for name, value in labels.items()
-        if name.startswith(LABEL_PREFIX)
-    }
-
-
-def read_module_json(tool: Apptainer, image: Path) -> str:
-    """The worker's spec in a module image, read inside the container (it may be in either layer).
-
-    Raises:
-        ImageError: The image holds none.
-    """
-    try:
-        return apptainer.capture(
-            apptainer.exec_argv(tool, image, ["cat", "/opt/dni/module.json"]),
-            what=f"reading the spec in {image.name}",
-        )
-    except BuildError as error:
-        raise ImageError(
-            f"{image} holds no module of a chain (/opt/dni/module.json)",
+            f"the labels of {image} cannot be read: {error}",
             hint="build the chain's images with: dnictl build",
         ) from error
+
+
+def _printable(text: str) -> str:
+    """A label for a terminal, which could be told to do other things than to show it."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def read_module_json(tool: Apptainer, image: Path) -> bytes:
+    """The worker's spec in a module image, whichever layer it is in.
+
+    Raises:
+        ImageError: The image holds none, or none that can be read.
+        UnavailableError: unsquashfs is missing.
+    """
+    content = read_file(tool, image, MODULE_JSON)
+    if content is None:
+        raise ImageError(
+            f"{image} holds no module of a chain (/{MODULE_JSON})",
+            hint="build the chain's images with: dnictl build",
+        )
+    return content
+
+
+def read_file(tool: Apptainer, image: Path, path: str) -> bytes | None:
+    """A small file of an image, read out of its squashfs partitions, the topmost first.
+
+    unsquashfs writes it to a pipe, so that no path and no link of the image counts on this host.
+
+    Returns:
+        None when no partition holds it.
+
+    Raises:
+        ImageError: It is no plain file, is too large, or lies where it cannot be read.
+        UnavailableError: unsquashfs is missing or too old.
+    """
+    program = shutil.which("unsquashfs", path=apptainer.host_environment(os.environ)["PATH"])
+    hint = "install the package squashfs-tools, version 4.5 or newer"
+    if program is None:
+        raise UnavailableError("unsquashfs, which reads images, is not installed", hint=hint)
+    partitions = [o for o in objects(tool, image) if o.type.startswith(_PARTITION_TYPE)]
+    for partition in reversed(partitions):
+        if not partition.type.startswith(_SQUASHFS_TYPE):
+            raise ImageError(
+                f"{image} cannot be looked into: it has a partition that is no squashfs "
+                f"({partition.type})",
+                hint="use an image as 'dnictl build' makes it",
+            )
+        argv = [program, "-offset", str(partition.start), "-cat", str(image.absolute()), path]
+        try:
+            return apptainer.capture_bytes(
+                argv, what=f"reading /{path}", most_bytes=MOST_READ_BYTES
+            )
+        except BuildError as error:
+            last = error.tail[-1] if error.tail else error.message
+            if "no matches for" in last:
+                continue
+            if any("SYNTAX:" in line for line in error.tail):
+                raise UnavailableError(
+                    f"{program} cannot print files: too old", hint=hint
+                ) from None
+            raise ImageError(
+                f"/{path} of {image} cannot be read: {last}",
+                hint="build the chain's images with: dnictl build",
+            ) from error
+    return None

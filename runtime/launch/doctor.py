@@ -195,6 +195,7 @@ def mount_of(path: Path, mounts: str | None = None) -> tuple[str, frozenset[str]
 def _build_tools() -> Iterator[Check]:
     for name, why in (
         ("mksquashfs", "packs the modules' layers; package squashfs-tools"),
+        ("unsquashfs", "reads the spec of an image that no lock names; package squashfs-tools"),
         ("debootstrap", "makes Debian base images; package debootstrap"),
         ("newuidmap", "fakeroot builds; package uidmap"),
     ):

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount, find_apptainer
 from dni_runtime.image.check import inspect_image, verify_hash, verify_signature
-from dni_runtime.image.lock import read_lock
+from dni_runtime.image.layers import MODULE_JSON
+from dni_runtime.image.lock import LOCK_NAME, read_lock
 from dni_runtime.launch.plan import Backend
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 
@@ -174,7 +177,7 @@ def check_images(
     folder: Path,
     require_signed: bool | str = False,
 ) -> dict[str, Path]:
-    """The image of each module, of this very spec, and as it was built.
+    """The image of each module, of this very spec, and as it was built; none of them is run.
 
     Args:
         tool: The container program.
@@ -197,10 +200,17 @@ def check_images(
                 hint="build the images with 'dnictl build', or use --backend process",
             )
         entry = None if lock is None else lock.modules.get(worker.module)
-        if entry is not None:
-            its_hash = entry.module_hash
-        else:  # nobody has written down what it is: ask the image itself
-            its_hash = WorkerSpec.model_validate(inspect_image(tool, image).module).hash
+        if require_signed:
+            if entry is None:
+                raise ImageError(
+                    f"{str(image)!r} is not in {str(folder / LOCK_NAME)!r}, and the chain says "
+                    "'image.require_signed'",
+                    hint=f"copy {LOCK_NAME} together with the signed images, or build them with "
+                    "'dnictl build --sign'",
+                )
+            verify_signature(tool, image, key=key)
+        # Where nobody has written down what it is, the image itself is looked into.
+        its_hash = entry.module_hash if entry is not None else _hash_inside(tool, image)
         if its_hash != worker.hash:
             raise ImageError(
                 f"{str(image)!r} is an image of another spec of module {worker.module!r} "
@@ -209,13 +219,24 @@ def check_images(
             )
         if entry is not None:
             verify_hash(image, entry)
-        if require_signed:
-            verify_signature(tool, image, key=key)
         return image.absolute()
 
     # hashing takes most of the time, and other threads can run meanwhile
     with ThreadPoolExecutor(min(_MOST_HASHED, len(os.sched_getaffinity(0)))) as pool:
         return {w.module: path for w, path in zip(workers, pool.map(check, workers), strict=True)}
+
+
+def _hash_inside(tool: Apptainer, image: Path) -> str:
+    """The hash of the spec that an image holds."""
+    try:
+        return WorkerSpec.model_validate(inspect_image(tool, image).module).hash
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the document"
+        raise ImageError(
+            f"/{MODULE_JSON} in {str(image)!r} is not a module's spec: {where}: {first['msg']}",
+            hint="it was built by another version: build the images again with 'dnictl build'",
+        ) from None
 
 
 def check_devices(

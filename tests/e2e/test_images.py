@@ -15,9 +15,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dni_runtime.image import apptainer
+from dni_runtime.errors import ImageError
+from dni_runtime.image import apptainer, sif
 from dni_runtime.image.apptainer import Apptainer, Mount
+from dni_runtime.image.check import inspect_image
+from dni_runtime.image.layers import pack_layer
 from dni_runtime.image.lock import read_lock
+from dni_runtime.image.wheelhouse import host_machine
+from dni_runtime.launch.host import check_images
+from dni_runtime.launch.prepare import prepare
 from tests.e2e.conftest import Dnictl, need, run
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(900)]
@@ -161,6 +167,46 @@ def test_up_starts_only_signed_images_where_that_is_required(images: Path, dnict
         assert "signature" in stranger.run(*start, expect=65).stderr
     finally:
         write(dnictl.folder, document)
+
+
+def test_nothing_of_an_image_is_run_before_it_is_trusted(
+    images: Path,
+    dnictl: Dnictl,
+    tool: Apptainer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer whose programs leave a mark, on an image without signature, labels and lock."""
+    mark = tmp_path / "was run"
+    copy = tmp_path / "images"
+    for name in ("bin/cat", "bin/sh"):
+        path = tmp_path / "layer" / "usr" / name  # where /bin leads to
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n/bin/touch '{mark}'\n")
+        path.chmod(0o755)
+    pack_layer(tmp_path / "layer", tmp_path / "layer.sqfs")
+    copy.mkdir()
+    image = copy / "tail.sif"
+    sif.copy_image(images / "tail.sif", image)
+    sif.append_layer(tool, image, tmp_path / "layer.sqfs", machine=host_machine())
+    labels = next(o.id for o in sif.objects(tool, image) if o.type == "JSON.Generic")
+    apptainer.capture(apptainer.sif_argv(tool, "del", str(labels), str(image)), what="deleting")
+    run([tool.path, "exec", image, "cat"])
+    assert mark.exists()  # so it would be seen
+    mark.unlink()
+    monkeypatch.setenv("APPTAINER_KEYSDIR", dnictl.environ["APPTAINER_KEYSDIR"])
+    assert inspect_image(tool, image).module["module"] == "tail"
+    write(tmp_path, chain(["tail"]))
+    workers = prepare(tmp_path / "chain.yaml").workers
+    with pytest.raises(ImageError, match="another spec"):
+        check_images(tool, workers, copy)
+    with pytest.raises(ImageError, match=r"dni\.lock"):
+        check_images(tool, workers, copy, require_signed=True)
+    shutil.copy(images / "dni.lock", copy)
+    with pytest.raises(ImageError, match="signature"):
+        check_images(tool, workers, copy, require_signed=True)
+    assert not mark.exists()
+    shutil.rmtree(copy)
 
 
 def test_tampered_image_is_refused(images: Path, dnictl: Dnictl, tmp_path: Path) -> None:

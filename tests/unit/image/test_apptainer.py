@@ -171,3 +171,9 @@ def test_program_that_takes_too_long_is_ended() -> None:
         apptainer.capture(
             [sys.executable, "-c", "import time; time.sleep(30)"], what="testing", timeout_s=0.2
         )
+
+
+def test_program_that_prints_too_much_is_ended() -> None:
+    code = "import sys\nwhile True: sys.stdout.write('x' * 4096)"
+    with pytest.raises(BuildError, match="testing gave more than 10000 bytes"):
+        apptainer.capture_bytes([sys.executable, "-c", code], what="testing", most_bytes=10_000)

@@ -11,7 +11,8 @@ import pytest
 
 from dni_runtime.errors import DataError, ImageError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount
-from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
+from dni_runtime.image.check import Inspected
+from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
 from dni_runtime.launch import host
 from dni_runtime.launch.host import (
     Site,
@@ -192,6 +193,41 @@ def test_signatures_that_are_required(
     asked.unlink()
     check_images(tool, workers, folder)
     assert not asked.exists()
+
+
+def test_a_signature_that_is_required_comes_before_all_else(
+    tmp_path: Path, workers: tuple[WorkerSpec, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a lock nobody vouches for the spec; with one, nothing is looked at before."""
+    folder = tmp_path / "images"
+    write_images(folder, workers)
+    asked = []
+    for name in ("inspect_image", "verify_hash", "verify_signature"):
+        monkeypatch.setattr(host, name, lambda *args, n=name, **_: asked.append((n, args[1])))
+    image = folder / "bottom.sif"
+    check_images(TOOL, workers[:1], folder, require_signed=True)
+    assert [name for name, _ in asked] == ["verify_signature", "verify_hash"]
+    asked.clear()
+    for unknown in ("not in the lock", "no lock"):
+        if unknown == "no lock":
+            (folder / "dni.lock").unlink()
+        else:
+            write_lock(folder, read_lock(folder).model_copy(update={"modules": {}}))
+        with pytest.raises(ImageError, match=r"is not in .*dni\.lock.*require_signed.*\n.*copy"):
+            check_images(TOOL, workers[:1], folder, require_signed=True)
+    assert asked == []
+    assert image.is_file()
+
+
+def test_an_image_with_another_document_than_a_spec(
+    tmp_path: Path, workers: tuple[WorkerSpec, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "images"
+    write_images(folder, workers, locked=workers[1:])
+    answer = Inspected(folder / "bottom.sif", {}, {"module": 3})
+    monkeypatch.setattr(host, "inspect_image", lambda *_: answer)
+    with pytest.raises(ImageError, match=r"module\.json in .*bottom\.sif.* is not a module's spec"):
+        check_images(TOOL, workers, folder)
 
 
 @pytest.mark.usefixtures("apptainer")
