@@ -283,6 +283,7 @@ def run(
         data=prepared.data,
         resume=cut,
         log_level=log_level,
+        supervised=False,
     )
     (worker,) = (one for one in plan.workers if one.module == module)
     if dry_run:

@@ -20,12 +20,14 @@
       metrics/MODULE.jsonl          what a worker measured
       tensorboard/MODULE/           the same as event files, when asked for
       initial/MODULE.safetensors    weights that a module begins with, where the chain gives some
-      best.json                     which checkpoint is the best, where one is selected
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
+      checkpoints/best.json         which checkpoint is the best, where one is selected
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
-      marks.jsonl                   markers that the head was asked for, by position
+      ledger/marks.jsonl            markers that the head was asked for, by position
       requests/restart-MODULE       somebody's wish that a module is started again
+      container/                    the run directory as containers see it; what they need of the
+                                    rest is mounted into it
 
 A run directory may lie on a shared file system: files appear whole (temporary name, then rename)
 and nothing relies on locks.
@@ -52,6 +54,8 @@ FOLDERS = (
     *("initial", "checkpoints", "snapshots", "ledger", "requests"),
 )
 
+WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
+"""What workers write to; nothing that is written there is run, or decides what is run."""
 
 COMING = ("restarting", "starting", "connecting")
 """What ``state.json`` says of a module that is on its way, and has no links yet."""
@@ -134,11 +138,12 @@ class RunDir:
 
     @property
     def best(self) -> Path:
-        return self.root / "best.json"
+        old = self.root / "best.json"  # of runs that were made before it was a worker's folder
+        return old if old.exists() else self.checkpoints / "best.json"
 
     @property
     def marks(self) -> Path:
-        return self.root / "marks.jsonl"
+        return self.root / "ledger" / "marks.jsonl"
 
     @property
     def requests(self) -> Path:
@@ -167,6 +172,12 @@ class RunDir:
     def keys(self) -> Path:
         return self.root / "keys"
 
+    def key(self, module: str) -> Path:
+        return self.keys / f"{module}.key"
+
+    def public_key(self, module: str) -> Path:
+        return self.keys / f"{module}.pub"
+
     def worker(self, module: str) -> Path:
         return self.root / "workers" / f"{module}.json"
 
@@ -184,11 +195,19 @@ class RunDir:
         """Path, without ending, of one module's part of the checkpoint at position ``cut``."""
         return self.checkpoints / f"{cut:012d}" / module
 
+    @property
+    def container(self) -> RunDir:
+        """What containers see in place of this directory: empty but for what is mounted there."""
+        return RunDir(self.root / "container")
+
     def create(self) -> None:
         """Make the folders, readable by their owner alone."""
         for folder in FOLDERS:
             (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.root.chmod(0o700)
+        if stat.S_IMODE(self.root.stat().st_mode) != 0o700:  # in a container it cannot be changed
+            self.root.chmod(0o700)
+        if (old := self.root / "best.json").exists():
+            old.replace(self.checkpoints / "best.json")
 
 
 def socket_path(run: Path, base: Path | None = None) -> Path:

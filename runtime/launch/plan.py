@@ -14,7 +14,7 @@ from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount, run_argv
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.slurm.placement import Need
-from dni_runtime.rundir import RunDir
+from dni_runtime.rundir import WORKER_FOLDERS, RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
 
@@ -150,6 +150,8 @@ class Placement:
             interface.
         container_args: Further arguments of the container program.
         scratch: Folder for temporary files on the worker's node, or an empty text.
+        supervised: Whether a supervisor prepares the run. Otherwise containers see the whole run
+            directory, where the workers have to make what they need.
     """
 
     run: Path
@@ -168,6 +170,7 @@ class Placement:
     links: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     container_args: tuple[str, ...] = ()
     scratch: str = ""
+    supervised: bool = True
 
 
 def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placement) -> LaunchPlan:
@@ -181,15 +184,21 @@ def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placem
     Returns:
         The plan; the same arguments always give the same plan.
     """
-    make = _in_container if placement.backend == "apptainer" else _as_process
     transports = {chain.links.transport, *(kind for kind, _ in placement.links.values())}
+    keys = chain.links.security != "none" and "tcp" in transports
+
+    def make(worker: WorkerSpec) -> WorkerPlan:
+        if placement.backend == "apptainer":
+            return _in_container(worker, placement, keys)
+        return _as_process(worker, placement)
+
     return LaunchPlan(
         run=str(placement.run),
         backend=placement.backend,
         sockets=str(placement.sockets),
         stop_grace_s=chain.stop_grace_s,
-        workers=tuple(make(worker, placement) for worker in workers),
-        keys=chain.links.security != "none" and "tcp" in transports,
+        workers=tuple(make(worker) for worker in workers),
+        keys=keys,
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
             scope="chain" if any(worker.exact for worker in workers) else "module",
@@ -218,13 +227,35 @@ def _as_process(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
     )
 
 
-def _in_container(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
+def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
+    """What a worker needs of its run: neither others' secret keys nor what a start goes by."""
+    read = [run.record, run.spec(worker.module)]
+    if worker.initial:
+        read.append(run.initial(worker.module))
+    if keys:
+        neighbours = (name for name in (worker.upstream, worker.downstream) if name is not None)
+        read += [run.key(worker.module), run.public_key(worker.module)]
+        read += [run.public_key(name) for name in neighbours]
+
+    def target(path: Path) -> str:
+        return f"{RUN_TARGET}/{path.relative_to(run.root).as_posix()}"
+
+    written = [run.root / folder for folder in WORKER_FOLDERS]
+    return [
+        Mount(str(run.container.root), RUN_TARGET),
+        *(Mount(str(path), target(path)) for path in read),
+        *(Mount(str(path), target(path), read_only=False) for path in written),
+    ]
+
+
+def _in_container(worker: WorkerSpec, placement: Placement, keys: bool) -> WorkerPlan:
     assert placement.tool is not None
     run = RunDir(placement.run)
-    mounts = [
-        Mount(str(placement.run), RUN_TARGET, read_only=False),
-        Mount(str(placement.sockets), SOCKETS_TARGET, read_only=False),
-    ]
+    if placement.supervised:
+        mounts = _run_mounts(worker, run, keys)
+    else:
+        mounts = [Mount(str(placement.run), RUN_TARGET, read_only=False)]
+    mounts.append(Mount(str(placement.sockets), SOCKETS_TARGET, read_only=False))
     arguments = _arguments(worker, placement, RUN_TARGET, SOCKETS_TARGET)
     if worker.head is not None and placement.data is not None:
         folder = placement.data_folder or placement.data

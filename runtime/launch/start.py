@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def plan_here(
     attempt: int = 1,
     resume: str = "auto",
     log_level: str = "info",
+    supervised: bool = True,
 ) -> LaunchPlan:
     """Plan a run on this host; writes nothing.
 
@@ -79,11 +81,12 @@ def plan_here(
         attempt: Which start of the run this is.
         resume: ``auto``, ``none`` or the stream position of a checkpoint.
         log_level: How much the workers write to their logs.
+        supervised: Whether a supervisor will start the workers.
     """
     placement = placement_here(
         root, site, data=data, attempt=attempt, resume=resume, log_level=log_level
     )
-    return make_plan(chain, workers, placement)
+    return make_plan(chain, workers, replace(placement, supervised=supervised))
 
 
 def placement_here(

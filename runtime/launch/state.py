@@ -121,7 +121,10 @@ class RunState:
     def write(self, run: RunDir) -> None:
         """Write the state to the run directory."""
         self.updated = time.time()
-        write_json(run.state, {"format": 1, **asdict(self)})
+        document = {"format": 1, **asdict(self)}
+        write_json(run.state, document)
+        if self.backend == "apptainer":
+            write_json(run.container.state, document, durable=False)
 
     @classmethod
     def read(cls, run: RunDir) -> Self:

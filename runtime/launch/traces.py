@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.plan import RUN_TARGET, LaunchPlan
 from dni_runtime.rundir import RunDir, socket_folder
 
 
@@ -21,10 +21,26 @@ def prepare_traces(run: RunDir, plan: LaunchPlan) -> None:
 
         for worker in plan.workers:
             keys.make(run, worker.module)
+    _prepare_mounts(run, plan)
     for worker in plan.workers:
         run.endpoint(worker.module).unlink(missing_ok=True)
         run.worker(worker.module).unlink(missing_ok=True)
         run.restart_request(worker.module).unlink(missing_ok=True)
+
+
+def _prepare_mounts(run: RunDir, plan: LaunchPlan) -> None:
+    """Make an empty file or folder for all that containers see of the run directory."""
+    mounts = {mount for worker in plan.workers for mount in worker.mounts}
+    inside = [m for m in mounts if PurePosixPath(m.target).is_relative_to(RUN_TARGET)]
+    if inside:
+        run.container.create()
+    for mount in inside:
+        point = run.container.root / PurePosixPath(mount.target).relative_to(RUN_TARGET)
+        point.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if Path(mount.source).is_dir():
+            point.mkdir(mode=0o700, exist_ok=True)
+        else:
+            point.touch(mode=0o600)
 
 
 def remove_traces(run: RunDir, sockets: Path) -> None:

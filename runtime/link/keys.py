@@ -128,13 +128,13 @@ def make(run: RunDir, module: str) -> bool:
     Raises:
         DataError: The folder, or the pair that is there, is not its owner's alone.
     """
-    path = _pair_file(run, module)
+    path = run.key(module)
     try:
         run.keys.mkdir(mode=0o700, exist_ok=True)
         made = not path.is_symlink() and not path.exists() and _create(path)
         pair = load(run, module)
         if public(run, module) != pair.public:
-            write_atomic(_public_file(run, module), pair.public + b"\n")
+            write_atomic(run.public_key(module), pair.public + b"\n")
     except OSError as error:
         raise DataError(
             f"keys cannot be made in {str(run.keys)!r}: {error.strerror}",
@@ -163,7 +163,7 @@ def load(run: RunDir, module: str) -> KeyPair:
     Raises:
         DataError: It is missing, damaged, or not its owner's alone.
     """
-    path = _pair_file(run, module)
+    path = run.key(module)
     lines = _read(path).split(b"\n")
     if len(lines) != 3 or [len(line) for line in lines] != [_Z85_CHARS, _Z85_CHARS, 0]:
         raise _damaged(path)
@@ -182,7 +182,7 @@ def public(run: RunDir, module: str) -> bytes | None:
     Raises:
         DataError: The file is damaged, or not its owner's alone.
     """
-    path = _public_file(run, module)
+    path = run.public_key(module)
     try:
         key = _read(path).removesuffix(b"\n")
     except FileNotFoundError:
@@ -199,17 +199,9 @@ def remove(run: RunDir, module: str | None = None) -> None:
     """Remove a module's keys, or those of all; what is not there is no error."""
     with contextlib.suppress(OSError):
         for path in run.keys.iterdir():
-            if module is None or path in (_pair_file(run, module), _public_file(run, module)):
+            if module is None or path in (run.key(module), run.public_key(module)):
                 path.unlink(missing_ok=True)
         run.keys.rmdir()
-
-
-def _pair_file(run: RunDir, module: str) -> Path:
-    return run.keys / f"{module}.key"
-
-
-def _public_file(run: RunDir, module: str) -> Path:
-    return run.keys / f"{module}.pub"
 
 
 def _read(path: Path) -> bytes:

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Selection:
-    """What the tail knows of evaluations; written down in ``best.json``.
+    """What the tail knows of evaluations; written down in ``checkpoints/best.json``.
 
     An evaluation goes by the checkpoint before it: one that a restart repeats is not counted again.
 

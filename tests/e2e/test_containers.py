@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -22,8 +24,9 @@ from dni_runtime.core.chain import Backprop
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import RunDir, complete_cuts, read_lines
+from dni_runtime.rundir import WORKER_FOLDERS, RunDir, complete_cuts, read_lines
 from dni_runtime.spec import load_chain
+from tests.e2e.conftest import Site, eventually, processes_of
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -46,6 +49,53 @@ from torch import nn
 class Block(nn.Sequential):
     def __init__(self, inputs, outputs):
         super().__init__(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU())
+"""
+PROBE = """\
+import json, os, time
+from pathlib import Path
+
+SEEN = Path("/dni/run")
+
+def tried(paths, attempt):
+    done = []
+    for path in paths:
+        try:
+            if attempt(path):
+                done.append(str(path))
+        except OSError:
+            pass
+    return done
+
+def probe():
+    if not SEEN.is_dir():
+        return
+    outside = json.loads(os.environ["PROBED"])
+    files = [Path(folder, name) for root in (SEEN, outside) for folder, _, names in os.walk(root)
+             for name in names]
+    keys = [Path(root, "keys", f"{name}.key") for root in (SEEN, outside)
+            for name in ("bottom", "top")]
+    others = [path for pid in Path("/proc").glob("[0-9]*") for path in
+              (pid / "root" / f"{outside}/keys/top.key", pid / "cwd" / "keys/top.key")]
+    control = ["job.sbatch", "job.json", "chain.json", "chain.yaml", "plan.json", "run.json",
+               "state.json", "stop.json", "specs/bottom.json", "specs/top.json", "specs/new.json",
+               "src/mine.py", "keys/new.pub", "keys/top.pub", "requests/restart-top", "logs/x.log",
+               "initial/top.safetensors"]
+    control = [Path(root, name) for root in (SEEN, outside) for name in control]
+    found = {
+        "files": tried(files, lambda path: path.read_bytes()),
+        "keys": tried([*keys, *others], lambda path: path.read_bytes()),
+        "written": tried(control, lambda path: path.write_text("x") or True),
+        "removed": tried(control, lambda path: path.unlink() or True),
+        "replaced": tried(control, lambda path: os.replace(__file__, path) or True),
+    }
+    (SEEN / "metrics" / f"probe-{os.getpid()}.txt").write_text(json.dumps(found))
+
+probe()
+
+class Block(Block):
+    def forward(self, x):
+        time.sleep(0.02)  # leaves the processors to what starts
+        return super().forward(x)
 """
 
 
@@ -97,18 +147,56 @@ def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert accuracy == pytest.approx(summary["accuracy"], abs=1e-6)
 
 
-def test_up_over_encrypted_links_in_containers(site: Path, tmp_path: Path) -> None:
-    """Keys that the launcher makes are good inside: the same user sees them with the same modes."""
-    (tmp_path / "mine.py").write_text(BLOCK)
-    links = "links: {transport: tcp, security: curve}\nmodules:"
-    (tmp_path / "chain.yaml").write_text(CHAIN.replace("modules:", links))
-    dnictl(tmp_path, "build")
-    summary = json.loads(dnictl(tmp_path, "up", "--backend", "apptainer", "--json"))
-    assert summary["state"] == "finished"
-    assert summary["accuracy"] > 0.9
-    run = RunDir(Path(summary["path"]))
-    assert "encrypted" in run.log("top", 1).read_text()
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A folder that containers do not see, unlike those in /tmp."""
+    with tempfile.TemporaryDirectory(dir=Path.home()) as name:
+        yield Path(name)
+
+
+def test_containers_see_only_what_they_need(
+    tool: Apptainer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that looks for others' keys and for what a start goes by, in a run that goes on.
+
+    Encrypted links, so that there are keys: inside, the same user sees them with the same modes.
+    """
+    (home / "mine.py").write_text(BLOCK + PROBE)
+    text = CHAIN.replace("modules:", "links: {transport: tcp, security: curve}\nmodules:")
+    text = text.replace("epochs: 12", "epochs: 100000\ncheckpoint: {every_steps: 20}")
+    (home / "chain.yaml").write_text(text)
+    run = RunDir(home / "run")
+    monkeypatch.setenv("PROBED", json.dumps(str(run.root)))
+    here = Site(home)
+    modules = ["bottom", "top"]
+    try:
+        here.run("build")
+        here.run("up", "--backend", "apptainer", "--run-dir", run.root, "-d")
+        run.script.write_text("#!/bin/sh\n")  # as 'dnictl submit' leaves one
+        eventually("a checkpoint", lambda: complete_cuts(run, modules), 100)
+        before = {path: path.read_bytes() for path in (run.script, run.chain, run.spec("top"))}
+        here.run("restart", "bottom", run.root)
+        eventually("bottom is restarted", lambda: run.log("bottom", 2).exists())
+        cut = complete_cuts(run, modules)[-1]
+        eventually("a later checkpoint", lambda: complete_cuts(run, modules)[-1] > cut, 100)
+        here.run("stop", run.root)
+        assert "encrypted" in run.log("top", 1).read_text()
+    finally:
+        for process in processes_of(run.root):
+            os.kill(process, signal.SIGKILL)
     assert not run.keys.exists()
+    probes = [json.loads(path.read_text()) for path in run.root.glob("metrics/probe-*.txt")]
+    assert len(probes) == 2  # bottom's starts
+    for probe in probes:
+        assert probe.pop("keys") == ["/dni/run/keys/bottom.key"]
+        files = {Path(path).relative_to("/dni/run") for path in probe.pop("files")}
+        alone = {path for path in files if path.parts[0] not in WORKER_FOLDERS}
+        assert {*map(str, alone)} == {
+            "run.json", "state.json", "specs/bottom.json",
+            "keys/bottom.key", "keys/bottom.pub", "keys/top.pub",
+        }  # fmt: skip
+        assert probe == {"written": [], "removed": [], "replaced": []}
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_exact_is_backprop_on_the_demos_chain(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.rundir import append_line, peek_json, read_json, read_lines, write_json
+from dni_runtime.rundir import RunDir, append_line, peek_json, read_json, read_lines, write_json
 
 
 def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
@@ -53,3 +53,14 @@ def test_a_look_at_what_cannot_be_read(tmp_path: Path) -> None:
     write_json(path, {"id": 1})
     assert peek_json(path) == {"id": 1}
     assert peek_json(tmp_path) == {}
+
+
+def test_the_best_checkpoint_of_an_older_run(tmp_path: Path) -> None:
+    """It was noted beside the folders; whoever goes on with such a run moves it."""
+    run = RunDir(tmp_path)
+    write_json(tmp_path / "best.json", {"cut": 7})
+    assert read_json(run.best) == {"cut": 7}
+    run.create()
+    assert run.best == run.checkpoints / "best.json"
+    assert read_json(run.best) == {"cut": 7}
+    assert not (tmp_path / "best.json").exists()

@@ -78,7 +78,16 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     )
     start = ["/usr/bin/apptainer", "--quiet", "run", "--no-eval", "--no-home"]
     start += ["--no-mount", "cwd", "--pwd", "/"]
-    run = ["--mount", "type=bind,source=/runs/a b,destination=/dni/run"]
+
+    def run(module: str) -> list[str]:
+        """Its own files to read, folders to write to, and nothing else of the run."""
+        read = [("container", ""), ("run.json", "/run.json")]
+        read.append((f"specs/{module}.json", f"/specs/{module}.json"))
+        folders = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
+        ways = [f"source=/runs/a b/{path},destination=/dni/run{to},ro" for path, to in read]
+        ways += [f"source=/runs/a b/{name},destination=/dni/run/{name}" for name in folders]
+        return [word for way in ways for word in ("--mount", f"type=bind,{way}")]
+
     sockets = ["--mount", "type=bind,source=/run/user/1/dni-0,destination=/dni/ipc"]
     data = ["--mount", 'type=bind,"source=/sets/a,b",destination=/dni/data,ro']
     scratch = ["--mount", "type=bind,source=/scratch,destination=/scratch"]
@@ -91,16 +100,47 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
 
     assert [list(worker.argv) for worker in plan.workers] == [
         [
-            *start, "--nv", *run, *sockets, *data, *scratch, "/img/bottom.sif",
+            *start, "--nv", *run("bottom"), *sockets, *data, *scratch, "/img/bottom.sif",
             *arguments("bottom"), "--data", "/dni/data/x.npz",
         ],
-        [*start, "--rocm", *run, *sockets, *scratch, "/img/middle.sif", *arguments("middle")],
-        [*start, *run, *sockets, *scratch, "/img/top.sif", *arguments("top")],
+        [
+            *start, "--rocm", *run("middle"), *sockets, *scratch, "/img/middle.sif",
+            *arguments("middle"),
+        ],
+        [*start, *run("top"), *sockets, *scratch, "/img/top.sif", *arguments("top")],
     ]  # fmt: skip
     for worker in plan.workers:
         assert worker.environment == {**THREADS, "PYTHONFAULTHANDLER": "1"}
         assert worker.log == f"/runs/a b/logs/{worker.module}.1.log"
         assert worker.image == f"/img/{worker.module}.sif"
+
+
+def test_a_container_gets_its_own_key_and_its_neighbours_public_ones(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...]
+) -> None:
+    chain = chain.model_copy(update={"links": chain.links.model_copy(update={"transport": "tcp"})})
+    placed = (*workers[:2], workers[2].model_copy(update={"initial": True}))
+    where = {
+        "backend": "apptainer",
+        "tool": Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
+        "images": {worker.module: Path("/i.sif") for worker in workers},
+    }
+    plan = plan_of(chain, placed, **where)
+    seen = [
+        {m.target.removeprefix("/dni/run/") for m in worker.mounts if m.read_only}
+        for worker in plan.workers
+    ]
+    keys = [
+        {"keys/bottom.key", "keys/bottom.pub", "keys/middle.pub"},
+        {"keys/bottom.pub", "keys/middle.key", "keys/middle.pub", "keys/top.pub"},
+        {"keys/middle.pub", "keys/top.key", "keys/top.pub"},
+    ]
+    assert [{name for name in one if name.startswith("keys/")} for one in seen] == keys
+    assert ["initial/top.safetensors" in one for one in seen] == [False, False, True]
+    by_hand = plan_of(chain, placed, **where, supervised=False)
+    assert {m.target for worker in by_hand.workers for m in worker.mounts} == {
+        "/dni/run", "/dni/ipc",
+    }  # fmt: skip
 
 
 def test_auto_device_may_use_a_gpu(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:

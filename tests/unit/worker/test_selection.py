@@ -31,7 +31,9 @@ INFO = DataInfo(
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
+    run = RunDir(tmp_path)
+    run.create()
+    return run
 
 
 def selection(run: RunDir, cut: int = 0, rises: bool = True, min_delta: float = 0.0) -> Selection:

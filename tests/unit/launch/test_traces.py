@@ -1,0 +1,46 @@
+"""What is made for workers before they start: here, for those in containers."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.launch.plan import Placement, make_plan
+from dni_runtime.launch.prepare import Prepared
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.state import RunState
+from dni_runtime.launch.traces import prepare_traces, remove_traces
+from dni_runtime.rundir import read_json
+
+
+def test_what_containers_see_is_there_to_be_mounted(
+    record: Record, prepared: Prepared, tmp_path: Path
+) -> None:
+    run, sockets = record.run, tmp_path / "ipc"
+    links = prepared.chain.links.model_copy(update={"transport": "tcp"})
+    images = {name: Path(f"/{name}.sif") for name in record.modules}
+    plan = make_plan(
+        prepared.chain.model_copy(update={"links": links}),
+        prepared.workers,
+        Placement(
+            run=run.root,
+            backend="apptainer",
+            sockets=sockets,
+            tool=Apptainer(Path("/apptainer"), "apptainer", (1, 4, 5)),
+            images=images,
+        ),
+    )
+    for _start in range(2):
+        prepare_traces(run, plan)
+        for mount in (mount for worker in plan.workers for mount in worker.mounts):
+            if mount.target != "/dni/ipc":
+                point = run.container.root / mount.target.removeprefix("/dni/run").strip("/")
+                assert Path(mount.source).is_dir() == point.is_dir()
+                assert Path(mount.source).is_file() == point.is_file()
+        assert stat.S_IMODE(run.container.keys.stat().st_mode) == 0o700
+        assert not any(path.stat().st_size for path in run.container.root.rglob("*.key"))
+        RunState.begin("apptainer", 1, record.modules).write(run)
+        assert read_json(run.container.state) == read_json(run.state)
+        remove_traces(run, sockets)
+        assert not run.keys.exists()
