@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     help="Private key in PEM form to sign with (implies --sign).",
 )
 @click.option("--force", is_flag=True, help="Build everything anew, the base image too.")
+@click.option(
+    "--locked",
+    is_flag=True,
+    help="Install exactly the packages that dni.lock in --out names, by hash.",
+)
 @click.option("--notest", is_flag=True, help="Do not run the images' %test.")
 @click.option("--dry-run", is_flag=True, help="Say what would be built, and build nothing.")
 @click.option("--verbose", "-v", is_flag=True, help="Show every line of the builder.")
@@ -46,6 +51,7 @@ def build(
     sign: bool,
     key: Path | None,
     force: bool,
+    locked: bool,
     notest: bool,
     dry_run: bool,
     verbose: bool,
@@ -60,6 +66,7 @@ def build(
     Examples:
       dnictl build
       dnictl build chain.yaml --sign
+      dnictl build --locked          (the packages of images/dni.lock)
     """
     from dni_runtime.image.apptainer import find_apptainer
     from dni_runtime.image.base import cache_folder
@@ -80,6 +87,7 @@ def build(
         test=not notest,
         sign=sign or key is not None,
         key=key,
+        locked=locked,
     )
     with naming_file(chain):
         if dry_run:

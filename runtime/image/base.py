@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dni_runtime.errors import DataError
-from dni_runtime.image import apptainer, wheelhouse
+from dni_runtime.errors import DataError, ImageError
+from dni_runtime.image import apptainer, download, wheelhouse
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.definition import render_base
-from dni_runtime.image.lock import LockedBase, LockedWheel
+from dni_runtime.image.lock import LOCK_NAME, ImageLock, LockedBase, LockedWheel
 from dni_runtime.image.mirror import debian_mirror
 from dni_runtime.image.progress import Report, Step
-from dni_runtime.image.wheelhouse import Wheelhouse, sha256_file
+from dni_runtime.image.wheelhouse import Wheel, Wheelhouse, sha256_file
 from dni_runtime.spec import ImageSpec
 
 _FORMAT = 1
@@ -37,6 +37,7 @@ class BasePlan:
         torch: torch's version, ``base``, or the requirement while it is not resolved.
         source: The image to start from, for ``localimage``.
         image: Where it is or will be in the cache; None while ``content`` is.
+        mirror: The Debian mirror, for debootstrap.
     """
 
     definition: str
@@ -45,6 +46,7 @@ class BasePlan:
     torch: str
     source: Path | None
     image: Path | None
+    mirror: str | None = None
 
     @property
     def ready(self) -> bool:
@@ -61,7 +63,12 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def plan_base(
-    image: ImageSpec, cache: Path, *, folder: Path, house: Wheelhouse | None = None
+    image: ImageSpec,
+    cache: Path,
+    *,
+    folder: Path,
+    house: Wheelhouse | None = None,
+    lock: ImageLock | None = None,
 ) -> BasePlan:
     """Say what the base image is made from; builds and downloads nothing.
 
@@ -70,13 +77,15 @@ def plan_base(
         cache: The cache folder.
         folder: The chain's folder, from which relative paths count.
         house: The wheels, when they were prepared; else the cache is looked up.
+        lock: Make exactly the base image that it describes.
 
     Raises:
         SpecError: A setting cannot be used.
+        ImageError: The settings, or the image to start from, are not those of the lock.
         DataError: The local base image does not exist.
         UnavailableError: debootstrap is wanted and not installed.
     """
-    house = house or wheelhouse.cached(image, cache)
+    house = house or wheelhouse.cached(image, cache, locked=_wheels(lock))
     requirements = wheelhouse.requirements_of(image)
     source = image.base.source
     local: Path | None = None
@@ -89,15 +98,19 @@ def plan_base(
             )
         source = _LOCAL_SOURCE
     torch = image.torch if house is None else house.version("torch") or "base"
+    mirror: str | None = None
+    if image.base.bootstrap == "debootstrap":
+        locked_mirror = lock.base.mirror if lock is not None else None
+        mirror = image.base.mirror or locked_mirror or debian_mirror(image.base)
     definition = render_base(
         image,
         source=source,
-        mirror=debian_mirror(image.base) if image.base.bootstrap == "debootstrap" else None,
+        mirror=mirror,
         requirements=requirements,
         torch=torch,
     )
     if house is None:
-        return BasePlan(definition, None, None, torch, local, None)
+        return BasePlan(definition, None, None, torch, local, None, mirror)
     document = [
         _FORMAT,
         definition,
@@ -106,7 +119,28 @@ def plan_base(
     ]
     content = hashlib.sha256(json.dumps(document).encode()).hexdigest()
     path = cache / "images" / f"base-{content[:16]}.sif"
-    return BasePlan(definition, content, house, torch, local, path)
+    plan = BasePlan(definition, content, house, torch, local, path, mirror)
+    if lock is not None and lock.base.content != content:
+        raise _another_base(plan, lock)
+    return plan
+
+
+def _wheels(lock: ImageLock | None) -> list[Wheel] | None:
+    return None if lock is None else [Wheel(**one.model_dump()) for one in lock.base.wheels]
+
+
+def _another_base(plan: BasePlan, lock: ImageLock) -> ImageError:
+    """The wheels are those of the lock: what else the base image is made from is not."""
+    if hashlib.sha256(plan.definition.encode()).hexdigest() != lock.base.definition_sha256:
+        return ImageError(
+            f"--locked: the chain's image settings are not those of {LOCK_NAME}",
+            hint=f"use the settings and the version of dnictl ({lock.runtime_version}) that it was "
+            "made with, or build without --locked, which resolves the packages anew",
+        )
+    return ImageError(
+        f"--locked: {plan.source} is not the image that {LOCK_NAME} was made from",
+        hint="copy that image here, or build without --locked",
+    )
 
 
 def build_base(
@@ -118,6 +152,7 @@ def build_base(
     report: Report,
     test: bool = True,
     force: bool = False,
+    lock: ImageLock | None = None,
 ) -> tuple[BasePlan, LockedBase]:
     """Make sure that the cache holds the base image.
 
@@ -129,18 +164,19 @@ def build_base(
         report: Told what happens.
         test: Run the image's ``%test``.
         force: Build it although it is there.
+        lock: Make exactly the base image that it describes.
 
     Raises:
-        DniError: See :func:`plan_base`, :func:`wheelhouse.prepare` and :func:`apptainer.stream`.
+        DniError: See :func:`plan_base`, :func:`download.prepare` and :func:`apptainer.stream`.
     """
     with _one_at_a_time(cache / "build.lock"):
-        house = wheelhouse.prepare(image, cache, report=report)
-        plan = plan_base(image, cache, folder=folder, house=house)
+        house = download.prepare(image, cache, report=report, locked=_wheels(lock))
+        plan = plan_base(image, cache, folder=folder, house=house, lock=lock)
         assert plan.image is not None
         recorded = None if force else _recorded(plan.image)
         if recorded is not None:
             report(Step("base", "same", plan.image.name))
-            return plan, recorded
+            return plan, recorded.model_copy(update={"mirror": plan.mirror})
         report(Step("base", "start", f"building {plan.image.name} with {tool}"))
         wheelhouse.check_hashes(house)
         locked = _build(tool, plan, house, report=report, test=test)
@@ -176,6 +212,7 @@ def _build(
             definition_sha256=hashlib.sha256(plan.definition.encode()).hexdigest(),
             torch=plan.torch,
             wheels=tuple(LockedWheel(**asdict(wheel)) for wheel in house.wheels),
+            mirror=plan.mirror,
         )
         built.chmod(0o644)
         built.replace(plan.image)

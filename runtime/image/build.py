@@ -22,7 +22,7 @@ from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.base import BasePlan, build_base, plan_base
 from dni_runtime.image.layers import ModuleBuild
 from dni_runtime.image.lock import ImageLock, LockedImage, read_lock, write_lock
-from dni_runtime.image.plan import BuildOptions, ModulePlan, help_of, plan_modules
+from dni_runtime.image.plan import BuildOptions, ModulePlan, help_of, lock_to_keep, plan_modules
 from dni_runtime.image.progress import Report, Step, silent
 from dni_runtime.image.wheelhouse import host_machine, sha256_file
 from dni_runtime.spec import ImageSpec
@@ -97,10 +97,10 @@ def _build(
     report: Report,
 ) -> BuildResult:
     old = read_lock(options.out)
+    keep = lock_to_keep(old, options)
     options.out.mkdir(parents=True, exist_ok=True)
-    plan = plan_modules(
-        modules, plan_base(image, options.cache, folder=options.folder), old, options
-    )
+    base_plan = plan_base(image, options.cache, folder=options.folder, lock=keep)
+    plan = plan_modules(modules, base_plan, old, options)
     locked_base = old.base if old is not None else None
     base: BasePlan | None = None
     if options.force or any(p.reason for p in plan) or locked_base is None:
@@ -112,6 +112,7 @@ def _build(
             report=report,
             test=options.test,
             force=options.force,
+            lock=keep,
         )
         plan = plan_modules(modules, base, old, options)
 

@@ -36,6 +36,7 @@ class LockedBase(_Frozen):
         definition_sha256: Hash of its definition.
         torch: Version of torch, or ``base`` for the base's own.
         wheels: What was installed.
+        mirror: The Debian mirror, for debootstrap.
     """
 
     content: str
@@ -43,6 +44,7 @@ class LockedBase(_Frozen):
     definition_sha256: str
     torch: str
     wheels: tuple[LockedWheel, ...]
+    mirror: str | None = None
 
 
 class LockedImage(_Frozen):

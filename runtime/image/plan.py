@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dni_runtime.errors import DataError
 from dni_runtime.image import layers
 from dni_runtime.image.base import BasePlan, plan_base
 from dni_runtime.image.definition import module_help, render_module
@@ -37,6 +38,7 @@ class BuildOptions:
         test: Run the ``%test`` of what is built from a definition.
         sign: Sign the module images.
         key: Private key in PEM form (default: the user's PGP key).
+        locked: Install exactly the packages that the lock in ``out`` names.
     """
 
     out: Path
@@ -47,6 +49,7 @@ class BuildOptions:
     test: bool = True
     sign: bool = False
     key: Path | None = None
+    locked: bool = False
 
     @property
     def method(self) -> Literal["layer", "full"]:
@@ -96,8 +99,25 @@ def plan_build(
     Raises:
         DniError: A setting cannot be used, or the lock cannot be understood.
     """
-    base = plan_base(image, options.cache, folder=options.folder)
-    return BuildPlan(base, plan_modules(modules, base, read_lock(options.out), options))
+    old = read_lock(options.out)
+    base = plan_base(image, options.cache, folder=options.folder, lock=lock_to_keep(old, options))
+    return BuildPlan(base, plan_modules(modules, base, old, options))
+
+
+def lock_to_keep(old: ImageLock | None, options: BuildOptions) -> ImageLock | None:
+    """The lock that a build must not go beyond, or None when it makes a new one.
+
+    Raises:
+        DataError: There is no lock to keep.
+    """
+    if not options.locked:
+        return None
+    if old is None:
+        raise DataError(
+            f"--locked: {options.out / LOCK_NAME} does not exist",
+            hint=f"copy the {LOCK_NAME} to build by there, or build without --locked",
+        )
+    return old
 
 
 def plan_modules(

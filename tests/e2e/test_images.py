@@ -18,6 +18,7 @@ import yaml
 from dni_runtime.errors import ImageError
 from dni_runtime.image import apptainer, sif
 from dni_runtime.image.apptainer import Apptainer, Mount
+from dni_runtime.image.base import cache_folder
 from dni_runtime.image.check import inspect_image
 from dni_runtime.image.layers import pack_layer
 from dni_runtime.image.lock import read_lock
@@ -57,7 +58,6 @@ def workplace(tool: Apptainer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("images")
     write(folder, chain(["head", "tail"]))
     Dnictl(folder).run("build", "--out", "first")
-    shutil.rmtree(folder / "first")
     yield folder
     shutil.rmtree(folder)
 
@@ -207,6 +207,39 @@ def test_nothing_of_an_image_is_run_before_it_is_trusted(
         check_images(tool, workers, copy, require_signed=True)
     assert not mark.exists()
     shutil.rmtree(copy)
+
+
+def test_another_cache_builds_the_same_by_the_lock(
+    workplace: Path, tool: Apptainer, tmp_path: Path
+) -> None:
+    """Its wheels are downloaded anew, by hash; only the base image is the first cache's."""
+    first, second = workplace / "first", tmp_path / "images"
+    cache = tmp_path / "cache" / "dnictl"
+    (cache / "images").mkdir(parents=True)
+    second.mkdir()
+    shutil.copy(first / "dni.lock", second)
+    lock = read_lock(first)
+    assert lock is not None
+    for ending in ("sif", "json"):
+        name = f"base-{lock.base.content[:16]}.{ending}"
+        (cache / "images" / name).symlink_to(cache_folder() / "images" / name)
+    write(tmp_path, chain(["head", "tail"]))
+    mine = Dnictl(tmp_path, {"XDG_CACHE_HOME": str(cache.parent)})
+    assert mine.json("build", "--locked")["built"] == ["head", "tail"]
+    built = read_lock(second)
+    assert built is not None
+    assert built.base == lock.base
+    assert len(list(cache.glob("wheels/*/*.whl"))) == len(lock.base.wheels)
+    for name in ("head", "tail"):
+        assert built.modules[name].content == lock.modules[name].content
+        layers = []
+        for image in (first / f"{name}.sif", second / f"{name}.sif"):
+            layer = next(o for o in sif.objects(tool, image) if "Overlay" in o.type)
+            argv = apptainer.sif_argv(tool, "dump", str(layer.id), str(image))
+            layers.append(apptainer.capture_bytes(argv, what="reading the layer"))
+        assert layers[0] == layers[1] != b""
+    shutil.rmtree(second)
+    shutil.rmtree(cache)
 
 
 def test_tampered_image_is_refused(images: Path, dnictl: Dnictl, tmp_path: Path) -> None:

@@ -67,7 +67,12 @@ def built(modules: list[ModuleBuild], image: ImageSpec, options: BuildOptions) -
         )
     assert planned.base.content is not None
     locked_base = LockedBase(
-        content=planned.base.content, sha256="1", definition_sha256="2", torch="2", wheels=()
+        content=planned.base.content,
+        sha256="1",
+        definition_sha256=hashlib.sha256(planned.base.definition.encode()).hexdigest(),
+        torch="2",
+        wheels=(),
+        mirror=planned.base.mirror,
     )
     lock = ImageLock(
         chain="c", builder="b", runtime_version="0.1.0", base=locked_base, modules=entries
@@ -140,6 +145,34 @@ def test_without_wheels_nothing_is_known_to_be_up_to_date(
     assert planned.base.image is None
     assert not planned.base.ready
     assert planned.modules[0].reason == "changed"
+
+
+def test_a_lock_is_kept(image: ImageSpec, options: BuildOptions, tmp_path: Path) -> None:
+    keep = replace(options, locked=True)
+    with pytest.raises(DataError, match=r"--locked: .*dni\.lock does not exist\n.*copy"):
+        reasons([module("head")], image, keep)
+    built([module("head")], image, options)
+    assert reasons([module("head", "b"), module("tail")], image, keep) == [
+        "changed",  # whoever keeps the packages may change the modules
+        "not built yet",
+    ]
+    more = image.model_copy(update={"packages": ("libibverbs1",)})
+    with pytest.raises(ImageError, match=r"image settings are not those of dni\.lock\n.*0\.1\.0"):
+        reasons([module("head")], more, keep)
+    (tmp_path / "start.sif").write_bytes(b"another start")
+    with pytest.raises(ImageError, match=r"start\.sif is not the image that dni\.lock was made fr"):
+        reasons([module("head")], image, keep)
+
+
+def test_a_lock_is_kept_beside_another_mirror(
+    image: ImageSpec, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = image.model_copy(update={"base": BaseSpec()})
+    monkeypatch.setattr(base, "debian_mirror", lambda _: "http:/first/debian")
+    built([module("head")], image, options)
+    monkeypatch.setattr(base, "debian_mirror", lambda _: "http:/second/debian")
+    assert reasons([module("head")], image, options) == ["changed"]
+    assert reasons([module("head")], image, replace(options, locked=True)) == [None]
 
 
 def test_missing_local_base_is_an_error(options: BuildOptions) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import BuildError, SpecError
-from dni_runtime.image import wheelhouse
+from dni_runtime.image import download, wheelhouse
 from dni_runtime.image.progress import Step
 from dni_runtime.image.wheelhouse import Target
 from dni_runtime.spec import ImageSpec
@@ -30,7 +30,7 @@ def wheel(folder: Path, name: str, version: str = "1.0", requires: tuple[str, ..
 
 
 def test_download_is_for_the_image_not_the_host() -> None:
-    argv = wheelhouse.download_argv(["torch==2.13.0"], Path("/w"), TARGET)
+    argv = download.download_argv(["torch==2.13.0"], Path("/w"), TARGET)
     pairs = list(itertools.pairwise(argv))
     assert argv[:4] == [sys.executable, "-m", "pip", "download"]
     assert ("--python-version", "3.12") in pairs
@@ -42,12 +42,12 @@ def test_download_is_for_the_image_not_the_host() -> None:
 
 
 def test_torch_comes_from_its_own_index_alone() -> None:
-    argv = wheelhouse.download_argv(
+    argv = download.download_argv(
         ["torch"], Path("/w"), TARGET, only_index="idx:/cu128", dependencies=False
     )
     assert argv[argv.index("--index-url") + 1] == "idx:/cu128"
     assert "--no-deps" in argv
-    assert "--index-url" not in wheelhouse.download_argv(["x"], Path("/w"), TARGET, indexes=["i"])
+    assert "--index-url" not in download.download_argv(["x"], Path("/w"), TARGET, indexes=["i"])
 
 
 def test_runtime_requirements_are_the_distributions_own() -> None:
@@ -107,7 +107,7 @@ def test_markers_are_judged_for_the_images_python(tmp_path: Path) -> None:
         ),
     )
     wheel(tmp_path, "here_already")
-    assert wheelhouse.missing_requirements(tmp_path, TARGET) == ["backport>=1", "gone"]
+    assert download.missing_requirements(tmp_path, TARGET) == ["backport>=1", "gone"]
 
 
 def _lock(folder: Path) -> None:
@@ -128,7 +128,7 @@ def test_prepared_wheels_are_found_again_without_pip(tmp_path: Path) -> None:
     wheel(folder, "torch", "2.13.0+cpu")
     _lock(folder)
     steps: list[Step] = []
-    house = wheelhouse.prepare(image, tmp_path, report=steps.append, machine="riscv64")
+    house = download.prepare(image, tmp_path, report=steps.append, machine="riscv64")
     assert [step.state for step in steps] == ["same"]
     assert house.version("torch") == "2.13.0+cpu"
     assert house.version("numpy") is None
