@@ -198,9 +198,9 @@ def public(run: RunDir, module: str) -> bytes | None:
 def remove(run: RunDir, module: str | None = None) -> None:
     """Remove a module's keys, or those of all; what is not there is no error."""
     with contextlib.suppress(OSError):
-        for path in run.keys.iterdir():
-            if module is None or path in (run.key(module), run.public_key(module)):
-                path.unlink(missing_ok=True)
+        own = None if module is None else (run.key(module), run.public_key(module))
+        for path in own or run.keys.iterdir():
+            path.unlink(missing_ok=True)
         run.keys.rmdir()
 
 

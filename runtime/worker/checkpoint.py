@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import sparse_parameters
-from dni_runtime.errors import CheckpointError
+from dni_runtime.errors import CheckpointError, DataError
 from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
 from dni_runtime.worker.selection import best_cut
 
@@ -209,7 +209,9 @@ class CheckpointWriter:
     Args:
         run: The run directory.
         module: The module's name.
-        chain: Names of all modules: old cuts go once newer ones are complete.
+        chain: Names of all modules, for those who remove old cuts once newer ones are complete: the
+            tail, which writes last, and the head, which leaves last. Empty for others: a thousand
+            modules need not look at each other's parts.
         keep: How many complete cuts to keep.
         on_error: Called in the thread when a checkpoint could not be written; the last good one
             stays.
@@ -260,9 +262,10 @@ class CheckpointWriter:
         self._queue.join()
 
     def close(self) -> None:
-        """Wait until everything is on disk."""
+        """Wait until everything is on disk; at the head's end all other modules' parts are, too."""
         self._queue.put(None)
         self._thread.join()
+        self._drop_old()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -300,19 +303,29 @@ class CheckpointWriter:
         self._drop_old()
 
     def _drop_old(self) -> None:
-        complete = complete_cuts(self._run, self._chain)
-        if len(complete) >= self._keep:
-            best = best_cut(self._run)
-            forget(self._run, self._module, lambda cut: cut < complete[-self._keep] and cut != best)
+        if not self._chain:
+            return
+        try:
+            complete = complete_cuts(self._run, self._chain)
+            if len(complete) >= self._keep:
+                best, oldest = best_cut(self._run), complete[-self._keep]
+                forget(self._run, self._chain, lambda cut: cut < oldest and cut != best)
+        except (OSError, DataError) as error:  # the new one is written
+            log.warning("old checkpoints are not removed: %s", error)
 
 
-def forget(run: RunDir, module: str, unwanted: Callable[[int], bool]) -> None:
-    """Remove a module's part of some cuts (its JSON first, so that no half is taken for whole)."""
+def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool]) -> None:
+    """Remove some modules' parts of some cuts (JSON first, so that no half is taken for whole)."""
     for folder in run.checkpoints.glob("[0-9]*"):
-        # A folder without a part of this module may be one that another has just made for its own.
-        if unwanted(int(folder.name)) and any(folder.glob(f"{module}.*")):
-            for ending in (".json", ".safetensors"):
-                (folder / module).with_suffix(ending).unlink(missing_ok=True)
+        if not unwanted(int(folder.name)):
+            continue
+        found = False
+        for name in [f"{m}{ending}" for ending in (".json", ".safetensors") for m in modules]:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).unlink()
+                found = True
+        # A folder without any of these parts may be one that another has just made for its own.
+        if found:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # fails while other modules' parts are there
 

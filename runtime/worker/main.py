@@ -192,8 +192,9 @@ def _serve(
             "module %s runs on %s: %s -> %s, after %d of the stream",
             spec.module, device, spec.input, spec.output, start.cut,
         )  # fmt: skip
+        prunes = chain if spec.head is not None or spec.tail is not None else []
         writer = checkpoint.CheckpointWriter(
-            run, spec.module, chain, spec.keep, meter.warn, meter.all_is_well
+            run, spec.module, prunes, spec.keep, meter.warn, meter.all_is_well
         )
         stream = Stream(source, spec.head, start.position) if source and spec.head else None
         try:

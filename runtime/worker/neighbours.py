@@ -25,6 +25,9 @@ CONNECT_SLICE_S = 3.0
 LOOK_S = 0.5
 """The same during training, while the neighbour is silent; a link that lives costs nothing."""
 
+FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
+"""Between two looks for a record that is not there yet: a tenth of the time so far, within these."""
+
 QUIET_S = 2.0
 """A neighbour that has said nothing for so long, though it has something to say, may have moved."""
 
@@ -79,7 +82,8 @@ class Neighbours:
                 input.greet()
             return self._stop()
 
-        until_s = time.monotonic() + spec.links.connect_timeout_s
+        began_s = time.monotonic()
+        until_s = began_s + spec.links.connect_timeout_s
         mistrust: EncryptionError | None = None
         while not interrupted():
             left_s = until_s - time.monotonic()
@@ -100,7 +104,10 @@ class Neighbours:
                     hint=f"see its log with 'dnictl logs {spec.downstream}'",
                 )
             if address is None:
-                time.sleep(min(0.05, left_s))
+                now_s = time.monotonic()
+                pause_s = min(max((now_s - began_s) / 10, FIRST_LOOK_S), LAST_LOOK_S, left_s)
+                while time.monotonic() < now_s + pause_s and not interrupted():
+                    time.sleep(FIRST_LOOK_S)
                 continue
             try:
                 slice_s = min(CONNECT_SLICE_S, left_s)

@@ -91,7 +91,7 @@ def begin(
         step.optimization.pass_over(ledger.counts.step - counts.step)
         return start, ledger
     # What an earlier attempt wrote after this cut would mix with what comes now.
-    checkpoint.forget(run, spec.module, lambda other: other > start.cut)
+    checkpoint.forget(run, [spec.module], lambda other: other > start.cut)
     run.snapshot(spec.module).unlink(missing_ok=True)
     if spec.head is not None:
         run.marks.unlink(missing_ok=True)

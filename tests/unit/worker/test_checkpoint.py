@@ -174,7 +174,7 @@ def test_a_module_forgets_only_its_own_part(worker: WorkerSpec, tmp_path: Path) 
     writer = checkpoint.CheckpointWriter(run, "b", ["a", "b"], 2, lambda error: None)
     writer.write(1, *checkpoint.snapshot(ModuleStep(worker)))
     writer.close()
-    checkpoint.forget(run, "b", lambda cut: cut > 0)
+    checkpoint.forget(run, ["b"], lambda cut: cut > 0)
     assert list(run.checkpoints.iterdir()) == [about_to_be_written]
 
 
