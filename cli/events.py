@@ -91,8 +91,8 @@ def events(run: str | None, runs: Path, follow: bool, as_json: bool) -> None:
     Example:
       dnictl events -f
     """
-    from dni_runtime.launch.figures import LineReader
     from dni_runtime.launch.slurm.job import read_state
+    from dni_runtime.lines import LineReader
 
     record = chosen_run(run, runs)
     reader = LineReader(record.run.events)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dni_runtime.rundir import NewLines
+from dni_runtime.lines import NewLines
 from dnictl.options import check_module, chosen_run, complete_runs, pause, runs_option
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ def ps(runs: Path, as_json: bool) -> None:
     records = list_runs(runs)
     states = read_states([record.run for record in records])
     for record, its_state in zip(records, states, strict=True):
-        figures = asdict(Gauge(record).read(its_state))
+        figures = asdict(Gauge(record, evaluations=1).read(its_state))
         hidden = ("modules", "evaluations")
         rows.append({key: value for key, value in figures.items() if key not in hidden})
     if as_json:
@@ -93,7 +93,7 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     from dni_runtime.launch.figures import Gauge
 
     record = chosen_run(run, runs)
-    figures = Gauge(record).read()
+    figures = (Gauge(record) if as_json else Gauge(record, evaluations=1)).read()
     if as_json:
         print_json(asdict(figures))
         return

@@ -17,7 +17,8 @@
       stop.json                     somebody's wish that the run ends early
       logs/MODULE.ATTEMPT.log       what a worker printed
       logs/supervisor.log           what a detached supervisor printed
-      metrics/MODULE.jsonl          what a worker measured
+      metrics/MODULE.jsonl          what a worker measured: the whole curve
+      metrics/recent/MODULE.jsonl   of a long run the newest lines, all of them; .1: those before
       tensorboard/MODULE/           the same as event files, when asked for
       initial/MODULE.safetensors    weights that a module begins with, where the chain gives some
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
@@ -51,7 +52,7 @@ from dni_runtime.errors import DataError
 
 FOLDERS = (
     *("specs", "src", "endpoints", "workers", "logs", "metrics"),
-    *("initial", "checkpoints", "snapshots", "ledger", "requests"),
+    *("metrics/recent", "initial", "checkpoints", "snapshots", "ledger", "requests"),
 )
 
 WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
@@ -187,6 +188,9 @@ class RunDir:
     def metrics(self, module: str) -> Path:
         return self.root / "metrics" / f"{module}.jsonl"
 
+    def recent_metrics(self, module: str) -> Path:
+        return self.root / "metrics" / "recent" / f"{module}.jsonl"
+
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
@@ -312,12 +316,17 @@ def peek_json(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def append_line(path: Path, document: dict[str, Any]) -> None:
-    """Append one JSON line; one write(2) to an O_APPEND file, so lines do not mix."""
+def append_line(path: Path, document: dict[str, Any]) -> int:
+    """Append one JSON line; one write(2) to an O_APPEND file, so lines do not mix.
+
+    Returns:
+        The file's size now.
+    """
     line = json.dumps(document, separators=(",", ":")) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(descriptor, line.encode())
+        return os.lseek(descriptor, 0, os.SEEK_CUR)
     finally:
         os.close(descriptor)
 
@@ -334,42 +343,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-class NewLines:
-    """The lines that are added to a file, each once and whole.
-
-    Args:
-        path: The file, which may not be there yet.
-        last_bytes: Begin so many bytes before the end of what is there; None: at the beginning.
-    """
-
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        self._path = path
-        self._offset = 0
-        self._rest = b""
-        if last_bytes is not None and path.exists():
-            self._offset = max(path.stat().st_size - last_bytes, 0)
-
-    def read(self, *, all_of_it: bool = False) -> list[bytes]:
-        """What has been added since the last call; with ``all_of_it`` also a line without end."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if all_of_it and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
-        return lines
-
-
 def complete_cuts(run: RunDir, modules: list[str]) -> list[int]:
-    """Stream positions at which every module has a whole checkpoint, oldest first."""
-    cuts = []
+    """Stream positions at which every module has a whole checkpoint, oldest first.
+
+    Each folder is listed once: that costs less than a look at each module's part.
+    """
+    cuts, parts = [], {f"{module}.json" for module in modules}
     if run.checkpoints.is_dir():
         for folder in run.checkpoints.iterdir():
-            if folder.name.isdigit() and all((folder / f"{m}.json").is_file() for m in modules):
-                cuts.append(int(folder.name))
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if folder.name.isdigit() and parts <= set(os.listdir(folder)):
+                    cuts.append(int(folder.name))
     return sorted(cuts)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import StoppedError, WorkerError
-from dni_runtime.launch.figures import LineReader
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.processes import LocalStarter
@@ -24,6 +23,7 @@ from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.start import failure, plan_here, write_plan
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.lines import LineReader
 from dni_runtime.rundir import RunDir, read_lines
 
 WAITS = ("input", "window", "gradient")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.metrics import rises
 from dni_runtime.errors import DataError, SpecError, UsageError
+from dni_runtime.launch.figures import newest_train
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import REFERENCE
@@ -182,7 +183,8 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
         Point(line["epoch"], line["time"] - first["time"], _number(line[metric.name]))
         for line in lines
     )
-    samples = lines[-1]["trained"] if reference else _samples(record, tail)
+    newest = newest_train(record.run, tail) or {}
+    samples = lines[-1]["trained"] if reference else newest.get("samples", 0)
     return Trial(
         method,
         seed,
@@ -191,15 +193,6 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
         str(record.run.root),
         tests[-1] if tests else None,
     )
-
-
-def _samples(record: Record, tail: str) -> int:
-    counts = [
-        int(line["samples"])
-        for line in read_lines(record.run.metrics(tail))
-        if line["kind"] == "train"
-    ]
-    return counts[-1]
 
 
 def _number(value: float | None) -> float:

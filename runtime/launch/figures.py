@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm.job import JobRecord, read_state
 from dni_runtime.launch.state import RunState, WorkerPhase
-from dni_runtime.rundir import NewLines, read_json
+from dni_runtime.lines import LineReader, last_line, offset_of_last, offset_where
+from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.worker.metrics_file import TRAIN
 
-_TAIL_BYTES = 1 << 18
+EVALUATIONS = 1000
+"""Most evaluations that are shown; the others are in the tail's file of metrics."""
+
+_EVALUATION = b'"kind":"eval"'
+_NEWEST_BYTES = 1 << 18
 _LINK_COUNTS = ("missed", "replayed", "resent", "duplicates", "gaps")
 
 
@@ -128,7 +133,7 @@ class RunFigures:
         total_steps: Training batches of the whole run, if known.
         accuracy: Of the last evaluation.
         loss: Of the last evaluation.
-        evaluations: All evaluations: epoch, step, loss, metrics.
+        evaluations: The last evaluations (up to ``EVALUATIONS``): epoch, step, loss, metrics.
         samples_per_s: Training samples a second at the tail, from the attempt's first to its last
             measurement.
         eta_s: Seconds left, by the pace of this attempt.
@@ -162,37 +167,29 @@ class RunFigures:
     test: dict[str, Any] | None = None
 
 
-class LineReader:
-    """Reads the JSON lines that are added to a file, each once; damaged lines are passed over.
-
-    Args:
-        path: The file, which may not be there yet.
-        last_bytes: Begin so many bytes before the end of what is there.
-    """
-
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        self._lines = NewLines(path, last_bytes=last_bytes)
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """What has been added since the last call."""
-        for line in self._lines.read():
-            try:
-                document = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(document, dict):
-                yield document
+def newest_train(run: RunDir, module: str) -> dict[str, Any] | None:
+    """The newest line about a module's training; None where none is near its file's end."""
+    paths = (run.metrics(module), run.recent_metrics(module))
+    found = [last_line(path, TRAIN, within=_NEWEST_BYTES) for path in paths]
+    return max((line for line in found if line), key=lambda line: line["time"], default=None)
 
 
 class Gauge:
-    """Follows the figures of one run; :meth:`read` is cheap enough to be called every second."""
+    """Follows the figures of one run; :meth:`read` is cheap enough to be called every second.
 
-    def __init__(self, record: Record) -> None:
+    Files of metrics are read from their end: a run of months costs what one of minutes does.
+
+    Args:
+        record: The run.
+        evaluations: How many of the last evaluations are wanted.
+    """
+
+    def __init__(self, record: Record, *, evaluations: int = EVALUATIONS) -> None:
         self._record = record
-        self._metrics: dict[str, LineReader] = {}
+        self._most = evaluations
+        self._lines: LineReader | None = None
         self._train: dict[str, dict[str, Any]] = {}
         self._kept: dict[str, dict[str, int]] = {}
-        self._sums: dict[str, dict[str, int]] = {}
         self._first: dict[str, Any] | None = None
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._test: dict[str, Any] | None = None
@@ -239,32 +236,49 @@ class Gauge:
         )
 
     def _follow(self, name: str, state: RunState, *, is_tail: bool) -> None:
-        """Read a module's new lines; those of earlier attempts of the run are left out."""
+        """Read a module's newest line; those of earlier attempts of the run are left out."""
         since = state.attempt
-        if name not in self._metrics:
-            known = state.modules.get(name)
-            # of a module that was restarted the counters of all its starts are added up
-            whole = is_tail or (known is not None and known.restarts > 0)
-            path = self._record.run.metrics(name)
-            self._metrics[name] = LineReader(path, last_bytes=None if whole else _TAIL_BYTES)
-        for line in self._metrics[name].new():
-            if line.get("kind") in ("eval", "test"):
-                if is_tail:  # others report their early heads
+        if is_tail:  # others report their early heads
+            for line in self._news(name):
+                if line.get("kind") in ("eval", "test"):
                     self._evaluated(line)
-            elif line.get("kind") == "train" and line.get("attempt", 0) >= since:
-                self._count(name, line)
-                self._train[name] = line
-                if is_tail and (self._first is None or self._first["attempt"] < since):
-                    self._first = line
-
-    def _count(self, name: str, line: dict[str, Any]) -> None:
-        """Counters begin anew with each start of a module; these are of the run's attempt."""
+        newest = newest_train(self._record.run, name)
+        if newest is None or newest.get("attempt", 0) < since:
+            return
         last = self._train.get(name)
-        kept, sums = self._kept.setdefault(name, {}), self._sums.setdefault(name, {})
-        for key in _LINK_COUNTS:
-            if last is not None and last["attempt"] != line["attempt"]:
-                kept[key] = kept.get(key, 0) + int(last.get(key) or 0)
-            sums[key] = kept.get(key, 0) + int(line.get(key) or 0)
+        if last is None or last["attempt"] != newest["attempt"]:
+            self._kept[name] = self._former_counts(name, since, newest["attempt"])
+        self._train[name] = newest
+        if is_tail and (self._first is None or self._first["attempt"] < since):
+            self._first = self._first_train(name, since) or newest
+
+    def _news(self, tail: str) -> Iterator[dict[str, Any]]:
+        """The tail's new lines, but those about training; first the last few evaluations."""
+        if self._lines is None:
+            path = self._record.run.metrics(tail)
+            offset = offset_of_last(path, self._most, _EVALUATION)
+            self._lines = LineReader(path, offset=offset, without=TRAIN)
+        return self._lines.new()
+
+    def _first_train(self, name: str, since: int) -> dict[str, Any] | None:
+        path = self._record.run.metrics(name)
+        offset = offset_where(path, partial(_of_start, since))
+        lines = LineReader(path, offset=offset).new()
+        return next((line for line in lines if line.get("kind") == "train"), None)
+
+    def _former_counts(self, name: str, since: int, attempt: int) -> dict[str, int]:
+        """Counters begin anew with each start of a module; the sums of the starts before this."""
+        kept = dict.fromkeys(_LINK_COUNTS, 0)
+        path = self._record.run.metrics(name)
+        while attempt > since:
+            begins = offset_where(path, partial(_of_start, attempt))
+            line = last_line(path, TRAIN, before=begins)
+            if line is None or line["attempt"] < since:
+                break
+            for key in _LINK_COUNTS:
+                kept[key] += int(line.get(key) or 0)
+            attempt = min(line["attempt"], attempt - 1)
+        return kept
 
     def _evaluated(self, line: dict[str, Any]) -> None:
         # After a resume the chain goes over some ground again: what it says last counts.
@@ -278,13 +292,15 @@ class Gauge:
         else:
             self._test = None  # it comes after all evaluations
             self._evaluations[step] = shown
+            if len(self._evaluations) > self._most:
+                del self._evaluations[min(self._evaluations)]
 
     def _module(self, name: str, state: RunState) -> ModuleFigures:
         known = state.modules.get(name)
         report = read_json(self._record.run.worker(name)) or {}
         if known is not None and report.get("attempt") != known.attempt:
             report = {}
-        train, counts = self._train.get(name, {}), self._sums.get(name, {})
+        train, kept = self._train.get(name, {}), self._kept.get(name, {})
         early = report.get("evaluation") if name != self._record.modules[-1] else None
         return ModuleFigures(
             module=name,
@@ -315,7 +331,7 @@ class Gauge:
             memory_bytes=train.get("memory_bytes"),
             memory_peak_bytes=train.get("memory_peak_bytes"),
             refused=train.get("refused") or {},
-            **{name: counts.get(name) for name in _LINK_COUNTS},
+            **{key: value + int(train.get(key) or 0) for key, value in kept.items()},
             exit_code=known.exit_code if known else None,
             signal=known.signal if known else None,
             error=report.get("error"),
@@ -340,3 +356,8 @@ class Gauge:
         last = self._train[self._record.modules[-1]]
         since_s = time.time() - float(last["time"])
         return max((total - step) / pace - since_s, 0.0)
+
+
+def _of_start(attempt: int, line: dict[str, Any]) -> bool:
+    """Whether a line is of this start of its module, or a later one."""
+    return int(line.get("attempt", 0)) >= attempt

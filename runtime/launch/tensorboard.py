@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dni_runtime.errors import UnavailableError, UsageError
-from dni_runtime.launch.figures import LineReader
 from dni_runtime.launch.records import Record
+from dni_runtime.lines import LineReader
 
 FILE = "events.out.tfevents.0.dnictl"
 """TensorBoard reads what has ``tfevents`` in its name, and follows files that grow."""
@@ -134,26 +135,30 @@ class _EventFile:
     def update(self) -> int:
         """Add an event for each line that has none; returns how many."""
         if _size_of(self._path) != self._size:  # nothing is there, or somebody else writes it, too
-            self._reader = LineReader(self._metrics)
-            lines = self._without_events(list(self._reader.new()))
-        else:
-            lines = list(self._reader.new())
-        if lines:
-            with self._path.open("ab") as file:
-                self._write(file, lines)
-            self._size = _size_of(self._path)
-        return len(lines)
+            self._pass_over()
+        lines = self._reader.new()
+        first = next(lines, None)
+        if first is None:
+            return 0
+        with self._path.open("ab") as file:
+            count = self._write(file, chain([first], lines))
+        self._size = _size_of(self._path)
+        return count
 
-    def _without_events(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The lines that have no events yet; cuts off an event that was not written to its end."""
+    def _pass_over(self) -> None:
+        """Pass over the lines that have events; cuts off one that was not written to its end."""
         done, end_bytes, last_time = 0, 0, 0.0
         for end, event in self._events():
             end_bytes = end
             if event.HasField("summary"):
                 done, last_time = done + 1, event.wall_time
-        if done > len(lines) or (done and _time_of(lines[done - 1]) != last_time):
-            done = end_bytes = 0  # of another run with the same name
-        self._attempt = lines[done - 1].get("attempt") if done else None
+        self._reader, self._attempt = LineReader(self._metrics), None
+        line = None
+        for line in islice(self._reader.new(), done):
+            self._attempt = line.get("attempt")
+        if done and (line is None or _time_of(line) != last_time):
+            self._reader, self._attempt = LineReader(self._metrics), None
+            end_bytes = 0  # of another run with the same name
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch()
         os.truncate(self._path, end_bytes)
@@ -162,11 +167,11 @@ class _EventFile:
                 first = self._proto.event(wall_time=time.time(), file_version="brain.Event:2")
                 self._proto.writer(file).write(first.SerializeToString())
         self._size = _size_of(self._path)
-        return lines[done:]
 
-    def _write(self, file: BinaryIO, lines: list[dict[str, Any]]) -> None:
-        writer = self._proto.writer(file)
+    def _write(self, file: BinaryIO, lines: Iterable[dict[str, Any]]) -> int:
+        writer, count = self._proto.writer(file), 0
         for line in lines:
+            count += 1
             when, step = _time_of(line), int(line.get("step", 0))
             if line.get("attempt") != self._attempt:
                 # A resumed run goes over some ground again: what was there is taken back.
@@ -179,6 +184,7 @@ class _EventFile:
             for tag, value in scalars(line, early=self._early).items():
                 event.summary.value.add(tag=tag, simple_value=value)
             writer.write(event.SerializeToString())
+        return count
 
     def _events(self) -> Iterator[tuple[int, Any]]:
         """The whole events that are there, and where each ends."""

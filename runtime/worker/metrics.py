@@ -22,9 +22,10 @@ from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
 from dni_runtime.errors import CheckpointError
 from dni_runtime.link import InputLink, LinkCounters, OutputLink
-from dni_runtime.rundir import RunDir, append_line
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.ledger import Counts
+from dni_runtime.worker.metrics_file import MetricsFile
 from dni_runtime.worker.report import ReportWriter
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Meter:
         self.report = ReportWriter(path, name, self.attempt, self._report, self._complain)
         self._complained = False
         self._replayed = 0
+        self._file = MetricsFile(self.run, self.spec.module)
         self._loss = Mean()
         self._fill, self._fills = 0.0, 0
         self._evaluation: dict[str, Any] | None = None
@@ -255,7 +257,7 @@ class Meter:
         head = {"time": time.time(), "module": self.spec.module, "attempt": self.attempt}
         head |= vars(self.progress)
         try:
-            append_line(self.run.metrics(self.spec.module), head | values)
+            self._file.append(head | values)
         except OSError as error:
             self._complain(error)
 

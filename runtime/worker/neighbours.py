@@ -26,7 +26,7 @@ LOOK_S = 0.5
 """The same during training, while the neighbour is silent; a link that lives costs nothing."""
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
-"""Between two looks for a record that is not there yet: a tenth of the time so far, within these."""
+"""Between two looks for a record that is not there: a tenth of the time so far, within these."""
 
 QUIET_S = 2.0
 """A neighbour that has said nothing for so long, though it has something to say, may have moved."""

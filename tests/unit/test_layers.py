@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"errors"},
-    {"wire", "spec", "rundir"},
+    {"wire", "spec", "rundir", "lines"},
     {"link", "core", "data"},
     {"worker"},
     {"image"},

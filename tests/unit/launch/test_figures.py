@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dni_runtime.launch.figures import Gauge, LineReader
+from dni_runtime.launch.figures import Gauge
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
+from dni_runtime.lines import LineReader, offset_of_last
 from dni_runtime.rundir import append_line, write_json
 
 
@@ -167,6 +170,67 @@ def test_all_starts_of_a_module_count(record: Record, state: RunState) -> None:
     assert Gauge(record).read(state).modules[0].missed == 7
 
 
+def _month(record: Record, evaluation_every: int) -> int:
+    """Files as a worker leaves them after 30 days, 655 bytes a line; returns their bytes."""
+    run, line = record.run, '{"time":%d.5,"module":"%s","attempt":1,"kind":"%s","epoch":1,"step":%d'
+    line += (
+        ',"samples":%d,"batches_per_s":4.0,"samples_per_s":512.0,"accuracy":0.5,"loss":0.5,"x":"'
+    )
+    first, last = int(time.time()) - 30 * 86400, int(time.time())
+
+    def text(module: str, seconds: range) -> str:
+        lines = []
+        for n, second in enumerate(seconds):
+            kind = "eval" if n % evaluation_every == evaluation_every - 1 else "train"
+            step = second - first
+            begins = line % (second, module, kind, step, 128 * step)
+            lines.append(begins + "x" * (655 - len(begins) - 3) + '"}\n')
+        return "".join(lines)
+
+    total = 0
+    for module in ("bottom", "top"):
+        recent = run.recent_metrics(module)
+        for path, seconds in (
+            (
+                run.metrics(module),
+                [*range(first, first + 12_800), *range(first + 12_800, last, 60)],
+            ),
+            (recent.with_name(f"{module}.jsonl.1"), range(last - 20_000, last - 7_200)),
+            (recent, range(last - 7_200, last)),
+        ):
+            total += path.write_text(text(module, seconds))  # type: ignore[arg-type]
+    return total
+
+
+def _bytes_read() -> int:
+    """So far by this process, caches included (proc(5), io)."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize(("evaluation_every", "most"), [(7, 1000), (10_000, 1000), (7, 1)])
+def test_a_run_of_a_month_is_read_from_its_end(
+    record: Record, state: RunState, evaluation_every: int, most: int
+) -> None:
+    total = _month(record, evaluation_every)
+    assert total > 90 << 20
+    state.started, state.modules["bottom"].restarts = time.time() - 30 * 86400, 1
+    gauge = Gauge(record, evaluations=most)
+    tracemalloc.start()
+    before = _bytes_read()
+    figures = gauge.read(state)
+    read_bytes, (_, peak_bytes) = _bytes_read() - before, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    top = figures.modules[-1]
+    assert (figures.accuracy, top.loss, figures.samples_per_s) == (0.5, 0.5, 128.0)
+    assert len(figures.evaluations) == (5 if evaluation_every == 10_000 else most)
+    limit = 80 if evaluation_every == 10_000 else 16 if most == 1000 else 4
+    assert read_bytes < limit << 20
+    assert peak_bytes < 12 << 20
+    before = _bytes_read()
+    gauge.read(state)
+    assert _bytes_read() - before < 1 << 17
+
+
 def test_damaged_lines_are_passed_over(record: Record) -> None:
     path = record.run.metrics("top")
     path.write_bytes(b'{"a": 1}\nnonsense\n[1]\n{"a": 2}\n{"a": 3')
@@ -181,6 +245,5 @@ def test_the_end_of_a_long_file(record: Record) -> None:
     path = record.run.metrics("top")
     for number in range(50):
         append_line(path, {"n": number})
-    lines = [line["n"] for line in LineReader(path, last_bytes=30).new()]
-    assert lines[-1] == 49
-    assert len(lines) < 5
+    offset = offset_of_last(path, 3)
+    assert [line["n"] for line in LineReader(path, offset=offset).new()][-3:] == [47, 48, 49]

@@ -54,9 +54,9 @@ def test_a_worker_looks_for_its_neighbour_by_name(
     listed = Listed(monkeypatch)
     spec = make_spec(downstream="tail")
     with OutputLink(spec, run="run", next_id=1) as output:
-        Neighbours(
-            spec, run, address=None, again=False, stop=lambda: now_s[0] >= 130
-        ).connect(output, None)
+        Neighbours(spec, run, address=None, again=False, stop=lambda: now_s[0] >= 130).connect(
+            output, None
+        )
     assert listed.entries == 0
     assert 5 <= looks[0] <= 20
     assert all(looks[second] <= 2 for second in range(10, 30))

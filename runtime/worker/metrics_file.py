@@ -1,0 +1,66 @@
+"""The files that a worker's lines of metrics go to: small for ever, and exact for the newest ones.
+
+``metrics/MODULE.jsonl`` is the whole learning curve, and only grows. Beyond ``FULL_BYTES`` it takes
+one ``train`` line a minute, besides all lines of other kinds. From then on all lines go to
+``metrics/recent/MODULE.jsonl`` too; when that has ``FULL_BYTES`` it becomes ``MODULE.jsonl.1``, in
+place of the one before. A file is appended to or renamed, never rewritten: whoever is killed at any
+point leaves whole files.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from dni_runtime.lines import last_line
+from dni_runtime.rundir import RunDir, append_line
+
+FULL_BYTES = 8 << 20
+"""About four hours of lines."""
+
+KEPT_S = 60.0
+"""Beyond that a ``train`` line is kept for ever this often."""
+
+TRAIN = b'"kind":"train"'
+"""What is in a line about training, as ``append_line`` writes it."""
+
+
+class MetricsFile:
+    """Appends one module's lines.
+
+    Args:
+        run: The run directory.
+        module: The module.
+    """
+
+    def __init__(self, run: RunDir, module: str) -> None:
+        self._whole, self._recent = run.metrics(module), run.recent_metrics(module)
+        self._whole_bytes: int | None = None
+        self._recent_bytes = 0
+        self._due_s = 0.0
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line.
+
+        Raises:
+            OSError: The disk is full, or away.
+        """
+        if self._whole_bytes is None:
+            self._whole_bytes = self._go_on()
+        train, full = line["kind"] == "train", self._whole_bytes >= FULL_BYTES
+        if not (train and full) or time.monotonic() >= self._due_s:
+            self._whole_bytes = append_line(self._whole, line)
+            if train:
+                self._due_s = time.monotonic() + KEPT_S
+        if full:
+            if train and self._recent_bytes >= FULL_BYTES:  # so that a line of training is in it
+                os.replace(self._recent, self._recent.with_name(f"{self._recent.name}.1"))
+            self._recent_bytes = append_line(self._recent, line)
+
+    def _go_on(self) -> int:
+        """Keep the last line of a former start: its counters are summed up."""
+        newest, kept = last_line(self._recent, TRAIN), last_line(self._whole, TRAIN)
+        if newest is not None and (kept is None or kept["time"] < newest["time"]):
+            append_line(self._whole, newest)
+        return self._whole.stat().st_size if self._whole.exists() else 0

@@ -1,0 +1,120 @@
+"""Reading files that grow: what is new, from the end, and by halves."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dni_runtime import lines
+from dni_runtime.lines import LineReader, NewLines, last_line, offset_of_last, offset_where
+from dni_runtime.rundir import append_line
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Numbered lines of many lengths, every tenth of another kind, in attempts of thirty."""
+    path = tmp_path / "long.jsonl"
+    for number in range(300):
+        kind = "eval" if number % 10 == 0 else "train"
+        line = {"n": number, "kind": kind, "attempt": 1 + number // 30, "x": "x" * (number % 37)}
+        append_line(path, line)
+    return path
+
+
+@pytest.fixture(params=[16, 100, 1 << 20])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    for name in ("_BLOCK_BYTES", "_STEP_BACK_BYTES"):
+        monkeypatch.setattr(lines, name, request.param)
+    return int(request.param)
+
+
+def _of_attempt(attempt: int, line: dict[str, Any]) -> bool:
+    return int(line["attempt"]) >= attempt
+
+
+def numbers(reader: LineReader) -> list[int]:
+    return [line["n"] for line in reader.new()]
+
+
+def test_each_line_comes_once(path: Path, block: int) -> None:
+    reader = LineReader(path, without=b'"kind":"eval"')
+    assert numbers(reader) == [n for n in range(300) if n % 10]
+    assert numbers(reader) == []
+    with path.open("ab") as file:
+        file.write(b'{"n": 300')
+    assert numbers(reader) == []
+    with path.open("ab") as file:
+        file.write(b"}\n")
+    assert numbers(reader) == [300]
+
+
+def test_lines_that_nobody_took_come_later(path: Path, block: int) -> None:
+    reader = LineReader(path)
+    first = [next(reader.new())["n"] for _ in range(3)]
+    assert first + numbers(reader) == list(range(300))
+
+
+def test_a_file_that_was_emptied_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\ntwo\nunfini")
+    reader = NewLines(path)
+    assert list(reader.read()) == [b"one", b"two"]
+    path.write_bytes(b"new\n")
+    assert list(reader.read(all_of_it=True)) == [b"new"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 300, 1000])
+def test_the_last_few(path: Path, block: int, count: int) -> None:
+    found = numbers(LineReader(path, offset=offset_of_last(path, count)))
+    assert found == list(range(300))[300 - len(found) :]
+    assert len(found) >= min(count, 300)
+    evaluations = LineReader(path, offset=offset_of_last(path, min(count, 30), b'"kind":"eval"'))
+    assert len([n for n in numbers(evaluations) if n % 10 == 0]) >= min(count, 30)
+
+
+def test_the_last_line_of_a_kind(path: Path, block: int) -> None:
+    with path.open("ab") as file:
+        file.write(b'{"kind":"eval", damaged\n{"kind":"train","unfinished":')
+    for mark, number in ((b'"kind":"train"', 299), (b'"kind":"eval"', 290), (b'"n":0,', 0)):
+        found = last_line(path, mark)
+        assert found is not None
+        assert found["n"] == number
+    assert last_line(path, b"nowhere") is None
+    assert last_line(path, b'"n":0,', within=1000) is None
+    assert last_line(path.with_name("none"), b"x") is None
+    before = last_line(path, b'"kind":"train"', before=offset_where(path, lambda x: x["n"] >= 60))
+    assert before is not None
+    assert before["n"] == 59
+
+
+def test_where_an_attempt_begins(path: Path) -> None:
+    content = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*content[:31], b"damaged\n" * 50, *content[31:]]))
+    for attempt in range(12):
+        offset = offset_where(path, partial(_of_attempt, attempt))
+        expected = list(range(300))[max(attempt - 1, 0) * 30 :]
+        assert numbers(LineReader(path, offset=offset)) == expected
+    assert offset_where(path, lambda line: False) == path.stat().st_size
+    assert offset_where(path.with_name("none"), lambda line: True) == 0
+
+
+def test_a_search_reads_little(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file of any length; a line's own length counts."""
+    with path.open("ab") as file:
+        file.write(path.read_bytes() * 200)
+    seen = []
+    offset_where(path, lambda line: bool(seen.append(line)))  # type: ignore[func-returns-value]
+    assert len(seen) <= path.stat().st_size.bit_length()
+
+
+def test_reading_does_not_hold_the_file(path: Path) -> None:
+    """A thousand logs are followed at once."""
+    before = len(os.listdir("/proc/self/fd"))
+    readers = [NewLines(path) for _ in range(10)]
+    for reader in readers:
+        assert len(list(reader.read())) == 300
+    assert len(os.listdir("/proc/self/fd")) == before
