@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
 @run_argument
 @runs_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N events.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-def events(run: str | None, runs: Path, follow: bool, as_json: bool) -> None:
+def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json: bool) -> None:
     """Print what has happened in a run.
 
     Starts, ends and restarts of workers, and why.
@@ -92,14 +94,19 @@ def events(run: str | None, runs: Path, follow: bool, as_json: bool) -> None:
       dnictl events -f
     """
     from dni_runtime.launch.slurm.job import read_state
-    from dni_runtime.lines import LineReader
+    from dni_runtime.lines import LineReader, offset_of_last
 
     record = chosen_run(run, runs)
-    reader = LineReader(record.run.events)
+    path = record.run.events
+    reader = LineReader(path, offset=0 if tail is None else offset_of_last(path, tail))
+    limit = tail
     while True:
         # The state first: what was written before the end is seen after it.
         state = read_state(record.run)
-        for event in reader.new():
+        new = reader.new()
+        if limit is not None:
+            new, limit = iter(deque(new, maxlen=limit)), None
+        for event in new:
             click.echo(json.dumps(event, ensure_ascii=False) if as_json else _line(event))
         if not follow or not state.active:
             return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dni_runtime.lines import NewLines
+from dni_runtime.lines import NewLines, offset_of_last
 from dnictl.options import check_module, chosen_run, complete_runs, pause, runs_option
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ class Line:
 
 
 class Follower:
-    """Reads a log's lines as they come."""
+    """Reads a log's lines as they come; ``tail``: at first only about so many from its end."""
 
-    def __init__(self, path: Path, module: str, attempt: int) -> None:
+    def __init__(self, path: Path, module: str, attempt: int, tail: int | None = None) -> None:
         self.path = path
         self._module = module
         self._attempt = attempt
-        self._lines = NewLines(path)
+        self._lines = NewLines(path, offset=0 if tail is None else offset_of_last(path, tail))
         self._stamp = ""
 
     def new(self, *, all_of_it: bool = False) -> Iterator[Line]:
@@ -97,7 +97,8 @@ def logs(
                 if module == SUPERVISOR
                 else record.run.log(module, latest)
             )
-            followers.setdefault(path, Follower(path, module, latest))
+            if path not in followers:
+                followers[path] = Follower(path, module, latest, tail)
         batches = [list(follower.new(all_of_it=all_of_it)) for follower in followers.values()]
         yield from heapq.merge(*batches, key=lambda line: line.stamp)
 

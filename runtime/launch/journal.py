@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from dni_runtime.launch.lease import Lease, LeaseError
@@ -13,6 +16,9 @@ from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.rundir import RunDir, append_line
 
 _log = logging.getLogger(__name__)
+
+LOG_BYTES = 64 << 20
+"""A worker's log is emptied when it is longer; what it held is in ``LOG.1``."""
 
 
 class Journal:
@@ -92,6 +98,14 @@ class Journal:
             if not self._complained:
                 self._complained = True
                 _log.warning("the run directory cannot be written: %s", error)
+
+
+def bound_log(path: Path) -> None:
+    """Keep a worker's log from growing without end: its process appends to it and need not know."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size >= LOG_BYTES:
+            shutil.copy2(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
 
 
 def how_it_ended(name: str, module: ModuleState) -> str:

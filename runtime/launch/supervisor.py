@@ -12,7 +12,7 @@ from typing import Any
 from dni_runtime.errors import DniError, StoppedError
 from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
 from dni_runtime.launch.interrupts import catching_signals
-from dni_runtime.launch.journal import Journal, how_it_ended
+from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
@@ -22,7 +22,7 @@ from dni_runtime.launch.traces import prepare_traces, remove_traces
 from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import COMING, RunDir, peek_json
 
-_REFRESH_S = 1.0
+_REFRESH_S, _LOGS_S = 1.0, 60.0
 # In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
 _BROKEN_GRACE_S = 5.0
 
@@ -72,7 +72,7 @@ class Supervisor:
         self._hosts = hosts
         self._lost: dict[str, str] = {}
         self._warnings: dict[str, str | None] = {}
-        self._refresh_at = 0.0
+        self._refresh_at = self._logs_at = 0.0
         names = [worker.module for worker in plan.workers]
         self.state = RunState.begin(plan.backend, plan.workers[0].attempt, names)
         self._lease = lease
@@ -135,6 +135,10 @@ class Supervisor:
         if self._clock() >= self._refresh_at:
             self._refresh_at = self._clock() + _REFRESH_S
             self._refresh()
+        if self._clock() >= self._logs_at:
+            self._logs_at = self._clock() + _LOGS_S
+            for worker in self._crew.workers.values():
+                bound_log(Path(worker.log))
         self._reap()
         for name, error in self._crew.start_due().items():
             self._could_not_start(name, error)

@@ -8,6 +8,7 @@ import pytest
 
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import append_line
 from tests.unit.cli.conftest import Dnictl, ended
 
 
@@ -51,6 +52,16 @@ def test_a_run_that_has_stalled(dnictl: Dnictl, record: Record) -> None:
     for document in (dnictl("status", "--json").json, *dnictl("ps", "--json").json):
         assert (document["state"], document["error"]) == ("stalled", why)
     assert RunState.read(record.run).active
+
+
+def test_the_last_events(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "finished", 0)
+    for number in range(30):
+        append_line(record.run.events, {"time": float(number), "event": f"event{number}"})
+    assert len(dnictl("events").out.splitlines()) == 30
+    last = dnictl("events", "--tail", "2").out
+    assert [line.split()[2] for line in last.splitlines()] == ["event28", "event29"]
+    assert dnictl("events", "--tail", "0").out == ""
 
 
 def test_runs_from_the_environment(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.errors import UnavailableError
+from dni_runtime.launch import journal
 from dni_runtime.launch.crew import TICK_S
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process
@@ -157,6 +158,20 @@ def test_a_run_that_finishes(world: World, supervisor: Supervisor, record: Recor
     ]  # fmt: skip
     assert RunState.read(record.run) == state
     assert not any(process.signals for process in world.processes.values())
+
+
+def test_a_log_that_grows_is_emptied_under_its_writer(
+    world: World, supervisor: Supervisor, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LOG_BYTES", 1000)
+    log = record.run.log("top", 1)
+    with log.open("ab", buffering=0) as worker:  # as LocalStarter opens it
+        worker.write(b"x" * 1200)
+        world.reports(2, "running")
+        world.exits(100, top=0, middle=0, bottom=0)
+        supervisor.run(lambda state: worker.write(b"later\n") if 90 < world.now < 90.1 else None)
+    assert log.with_name(f"{log.name}.1").read_bytes() == b"x" * 1200
+    assert set(log.read_bytes().splitlines()) == {b"later"}
 
 
 def test_the_first_one_may_finish_first(world: World, supervisor: Supervisor) -> None:
