@@ -68,17 +68,26 @@ class LineReader:
                     yield document
 
 
-def offset_of_last(path: Path, count: int, mark: bytes = b"\n") -> int:
+def offset_of_last(
+    path: Path, count: int, mark: bytes = b"\n", *, within: int | None = None
+) -> int:
     """Where a line begins from which on ``count`` lines, or a few more, hold ``mark``.
 
+    Args:
+        path: The file, which may not be there.
+        count: How many.
+        mark: What is looked for.
+        within: Only so many bytes back from the end.
+
     Returns:
-        Its offset; 0 where there are fewer lines, or no file.
+        Its offset; that of the first line looked at where there are fewer.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         start = file.seek(0, os.SEEK_END)
+        stop = 0 if within is None else max(start - within, 0)
         count += 1  # the first line that is met may be cut off
-        while start > 0 and count > 0:
-            end, start = start, max(start - _BLOCK_BYTES, 0)
+        while start > stop and count > 0:
+            end, start = start, max(start - _BLOCK_BYTES, stop)
             file.seek(start)
             count -= file.read(end - start).count(mark)
         return _next_line(file, start)

@@ -19,7 +19,7 @@ EVALUATIONS = 1000
 """Most evaluations that are shown; the others are in the tail's file of metrics."""
 
 _EVALUATION = b'"kind":"eval"'
-_NEWEST_BYTES = 1 << 18
+_NEWEST_BYTES, _SEARCHED_BYTES = 1 << 18, 1 << 26  # of months, as workers write them
 _LINK_COUNTS = ("missed", "replayed", "resent", "duplicates", "gaps")
 
 
@@ -256,7 +256,7 @@ class Gauge:
         """The tail's new lines, but those about training; first the last few evaluations."""
         if self._lines is None:
             path = self._record.run.metrics(tail)
-            offset = offset_of_last(path, self._most, _EVALUATION)
+            offset = offset_of_last(path, self._most, _EVALUATION, within=_SEARCHED_BYTES)
             self._lines = LineReader(path, offset=offset, without=TRAIN)
         return self._lines.new()
 

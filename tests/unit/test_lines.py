@@ -67,6 +67,12 @@ def test_a_file_that_was_emptied_is_read_from_its_beginning(tmp_path: Path) -> N
     assert list(reader.read(all_of_it=True)) == [b"new"]
 
 
+def test_the_last_few_are_not_looked_for_everywhere(path: Path) -> None:
+    offset = offset_of_last(path, 300, within=1000)
+    assert 1000 - 80 < path.stat().st_size - offset <= 1000
+    assert numbers(LineReader(path, offset=offset))[-1] == 299
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 300, 1000])
 def test_the_last_few(path: Path, block: int, count: int) -> None:
     found = numbers(LineReader(path, offset=offset_of_last(path, count)))
