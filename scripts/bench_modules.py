@@ -13,7 +13,9 @@ folders listed, made, renamed and removed (Python's audit events ``open``, ``os.
 writing and syncing a file that is open are not counted.
 
 What is done again every second (the workers' reports, their metrics, the supervisor's look at them)
-grows with time: it is given per module and second. The rest is given per module.
+grows with time: it is given per module and second. The rest is given per module. Reports and
+metrics are written every ten seconds here: those of a thousand modules would be most of what two
+cores do.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import FOLDERS, complete_cuts
 from dni_runtime.spec import ChainSpec
 from dni_runtime.worker import main as worker
+from dni_runtime.worker import metrics
 from dni_runtime.worker.__main__ import parser as worker_parser
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.metrics import Meter
@@ -297,6 +300,7 @@ def serve_pool(pipe: Connection, run: Path) -> None:
             loaded(meter.spec.module)
 
     Meter.set_state = set_state  # type: ignore[method-assign]
+    metrics.INTERVAL_S = 10.0
 
     def serve(module: str, arguments: Sequence[str]) -> None:
         given: dict[str, Any] = vars(worker_parser().parse_args(arguments))
