@@ -137,7 +137,6 @@ def resume(
     """
     from dni_runtime.launch.slurm.job import JobRecord, read_state
     from dni_runtime.launch.start import end_leftovers, plan_here, site_again, take, write_plan
-    from dni_runtime.rundir import complete_cuts
 
     record = chosen_run(run, runs)
     job = JobRecord.read(record.run)
@@ -159,6 +158,7 @@ def resume(
         submit_again(record, replace(job, log_level=level), cut, dry_run=dry_run, as_json=as_json)
         return
     chain, workers = record.specs()
+    _check_cut(record, cut)
     lease = None
     if not dry_run:
         lease = take(record.run)
@@ -168,10 +168,7 @@ def resume(
         state = end_leftovers(record.run, state, chain.stop_grace_s)
         if state.phase == "finished":
             conclude(record, as_json=as_json)
-    cuts = complete_cuts(record.run, list(record.modules))
-    if cut != "auto" and (not cut.isdecimal() or int(cut) not in cuts):
-        there = ", ".join(map(str, cuts)) or "none"
-        raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
+    cuts = _check_cut(record, cut)
     site = site_again(record)
     plan = plan_here(
         record.run.root,
@@ -190,6 +187,17 @@ def resume(
         click.echo(f"{record.name}: no complete checkpoint, so it starts from scratch", err=True)
     write_plan(record.run, plan)
     _go(record, plan, lease, detached=detach, as_json=as_json)
+
+
+def _check_cut(record: Record, cut: str) -> list[int]:
+    """The complete checkpoints of a run, of which ``cut`` must be one, or ``auto``."""
+    from dni_runtime.rundir import complete_cuts
+
+    cuts = complete_cuts(record.run, list(record.modules))
+    if cut != "auto" and (not cut.isdecimal() or int(cut) not in cuts):
+        there = ", ".join(map(str, cuts)) or "none"
+        raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
+    return cuts
 
 
 @click.command(hidden=True)

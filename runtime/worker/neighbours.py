@@ -175,6 +175,11 @@ class Neighbours:
         """Whether a neighbour of a restarted module has finished: all has reached it."""
         return self._again and peek_json(self._run.worker(neighbour)).get("state") == "finished"
 
+    def remains(self, neighbour: str) -> bool:
+        """Whether a neighbour that is out of reach has not ended, as far as anybody has said."""
+        state = peek_json(self._run.worker(neighbour)).get("state", "failed")
+        return state not in ("finished", "stopped", "failed") or self.expected(neighbour)
+
     def expected(self, neighbour: str) -> bool:
         """Whether a supervisor is starting the neighbour again."""
         state = peek_json(self._run.state)

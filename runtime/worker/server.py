@@ -168,7 +168,7 @@ class ModuleServer:
             if self._neighbours is not None and downstream is not None:
                 self._neighbours.look(output)
                 over = self._outcome is Outcome.FINISHED and not self._stop()
-                if over and (not output.lost or self._neighbours.expected(downstream)):
+                if over and (not output.lost or self._neighbours.remains(downstream)):
                     continue
             if time.monotonic() >= end_s:
                 return False

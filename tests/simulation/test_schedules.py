@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEEDS = 2000
+SEEDS = 1000
 
 
 def simulate(*options: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def test_what_must_hold_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "seed"), [("gradients-once", 47), ("newest-read", 145), ("narrow-gaps", 90)]
+    ("mutation", "seed"), [("gradients-once", 47), ("newest-read", 145), ("narrow-gaps", 186)]
 )
 def test_a_mend_that_is_taken_out_is_missed(mutation: str, seed: int) -> None:
     """Each of these was a run that hung for ever."""
