@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dni_runtime.errors import CheckpointError, UsageError
+from dni_runtime.errors import CheckpointError, DamagedError, UsageError
 from dnictl.options import (
     chosen_run,
     json_option,
@@ -243,19 +243,21 @@ def export(
     Example:
       dnictl export -o model.safetensors
     """
-    from dni_runtime.rundir import complete_cuts, read_json
+    from dni_runtime.cuts import newest_cut, verify, written_cuts
+    from dni_runtime.rundir import read_json
 
     record = chosen_run(run, runs)
     if output.exists() and not force:
         raise UsageError(f"{str(output)!r} exists already", hint="--force replaces it")
-    cuts = complete_cuts(record.run, list(record.modules))
+    cuts = written_cuts(record.run, record.modules)
+    newest, damaged = newest_cut(record.run, record.modules)
     if not cuts:
         raise CheckpointError(
             f"run {record.name!r} has no complete checkpoint yet",
             hint="checkpoints are written at the end of an epoch, and by 'dnictl stop'",
         )
     best = read_json(record.run.best) or {}
-    named = {"newest": cuts[-1], "best": best.get("cut"), None: best.get("cut", cuts[-1])}
+    named = {"newest": newest, "best": best.get("cut"), None: best.get("cut", newest)}
     cut = named.get(wanted, wanted)
     if str(cut) not in map(str, cuts):
         what = (
@@ -263,6 +265,14 @@ def export(
         )
         raise UsageError(f"no complete {what}; there are: {', '.join(map(str, cuts))}")
     cut = int(str(cut))
+    for problem in damaged if cut == newest else ():
+        click.secho(f"warning: {problem}; checkpoint {cut} is taken", err=True, fg="yellow")
+    try:
+        verify(record.run, cut, record.modules)
+    except DamagedError as error:
+        others = ", ".join(str(one) for one in cuts if one != cut)
+        hint = f"take another one with --from: {others}" if others else None
+        raise DamagedError(error.message, hint=hint) from None
     from dni_runtime.core.export import export_model
     from dni_runtime.launch.prepare import importing_from
 

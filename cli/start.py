@@ -135,6 +135,7 @@ def resume(
     Example:
       dnictl resume
     """
+    from dni_runtime.cuts import newest_cut
     from dni_runtime.launch.slurm.job import JobRecord, read_state
     from dni_runtime.launch.start import end_leftovers, plan_here, site_again, take, write_plan
 
@@ -150,6 +151,8 @@ def resume(
             f"run {record.name!r} has finished",
             hint=f"take its model home: dnictl export {record.name} -o model.safetensors",
         )
+    if notice := record.compare_versions():
+        click.echo(f"{record.name}: {notice}", err=True)
     if job is not None:
         from dnictl.allocation import submit_again
 
@@ -168,7 +171,8 @@ def resume(
         state = end_leftovers(record.run, state, chain.stop_grace_s)
         if state.phase == "finished":
             conclude(record, as_json=as_json)
-    cuts = _check_cut(record, cut)
+    if cut == "auto" and not newest_cut(record.run, record.modules)[0]:
+        click.echo(f"{record.name}: no complete checkpoint, so it starts from scratch", err=True)
     site = site_again(record)
     plan = plan_here(
         record.run.root,
@@ -183,21 +187,20 @@ def resume(
     if lease is None:
         _print_plan(plan, as_json)
         return
-    if not cuts:
-        click.echo(f"{record.name}: no complete checkpoint, so it starts from scratch", err=True)
     write_plan(record.run, plan)
     _go(record, plan, lease, detached=detach, as_json=as_json)
 
 
-def _check_cut(record: Record, cut: str) -> list[int]:
-    """The complete checkpoints of a run, of which ``cut`` must be one, or ``auto``."""
-    from dni_runtime.rundir import complete_cuts
+def _check_cut(record: Record, cut: str) -> None:
+    """Refuse a checkpoint that is not there, or damaged, before anything newer goes."""
+    from dni_runtime.cuts import complete_cuts, verify, written_cuts
 
-    cuts = complete_cuts(record.run, list(record.modules))
-    if cut != "auto" and (not cut.isdecimal() or int(cut) not in cuts):
-        there = ", ".join(map(str, cuts)) or "none"
+    if cut == "auto":
+        return
+    if not cut.isdecimal() or int(cut) not in written_cuts(record.run, record.modules):
+        there = ", ".join(map(str, complete_cuts(record.run, record.modules))) or "none"
         raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
-    return cuts
+    verify(record.run, int(cut), record.modules)
 
 
 @click.command(hidden=True)

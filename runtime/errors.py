@@ -10,6 +10,7 @@
     ├── BuildError               70  EX_SOFTWARE     an image build failed
     ├── WorkerError              70  EX_SOFTWARE     a worker failed during a run
     ├── CheckpointError          74  EX_IOERR        a checkpoint cannot be written or read
+    │   └── DamagedError         72  EX_OSFILE       a part of a checkpoint is cut off or altered
     ├── StoppedError             75  EX_TEMPFAIL     stopped before the end; the run can be resumed
     ├── WireError                76  EX_PROTOCOL     a message that cannot be accepted
     ├── HandshakeError           76  EX_PROTOCOL     two modules that do not fit together
@@ -26,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-LASTING = frozenset({64, 65, 66, 69, 74, 76, 78, 126, 127})
+LASTING = frozenset({64, 65, 66, 69, 72, 74, 76, 78, 126, 127})
 """Exit codes of failures that another start cannot mend (126, 127: there is no such program)."""
 
 
@@ -113,6 +114,12 @@ class CheckpointError(DniError):
     """A checkpoint cannot be written, is incomplete, or belongs to another module."""
 
     exit_code = 74
+
+
+class DamagedError(CheckpointError):
+    """A part of a checkpoint is missing, cut off or altered; an older one may be whole."""
+
+    exit_code = 72
 
 
 class StoppedError(DniError):

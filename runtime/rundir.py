@@ -341,17 +341,3 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                         yield json.loads(line)
     except FileNotFoundError:
         return
-
-
-def complete_cuts(run: RunDir, modules: list[str]) -> list[int]:
-    """Stream positions at which every module has a whole checkpoint, oldest first.
-
-    Each folder is listed once: that costs less than a look at each module's part.
-    """
-    cuts, parts = [], {f"{module}.json" for module in modules}
-    if run.checkpoints.is_dir():
-        for folder in run.checkpoints.iterdir():
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if folder.name.isdigit() and parts <= set(os.listdir(folder)):
-                    cuts.append(int(folder.name))
-    return sorted(cuts)

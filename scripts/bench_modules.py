@@ -44,6 +44,7 @@ from typing import Any
 import torch
 
 from dni_runtime.core.dynamo import postpone_dynamo
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.errors import DniError
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import WorkerPlan
@@ -53,7 +54,7 @@ from dni_runtime.launch.records import create_run
 from dni_runtime.launch.start import plan_here, write_plan
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import FOLDERS, complete_cuts
+from dni_runtime.rundir import FOLDERS
 from dni_runtime.spec import ChainSpec
 from dni_runtime.worker import main as worker
 from dni_runtime.worker import metrics

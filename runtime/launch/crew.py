@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from dni_runtime.cuts import newest_cut
 from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import OWN, LaunchPlan, WorkerPlan
@@ -138,14 +139,41 @@ class Crew:
         if report.get("begun"):
             self.begun[name] = report["attempt"]
 
-    def start_all_again(self, delay_s: float, reason: str) -> None:
-        """End all, and have them started again from the newest complete checkpoint."""
+    def begin_at_newest_cut(self) -> None:
+        """Have the first start of all modules begin at the newest complete cut.
+
+        Raises:
+            DamagedError: All checkpoints are damaged.
+        """
+        cut = self._newest_cut(None)
+        for name, worker in self.workers.items():
+            self.workers[name] = worker.again(worker.attempt, resume=str(cut))
+
+    def start_all_again(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
+        """End all, and have them started again from the newest complete cut.
+
+        Args:
+            delay_s: Seconds until then.
+            reason: What the events say.
+            below: Only cuts before this one count: it has been found damaged.
+
+        Raises:
+            DamagedError: All checkpoints are damaged.
+        """
         self._starter.kill_all(self.processes)
         while any(process.poll() is None for process in self.processes.values()):
             self._sleep(TICK_S)
         self.processes.clear()
+        cut = self._newest_cut(below)
         for worker in self._plan.workers:
-            self.start_again(worker.module, delay_s, reason, resume="auto")
+            self.start_again(worker.module, delay_s, reason, resume=str(cut))
+
+    def _newest_cut(self, below: int | None) -> int:
+        """The same for all modules: found by each for itself, it might not be the same."""
+        cut, damaged = newest_cut(self._run, list(self.workers), below=below)
+        for problem in damaged:
+            self._journal.damaged(str(problem))
+        return cut
 
     def replace(self, worker: WorkerPlan) -> None:
         """Start a module on another host from now on."""

@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from dni_runtime.core.layers import tensors_of
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.rundir import RunDir, complete_cuts, read_json, write_atomic
+from dni_runtime.rundir import RunDir, read_json, write_atomic
 from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
 

@@ -72,6 +72,11 @@ class Journal:
         with self._tolerating_a_full_disk():
             append_line(self._run.events, {"time": time.time(), "event": event, **details})
 
+    def damaged(self, problem: str) -> None:
+        """Tell that a checkpoint is damaged, so that an older one is taken."""
+        _log.warning("%s; an older checkpoint is taken", problem)
+        self.event("checkpoint_damaged", reason=problem)
+
     def write(self) -> None:
         """Write the state."""
         self.check()

@@ -17,6 +17,7 @@ from dni_runtime.launch.slurm.placement import Need
 from dni_runtime.rundir import WORKER_FOLDERS, RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
+from dni_runtime.worker.version import STARTED_WITH, THIS
 
 Backend = Literal["process", "apptainer"]
 
@@ -24,6 +25,9 @@ Backend = Literal["process", "apptainer"]
 RUN_TARGET = "/dni/run"
 DATA_TARGET = PurePosixPath("/dni/data")
 SOCKETS_TARGET = "/dni/ipc"
+
+AUTO = "auto"
+"""``resume`` of a plan whose supervisor is to choose the newest complete cut, for all workers."""
 
 OWN = "own"
 """``--resume`` of a module that is started again while the others go on."""
@@ -98,6 +102,11 @@ class LaunchPlan:
     workers: tuple[WorkerPlan, ...]
     keys: bool = False
     restart: RestartPlan = field(default_factory=RestartPlan)
+
+    @property
+    def resume(self) -> str:
+        """Where the workers begin; they all begin at the same cut."""
+        return self.workers[0].resume
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON document."""
@@ -221,6 +230,7 @@ def _as_process(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
         environment={
             **_environment(worker),
             **({"TMPDIR": placement.scratch} if placement.scratch else {}),
+            STARTED_WITH: THIS,  # images keep their version
             "PYTHONPATH": ":".join(path for path in paths if path),
         },
         log=str(run.log(worker.module, placement.attempt)),

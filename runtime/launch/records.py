@@ -17,11 +17,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from dni_runtime import __version__
-from dni_runtime.errors import DataError, UsageError
+from dni_runtime.cuts import FORMAT as CHECKPOINT_FORMAT
+from dni_runtime.cuts import READABLE
+from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.rundir import RunDir, read_json, write_atomic, write_json
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
+
+FORMAT = 1
+"""The format of run directories."""
 
 
 def new_run_id(chain: str) -> str:
@@ -68,10 +73,12 @@ def create_run(
         write_initial(run, prepared.initial)
     write_atomic(run.chain_file, prepared.path.read_bytes())
     write_json(run.chain, prepared.chain.model_dump(mode="json"))
+    from dni_runtime.wire import PROTOCOL_VERSION  # numpy: only where a run is made
+
     write_json(
         run.record,
         {
-            "format": 1,
+            "format": FORMAT,
             "run": run.root.name,
             "chain": prepared.chain.name,
             "modules": prepared.modules,
@@ -85,7 +92,12 @@ def create_run(
             "total_steps": prepared.total_steps,
             "user": getpass.getuser(),
             "host": socket.gethostname(),
-            "versions": {"dni_runtime": __version__, "python": platform.python_version()},
+            "versions": {
+                "dni_runtime": __version__,
+                "python": platform.python_version(),
+                "protocol": PROTOCOL_VERSION,
+                "checkpoint": CHECKPOINT_FORMAT,
+            },
         },
     )
     return run
@@ -107,6 +119,8 @@ class Record:
         epochs: Epochs asked for.
         batches_per_epoch: Training batches in one, if known.
         total_steps: Training batches in the whole run, if known.
+        version: The version of this package that made it.
+        checkpoint: The format of its first checkpoints, or None of an earlier version.
     """
 
     run: RunDir
@@ -120,19 +134,29 @@ class Record:
     epochs: int
     batches_per_epoch: int | None
     total_steps: int | None
+    version: str = __version__
+    checkpoint: int | None = CHECKPOINT_FORMAT
 
     @classmethod
     def read(cls, root: Path) -> Record:
         """Read the record of the run at ``root``.
 
         Raises:
-            DataError: There is no run, or its record was not written by this program.
+            DataError: There is no run, or its record was not written by this version.
         """
         run = RunDir(root.absolute())
         document: dict[str, Any] | None = read_json(run.record)
         if document is None:
             raise DataError(f"{str(root)!r} is not a run directory: there is no run.json in it")
         try:
+            versions = document.get("versions", {})
+            version = versions.get("dni_runtime", "unknown")
+            if document.get("format", FORMAT) != FORMAT:
+                raise DataError(
+                    f"{str(root)!r} is a run of dni-runtime {version}, in format "
+                    f"{document['format']!r}; this is {__version__}, which reads format {FORMAT}",
+                    hint=f"use dni-runtime {version} for it",
+                )
             return cls(
                 run=run,
                 name=document["run"],
@@ -145,6 +169,8 @@ class Record:
                 epochs=document["epochs"],
                 batches_per_epoch=document["batches_per_epoch"],
                 total_steps=document["total_steps"],
+                version=version,
+                checkpoint=versions.get("checkpoint"),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{str(run.record)!r} is not the record of a run: {error!r}") from None
@@ -162,9 +188,27 @@ class Record:
             ]
         except (OSError, ValidationError) as error:
             raise DataError(
-                f"the specs in {str(self.run.root)!r} cannot be read: {error}"
+                f"the specs in {str(self.run.root)!r}, a run of dni-runtime {self.version}, cannot "
+                f"be read by {__version__}: {error}"
             ) from None
         return chain, tuple(workers)
+
+    def compare_versions(self) -> str | None:
+        """What to tell of a run that is to go on, where another version has made it.
+
+        Raises:
+            CheckpointError: This version cannot read its checkpoints.
+        """
+        if self.checkpoint is not None and self.checkpoint not in READABLE:
+            raise CheckpointError(
+                f"run {self.name!r} was made by dni-runtime {self.version}, whose checkpoints have "
+                f"format {self.checkpoint}; this is {__version__}, which reads "
+                f"{' and '.join(map(str, READABLE))}",
+                hint=f"go on with dni-runtime {self.version}, or start a new run with 'dnictl up'",
+            )
+        if self.version == __version__:
+            return None
+        return f"made by dni-runtime {self.version}, goes on with {__version__}"
 
 
 def list_runs(folder: Path) -> list[Record]:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import DniError, StoppedError
+from dni_runtime.cuts import remove_temporaries
+from dni_runtime.errors import DamagedError, DniError, StoppedError
 from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
-from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.plan import AUTO, LaunchPlan
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import ModuleState, RunState
@@ -103,6 +104,8 @@ class Supervisor:
                     self._look()
                     if observe is not None:
                         observe(self.state)
+                with contextlib.suppress(OSError):
+                    remove_temporaries(self._run, self.state.modules)
                 remove_traces(self._run, sockets)  # before anybody hears of the end
                 self._conclude()
                 if observe is not None:
@@ -124,6 +127,8 @@ class Supervisor:
     def _start(self) -> None:
         prepare_traces(self._run, self._plan)
         self._journal.event("run_started", attempt=self.state.attempt, backend=self._plan.backend)
+        if self._plan.resume == AUTO:
+            self._crew.begin_at_newest_cut()
         self._journal.write()
         for worker in self._plan.workers:
             self._crew.start(worker.module)
@@ -254,7 +259,9 @@ class Supervisor:
             self._start_again(name, 0.0, f"node {lost} is lost")
         elif asked and module.state != "finished":
             self._crew.start_again(name, 0.0, "'dnictl restart' was called")
-        elif module.state == "failed" and not told and self._may_start_again(name, module):
+        elif (
+            module.exit_code == DamagedError.exit_code and not told and self._fall_back(name)
+        ) or (module.state == "failed" and not told and self._may_start_again(name, module)):
             pass
         elif module.state == "failed":
             if self.state.failed is None:
@@ -299,6 +306,26 @@ class Supervisor:
         else:  # what the module has lost would be missed by those that wait for its gradients
             self._lost.clear()
             self._crew.start_all_again(delay_s, reason)
+
+    def _fall_back(self, name: str) -> bool:
+        """Begin with all modules at an older cut, where one has found its part damaged.
+
+        Returns:
+            False where somebody has asked for that very cut.
+
+        Raises:
+            DamagedError: There is none that is whole.
+        """
+        begun_at = self._crew.workers[name].resume
+        if begun_at == self._plan.resume:
+            return False
+        problem = peek_json(self._run.worker(name)).get("error")
+        problem = problem or how_it_ended(name, self.state.modules[name])
+        self._lost.clear()
+        self._journal.damaged(problem)
+        below = int(begun_at) if begun_at.isdecimal() else None
+        self._crew.start_all_again(0.0, problem, below=below)
+        return True
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has ended says itself that it has finished."""

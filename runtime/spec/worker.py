@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dni_runtime.spec.model import ChainSpec, CheckpointSpec, DataSpec, LinksSpec
 from dni_runtime.spec.modules import ClipSpec, GroupSpec
@@ -223,6 +223,13 @@ class WorkerSpec(Frozen):
     def to_json(self) -> str:
         """The spec as canonical JSON (sorted keys), as stored in the module's image."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, document: Any) -> Any:
+        if isinstance(document, dict) and document.get("blocks") is False:
+            return {key: value for key, value in document.items() if key != "blocks"}
+        return document
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

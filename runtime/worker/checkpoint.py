@@ -7,13 +7,13 @@ cut of a chain is complete when every module has its part, and all parts are of 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from dni_runtime import __version__
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import sparse_parameters
-from dni_runtime.errors import CheckpointError, DataError
-from dni_runtime.rundir import RunDir, complete_cuts, write_atomic
+from dni_runtime.cuts import (
+    FORMAT,
+    READABLE,
+    check_sum,
+    complete_cuts,
+    cut_folders,
+    forget,
+    named,
+    read_document,
+    reading,
+    sealed,
+)
+from dni_runtime.errors import CheckpointError, DamagedError, DataError
+from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.worker.selection import best_cut
 
 log = logging.getLogger(__name__)
-
-FORMAT = 3
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 """A module's tensors by name, and the rest as a JSON document."""
@@ -56,6 +67,7 @@ def snapshot(step: ModuleStep) -> State:
             tensors[f"gradient.{name}"] = p.grad
     document: dict[str, Any] = {
         "format": FORMAT,
+        "version": __version__,
         "module": step.spec.module,
         "hash": step.spec.hash,
         "batches": step.batches,
@@ -88,13 +100,32 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
     """Put a module into the state that :func:`snapshot` copied.
 
     Raises:
-        CheckpointError: The state is of another module or format.
+        CheckpointError: The state is of another module, spec or format.
     """
-    if document.get("format") != FORMAT or document.get("module") != step.spec.module:
+    module, made_by = step.spec.module, document.get("version", "an earlier version")
+    if document.get("format") not in READABLE:
         raise CheckpointError(
-            f"the checkpoint is of module {document.get('module')!r}, format "
-            f"{document.get('format')!r}; this is {step.spec.module!r}, format {FORMAT}"
+            f"the checkpoint of {document.get('module')!r} was written by dni-runtime {made_by} in "
+            f"format {document.get('format')!r}; this is {__version__}, which reads formats "
+            f"{' and '.join(map(str, READABLE))}",
+            hint=f"go on with dni-runtime {made_by}, or start a new run with 'dnictl up'",
         )
+    if document.get("module") != module:
+        raise CheckpointError(
+            f"the checkpoint is of module {document.get('module')!r}; this is {module!r}"
+        )
+    # Versions may compute the hash in different ways.
+    if made_by == __version__ and document.get("hash") != step.spec.hash:
+        raise CheckpointError(
+            f"the checkpoint is of another spec of module {module!r} (checkpoint "
+            f"{str(document.get('hash'))[:12]}, run {step.spec.hash[:12]})",
+            hint="specs/ of the run has changed since: put it back, or start a new run with "
+            "'dnictl up'",
+        )
+    if document["format"] == 2:  # one schedule, and an update with each batch
+        schedule = document.get("schedule")
+        schedules = [] if schedule is None else [schedule]
+        document = document | {"gathered": 0, "schedules": schedules}
     try:
         step.layers.load_state_dict(_under(tensors, "layers."))
         if step.interface is not None:
@@ -146,61 +177,80 @@ def _with_numbers(schedule: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> State:
-    """Read a checkpoint.
+    """Read a module's part of a checkpoint.
 
     Args:
         path: Its path without ending.
 
     Raises:
-        CheckpointError: It is missing or damaged.
+        DamagedError: It is missing, cut off or altered.
+        CheckpointError: It cannot be read for another reason.
     """
-    try:
-        document = json.loads(path.with_suffix(".json").read_bytes())
-        return load(path.with_suffix(".safetensors").read_bytes()), document
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {str(path)!r} cannot be read: {error}") from None
+    document = read_document(path)
+    with reading(path):
+        data = path.with_suffix(".safetensors").read_bytes()
+    return _loaded(path, data, document), document
 
 
 def read_newest(run: RunDir, module: str) -> State | None:
     """A module's own newest state: a checkpoint of any cut, or its snapshot.
 
-    A file that is damaged is passed over. What a process that was killed left half-written, is
-    removed.
+    One that is damaged is passed over.
 
     Returns:
         None where there is none.
+
+    Raises:
+        DamagedError: All that there are are damaged.
     """
-    for folder in (*run.checkpoints.glob("[0-9]*"), run.snapshot(module).parent):
-        for rest in folder.glob(f".{module}.*"):
-            rest.unlink(missing_ok=True)
-    states: list[tuple[int, Callable[[], State]]] = []
-    for path in run.checkpoints.glob(f"[0-9]*/{module}.json"):
-        states.append((int(path.parent.name), partial(read, path.with_suffix(""))))
-    own = run.snapshot(module)
-    with contextlib.suppress(CheckpointError):
-        states.append((_snapshot_document(own)["cut"], partial(_read_snapshot, own)))
-    for _, read_it in sorted(states, key=lambda state: state[0], reverse=True):
+    states: list[tuple[int, Callable[[Path], State], Path]] = []
+    for cut, folder in cut_folders(run).items():
+        if (folder / f"{module}.json").exists():
+            states.append((cut, read, folder / module))
+    own = run.snapshot(module).with_suffix("")
+    problem: CheckpointError | None = None
+    if run.snapshot(module).exists():
         try:
-            return read_it()
+            states.append((_snapshot_document(own)["cut"], _read_snapshot, own))
         except CheckpointError as error:
-            log.warning("%s; an older one is taken", error)
+            problem = error
+            log.warning("%s; an older state is taken", error)
+    for _, read_it, path in sorted(states, key=lambda state: state[0], reverse=True):
+        try:
+            return read_it(path)
+        except CheckpointError as error:
+            problem = error
+            log.warning("%s; an older state is taken", error)
+    if problem is not None:
+        raise problem
     return None
 
 
 def _read_snapshot(path: Path) -> State:
-    try:
-        return load(path.read_bytes()), _snapshot_document(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the snapshot {str(path)!r} cannot be read: {error}") from None
+    document = _snapshot_document(path)
+    with reading(path):
+        data = path.with_suffix(".safetensors").read_bytes()
+    return _loaded(path, data, document), document
+
+
+def _loaded(path: Path, data: bytes, document: dict[str, Any]) -> dict[str, Tensor]:
+    check_sum(path, io.BytesIO(data), document)
+    with _parsing(path):
+        return load(data)
 
 
 def _snapshot_document(path: Path) -> dict[str, Any]:
+    with reading(path), _parsing(path), safe_open(path.with_suffix(".safetensors"), "pt") as file:
+        document: dict[str, Any] = json.loads(file.metadata()["document"])
+        return document
+
+
+@contextlib.contextmanager
+def _parsing(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, "pt") as file:
-            document: dict[str, Any] = json.loads(file.metadata()["document"])
-            return document
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the snapshot {str(path)!r} cannot be read: {error}") from None
+        yield
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{named(path)} is damaged: {error}") from None
 
 
 class CheckpointWriter:
@@ -276,7 +326,7 @@ class CheckpointWriter:
                     self._write_part(cut, tensors, document)
                     self.failure = None
                 else:
-                    metadata = {"document": json.dumps(document)}
+                    metadata = {"document": sealed(save(tensors), document)}
                     write_atomic(self._run.snapshot(self._module), save(tensors, metadata))
                 if self.failure is None:  # a snapshot makes up for no checkpoint
                     self._on_written()
@@ -296,9 +346,11 @@ class CheckpointWriter:
     def _write_part(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
         path = self._run.checkpoint(cut, self._module)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(path.with_suffix(".safetensors"), save(tensors))
+        data = save(tensors)
+        write_atomic(path.with_suffix(".safetensors"), data)
         # The JSON comes last: where it is, the checkpoint is whole.
-        write_atomic(path.with_suffix(".json"), json.dumps(document) + "\n")
+        text = sealed(data, document | {"bytes": len(data)})
+        write_atomic(path.with_suffix(".json"), text + "\n")
         log.info("checkpoint at %d written", cut)
         self._drop_old()
 
@@ -310,24 +362,8 @@ class CheckpointWriter:
             if len(complete) >= self._keep:
                 best, oldest = best_cut(self._run), complete[-self._keep]
                 forget(self._run, self._chain, lambda cut: cut < oldest and cut != best)
-        except (OSError, DataError) as error:  # the new one is written
+        except (OSError, CheckpointError, DataError) as error:  # the new one is written
             log.warning("old checkpoints are not removed: %s", error)
-
-
-def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool]) -> None:
-    """Remove some modules' parts of some cuts (JSON first, so that no half is taken for whole)."""
-    for folder in run.checkpoints.glob("[0-9]*"):
-        if not unwanted(int(folder.name)):
-            continue
-        found = False
-        for name in [f"{m}{ending}" for ending in (".json", ".safetensors") for m in modules]:
-            with contextlib.suppress(FileNotFoundError):
-                (folder / name).unlink()
-                found = True
-        # A folder without any of these parts may be one that another has just made for its own.
-        if found:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # fails while other modules' parts are there
 
 
 def _optimizers(step: ModuleStep) -> dict[str, torch.optim.Optimizer]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
+from dni_runtime.cuts import remove_temporaries
 from dni_runtime.data import open_data
 from dni_runtime.errors import (
     CheckpointError,
@@ -29,10 +32,11 @@ from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.metrics import Meter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
-from dni_runtime.worker.resume import Start, begin
+from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Stream
+from dni_runtime.worker.version import replaced
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +143,9 @@ def _serve(
     stop: StopRequest,
     keys: RunKeys,
 ) -> Outcome:
+    warning = replaced(os.environ)
+    if warning is not None:
+        meter.warn(warning)
     torch.set_num_threads(spec.cpus)
     device = choose_device(spec)
     step = ModuleStep(spec, device)
@@ -168,6 +175,9 @@ def _serve(
             address = input.bind(wanted)
             publish(run, spec, options.attempt, address, keys)
             log.info("module %s listens on %s", spec.module, address)
+        # Only one worker of a module writes: another could not listen here as well.
+        with contextlib.suppress(OSError):
+            remove_temporaries(run, [spec.module])
         meter.set_state("connecting")
         meter.loaded_at = time.time()
         if input is not None and again:
@@ -183,6 +193,8 @@ def _serve(
             neighbours.connect(output, input)
         if input is not None and not again:
             neighbours.wait_for_upstream(input)
+        if options.resume == AUTO:  # the neighbours have begun at the same cut
+            forget_later(run, spec, start)
         if stop():
             raise StoppedError("stopped before training began")
         meter.progress.id = start.first_id - 1

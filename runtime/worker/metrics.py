@@ -111,8 +111,8 @@ class Meter:
         self.begun = True
         self.progress = Progress(counts.id, epoch, counts.step, counts.samples)
 
-    def warn(self, error: CheckpointError) -> None:
-        """Show that a checkpoint could not be written; training goes on."""
+    def warn(self, error: CheckpointError | str) -> None:
+        """Show what has gone wrong, such as a checkpoint that could not be written."""
         log.warning("%s", error)
         self.warning = str(error)
 

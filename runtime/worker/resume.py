@@ -1,6 +1,7 @@
 """Where a worker begins: at the beginning, at a cut of the chain, or at its own newest state.
 
-``auto`` and a number are for the start of all modules: each goes to the same cut. ``own`` is for
+A number is for the start of all modules: each goes to the same cut, which the supervisor chooses.
+``auto`` lets a module that is started by hand look for the newest one itself. ``own`` is for
 one module that has been restarted while the others went on: it goes to its own newest state, takes
 from upstream all that can still be sent, and sends on what downstream may not have received.
 """
@@ -13,8 +14,9 @@ from typing import Any
 
 from dni_runtime.core.layers import load_initial
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.cuts import forget, newest_cut
 from dni_runtime.errors import CheckpointError
-from dni_runtime.rundir import RunDir, append_line, complete_cuts, read_lines
+from dni_runtime.rundir import RunDir, append_line, read_lines
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
@@ -24,6 +26,7 @@ from dni_runtime.worker.stream import Position
 
 log = logging.getLogger(__name__)
 
+AUTO = "auto"
 OWN = "own"
 
 
@@ -60,14 +63,16 @@ def begin(
     """Put a module into the state that it begins with.
 
     Args:
-        wanted: ``auto`` (the newest complete cut), ``own``, ``none``, or a cut's number.
+        wanted: ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``none``, or
+            a cut's number.
         spec: The module.
         run: The run directory.
         step: The module, new.
         chain: Names of all modules.
 
     Raises:
-        CheckpointError: The checkpoint is missing, damaged, or of another module.
+        DamagedError: The checkpoint is missing or damaged.
+        CheckpointError: It is of another module or format, or cannot be read.
     """
     again = wanted == OWN
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
@@ -90,14 +95,22 @@ def begin(
         ledger = Ledger.reopen(run.ledger(spec.module), counts)
         step.optimization.pass_over(ledger.counts.step - counts.step)
         return start, ledger
-    # What an earlier attempt wrote after this cut would mix with what comes now.
-    checkpoint.forget(run, [spec.module], lambda other: other > start.cut)
+    if wanted != AUTO:  # else the neighbours may have found another cut
+        forget_later(run, spec, start)
+    return start, Ledger(run.ledger(spec.module), counts)
+
+
+def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
+    """Remove what an earlier attempt wrote after the cut that all modules have begun at.
+
+    It would mix with what comes now.
+    """
+    forget(run, [spec.module], lambda other: other > start.cut)
     run.snapshot(spec.module).unlink(missing_ok=True)
     if spec.head is not None:
         run.marks.unlink(missing_ok=True)
     if spec.tail is not None and (best_cut(run) or 0) > start.cut:
         run.best.unlink(missing_ok=True)
-    return start, Ledger(run.ledger(spec.module), counts)
 
 
 def note_mark(run: RunDir, id: int, mark: Mark) -> None:
@@ -152,8 +165,12 @@ def _at_cut(
 ) -> checkpoint.State | None:
     if wanted == "none":
         return None
-    cuts = [0, *complete_cuts(run, chain)]
-    cut = cuts[-1] if wanted == "auto" else int(wanted)
+    if wanted != AUTO:
+        cut = int(wanted)
+    else:
+        cut, damaged = newest_cut(run, chain)
+        for problem in damaged:
+            log.warning("%s; an older checkpoint is taken", problem)
     return checkpoint.read(run.checkpoint(cut, spec.module)) if cut else None
 
 

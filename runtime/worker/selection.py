@@ -6,7 +6,8 @@ import logging
 import math
 from typing import Any
 
-from dni_runtime.rundir import RunDir, complete_cuts, read_json, write_json
+from dni_runtime.cuts import written_cuts
+from dni_runtime.rundir import RunDir, read_json, write_json
 from dni_runtime.spec.worker import SelectionRole
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Selection:
         self._run = run
         self._role = role
         # A module that is restarted alone may begin at a snapshot, which is no checkpoint.
-        self._cut = max((one for one in complete_cuts(run, [module]) if one <= cut), default=cut)
+        self._cut = max((one for one in written_cuts(run, [module]) if one <= cut), default=cut)
         self._best: dict[str, Any] = {}
         self._worse: list[int] = []  # evaluations since the best one, by their checkpoints
         found = read_json(run.best) or {}

@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 
 import pytest
 
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, find_apptainer
 from dni_runtime.launch.state import process_birth
-from dni_runtime.rundir import RunDir, complete_cuts
+from dni_runtime.rundir import RunDir
 
 MODULES = ["bottom", "middle", "top"]
 

@@ -22,9 +22,10 @@ import torch
 from dni_runtime import load
 from dni_runtime.core.chain import Backprop
 from dni_runtime.core.resolve import worker_specs
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import describe, open_data
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import WORKER_FOLDERS, RunDir, complete_cuts, read_lines
+from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_lines
 from dni_runtime.spec import load_chain
 from tests.e2e.conftest import Site, eventually, processes_of
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import dni_runtime
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import open_data
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.launch.state import RunState, process_birth, session_of
-from dni_runtime.rundir import RunDir, complete_cuts, read_lines
+from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.spec import DataSpec
 from tests.e2e.conftest import FOREVER, MODULES, Site, eventually
 

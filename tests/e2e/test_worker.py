@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import describe, open_data
 from dni_runtime.rundir import (
     RunDir,
-    complete_cuts,
     read_json,
     read_lines,
     write_atomic,

@@ -24,9 +24,10 @@ import zmq
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.errors import DniError, StoppedError
 from dni_runtime.link import receiver, sender, sockets
-from dni_runtime.rundir import RunDir, complete_cuts, peek_json, write_atomic, write_json
+from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind
@@ -404,7 +405,7 @@ class Site:
         """What a worker's error means: another start for what may pass, else trouble."""
         if self.restarts[name] > 20 or error.exit_code in (64, 65, 70, 76, 78):
             self.troubles.append(f"{name}: {type(error).__name__}: {error}")
-        elif error.exit_code == 74:  # the run ends as failed, and somebody resumes it
+        elif error.exit_code in (72, 74):  # the run ends as failed, and somebody resumes it
             self.restarts[name] += 1
             self._resume_all()
         else:

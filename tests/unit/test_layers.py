@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"errors"},
     {"wire", "spec", "rundir", "lines"},
+    {"cuts"},
     {"link", "core", "data"},
     {"worker"},
     {"image"},

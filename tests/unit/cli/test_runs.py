@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
+from dni_runtime import __version__
+from dni_runtime.cuts import sealed
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import append_line
+from dni_runtime.rundir import append_line, read_json, write_json
 from tests.unit.cli.conftest import Dnictl, ended
 
 
@@ -130,6 +134,60 @@ def test_resume_plans_the_next_attempt(dnictl: Dnictl, record: Record) -> None:
         result = dnictl("resume", "--from", cut)
         assert result.code == 64
         assert f"no complete checkpoint {cut!r}" in result.err
+
+
+def write_cut(record: Record, cut: int, *, whole: bool = True) -> None:
+    for module in record.modules:
+        part = record.run.checkpoint(cut, module)
+        part.parent.mkdir(exist_ok=True)
+        data = save({"layers.0.weight": torch.zeros(3)})
+        part.with_suffix(".json").write_text(sealed(data, {"bytes": len(data)}))
+        part.with_suffix(".safetensors").write_bytes(data if whole else data[:-1] + b"x")
+
+
+def test_resume_from_a_damaged_checkpoint(dnictl: Dnictl, record: Record) -> None:
+    """Nothing has begun, and so nothing newer is gone, when it is found."""
+    ended(record, "stopped", 75)
+    write_cut(record, 10, whole=False)
+    write_cut(record, 20)
+    result = dnictl("resume", "--from", "10")
+    assert result.code == 72
+    assert "the part of module 'bottom' in checkpoint 10" in result.err
+    assert "is damaged: its SHA-256" in result.err
+    assert not record.run.events.exists()
+
+
+def test_resume_without_a_whole_checkpoint(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "stopped", 75)
+    write_cut(record, 10)
+    tensors = record.run.checkpoint(10, "top").with_suffix(".safetensors")
+    size = tensors.stat().st_size
+    tensors.write_bytes(b"")
+    result = dnictl("resume")
+    assert result.code == 72
+    assert f"top.safetensors has 0 bytes, not {size}, and there is no older one" in result.err
+    assert not record.run.events.exists()
+
+
+def test_export_of_a_damaged_checkpoint(dnictl: Dnictl, record: Record) -> None:
+    write_cut(record, 10)
+    write_cut(record, 20, whole=False)
+    result = dnictl("export", "-o", "m.safetensors")
+    assert result.code == 72
+    assert "the part of module 'bottom' in checkpoint 20" in result.err
+    assert "take another one with --from: 10" in result.err
+    record.run.checkpoint(20, "top").with_suffix(".safetensors").unlink()
+    result = dnictl("export", "-o", "m.safetensors")
+    assert "top.safetensors'; checkpoint 10 is taken" in result.err
+
+
+def test_resume_of_a_run_of_another_version(dnictl: Dnictl, record: Record) -> None:
+    ended(record, "stopped", 75)
+    document = read_json(record.run.record) or {}
+    write_json(record.run.record, document | {"versions": {"dni_runtime": "0.0.9"}})
+    result = dnictl("resume", "--dry-run")
+    assert result.code == 0
+    assert f"small-1: made by dni-runtime 0.0.9, goes on with {__version__}" in result.err
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_an_exact_chain_goes_back_as_a_whole(
     for name, node in (("bottom", "n1"), ("middle", "spare"), ("top", "spare")):
         assert attempts(record, name) == [1, 2]
         assert world.processes[name].worker.node == node
-        assert world.processes[name].worker.resume == "auto"
+        assert world.processes[name].worker.resume == "0"
 
 
 def test_a_module_that_has_finished_is_left_alone(

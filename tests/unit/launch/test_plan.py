@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime import __version__
 from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.wire import PROTOCOL_VERSION
 
 RUN = Path("/runs/a b")
 SOCKETS = Path("/run/user/1/dni-0")
@@ -48,6 +50,7 @@ def test_processes(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
             **THREADS,
             "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": "/runs/a b/src:/lib/p",
+            "DNI_STARTED_WITH": f"{__version__} {PROTOCOL_VERSION}",
         }
         assert worker.log == f"/runs/a b/logs/{worker.module}.3.log"
         assert (worker.attempt, worker.image, worker.mounts) == (3, None, ())

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.errors import DataError, UsageError
+from dni_runtime import __version__
+from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run, find_run, list_runs, new_run_id
 from dni_runtime.rundir import read_json, write_json
@@ -76,8 +77,31 @@ def test_a_damaged_record(record: Record) -> None:
 
 def test_damaged_specs(record: Record) -> None:
     record.run.spec("top").write_text("{}")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=f"a run of dni-runtime {__version__}, cannot be read"):
         record.specs()
+
+
+def change(record: Record, **changes: object) -> Record:
+    document = read_json(record.run.record)
+    assert document is not None
+    write_json(record.run.record, document | changes)
+    return Record.read(record.run.root)
+
+
+def test_a_run_in_another_format_says_who_made_it(record: Record) -> None:
+    with pytest.raises(DataError, match=r"dni-runtime 9\.1\.0, in format 7") as caught:
+        change(record, format=7, versions={"dni_runtime": "9.1.0"})
+    assert "use dni-runtime 9.1.0" in str(caught.value)
+
+
+def test_versions_are_compared_before_a_run_goes_on(record: Record) -> None:
+    assert record.compare_versions() is None
+    older = change(record, versions={"dni_runtime": "0.0.9"})
+    assert older.compare_versions() == f"made by dni-runtime 0.0.9, goes on with {__version__}"
+    newer = change(record, versions={"dni_runtime": "9.1.0", "checkpoint": 8})
+    with pytest.raises(CheckpointError) as caught:
+        newer.compare_versions()
+    assert "made by dni-runtime 9.1.0, whose checkpoints have format 8" in str(caught.value)
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from dni_runtime.errors import DamagedError
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import Patience, RestartPlan
+from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import write_json
+from dni_runtime.rundir import RunDir, write_json
 from tests.unit.launch.test_supervisor import FakeProcess, World, events, states, stubborn
 
 RULES = RestartPlan(policy="on-failure", limit=3, backoff_s=0.5, backoff_max_s=30, healthy_s=60)
@@ -69,7 +71,7 @@ def test_a_healthy_stretch_starts_the_count_anew() -> None:
     assert patience.delay_s(RULES, 137, 70) == 0.5
 
 
-@pytest.mark.parametrize("code", [64, 65, 66, 69, 74, 76, 78, 127])
+@pytest.mark.parametrize("code", [64, 65, 66, 69, 72, 74, 76, 78, 127])
 def test_some_failures_no_start_can_mend(code: int) -> None:
     assert Patience().delay_s(RULES, code, 0) is None
 
@@ -122,7 +124,7 @@ def test_one_that_dies_before_it_has_begun_begins_with_the_others(
     world.exits(1, middle=-9)
     finish(world, 20)
     assert supervise().run().phase == "finished"
-    assert world.processes["middle"].worker.resume == "auto"
+    assert world.processes["middle"].worker.resume == "0"
 
 
 def test_it_waits_longer_each_time_and_then_gives_up(
@@ -196,7 +198,96 @@ def test_an_exact_chain_is_started_again_as_a_whole(
     assert state.phase == "finished"
     for name in ("bottom", "middle", "top"):
         assert attempts(record, name) == [1, 2]
-        assert world.processes[name].worker.resume == "auto"
+        assert world.processes[name].worker.resume == "0"
+
+
+def write_cuts(run: RunDir, *cuts: int) -> None:
+    for cut in cuts:
+        for name in ("bottom", "middle", "top"):
+            part = run.checkpoint(cut, name)
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.with_suffix(".json").write_text('{"bytes": 3}')
+            part.with_suffix(".safetensors").write_text("abc")
+
+
+def test_all_begin_at_the_cut_that_the_supervisor_has_found(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """Also one that dies before it has begun, though there is a newer cut by then."""
+    write_cuts(record.run, 100, 200)
+    (record.run.checkpoint(200, "top").with_suffix(".safetensors")).write_text("a")
+    begun_at: list[str] = []
+    world.on_start = lambda process: begun_at.append(process.worker.resume)
+    world.at.append((2, lambda: begun(world, "bottom", "top")))
+    world.at.append((3, lambda: write_cuts(record.run, 200, 300)))
+    report = {"attempt": 1, "state": "starting"}
+    world.at.append((3, lambda: write_json(record.run.worker("middle"), report)))
+    world.exits(4, middle=-9)
+    finish(world, 20)
+    assert supervise().run().phase == "finished"
+    assert begun_at == ["100"] * 4
+    (damaged,) = [event for event in events(record) if event["event"] == "checkpoint_damaged"]
+    assert "module 'top'" in damaged["reason"]
+    assert "checkpoint 200" in damaged["reason"]
+
+
+def test_an_exact_chain_goes_back_to_one_cut(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.at.append((3, lambda: write_cuts(record.run, 100)))
+    world.exits(4, middle=-9)
+    finish(world, 20)
+    assert supervise(scope="chain").run().phase == "finished"
+    assert {process.worker.resume for process in world.processes.values()} == {"100"}
+
+
+@pytest.mark.parametrize("policy", ["on-failure", "never"])
+def test_a_damaged_part_sends_all_to_the_cut_before(
+    world: World, supervise: MakeSupervisor, record: Record, policy: str
+) -> None:
+    """Which a worker finds that reads it; the others may have begun at that cut already."""
+    write_cuts(record.run, 100, 200)
+
+    def finds_damage() -> None:
+        begun(world, "bottom", "top")
+        report = {"attempt": 1, "state": "failed", "error": "middle's part is damaged"}
+        write_json(record.run.worker("middle"), report)
+        world.end("middle", 72)
+
+    world.at.append((2, finds_damage))
+    finish(world, 20)
+    assert supervise(policy=policy).run().phase == "finished"
+    for name in ("bottom", "middle", "top"):
+        assert attempts(record, name) == [1, 2]
+        assert world.processes[name].worker.resume == "100"
+    (damaged,) = [event for event in events(record) if event["event"] == "checkpoint_damaged"]
+    assert damaged["reason"] == "middle's part is damaged"
+
+
+def test_a_run_without_a_whole_checkpoint_fails(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """It does not begin from scratch without being told to."""
+    write_cuts(record.run, 100)
+    world.exits(2, middle=72)
+    with pytest.raises(DamagedError, match="checkpoint at 100 is damaged, and there is no older"):
+        supervise().run()
+    state = RunState.read(record.run)
+    assert (state.phase, state.exit_code) == ("failed", 72)
+    assert all(process.poll() is not None for process in world.processes.values())
+
+
+def test_a_checkpoint_that_was_asked_for_is_not_exchanged(
+    world: World, record: Record, plan: LaunchPlan
+) -> None:
+    write_cuts(record.run, 100, 200)
+    chosen = tuple(worker.again(1, resume="200") for worker in plan.workers)
+    asked = replace(plan, workers=chosen, restart=RULES)
+    world.exits(2, middle=72)
+    state = Supervisor(record.run, asked, world, clock=world.clock, sleep=world.sleep).run()
+    assert (state.phase, state.failed) == ("failed", "middle")
+    assert attempts(record, "middle") == [1]
 
 
 def test_stopping_while_a_module_is_away(world: World, supervise: MakeSupervisor) -> None:

@@ -356,6 +356,22 @@ def test_sockets_are_removed(world: World, supervisor: Supervisor, plan: LaunchP
     assert not folder.exists()
 
 
+def test_what_killed_workers_left_half_written_goes_at_the_end(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    folder = record.run.checkpoint(10, "top").parent
+    folder.mkdir()
+    left = [folder / ".top.safetensors.n1.0123abcd", record.run.snapshot("top").parent / ".top.x"]
+    world.at.append((0.5, lambda: [path.touch() for path in left] and None))
+    there: list[bool] = []
+    world.at.append((1.5, lambda: there.append(all(path.exists() for path in left))))
+    world.exits(1, top=-9)
+    world.exits(2, bottom=0, middle=0)
+    supervisor.run()
+    assert there == [True]
+    assert not any(path.exists() for path in left)
+
+
 def test_a_report_that_cannot_be_read_does_not_end_the_run(
     world: World, supervisor: Supervisor, record: Record
 ) -> None:

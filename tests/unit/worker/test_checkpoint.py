@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dni_runtime import __version__
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.errors import CheckpointError
-from dni_runtime.rundir import RunDir, complete_cuts
+from dni_runtime.cuts import complete_cuts, forget
+from dni_runtime.errors import CheckpointError, DamagedError
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import checkpoint
 
@@ -174,7 +178,7 @@ def test_a_module_forgets_only_its_own_part(worker: WorkerSpec, tmp_path: Path) 
     writer = checkpoint.CheckpointWriter(run, "b", ["a", "b"], 2, lambda error: None)
     writer.write(1, *checkpoint.snapshot(ModuleStep(worker)))
     writer.close()
-    checkpoint.forget(run, ["b"], lambda cut: cut > 0)
+    forget(run, ["b"], lambda cut: cut > 0)
     assert list(run.checkpoints.iterdir()) == [about_to_be_written]
 
 
@@ -232,7 +236,32 @@ def test_a_snapshot_makes_up_for_no_checkpoint(worker: WorkerSpec, tmp_path: Pat
     assert news == ["failed", "well", "well"]
 
 
-@pytest.mark.parametrize("damage", ["cut off", "missing", "other module"])
+def test_what_cannot_be_removed_does_not_fail_a_checkpoint(
+    worker: WorkerSpec, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    errors: list[CheckpointError] = []
+    news: list[str] = []
+    writer = checkpoint.CheckpointWriter(
+        run, "a", ["a"], 1, errors.append, lambda: news.append("written")
+    )
+    tensors, document = checkpoint.snapshot(ModuleStep(worker))
+    shutil.copytree(run.checkpoints, run.checkpoints / "000000000001.bak")
+    writer.write(1, tensors, document)
+    writer.flush()
+    path = run.checkpoint(1, "a").with_suffix(".safetensors")
+    path.unlink()
+    path.mkdir()  # which no unlink removes
+    document["bytes"] = path.stat().st_size
+    writer.write(2, tensors, document)
+    writer.write(3, tensors, document)
+    writer.close()
+    assert (errors, news, writer.failure) == ([], ["written"] * 3, None)
+    assert complete_cuts(run, ["a"])[-1] == 3
+
+
+@pytest.mark.parametrize("damage", ["cut off", "missing", "flipped", "other module"])
 def test_damaged_checkpoints_are_refused(worker: WorkerSpec, tmp_path: Path, damage: str) -> None:
     run = RunDir(tmp_path)
     run.create()
@@ -246,5 +275,35 @@ def test_damaged_checkpoints_are_refused(worker: WorkerSpec, tmp_path: Path, dam
         path.with_suffix(".safetensors").write_bytes(data[:-10])
     elif damage == "missing":
         path.with_suffix(".json").unlink()
-    with pytest.raises(CheckpointError):
+    elif damage == "flipped":
+        path.with_suffix(".safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    kind = CheckpointError if damage == "other module" else DamagedError
+    with pytest.raises(kind) as caught:
         checkpoint.restore(ModuleStep(worker), *checkpoint.read(path))
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 9, "version": "7.1.0"}, "by dni-runtime 7.1.0 in format 9"),
+        ({"format": 1, "version": None}, "reads formats 2 and 3"),
+        ({"hash": "0123456789abcdef"}, "another spec of module 'a' (checkpoint 0123456789ab"),
+    ],
+)
+def test_what_another_version_or_spec_has_written(
+    worker: WorkerSpec, changes: dict[str, Any], message: str
+) -> None:
+    step = ModuleStep(worker)
+    tensors, document = checkpoint.snapshot(step)
+    assert document["version"] == __version__
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.restore(step, tensors, document | changes)
+    assert message in str(caught.value)
+    assert "dnictl up" in str(caught.value)
+
+
+def test_another_version_may_have_another_way_to_hash(worker: WorkerSpec) -> None:
+    step = ModuleStep(worker)
+    tensors, document = checkpoint.snapshot(step)
+    checkpoint.restore(step, tensors, document | {"hash": "0", "version": "0.0.9"})

@@ -14,12 +14,14 @@ import torch
 
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.cuts import remove_temporaries
+from dni_runtime.errors import DamagedError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.ledger import Counts, Ledger
-from dni_runtime.worker.resume import Start, begin, document, note_mark
+from dni_runtime.worker.resume import Start, begin, document, forget_later, note_mark
 from dni_runtime.worker.stream import Position
 
 CHAIN = """\
@@ -86,13 +88,18 @@ def test_its_own_newest_state(run: RunDir) -> None:
     assert run.checkpoint(10, "b").with_suffix(".json").exists()  # others may need their part
 
 
-def test_all_modules_begin_at_a_complete_cut(run: RunDir) -> None:
+@pytest.mark.parametrize("wanted", ["auto", "10"])
+def test_all_modules_begin_at_a_complete_cut(run: RunDir, wanted: str) -> None:
     for spec in workers():
         write(run, spec, cut=10, step=8)
     write(run, workers()[1], cut=20, step=18)
     write(run, workers()[1], snapshot=25, step=22)
-    found, counts, weight = start(run, workers()[1], "auto")
+    found, counts, weight = start(run, workers()[1], wanted)
     assert (found.cut, found.again, weight, counts.step) == (10, False, 10.0, 8)
+    if wanted == "auto":  # nothing goes before the neighbours have agreed
+        assert run.snapshot("b").exists()
+        assert run.checkpoint(20, "b").with_suffix(".json").exists()
+        forget_later(run, workers()[1], found)
     # what an earlier attempt wrote later would mix with what comes now
     assert not run.snapshot("b").exists()
     assert not run.checkpoint(20, "b").with_suffix(".json").exists()
@@ -108,6 +115,25 @@ def test_damaged_states_are_passed_over(run: RunDir) -> None:
     assert start(run, spec, "own")[2] == 10.0
     run.snapshot("b").write_bytes(b"")
     assert start(run, spec, "own")[2] == 10.0
+
+
+def test_a_flipped_bit_in_a_snapshot_is_found(run: RunDir) -> None:
+    spec = workers()[1]
+    write(run, spec, cut=10, step=8)
+    write(run, spec, snapshot=25, step=22)
+    data = bytearray(run.snapshot("b").read_bytes())
+    data[-1] ^= 1
+    run.snapshot("b").write_bytes(data)
+    assert start(run, spec, "own")[2] == 10.0
+
+
+def test_one_that_has_only_damaged_states_does_not_begin_anew(run: RunDir) -> None:
+    spec = workers()[1]
+    write(run, spec, snapshot=25, step=22)
+    path = run.snapshot("b")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedError, match="snapshot of module 'b'"):
+        start(run, spec, "own")
 
 
 def test_the_head_goes_back_to_what_it_may_have_to_send_again(run: RunDir) -> None:
@@ -163,6 +189,7 @@ def test_killed_while_it_writes(run: RunDir) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.stdout.close()
         process.wait()
+        remove_temporaries(run, ["b"])
         state = checkpoint.read_newest(run, "b")
         assert state is not None
         assert state[0]["x"].shape == (4_000_000,)

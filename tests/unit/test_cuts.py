@@ -1,0 +1,147 @@
+"""Which cuts a run has, which are whole, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from dni_runtime import cuts
+from dni_runtime.errors import DamagedError
+from dni_runtime.rundir import RunDir
+
+MODULES = ["a", "b"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with the cuts 10, 20 and 30."""
+    run = RunDir(tmp_path)
+    run.create()
+    for cut in (10, 20, 30):
+        for module in MODULES:
+            write(run, cut, module)
+    return run
+
+
+def write(run: RunDir, cut: int, module: str) -> None:
+    part = run.checkpoint(cut, module)
+    part.parent.mkdir(exist_ok=True)
+    data = save({"x": torch.full((100,), float(cut)), "e": torch.zeros(0), "z": torch.tensor(True)})
+    part.with_suffix(".safetensors").write_bytes(data)
+    document = {"cut": cut, "milestones": {2: 1, 10: 1}, "bytes": len(data)}
+    part.with_suffix(".json").write_text(cuts.sealed(data, document))
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def flip(file: Path, at: int = -7) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_whole_cuts_are_complete(run: RunDir) -> None:
+    assert cuts.complete_cuts(run, MODULES) == [10, 20, 30]
+    assert cuts.newest_cut(run, MODULES) == (30, [])
+    cuts.verify(run, 30, MODULES)
+
+
+def test_no_cut_at_all(tmp_path: Path) -> None:
+    assert cuts.newest_cut(RunDir(tmp_path), MODULES) == (0, [])
+
+
+def test_a_part_that_is_still_to_come_is_no_damage(run: RunDir) -> None:
+    run.checkpoint(30, "b").with_suffix(".json").unlink()
+    assert cuts.newest_cut(run, MODULES) == (20, [])
+
+
+def test_other_names_are_somebody_elses(run: RunDir) -> None:
+    for name in ("000000000030.bak", "notes", "40", "000000000040 (copy)", "00000000004\u0660"):
+        shutil.copytree(run.checkpoint(30, "a").parent, run.checkpoints / name)
+    (run.checkpoints / "000000000050").write_text("a file")
+    assert list(cuts.cut_folders(run)) == [10, 20, 30]
+    assert cuts.complete_cuts(run, MODULES) == [10, 20, 30]
+    cuts.forget(run, MODULES, lambda cut: True)
+    assert len(list(run.checkpoints.iterdir())) == 6
+    assert (run.checkpoints / "000000000030.bak" / "a.json").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut off", "tensors gone", "document"])
+def test_a_cut_of_the_wrong_size_is_passed_over(run: RunDir, damage: str) -> None:
+    part = run.checkpoint(30, "b")
+    if damage == "cut off":
+        cut_off(part.with_suffix(".safetensors"))
+    elif damage == "tensors gone":
+        part.with_suffix(".safetensors").unlink()
+    else:
+        cut_off(part.with_suffix(".json"))
+    assert cuts.complete_cuts(run, MODULES) == [10, 20]
+    newest, problems = cuts.newest_cut(run, MODULES)
+    assert newest == 20
+    (problem,) = problems
+    assert "the part of module 'b' in checkpoint 30" in str(problem)
+    assert str(part) in str(problem)
+    assert cuts.newest_cut(run, MODULES, below=20) == (10, [])
+
+
+def test_there_may_be_no_older_one(run: RunDir) -> None:
+    """A run whose checkpoints are all damaged does not begin from scratch by itself."""
+    with pytest.raises(DamagedError, match="checkpoint at 10 is damaged, and there is no older"):
+        cuts.newest_cut(run, MODULES, below=10)
+    for cut in (10, 20, 30):
+        cut_off(run.checkpoint(cut, "a").with_suffix(".safetensors"))
+    with pytest.raises(DamagedError, match=r"checkpoint 10 .* no older"):
+        cuts.newest_cut(run, MODULES)
+
+
+FLIPS: dict[str, Callable[[Path], None]] = {
+    "tensors": lambda part: flip(part.with_suffix(".safetensors")),
+    "header": lambda part: flip(part.with_suffix(".safetensors"), 12),
+    "length": lambda part: flip(part.with_suffix(".safetensors"), 7),
+    "document": lambda part: part.with_suffix(".json").write_text(
+        part.with_suffix(".json").read_text().replace('"cut": 30', '"cut": 31')
+    ),
+}
+
+
+@pytest.mark.parametrize("where", FLIPS)
+def test_a_flipped_bit_is_found(run: RunDir, where: str) -> None:
+    FLIPS[where](run.checkpoint(30, "b"))
+    assert cuts.complete_cuts(run, MODULES) == [10, 20, 30]  # it costs too much to look for it
+    with pytest.raises(DamagedError, match=r"checkpoint 30 .*b'\) is damaged: its SHA-256"):
+        cuts.verify(run, 30, MODULES)
+
+
+def test_parts_without_a_sum_are_taken(run: RunDir) -> None:
+    """As earlier versions wrote them."""
+    path = run.checkpoint(30, "b").with_suffix(".json")
+    path.write_text(json.dumps({"cut": 30}))
+    flip(path.with_suffix(".safetensors"))
+    assert cuts.newest_cut(run, MODULES) == (30, [])
+    cuts.verify(run, 30, MODULES)
+
+
+def test_half_written_files_of_one_module_go(run: RunDir) -> None:
+    alone = run.checkpoint(40, "a").parent
+    alone.mkdir()
+    names = [".a.safetensors.node1.1234abcd", ".a.json.node1.1234abcd"]
+    for folder in (alone, run.checkpoint(30, "a").parent, run.snapshot("a").parent):
+        for name in names:
+            (folder / name).touch()
+    others = [run.checkpoint(30, "b").parent / ".b.safetensors.node1.1234abcd"]
+    others += [run.snapshot("b").parent / ".a-b.safetensors.node1.1234abcd"]
+    for path in others:
+        path.touch()
+    cuts.remove_temporaries(run, ["a"])
+    assert not list(run.root.rglob(".a.*"))
+    assert all(path.exists() for path in others)
+    assert not alone.exists()
+    assert cuts.complete_cuts(run, MODULES) == [10, 20, 30]
