@@ -17,6 +17,10 @@ from dni_runtime.errors import UnavailableError, UsageError
 _TIMEOUT_S = 60.0
 
 
+class UncertainError(UnavailableError):
+    """Slurm may have accepted a job: nothing of it may be removed."""
+
+
 @dataclass(frozen=True)
 class JobInfo:
     """What Slurm says of a job.
@@ -98,21 +102,42 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[in
     return done.returncode, done.stdout, done.stderr
 
 
-def submit(script: Path, options: Sequence[str] = ()) -> str:
+def submit(script: Path, options: Sequence[str] = (), *, former: str | None = None) -> str:
     """Submit a batch script.
+
+    The controller may have accepted a job though its answer comes too late for sbatch
+    (slurm.conf(5), MessageTimeout). So a job with this script is looked for before it is said to be
+    refused.
+
+    Args:
+        script: The script, which is of one run alone.
+        options: Further options of sbatch(1).
+        former: A job with this script that was there before.
 
     Returns:
         The job's id.
 
     Raises:
         UsageError: Slurm refuses it, with Slurm's reason.
+        UncertainError: Slurm does not tell whether it has accepted it.
         UnavailableError: There is no Slurm.
     """
     code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
     job = out.strip().partition(";")[0]  # JOB;CLUSTER
-    if code != 0 or not job.isdigit():
-        raise _refused(err or out)
-    return job
+    if code == 0 and job.isdigit():
+        return job
+    code, listed, _ = run_slurm(["squeue", "--me", "--noheader", "--format=%A %o"])
+    if code != 0:
+        raise UncertainError(
+            f"it is not known whether Slurm has accepted the job: {(err or out).strip()}",
+            hint=f"when 'squeue --me --format=\"%A %o\"' answers, look for {str(script)!r}: cancel "
+            "that job, or let it train; submit again only if it is not there",
+        )
+    for line in listed.splitlines():
+        job, _, command = line.strip().partition(" ")
+        if command.strip() == str(script) and job != former:
+            return job
+    raise _refused(err or out)
 
 
 def check_only(script: Path, options: Sequence[str] = ()) -> str:

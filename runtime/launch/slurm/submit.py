@@ -221,6 +221,7 @@ def submit_run(
 
     Raises:
         UsageError: Slurm refuses it; then there is no run directory either.
+        UncertainError: Slurm may have accepted it; then the run directory stays.
     """
     text = render_script(request)
     existed = request.run.exists()
@@ -230,6 +231,8 @@ def submit_run(
     write_atomic(run.script, text, mode=0o700)
     try:
         job = commands.submit(run.script, options)
+    except commands.UncertainError:
+        raise
     except BaseException:
         if not existed:
             shutil.rmtree(run.root)
@@ -249,6 +252,6 @@ def job_record(
 def submit_again(run: RunDir, record: JobRecord) -> str:
     """Submit a run's script once more, to go on from its newest checkpoint; gives the job's id."""
     run.stop_request.unlink(missing_ok=True)
-    job = commands.submit(run.script)
+    job = commands.submit(run.script, former=record.job)
     record.with_job(job).write(run)
     return job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch.slurm.commands import (
     JobInfo,
     NodeShape,
+    UncertainError,
     node_shapes,
     parse_jobs,
     parse_sinfo,
     parse_steps,
     run_slurm,
+    submit,
 )
 
 
@@ -88,3 +91,27 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UnavailableError, match="'sbatch' cannot be run"):
         run_slurm(["sbatch"])
+
+
+@pytest.mark.parametrize(
+    ("squeue", "expected"),
+    [
+        ("echo '7 /other/job.sbatch'; echo '8 /run/job.sbatch'; echo '9 /run/job.sbatch'", "9"),
+        ("echo '8 /run/job.sbatch'", UsageError),
+        ("exit 1", UncertainError),
+    ],
+)
+def test_an_answer_that_comes_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, expected: object
+) -> None:
+    """The controller may have the job all the same; no controller is late when a test wants it."""
+    late = "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1"
+    for name, body in {"sbatch": late, "squeue": squeue}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if isinstance(expected, type):
+        with pytest.raises(expected, match="Socket timed out"):
+            submit(Path("/run/job.sbatch"), former="8")
+    else:
+        assert submit(Path("/run/job.sbatch"), former="8") == expected

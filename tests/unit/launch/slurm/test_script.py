@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,6 +205,35 @@ def test_nor_when_somebody_stopped_it(tmp_path: Path) -> None:
 
 def test_nor_when_it_was_cancelled(tmp_path: Path) -> None:
     assert run_script(tmp_path, code=75, state="COMPLETING") == ""
+
+
+def test_a_supervisor_that_could_not_listen_yet_has_lost_nothing(tmp_path: Path) -> None:
+    """TERM comes while it still imports: Python ends by it."""
+    listens = f"touch {tmp_path}/begun; exec sleep 30"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "python").write_text(f"#!/bin/sh\n{listens}\n")
+    (tools / "squeue").write_text("#!/bin/sh\necho RUNNING\n")
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/told\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    request = replace(
+        REQUEST, run=tmp_path, python=str(tools / "python"), profile=ProfileSpec(max_requeues=2)
+    )
+    script = render_script(request).replace("&& sleep 60", "")
+    environ = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", "-c", script], env=environ)
+    try:
+        end_s = time.monotonic() + 10
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        job.terminate()
+        assert job.wait(10) == 75
+        assert (tmp_path / "told").read_text() == "requeue 7\n"
+    finally:
+        job.kill()
+        job.wait()
 
 
 @pytest.mark.parametrize("code", [0, 70])
