@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dni_runtime.errors import LASTING
+from dni_runtime.errors import LASTING, UnavailableError
 
 Scope = Literal["module", "chain"]
 
@@ -43,10 +43,12 @@ class Patience:
     Attributes:
         streak: Starts again without a healthy stretch between.
         running_since_s: When the present worker began to run, or None.
+        ran: Whether an earlier one has.
     """
 
     streak: int = 0
     running_since_s: float | None = None
+    ran: bool = False
 
     def stood_still(self, seconds: float) -> None:
         """Do not count a worker's last seconds, in which it had stalled, as healthy ones."""
@@ -61,9 +63,12 @@ class Patience:
             exit_code: How the worker ended, as a shell reports it.
             now_s: The time, by the clock of ``running_since_s``.
         """
-        if plan.policy == "never" or exit_code in LASTING:
-            return None
         since_s, self.running_since_s = self.running_since_s, None
+        self.ran |= since_s is not None
+        # what a module once had (an address, a driver, a neighbour) may come back
+        passes = self.ran and exit_code == UnavailableError.exit_code
+        if plan.policy == "never" or (exit_code in LASTING and not passes):
+            return None
         if since_s is not None and now_s - since_s >= plan.healthy_s:
             self.streak = 0
         if self.streak >= plan.limit:

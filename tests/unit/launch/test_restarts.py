@@ -71,6 +71,13 @@ def test_a_healthy_stretch_starts_the_count_anew() -> None:
     assert patience.delay_s(RULES, 137, 70) == 0.5
 
 
+def test_what_was_there_may_come_back() -> None:
+    """An interface, a driver, a neighbour: tried again by a module that has run, with a limit."""
+    patience, plan = Patience(running_since_s=1), replace(RULES, limit=3)
+    assert [patience.delay_s(plan, 69, 2) for _ in range(4)] == [0.5, 1, 2, None]
+    assert Patience().delay_s(plan, 69, 2) is None
+
+
 @pytest.mark.parametrize("code", [64, 65, 66, 69, 72, 74, 76, 78, 127])
 def test_some_failures_no_start_can_mend(code: int) -> None:
     assert Patience().delay_s(RULES, code, 0) is None
