@@ -8,7 +8,7 @@ from typing import Any
 
 from dni_runtime.cuts import newest_cut
 from dni_runtime.errors import DniError
-from dni_runtime.launch.journal import Journal
+from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import OWN, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.state import process_birth, shell_status
@@ -167,6 +167,25 @@ class Crew:
         cut = self._newest_cut(below)
         for worker in self._plan.workers:
             self.start_again(worker.module, delay_s, reason, resume=str(cut))
+
+    def fall_back(self, name: str) -> bool:
+        """Begin with all modules at an older cut, where one has found its part damaged.
+
+        Returns:
+            False where somebody has asked for that very cut.
+
+        Raises:
+            DamagedError: There is none that is whole.
+        """
+        begun_at = self.workers[name].resume
+        if begun_at == self._plan.resume:
+            return False
+        problem = peek_json(self._run.worker(name)).get("error")
+        problem = problem or how_it_ended(name, self._modules[name])
+        self._journal.damaged(problem)
+        below = int(begun_at) if begun_at.isdecimal() else None
+        self.start_all_again(0.0, problem, below=below)
+        return True
 
     def _newest_cut(self, below: int | None) -> int:
         """The same for all modules: found by each for itself, it might not be the same."""

@@ -259,9 +259,9 @@ class Supervisor:
             self._start_again(name, 0.0, f"node {lost} is lost")
         elif asked and module.state != "finished":
             self._crew.start_again(name, 0.0, "'dnictl restart' was called")
-        elif (
-            module.exit_code == DamagedError.exit_code and not told and self._fall_back(name)
-        ) or (module.state == "failed" and not told and self._may_start_again(name, module)):
+        elif module.exit_code == DamagedError.exit_code and not told and self._crew.fall_back(name):
+            self._lost.clear()
+        elif module.state == "failed" and not told and self._may_start_again(name, module):
             pass
         elif module.state == "failed":
             if self.state.failed is None:
@@ -306,26 +306,6 @@ class Supervisor:
         else:  # what the module has lost would be missed by those that wait for its gradients
             self._lost.clear()
             self._crew.start_all_again(delay_s, reason)
-
-    def _fall_back(self, name: str) -> bool:
-        """Begin with all modules at an older cut, where one has found its part damaged.
-
-        Returns:
-            False where somebody has asked for that very cut.
-
-        Raises:
-            DamagedError: There is none that is whole.
-        """
-        begun_at = self._crew.workers[name].resume
-        if begun_at == self._plan.resume:
-            return False
-        problem = peek_json(self._run.worker(name)).get("error")
-        problem = problem or how_it_ended(name, self.state.modules[name])
-        self._lost.clear()
-        self._journal.damaged(problem)
-        below = int(begun_at) if begun_at.isdecimal() else None
-        self._crew.start_all_again(0.0, problem, below=below)
-        return True
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has ended says itself that it has finished."""
