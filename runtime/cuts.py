@@ -56,9 +56,16 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
     return found
 
 
-def complete_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
-    """Cuts at which every module has a part of the right size, oldest first."""
-    return [cut for cut in written_cuts(run, modules) if not any(damage(run, cut, modules))]
+def complete_cuts(run: RunDir, modules: Sequence[str], known: Collection[int] = ()) -> list[int]:
+    """Cuts at which every module has a part of the right size, oldest first.
+
+    Args:
+        run: The run directory.
+        modules: All modules.
+        known: Cuts that need not be looked at again.
+    """
+    written = written_cuts(run, modules)
+    return [cut for cut in written if cut in known or not any(damage(run, cut, modules))]
 
 
 def newest_cut(

@@ -286,6 +286,7 @@ class CheckpointWriter:
         self._keep = keep
         self._on_error = on_error
         self._on_written = on_written
+        self._complete: list[int] = []
         self.failure: CheckpointError | None = None
         self._queue: queue.Queue[tuple[State, bool] | None]
         self._queue = queue.Queue(maxsize=1)
@@ -358,7 +359,7 @@ class CheckpointWriter:
         if not self._chain:
             return
         try:
-            complete = complete_cuts(self._run, self._chain)
+            complete = self._complete = complete_cuts(self._run, self._chain, self._complete)
             if len(complete) >= self._keep:
                 best, oldest = best_cut(self._run), complete[-self._keep]
                 forget(self._run, self._chain, lambda cut: cut < oldest and cut != best)

@@ -92,6 +92,15 @@ def test_a_cut_of_the_wrong_size_is_passed_over(run: RunDir, damage: str) -> Non
     assert cuts.newest_cut(run, MODULES, below=20) == (10, [])
 
 
+def test_a_cut_is_looked_at_once_where_that_is_enough(run: RunDir) -> None:
+    """Whoever removes old cuts looks for them after each checkpoint."""
+    cut_off(run.checkpoint(20, "b").with_suffix(".safetensors"))
+    assert cuts.complete_cuts(run, MODULES) == [10, 30]
+    assert cuts.complete_cuts(run, MODULES, [10, 20]) == [10, 20, 30]
+    run.checkpoint(10, "b").with_suffix(".json").unlink()
+    assert cuts.complete_cuts(run, MODULES, [10, 20]) == [20, 30]
+
+
 def test_there_may_be_no_older_one(run: RunDir) -> None:
     """A run whose checkpoints are all damaged does not begin from scratch by itself."""
     with pytest.raises(DamagedError, match="checkpoint at 10 is damaged, and there is no older"):
