@@ -17,7 +17,7 @@ from dni_runtime.launch.slurm.placement import Need
 from dni_runtime.rundir import WORKER_FOLDERS, RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
-from dni_runtime.worker.version import STARTED_WITH, THIS
+from dni_runtime.worker.version import STARTED_WITH, this_version
 
 Backend = Literal["process", "apptainer"]
 
@@ -230,7 +230,7 @@ def _as_process(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
         environment={
             **_environment(worker),
             **({"TMPDIR": placement.scratch} if placement.scratch else {}),
-            STARTED_WITH: THIS,  # images keep their version
+            STARTED_WITH: this_version(),  # images keep their version
             "PYTHONPATH": ":".join(path for path in paths if path),
         },
         log=str(run.log(worker.module, placement.attempt)),

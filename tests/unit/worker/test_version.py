@@ -14,11 +14,11 @@ from dni_runtime.rundir import RunDir, read_json, write_atomic
 from dni_runtime.wire import PROTOCOL_VERSION
 from dni_runtime.worker.main import Options, serve
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.version import STARTED_WITH, THIS, replaced
+from dni_runtime.worker.version import STARTED_WITH, replaced, this_version
 from tests.unit.worker.test_resume import workers
 
 
-@pytest.mark.parametrize("environ", [{}, {STARTED_WITH: THIS}])
+@pytest.mark.parametrize("environ", [{}, {STARTED_WITH: this_version()}])
 def test_the_same(environ: dict[str, str]) -> None:
     assert replaced(environ) is None
 
