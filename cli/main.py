@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -16,7 +18,13 @@ import click
 
 from dni_runtime import __version__
 from dni_runtime.core.dynamo import postpone_dynamo
-from dni_runtime.errors import DniError
+from dni_runtime.errors import CheckpointError, DniError
+
+_DISK = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
+    *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR),
+}
+"""Errors of file systems that users can do something about."""
 
 # Where each command is; modules are imported when one of their commands is used. Command modules
 # import nothing heavy (torch, pydantic, rich) before they run, so that --help stays quick.
@@ -122,9 +130,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             f"{click.style('dnictl: error:', fg='red', bold=True)} {error}", err=True, color=color
         )
         code = error.exit_code
+    except OSError as error:
+        code = _report_disk(error) if error.errno in _DISK else _report_bug(error)
     except Exception as error:
         code = _report_bug(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report_disk(error: OSError) -> int:
+    """A disk that is full, away, or not to be written is nobody's bug."""
+    where = f" {str(error.filename)!r}" if error.filename else ""
+    click.echo(
+        f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, or see to "
+        "it that it can be read and written, then try again",
+        err=True,
+    )
+    with contextlib.suppress(OSError, ValueError):  # what could not be printed must not be again
+        sys.stdout.close()
+    return CheckpointError.exit_code
 
 
 def _report_bug(error: Exception) -> int:

@@ -160,3 +160,22 @@ def test_doctor(dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch) -> None:
         result = dnictl("doctor", *options)
         assert result.code == 0
         assert result.out.endswith("\nready for: process, apptainer\n")
+
+
+def test_a_full_disk_is_no_bug(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dnictl", "version", "--json"],
+            stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        )  # fmt: skip
+    assert done.returncode == 74
+    assert "the file system failed: No space left on device" in done.stderr
+    assert "bug" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named(dnictl: Dnictl, folder: Path) -> None:
+    (folder / "file").write_text("")
+    result = dnictl("init", str(folder / "file" / "project"))
+    assert result.code != 70
+    assert str(folder / "file") in result.err
