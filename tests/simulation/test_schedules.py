@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEEDS = 1000
+SEEDS = 500
 
 
 def simulate(*options: str) -> subprocess.CompletedProcess[str]:
