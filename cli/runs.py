@@ -114,6 +114,13 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
         console.print(figures.error, style="red", markup=False, soft_wrap=True)
     console.print(modules_table(figures))
     for module in figures.modules:
+        if module.diverged:
+            found = module.diverged
+            click.echo(
+                f"{module.module}: {found['what']} is not finite at batch {found['batch']} "
+                f"({found['times']} times by then)",
+                err=True,
+            )
         if module.warning:
             click.echo(f"{module.module}: {module.warning}", err=True)
     if figures.state == "unsupervised":
@@ -230,7 +237,10 @@ def follow(record: Record, until: float | None) -> RunState:
     help="Which checkpoint: its number, newest or best (default: the best where the chain selects "
     "one, else the newest).",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace the file where it exists.")
+@click.option(
+    "--force", is_flag=True,
+    help="Replace the file where it exists; write weights that are not finite, too.",
+)  # fmt: skip
 @json_option
 def export(
     run: str | None, runs: Path, output: Path, wanted: str | None, force: bool, as_json: bool
@@ -250,7 +260,12 @@ def export(
     if output.exists() and not force:
         raise UsageError(f"{str(output)!r} exists already", hint="--force replaces it")
     cuts = written_cuts(record.run, record.modules)
-    newest, damaged = newest_cut(record.run, record.modules)
+    try:
+        newest, damaged = newest_cut(record.run, record.modules)
+    except DamagedError:
+        if not force:
+            raise
+        newest, damaged = cuts[-1], []
     if not cuts:
         raise CheckpointError(
             f"run {record.name!r} has no complete checkpoint yet",
@@ -284,6 +299,7 @@ def export(
                 for module in record.modules
             },
             output,
+            force=force,
         )
     if as_json:
         print_json(

@@ -135,13 +135,17 @@ def _row(module: ModuleFigures, accuracy: float | None) -> list[RenderableType]:
         state(module.state if module.signal is None else f"{module.state} ({module.signal})"),
         "-" if module.step is None else f"{module.step:,}",
         number(module.samples_per_s),
-        number(module.loss),
+        "nan" if _loss_diverged(module) else number(module.loss),
         percent(accuracy),
         "-" if module.synthesizer_cosine is None else f"{module.synthesizer_cosine:.2f}",
         number(module.lag),
         percent(module.gradients_lost, 1),
         waits(module.waiting),
     ]
+
+
+def _loss_diverged(module: ModuleFigures) -> bool:
+    return module.loss is None and (module.diverged or {}).get("what") == "the loss"
 
 
 def waits(waiting: Mapping[str, float]) -> str:

@@ -57,7 +57,7 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
 
 
 def complete_cuts(run: RunDir, modules: Sequence[str], known: Collection[int] = ()) -> list[int]:
-    """Cuts at which every module has a part of the right size, oldest first.
+    """Cuts at which every module has a part of the right size that is finite, oldest first.
 
     Args:
         run: The run directory.
@@ -66,6 +66,22 @@ def complete_cuts(run: RunDir, modules: Sequence[str], known: Collection[int] = 
     """
     written = written_cuts(run, modules)
     return [cut for cut in written if cut in known or not any(damage(run, cut, modules))]
+
+
+def diverged_cuts(run: RunDir, modules: Sequence[str], complete: Collection[int]) -> list[int]:
+    """Cuts that are written, but are not finite, oldest first.
+
+    Args:
+        run: The run directory.
+        modules: All modules.
+        complete: Cuts that are known to be.
+    """
+    return [
+        cut
+        for cut in written_cuts(run, modules)
+        if cut not in complete
+        and any(not _is_finite(read_document(run.checkpoint(cut, one))) for one in modules)
+    ]
 
 
 def newest_cut(
@@ -101,11 +117,14 @@ def newest_cut(
 
 
 def damage(run: RunDir, cut: int, modules: Sequence[str]) -> Iterator[DamagedError]:
-    """What is wrong with the parts of a cut, as far as their sizes tell."""
+    """What is wrong with the parts of a cut, as far as their sizes and documents tell."""
     for module in modules:
         try:
             part = run.checkpoint(cut, module)
-            _check_size(part, read_document(part))
+            document = read_document(part)
+            _check_size(part, document)
+            if not _is_finite(document):
+                raise DamagedError(f"{named(part)} holds weights that are not finite")
         except DamagedError as error:
             yield error
 
@@ -155,6 +174,11 @@ def read_document(part: Path) -> dict[str, Any]:
         if isinstance(document, dict):
             return document
     raise DamagedError(f"{named(part)} is damaged: {part.name}.json is not a JSON object")
+
+
+def _is_finite(document: dict[str, Any]) -> bool:
+    """Whether the module was, as far as it said (``on_nan: warn``)."""
+    return bool(document.get("finite", True))
 
 
 def _check_size(part: Path, document: dict[str, Any]) -> None:

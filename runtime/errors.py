@@ -12,14 +12,16 @@
     ├── CheckpointError          74  EX_IOERR        a checkpoint cannot be written or read
     │   └── DamagedError         72  EX_OSFILE       a part of a checkpoint is cut off or altered
     ├── StoppedError             75  EX_TEMPFAIL     stopped before the end; the run can be resumed
+    ├── DivergedError            79                  a loss, gradient or weight is not finite
     ├── WireError                76  EX_PROTOCOL     a message that cannot be accepted
     ├── HandshakeError           76  EX_PROTOCOL     two modules that do not fit together
     │   └── EncryptionError      76  EX_PROTOCOL     two modules that cannot agree on encryption
     └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
 
-Exit codes are those of sysexits(3); a worker that ends with one of ``LASTING`` is not started
-again, because its next start would end the same way. Errors compose their text in ``__str__`` and
-say what to do next in ``hint``; only ``dnictl`` and the worker's entry point print them.
+Exit codes are those of sysexits(3), which end at 78; a worker that ends with one of ``LASTING`` is
+not started again, because its next start would end the same way. Errors compose their text in
+``__str__`` and say what to do next in ``hint``; only ``dnictl`` and the worker's entry point print
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-LASTING = frozenset({64, 65, 66, 69, 72, 74, 76, 78, 126, 127})
+LASTING = frozenset({64, 65, 66, 69, 72, 74, 76, 78, 79, 126, 127})
 """Exit codes of failures that another start cannot mend (126, 127: there is no such program)."""
 
 
@@ -126,6 +128,12 @@ class StoppedError(DniError):
     """The run was stopped before its end; its checkpoint lets it go on."""
 
     exit_code = 75
+
+
+class DivergedError(DniError):
+    """A loss, gradient or weight is no number any more (NaN or infinite)."""
+
+    exit_code = 79
 
 
 class WireError(DniError):

@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.training import empty_batch
-from dni_runtime.errors import DataError, DniError, UsageError
+from dni_runtime.errors import DataError, DivergedError, DniError, UsageError
 from dni_runtime.rundir import write_atomic
 from dni_runtime.spec import LayerSpec, WorkerSpec
 
@@ -63,7 +64,7 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Se
 
 
 def export_model(
-    workers: Sequence[WorkerSpec], states: Mapping[str, Path], output: Path
+    workers: Sequence[WorkerSpec], states: Mapping[str, Path], output: Path, *, force: bool = False
 ) -> nn.Sequential:
     """Write the whole network to one file.
 
@@ -73,9 +74,11 @@ def export_model(
         output: ``.safetensors`` (weights, with the layers' description in the metadata; read by
             ``dni_runtime.load``) or ``.pt2`` (a program of ``torch.export``, which needs neither
             this package nor the user's classes).
+        force: Whether to write weights that are not finite.
 
     Raises:
         DataError: A checkpoint is missing or of another module.
+        DivergedError: Weights are not finite.
         UsageError: The file's ending is neither, or the network cannot be exported as a program.
     """
     if output.suffix not in (".safetensors", ".pt2"):
@@ -83,6 +86,12 @@ def export_model(
             f"cannot export to {str(output)!r}", hint="end the name in .safetensors or .pt2"
         )
     model = assemble(workers, states)
+    for name, module in model.named_children():
+        if not force and not state_finite(module):
+            raise DivergedError(
+                f"weights or statistics of module {name!r} are not finite ({str(states[name])!r})",
+                hint="take an older checkpoint with --from, or write it all the same with --force",
+            )
     first = workers[0]
     if output.suffix == ".pt2":
         example = empty_batch(first.input, 2, "cpu")

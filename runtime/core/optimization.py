@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dni_runtime.core.choices import Location, check_keywords, find_class
+from dni_runtime.core.finite import all_finite
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import (
     OPTIMIZERS,
@@ -50,6 +51,7 @@ class Optimization:
         average: The exponential moving average of the weights, where one is kept.
         parameters: What is trained.
         gathered: Batches whose gradients are summed up for the next update.
+        skipped: Updates that were not made, because a gradient was not finite (``on_nan: skip``).
         before: The parameters before the newest update, where weights are predicted.
         version: Another number whenever the weights are others.
 
@@ -71,7 +73,7 @@ class Optimization:
         self.average: AveragedModel | None = None
         if spec.ema is not None and self.parameters:
             self.average = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(spec.ema))  # type: ignore[no-untyped-call]  # torch has none
-        self.gathered = self.version = 0
+        self.gathered = self.skipped = self.version = 0
         self._predicts = predicts
         self.before: list[Tensor] | None = None
 
@@ -85,6 +87,11 @@ class Optimization:
                 if p.grad is not None:
                     p.grad.div_(self.gathered)
         self.gathered = 0
+        gradients = (p.grad for p in self.parameters if p.grad is not None)
+        if self._spec.on_nan == "skip" and not all_finite(gradients):
+            self.skipped += 1
+            self._clear()
+            return
         clip = self._spec.clip
         if clip.value is not None:
             clip_grad_value_(self.parameters, clip.value)
@@ -94,10 +101,14 @@ class Optimization:
             self._remember()
         for optimizer in self.optimizers.values():
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self._clear()
         self.version += 1
         if self.average is not None:
             self._follow(self.average)
+
+    def _clear(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
 
     def try_schedules(self) -> None:
         """Step each schedule once, so that errors come before anything starts.

@@ -172,6 +172,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 attends=inferred[index].attends,
                 snapshot_s=full.restart.snapshot_s if full.restart.policy != "never" else 0.0,
                 keep=full.checkpoint.keep,
+                on_nan=full.on_nan,
                 stop_grace_s=full.stop_grace_s,
                 head=None
                 if index

@@ -9,6 +9,7 @@ updated once all of them have had their gradient.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.backward import backward, per_sample
+from dni_runtime.core.finite import state_finite
 from dni_runtime.core.interfaces import (
     Boundary,
     GradientInterface,
@@ -44,6 +46,7 @@ class StepCounters:
         gradients: Gradients received from downstream.
         unpaired: Of these, whose batch was no longer stored.
         given_up: Batches whose gradient did not come before the store was full.
+        skipped: Gradients that came and were not learnt from, because they were not finite.
         lag: Sum of the ages of gradients that came, in batches.
         lag_max: The largest of these ages since this was last set to 0.
         loss: The module's own loss (tail: the chain's; local head: its), newest.
@@ -55,6 +58,7 @@ class StepCounters:
     gradients: int = 0
     unpaired: int = 0
     given_up: int = 0
+    skipped: int = 0
     lag: int = 0
     lag_max: int = 0
     loss: Tensor | None = None
@@ -121,6 +125,9 @@ class ModuleStep:
             if spec.interface is not None:
                 interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
                 self.interface = interface.to(self.device)
+                for one in self.interface.modules():
+                    if isinstance(one, GradientInterface):
+                        one.checks = spec.on_nan == "skip" or self.device.type == "cpu"
             self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
         interface_ = self.interface
@@ -194,6 +201,19 @@ class ModuleStep:
             done = self._passes.compute(x_BX, grad_x=answers, outlives=outlives)
         self._current = (id, done, part)
         return done.h_BH.detach()
+
+    def skip(self) -> Tensor | None:
+        """In place of :meth:`update`: learn nothing from what the last :meth:`forward` got.
+
+        Returns:
+            NaN as its gradient for the module upstream, if that wants one: it must not wait.
+        """
+        id, done, part = self._current
+        del self._current
+        self.counters.loss = None
+        if part.ends_with(len(done.x_BX)) and self._number not in self._batches_due():
+            self._end_batch()
+        return self._no_gradient(id, done.x_BX)
 
     def forward_again(self, x_BX: Tensor) -> Tensor:
         """The activation of a batch that the weights have been trained on already."""
@@ -272,12 +292,13 @@ class ModuleStep:
             backward(h_BH, signal.g_BH / len(h_BH))
         self.optimization.update()
 
-    def late_gradient(self, id: int, g_BH: Tensor) -> Tensor | None:
+    def late_gradient(self, id: int, g_BH: Tensor | None) -> Tensor | None:
         """Take a gradient that has arrived from downstream.
 
         Args:
             id: The batch it belongs to; one that is no longer stored is counted and dropped.
-            g_BH: The per-sample gradient at the module's output.
+            g_BH: The per-sample gradient at the module's output; None where what has come is not
+                finite: nothing is learnt from it.
 
         Returns:
             The gradient for the module upstream, where it has waited for this one.
@@ -290,13 +311,21 @@ class ModuleStep:
         lag = self._number - kept.number
         self.counters.lag += lag
         self.counters.lag_max = max(self.counters.lag_max, lag)
-        late = self.interface.learn(kept.h_BH, kept.y_BY, g_BH, measure=self.measure_late)
+        late = None
+        if g_BH is None:
+            self.counters.skipped += 1
+        else:
+            late = self.interface.learn(kept.h_BH, kept.y_BY, g_BH, measure=self.measure_late)
         if late is not None:
             self.counters.error.add(late.error)
             self.counters.cosine.add(late.cosine)
             self.measure_late = False
         if kept.forward is None:
             return None
+        if g_BH is None:
+            if self._applies and not self._signals:
+                self._count_part(kept)
+            return self._no_gradient(id, kept.forward.x_BX)
         h_BH, x_BX = self._passes.output(kept.forward), kept.forward.x_BX
         if self._applies and not self._signals:
             return self._apply(kept, h_BH, g_BH, x_BX)
@@ -318,11 +347,22 @@ class ModuleStep:
         """Add a true gradient to its batch's; update the weights when that is complete."""
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
-        self._summed = kept.number
         backward(h_BH, g_BH / kept.part.samples)
-        if kept.part.ends_with(len(g_BH)):
-            self._end_batch()
+        self._count_part(kept)
         return per_sample(x_BX.grad, kept.part)
+
+    def _count_part(self, kept: _Kept) -> None:
+        self._summed = kept.number
+        if kept.part.ends_with(len(kept.h_BH)):
+            self._end_batch()
+
+    def _no_gradient(self, id: int, x_BX: Tensor) -> Tensor | None:
+        return torch.full_like(x_BX, math.nan) if due(id, self.spec.gradients_out) else None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all weights and statistics are numbers; waits for the device."""
+        return state_finite(self.layers, self.interface, self.optimization.average)
 
     def _end_batch(self) -> None:
         self._summed = None

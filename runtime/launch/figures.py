@@ -68,6 +68,7 @@ class ModuleFigures:
         signal: Name of the signal it died of.
         error: The worker's last error.
         warning: What went wrong while it went on, such as a checkpoint that cannot be written.
+        diverged: What was not finite (NaN or infinite), at which batch, how often by then; or None.
         log: Its log file.
     """
 
@@ -108,6 +109,7 @@ class ModuleFigures:
     signal: str | None = None
     error: str | None = None
     warning: str | None = None
+    diverged: dict[str, Any] | None = None
     log: str | None = None
 
 
@@ -336,6 +338,7 @@ class Gauge:
             signal=known.signal if known else None,
             error=report.get("error"),
             warning=report.get("warning"),
+            diverged=report.get("diverged"),
             log=known.log if known else None,
         )
 

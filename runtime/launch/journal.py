@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dni_runtime.errors import DivergedError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.rundir import RunDir, append_line
@@ -113,8 +114,10 @@ def bound_log(path: Path) -> None:
             os.truncate(path, 0)
 
 
-def how_it_ended(name: str, module: ModuleState) -> str:
-    """One clause on the end of a worker."""
+def how_it_ended(name: str, module: ModuleState, error: str | None = None) -> str:
+    """One clause on the end of a worker; its own where it has diverged."""
+    if module.exit_code == DivergedError.exit_code and error:
+        return error.partition("\n")[0]
     if module.signal is not None:
         how = f"was killed by {module.signal}"
     elif module.state == "stopped":

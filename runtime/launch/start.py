@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from dni_runtime.errors import DniError, UsageError, WorkerError
+from dni_runtime.errors import DivergedError, DniError, UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.host import Site, check_host
 from dni_runtime.launch.journal import how_it_ended
@@ -287,4 +287,5 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
     lines.append(f"  log: {module.log}")
     lines += [f"  | {line}" for line in last_lines(Path(module.log))]
     lines.append("  The other modules were stopped; complete checkpoints are kept.")
-    return WorkerError("\n".join(lines), hint=f"dnictl resume {run.root}")
+    kind = DivergedError if module.exit_code == DivergedError.exit_code else WorkerError
+    return kind("\n".join(lines), hint=f"dnictl resume {run.root}")

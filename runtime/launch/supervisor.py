@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dni_runtime.cuts import remove_temporaries
-from dni_runtime.errors import DamagedError, DniError, StoppedError
+from dni_runtime.errors import DamagedError, DivergedError, DniError, StoppedError
 from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
@@ -72,7 +72,7 @@ class Supervisor:
         self._patience = {worker.module: Patience() for worker in plan.workers}
         self._hosts = hosts
         self._lost: dict[str, str] = {}
-        self._warnings: dict[str, str | None] = {}
+        self._told: dict[tuple[str, str], Any] = {}
         self._refresh_at = self._logs_at = 0.0
         names = [worker.module for worker in plan.workers]
         self.state = RunState.begin(plan.backend, plan.workers[0].attempt, names)
@@ -184,7 +184,7 @@ class Supervisor:
             if not reports[name]:
                 continue
             self._crew.note_begun(name, report)
-            self._note_warning(name, report.get("warning"))
+            self._tell_of(name, report)
             if report.get("state") != module.state:
                 module.state = report["state"]
                 changed = True
@@ -204,9 +204,15 @@ class Supervisor:
             self._patience[name].stood_still(still_s)
             self._crew.kill([name], f"on_stall: restart, after {still_s:.0f} s without progress")
 
-    def _note_warning(self, name: str, warning: str | None) -> None:
-        if warning != self._warnings.get(name):
-            self._warnings[name] = warning
+    def _tell_of(self, name: str, report: Mapping[str, Any]) -> None:
+        """Make events of what a worker has newly found amiss."""
+        diverged, warning = report.get("diverged"), report.get("warning")
+        if self._told.get((name, "diverged")) != diverged:
+            self._told[name, "diverged"] = diverged
+            if diverged is not None:
+                self._journal.event("worker_diverged", module=name, **diverged)
+        if self._told.get((name, "warning")) != warning:
+            self._told[name, "warning"] = warning
             if warning is not None:
                 self._journal.event("worker_warning", module=name, warning=warning)
 
@@ -251,6 +257,8 @@ class Supervisor:
             exit_code=module.exit_code,
             signal=module.signal,
         )
+        self._tell_of(name, report := peek_json(self._run.worker(name)))
+        how = how_it_ended(name, module, report.get("error"))
         if name in self._crew.due:  # with the whole chain
             module.state = "restarting"
         elif lost is not None and not told:
@@ -265,11 +273,10 @@ class Supervisor:
             pass
         elif module.state == "failed":
             if self.state.failed is None:
-                self.state.failed = name
-                self.state.error = how_it_ended(name, module)
-            self._stop(how_it_ended(name, module), broken=True)
+                self.state.failed, self.state.error = name, how
+            self._stop(how, broken=True)
         elif module.state == "stopped":
-            self._stop(how_it_ended(name, module))
+            self._stop(how)
         elif name == self._plan.workers[-1].module and self._crew:
             # The tail saw the end of the stream: the others have nothing left to wait for.
             self._linger_until = self._clock() + self._plan.stop_grace_s
@@ -367,7 +374,9 @@ class Supervisor:
     def _conclude(self) -> None:
         tail = self.state.modules[self._plan.workers[-1].module]
         if self.state.failed is not None:
-            self.state.phase, self.state.exit_code = "failed", DniError.exit_code
+            code = self.state.modules[self.state.failed].exit_code
+            own = code if code == DivergedError.exit_code else DniError.exit_code
+            self.state.phase, self.state.exit_code = "failed", own
         elif tail.state == "finished":
             self.state.phase, self.state.exit_code = "finished", 0
             self.state.error = None

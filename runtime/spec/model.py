@@ -12,6 +12,7 @@ from dni_runtime.spec.modules import ModuleDefaults, ModuleSpec
 from dni_runtime.spec.named import Choice, Frozen, Name
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int8-channel"]
+OnNan = Literal["stop", "skip", "warn"]
 """Types on the wire; ``int8`` is quantized with one scale per tensor, or one per channel."""
 
 PLAIN_METRICS = frozenset({"accuracy", "top5", "mae", "mse", "perplexity", "bits_per_character"})
@@ -267,6 +268,9 @@ class ChainSpec(Frozen):
         image: What the images hold.
         mounts: Host folders inside the containers.
         infiniband: Whether containers get the host's InfiniBand devices.
+        on_nan: What happens when a loss, gradient or weight is not finite: ``stop`` the run;
+            ``skip`` the batch, and count it; or ``warn``, and go on. Weights that are not finite
+            stop the run under ``skip``, too.
         stop_grace_s: Seconds that a worker told to stop has for its checkpoint.
         sources: Further source files for user classes, relative to ``chain.yaml``.
     """
@@ -289,6 +293,7 @@ class ChainSpec(Frozen):
     image: ImageSpec = ImageSpec()
     mounts: tuple[MountSpec, ...] = ()
     infiniband: Literal["auto", "required", "off"] = "auto"
+    on_nan: OnNan = "stop"
     stop_grace_s: Annotated[float, Field(gt=0)] = 30.0
     sources: tuple[str, ...] = ()
 

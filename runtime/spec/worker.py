@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dni_runtime.spec.model import ChainSpec, CheckpointSpec, DataSpec, LinksSpec
+from dni_runtime.spec.model import ChainSpec, CheckpointSpec, DataSpec, LinksSpec, OnNan
 from dni_runtime.spec.modules import ClipSpec, GroupSpec
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec
 
@@ -170,6 +170,7 @@ class WorkerSpec(Frozen):
         attends: Whether there is attention in the module's layers.
         snapshot_s: Seconds between snapshots of the module's own state; 0 for none.
         keep: How many complete checkpoints to keep.
+        on_nan: What it does when something is not finite; see ``ChainSpec``.
         stop_grace_s: Seconds for a checkpoint when told to stop.
         head: What only the head needs.
         tail: What only the tail needs.
@@ -216,6 +217,7 @@ class WorkerSpec(Frozen):
     attends: bool = False
     snapshot_s: float = Field(default=0.0, ge=0)
     keep: int
+    on_nan: OnNan = "stop"
     stop_grace_s: float
     head: HeadRole | None
     tail: TailRole | None
@@ -249,7 +251,9 @@ class WorkerSpec(Frozen):
     def hash(self) -> str:
         """SHA-256 of what the image must hold: host paths and timing are left out."""
         document = self.model_dump(mode="json")
-        for name in ("stop_grace_s", "late", "retain", "attends", "snapshot_s", "initial"):
+        for name in (
+            "stop_grace_s", "on_nan", "late", "retain", "attends", "snapshot_s", "initial",
+        ):  # fmt: skip
             document.pop(name)
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:

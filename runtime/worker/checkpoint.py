@@ -32,6 +32,7 @@ from dni_runtime.cuts import (
     check_sum,
     complete_cuts,
     cut_folders,
+    diverged_cuts,
     forget,
     named,
     read_document,
@@ -360,9 +361,10 @@ class CheckpointWriter:
             return
         try:
             complete = self._complete = complete_cuts(self._run, self._chain, self._complete)
-            if len(complete) >= self._keep:
-                best, oldest = best_cut(self._run), complete[-self._keep]
-                forget(self._run, self._chain, lambda cut: cut < oldest and cut != best)
+            oldest = complete[-self._keep] if len(complete) >= self._keep else 0
+            kept = best_cut(self._run)
+            useless = diverged_cuts(self._run, self._chain, complete)[:-1]
+            forget(self._run, self._chain, lambda c: (c < oldest and c != kept) or c in useless)
         except (OSError, CheckpointError, DataError) as error:  # the new one is written
             log.warning("old checkpoints are not removed: %s", error)
 

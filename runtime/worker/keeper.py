@@ -46,21 +46,24 @@ class Keeper:
         self._newest = start.cut
         self._due_s = time.monotonic() + step.spec.snapshot_s
 
-    def checkpoint(self, cut: int, *, over: bool) -> None:
+    def checkpoint(self, cut: int, *, over: bool, finite: bool) -> None:
         """Keep the module's part of a cut.
 
         Args:
             cut: Its position.
             over: Whether the chain ends there.
+            finite: Whether the state is; one that is not takes no other cut's place.
         """
-        self._writer.write(cut, *self._state(over=over))
+        tensors, own = self._state(over=over)
+        self._writer.write(cut, tensors, own if finite else own | {"finite": False})
 
     def snapshot(self) -> None:
-        """Keep the module's own state for its restart, where that is due and costs little."""
+        """Keep the module's own state for its restart, where that is due, cheap and finite."""
         every_s, id, now_s = self._step.spec.snapshot_s, self._progress.id, time.monotonic()
         if not every_s or now_s < self._due_s or self._writer.busy or id <= self._newest:
             return
-        self._writer.write_snapshot(id, *self._state(over=False))
+        if self._step.finite:
+            self._writer.write_snapshot(id, *self._state(over=False))
         self._newest = id
         took_s = time.monotonic() - now_s
         self._due_s = now_s + max(every_s, took_s / SNAPSHOT_SHARE)

@@ -72,6 +72,7 @@ class Meter:
             set by :meth:`now`.
         error: What ended it.
         warning: What has gone wrong while it went on.
+        diverged: What was not finite, where anything was; see ``worker/divergence.py``.
         begun: Whether the module has taken its place in the stream.
         report: Writes the report.
     """
@@ -87,6 +88,7 @@ class Meter:
     doing: str = "start"
     error: str | None = None
     warning: str | None = None
+    diverged: dict[str, Any] | None = None
     begun: bool = False
     report: ReportWriter = field(init=False)
 
@@ -200,6 +202,8 @@ class Meter:
                 gradients=counters.gradients,
                 gradients_unpaired=counters.unpaired,
                 gradients_given_up=counters.given_up,
+                gradients_skipped=counters.skipped,
+                updates_skipped=step.optimization.skipped,
                 gradients_dropped=links.gradients_dropped,
                 window=links.window,
                 window_fill=_share(self._fill, self._fills),
@@ -283,6 +287,7 @@ class Meter:
             "evaluation": self._evaluation,
             "error": self.error,
             "warning": self.warning,
+            "diverged": self.diverged,
             "begun": self.begun,
         }
 

@@ -22,6 +22,7 @@ from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, Output
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
@@ -103,6 +104,7 @@ class ModuleServer:
             step, checkpoints, start=start, ledger=ledger, progress=meter.progress, head=self._head
         )
         self._leaving = Leaving(stop, meter, head=self._head, input=input)
+        self._divergence = Divergence(step, meter)
         self._evaluations = Evaluations(step, meter, ledger, start.cut)
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
@@ -124,6 +126,7 @@ class ModuleServer:
         Raises:
             HandshakeError: A neighbour turned out to be of another chain.
             DataError: The head's data cannot be read.
+            DivergedError: Something is not finite, and the chain's ``on_nan`` says to stop.
         """
         while self._outcome is None:
             stopping = self._stop()
@@ -132,6 +135,7 @@ class ModuleServer:
                 break
             if self._meter.due(self._step):
                 self._write_metrics()
+                self._divergence.look(self._meter.progress.id)
                 if not stopping and self._draining is None:
                     self._keeper.snapshot()
             self._collect()
@@ -216,13 +220,7 @@ class ModuleServer:
             self._send_on(batch, self._copies.to_host(step.forward_again(x_BX)))
         else:
             self._end_epochs(batch.epoch - 1)
-            h = self._copies.to_host(step.forward(batch.id, x_BX, batch.part))
-            at_once = h.here  # else a device that has more to do need not wait for the sending
-            if at_once:
-                self._send_on(batch, h)
-            g_BX = step.update(y_BY)
-            if not at_once:
-                self._send_on(batch, h)
+            g_BX = self._train(batch, x_BX, y_BY)
             ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._meter.count_loss(step.counters.loss)
@@ -237,21 +235,43 @@ class ModuleServer:
             self._input.ack(batch.id)
         self._copies.pace()
 
+    def _train(self, batch: Batch, x_BX: Tensor, y_BY: Tensor) -> Tensor | None:
+        """Train on a batch, and send its activation on; gives the gradient for upstream."""
+        step, divergence = self._step, self._divergence
+        if self._head is not None and not divergence.may_use(batch.id, "the data", batch.h):
+            if self._output is not None:
+                self._output.miss(batch.id)
+            return None
+        h = self._copies.to_host(step.forward(batch.id, x_BX, batch.part))
+        # A device that has more to do need not wait for the sending.
+        at_once = h.here or divergence.skips
+        if at_once and not self._send_on(batch, h):
+            return step.skip()
+        g_BX = step.update(y_BY)
+        if not at_once:
+            self._send_on(batch, h)
+        divergence.note_loss(batch.id, step.counters.loss)
+        return g_BX
+
     def _end_epochs(self, epoch: int) -> None:
         """Step schedules to the end of an epoch, past markers that a former process has had."""
         while self._start.epochs_ended < epoch:
             self._start.epochs_ended += 1
             self._step.optimization.end_epoch()
 
-    def _send_on(self, batch: Batch, h: Fetched) -> None:
+    def _send_on(self, batch: Batch, h: Fetched) -> bool:
+        """Send an activation on; whether it may be learnt from."""
         output = self._output
         if output is None:
-            return
-        if not output.room:
+            return True
+        trains = batch.mode is Mode.TRAIN
+        fine = not trains or self._divergence.may_use(batch.id, "the activation", h.wait())
+        if fine and output.room:
+            output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
+            self._meter.count_window(output.in_flight, output.window)
+        else:
             output.miss(batch.id)
-            return
-        output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
-        self._meter.count_window(output.in_flight, output.window)
+        return fine
 
     def _answer(self, id: int, g_BX: Tensor) -> None:
         """Send a gradient upstream, as soon as it is in host memory."""
@@ -278,7 +298,9 @@ class ModuleServer:
         for event in self._output.receive():
             if isinstance(event, Gradient):
                 self._meter.now("batch")
-                g_BX = self._step.late_gradient(event.id, self._copies.to_device(event.g))
+                fine = self._divergence.may_learn(event.id, event.g)
+                g_BH = self._copies.to_device(event.g) if fine else None
+                g_BX = self._step.late_gradient(event.id, g_BH)
                 if g_BX is not None:
                     self._answer(event.id, g_BX)
             elif isinstance(event, Drained):
@@ -342,7 +364,8 @@ class ModuleServer:
             log.info("no better evaluation for a while: training ends")
             self._ask_upstream(END_EARLY)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
-            self._keeper.checkpoint(marker.id, over=Mark.END in mark)
+            fine = self._divergence.weights_finite(marker.id)
+            self._keeper.checkpoint(marker.id, over=Mark.END in mark, finite=fine)
             self._evaluations.checkpoint(marker.id)
         if mark & (Mark.END | Mark.STOP):
             self._last = marker

@@ -154,3 +154,17 @@ def test_half_written_files_of_one_module_go(run: RunDir) -> None:
     assert all(path.exists() for path in others)
     assert not alone.exists()
     assert cuts.complete_cuts(run, MODULES) == [10, 20, 30]
+
+
+def test_a_cut_that_is_not_finite_is_no_place_to_begin(run: RunDir) -> None:
+    part = run.checkpoint(30, "b").with_suffix(".json")
+    document = json.loads(part.read_text()) | {"finite": False}
+    data = part.with_suffix(".safetensors").read_bytes()
+    part.write_text(cuts.sealed(data, document))
+    assert cuts.complete_cuts(run, MODULES) == [10, 20]
+    assert cuts.diverged_cuts(run, MODULES, [10, 20]) == [30]
+    newest, (problem,) = cuts.newest_cut(run, MODULES)
+    assert newest == 20
+    assert "module 'b' in checkpoint 30" in problem.message
+    assert "not finite" in problem.message
+    cuts.verify(run, 30, MODULES)  # it is whole

@@ -120,6 +120,8 @@ class GradientInterface(nn.Module):
             comes.
         keep: What is kept of forward passes.
         store: How many batches are kept for true gradients; None: as many as they may be late.
+        checks: Whether its own parts do not learn where their loss is not finite. On a GPU that
+            waits for each loss.
     """
 
     Options: ClassVar[type[Frozen]] = Frozen
@@ -130,6 +132,7 @@ class GradientInterface(nn.Module):
     predicts: bool = False
     keep: Keep = "graph"
     store: int | None = None
+    checks: bool = True
 
     def __init__(self, boundary: Boundary, options: Any) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from dni_runtime.core.finite import finite
 from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Signal, Wanted
 from dni_runtime.core.interfaces.heads import HeadOptions, build_ahead, build_head
 from dni_runtime.core.interfaces.similarity import SimilarityLoss
@@ -85,7 +86,8 @@ class Local(GradientInterface):
             loss = torch.lerp(loss, unlike, self.similarity_share)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        self._optimizer.step()
+        if not self.checks or finite(loss):
+            self._optimizer.step()
         assert h_BH.grad is not None
         return Signal(h_BH.grad.mul_(len(h_BH)), loss.detach(), p_BP.detach())
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from dni_runtime.core.finite import finite
 from dni_runtime.core.interfaces.base import (
     Boundary,
     GradientInterface,
@@ -82,8 +83,10 @@ class Synthetic(GradientInterface):
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
-        """One step along the gradient of the synthesizer's lesson."""
+        """One step along the gradient of the synthesizer's lesson, where that is finite."""
         predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
+        if self.checks and not finite(loss):
+            return None
         if measure and predicted_BH is None:
             with torch.no_grad():
                 predicted_BH = self.synthesizer.predict(h_BH, y_BY)

@@ -78,7 +78,7 @@ def test_what_was_there_may_come_back() -> None:
     assert Patience().delay_s(plan, 69, 2) is None
 
 
-@pytest.mark.parametrize("code", [64, 65, 66, 69, 72, 74, 76, 78, 127])
+@pytest.mark.parametrize("code", [64, 65, 66, 69, 72, 74, 76, 78, 79, 127])
 def test_some_failures_no_start_can_mend(code: int) -> None:
     assert Patience().delay_s(RULES, code, 0) is None
 
@@ -111,6 +111,23 @@ def test_a_killed_worker_is_started_again(
     assert (again["module"], again["attempt"], again["delay_s"]) == ("middle", 2, 0.5)
     assert "killed by SIGKILL" in again["reason"]
     assert not world.processes["bottom"].signals
+
+
+def test_a_module_that_diverges_ends_the_run(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    words = "module 'middle' has diverged: the loss is not finite at batch 7"
+    diverged = {"batch": 7, "what": "the loss", "times": 1}
+    report = {"attempt": 1, "state": "failed", "error": f"{words}\n  → what to do"}
+    path = record.run.worker("middle")
+    world.at.append((4, lambda: write_json(path, report | {"diverged": diverged})))
+    world.exits(4, middle=79)
+    state = supervise().run()
+    assert (state.phase, state.exit_code, state.failed) == ("failed", 79, "middle")
+    assert state.error == words
+    (event,) = [event for event in events(record) if event["event"] == "worker_diverged"]
+    assert (event["module"], event["batch"], event["what"]) == ("middle", 7, "the loss")
+    assert attempts(record, "middle") == [1]
 
 
 @pytest.mark.parametrize("said", [False, True])

@@ -1,0 +1,37 @@
+"""Whether tensors still hold numbers: NaN and infinity, found by adding up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all values are finite, and so is their sum; waits for the tensor's device."""
+    return all_finite((tensor,))
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """The same of several tensors of one device; integers are finite."""
+    floating = [one.detach() for one in tensors if one.is_floating_point()]
+    dense = [one.coalesce().values() if one.is_sparse else one for one in floating]
+    sums = [one.sum(dtype=_wide(one.dtype)) for one in dense]
+    return not sums or math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
+
+
+def state_finite(*modules: nn.Module | None) -> bool:
+    """Whether all parameters and buffers of modules are finite."""
+    return all_finite(
+        tensor
+        for module in modules
+        if module is not None
+        for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A type whose range fits a sum: float16 ends at 65,504."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
