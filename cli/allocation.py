@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dni_runtime.launch.slurm.allocation import Allocation
     from dni_runtime.launch.slurm.job import JobRecord
     from dni_runtime.launch.slurm.script import JobRequest
+    from dni_runtime.launch.state import RunState
     from dni_runtime.spec.profile import ProfileSpec
 
 
@@ -134,15 +135,15 @@ def submit_again(record: Record, job: JobRecord, cut: str, *, dry_run: bool, as_
         click.echo(f"{record.name}: job {number}")
 
 
-def plan_of_job(record: Record, job: JobRecord) -> LaunchPlan | None:
+def plan_of_job(record: Record, job: JobRecord, state: RunState) -> LaunchPlan | None:
     """The plan for this start of a run's job, the first or a later one; None: it has finished.
 
     Raises:
         UsageError: This process is not in an allocation.
     """
     from dni_runtime.launch.slurm.allocation import allocation_here, plan_in_allocation
+    from dni_runtime.launch.slurm.starter import end_steps
     from dni_runtime.launch.start import write_plan
-    from dni_runtime.launch.state import RunState
 
     allocation = allocation_here()
     if allocation is None:
@@ -150,9 +151,9 @@ def plan_of_job(record: Record, job: JobRecord) -> LaunchPlan | None:
             f"run {record.name!r} is a Slurm job's, and this is no allocation",
             hint=f"go on with it by 'dnictl resume {record.name}'",
         )
-    state = RunState.read(record.run)
     if state.phase == "finished":
         return None
+    end_steps(record.modules)  # which a supervisor that was killed has left
     plan = plan_in_allocation(record, job, allocation, attempt=state.last_attempt + 1)
     write_plan(record.run, plan)
     return plan

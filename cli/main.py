@@ -43,7 +43,7 @@ COMMANDS = {
     "profile": "dnictl.submit",
     "run": "dnictl.start",
     "resume": "dnictl.start",
-    "supervise": "dnictl.start",
+    "supervise": "dnictl.supervise",
     "ps": "dnictl.runs",
     "status": "dnictl.runs",
     "wait": "dnictl.runs",

@@ -1,4 +1,4 @@
-"""Commands that start workers: ``up``, ``run``, ``resume``, and the hidden ``supervise``."""
+"""Commands that start workers: ``up``, ``run``, ``resume``."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from dnictl.options import (
     run_dir_option,
     runs_option,
 )
+from dnictl.supervise import go
 
 if TYPE_CHECKING:
     from dni_runtime.launch.host import Site
-    from dni_runtime.launch.lease import Lease
     from dni_runtime.launch.plan import LaunchPlan
     from dni_runtime.launch.prepare import Prepared
     from dni_runtime.launch.records import Record
@@ -89,7 +89,7 @@ def up(
         )
         if started is not None:
             record, plan = started
-            _go(record, plan, take(record.run), detached=detach, as_json=as_json)
+            go(record, plan, take(record.run), detached=detach, as_json=as_json)
         return
     site = site_for(prepared, backend, images)
     plan = plan_here(
@@ -101,7 +101,7 @@ def up(
     run = create_run(root, prepared, backend=site.backend, images=site.images)
     lease = take(run)
     write_plan(run, plan)
-    _go(Record.read(run.root), plan, lease, detached=detach, as_json=as_json)
+    go(Record.read(run.root), plan, lease, detached=detach, as_json=as_json)
 
 
 @click.command()
@@ -188,7 +188,7 @@ def resume(
         _print_plan(plan, as_json)
         return
     write_plan(record.run, plan)
-    _go(record, plan, lease, detached=detach, as_json=as_json)
+    go(record, plan, lease, detached=detach, as_json=as_json)
 
 
 def _check_cut(record: Record, cut: str) -> None:
@@ -201,29 +201,6 @@ def _check_cut(record: Record, cut: str) -> None:
         there = ", ".join(map(str, complete_cuts(record.run, record.modules))) or "none"
         raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
     verify(record.run, int(cut), record.modules)
-
-
-@click.command(hidden=True)
-@click.argument("run", type=click.Path(path_type=Path))
-def supervise(run: Path) -> None:
-    """Start the plan in a run directory and watch it: what --detach and batch scripts run."""
-    from dni_runtime.launch.records import Record
-    from dni_runtime.launch.slurm.job import JobRecord
-    from dni_runtime.launch.start import planned, take
-
-    record = Record.read(run)
-    lease = take(record.run)
-    job = JobRecord.read(record.run)
-    if job is None:
-        plan: LaunchPlan | None = planned(record.run)
-    else:
-        from dnictl.allocation import plan_of_job
-
-        plan = plan_of_job(record, job)
-    if plan is None:
-        conclude(record, as_json=False)
-    else:
-        _watch(record, plan, lease, quiet=False)
 
 
 @click.command("run")
@@ -360,41 +337,3 @@ def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
         for name, value in worker.environment.items():
             click.echo(f"{name}={shlex.quote(value)} \\")
         click.echo(shlex.join(worker.argv))
-
-
-def _go(record: Record, plan: LaunchPlan, lease: Lease, *, detached: bool, as_json: bool) -> None:
-    if not detached:
-        _watch(record, plan, lease, quiet=as_json, as_json=as_json)
-        return
-    from dni_runtime.launch.start import detach
-
-    pid = detach(record.run, lease)
-    if as_json:
-        print_json({"run": record.name, "path": str(record.run.root), "pid": pid})
-    else:
-        click.echo(record.name)
-        click.echo(
-            f"in the background; see 'dnictl status {record.name}', 'dnictl logs -f "
-            f"{record.name}', 'dnictl wait {record.name}'",
-            err=True,
-        )
-
-
-def _watch(
-    record: Record, plan: LaunchPlan, lease: Lease, *, quiet: bool, as_json: bool = False
-) -> None:
-    from dni_runtime.launch.start import supervisor_of
-    from dnictl.progress import progress
-
-    supervisor = supervisor_of(record.run, plan, lease)
-    try:
-        with progress(record, quiet=quiet) as show:
-            supervisor.run(show)
-    finally:
-        if plan.workers[0].node is not None:
-            from dni_runtime.launch.interrupts import catching_signals
-            from dni_runtime.launch.slurm.allocation import clean_up
-
-            with catching_signals(lambda number: None):  # how the run ended is known by now
-                clean_up(plan)
-    conclude(record, as_json=as_json)

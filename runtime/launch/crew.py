@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dni_runtime.cuts import newest_cut
 from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal, how_it_ended
-from dni_runtime.launch.plan import OWN, LaunchPlan, WorkerPlan
+from dni_runtime.launch.plan import AUTO, OWN, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.state import process_birth, shell_status
 from dni_runtime.rundir import RunDir, peek_json
@@ -88,6 +90,52 @@ class Crew:
         module.state, module.pid = "starting", process.pid
         module.born = process_birth(process.pid)
         self._journal.event("worker_started", module=name, attempt=worker.attempt, pid=process.pid)
+        self._journal.write()  # whoever follows a supervisor that is killed finds the process
+
+    def start_all(self) -> None:
+        """Start all workers, where the plan leaves that open at the newest complete cut.
+
+        Raises:
+            DamagedError: All checkpoints are damaged.
+            DniError: One cannot be started.
+        """
+        if self._plan.resume == AUTO:
+            cut = self._newest_cut(None)
+            for name, worker in self.workers.items():
+                self.workers[name] = worker.again(worker.attempt, resume=str(cut))
+            self.keep_plan()
+        self._journal.write()
+        for name in self.workers:
+            self.start(name)
+
+    def adopt(self) -> None:
+        """Take over the workers that a former supervisor has started, and those that have ended."""
+        living = []
+        for name, module in self._modules.items():
+            if module.state == "finished" and module.exit_code == 0:
+                continue
+            process = self._starter.adopt(self.workers[name], module, partial(self._ended, name))
+            self.processes[name] = process
+            if process.poll() is None:
+                living.append(name)
+            self.note_begun(name, peek_json(self._run.worker(name)))
+        self._journal.event("run_adopted", modules=living)
+        self._journal.write()
+
+    def _ended(self, name: str) -> int:
+        """How a worker that is nobody's child has ended, by its own last word."""
+        report = peek_json(self._run.worker(name))
+        if report.get("attempt") == self._modules[name].attempt:
+            if report["state"] == "finished":
+                return 0
+            if report.get("exit_code") is not None:
+                return int(report["exit_code"])
+        return -signal.SIGKILL
+
+    def keep_plan(self) -> None:
+        """Write down how each worker was started last, for a supervisor that follows."""
+        workers = tuple(self.workers.values())
+        self._journal.write_json(self._run.plan, replace(self._plan, workers=workers).to_json())
 
     def start_due(self) -> dict[str, DniError]:
         """Start those whose time has come; gives those that could not be, and why."""
@@ -99,8 +147,6 @@ class Crew:
                 self.start(name)
             except DniError as error:
                 failed[name] = error
-        if ready:
-            self._journal.write()
         return failed
 
     def start_again(
@@ -120,6 +166,7 @@ class Crew:
             self.note_begun(name, peek_json(self._run.worker(name)))
             resume = OWN if self.begun.get(name) == worker.attempt else worker.resume
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
+        self.keep_plan()
         self.killed.discard(name)
         self._leaving.pop(name, None)
         self._unsent.pop(name, None)
@@ -138,16 +185,6 @@ class Crew:
         """Remember from a worker's report whether it has come to its state."""
         if report.get("begun"):
             self.begun[name] = report["attempt"]
-
-    def begin_at_newest_cut(self) -> None:
-        """Have the first start of all modules begin at the newest complete cut.
-
-        Raises:
-            DamagedError: All checkpoints are damaged.
-        """
-        cut = self._newest_cut(None)
-        for name, worker in self.workers.items():
-            self.workers[name] = worker.again(worker.attempt, resume=str(cut))
 
     def start_all_again(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
         """End all, and have them started again from the newest complete cut.
@@ -198,6 +235,7 @@ class Crew:
         """Start a module on another host from now on."""
         old = self.workers[worker.module]
         self.workers[worker.module] = worker
+        self.keep_plan()
         # what the old record says may be no way from the new host
         self._run.endpoint(worker.module).unlink(missing_ok=True)
         self._journal.event(

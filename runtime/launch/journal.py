@@ -14,7 +14,7 @@ from typing import Any
 from dni_runtime.errors import DivergedError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
-from dni_runtime.rundir import RunDir, append_line
+from dni_runtime.rundir import RunDir, append_line, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,13 @@ class Journal:
             if self._lease is not None:
                 self._lease.beat()
             self.failing = False
+
+    def write_json(self, path: Path, document: dict[str, Any]) -> None:
+        """Write another file of the run."""
+        self.check()
+        if not self._silent:
+            with self._tolerating_a_full_disk():
+                write_json(path, document)
 
     def beat(self) -> None:
         """Write the state when that has not been done for a while."""

@@ -11,14 +11,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.state import session_of
+from dni_runtime.launch.state import ModuleState, lives, session_of
 
 
 class Process(Protocol):
@@ -46,6 +47,15 @@ class Starter(Protocol):
 
         Raises:
             UnavailableError: The program cannot be started.
+        """
+
+    def adopt(self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]) -> Process:
+        """A worker that a former supervisor has started.
+
+        Args:
+            worker: How.
+            module: What is known of its process.
+            ended: How it has ended, as :meth:`Process.poll` tells; called when it has.
         """
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
@@ -106,6 +116,32 @@ class LocalProcess:
     def kill(self) -> None:
         if self._popen.returncode is None:
             kill_session(self._popen.pid)
+
+
+class AdoptedProcess:
+    """A worker that another process has started, which is gone.
+
+    Args:
+        module: Its process, which leads a session.
+        ended: How it has ended, for :meth:`poll`.
+    """
+
+    def __init__(self, module: ModuleState, ended: Callable[[], int]) -> None:
+        self.pid = module.pid or 0
+        self._module = replace(module)
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        return None if lives(self._module) else self._ended()
+
+    def send(self, number: signal.Signals) -> None:
+        if lives(self._module):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        if lives(self._module):
+            kill_session(self.pid)
 
 
 def kill_session(leader: int) -> None:
@@ -174,6 +210,11 @@ class LocalStarter:
         except OSError as error:
             raise UnavailableError(f"module {worker.module!r} cannot be started: {error}") from None
         return LocalProcess(popen)
+
+    def adopt(
+        self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
+    ) -> AdoptedProcess:
+        return AdoptedProcess(module, ended)
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
         for process in workers.values():

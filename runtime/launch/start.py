@@ -146,13 +146,16 @@ def take(run: RunDir) -> Lease:
     return lease
 
 
-def supervisor_of(run: RunDir, plan: LaunchPlan, lease: Lease | None = None) -> Supervisor:
+def supervisor_of(
+    run: RunDir, plan: LaunchPlan, lease: Lease | None = None, *, adopt: RunState | None = None
+) -> Supervisor:
     """A supervisor that starts the plan's workers, on this host or as steps of this job.
 
     Args:
         run: The run directory.
         plan: What to start.
         lease: The right to; taken here where it was not.
+        adopt: The run's state, where its workers go on and shall not be started anew.
 
     Raises:
         UsageError: Somebody supervises the run already.
@@ -162,11 +165,13 @@ def supervisor_of(run: RunDir, plan: LaunchPlan, lease: Lease | None = None) -> 
     # Containers get the host's variables, but for those that would change the image's Python.
     environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
     if job is None:
-        return Supervisor(run, plan, LocalStarter(environ, tied=False), lease=lease)
+        local = LocalStarter(environ, tied=False)
+        return Supervisor(run, plan, local, lease=lease, adopt=adopt)
     several = len({worker.node for worker in plan.workers}) > 1
     # modules are not moved between the components of a heterogeneous job
     hosts = JobNodes(job, plan) if several and "," not in job else None
-    return Supervisor(run, plan, SlurmStarter(job, environ), hosts=hosts, lease=lease)
+    starter = SlurmStarter(job, environ)
+    return Supervisor(run, plan, starter, hosts=hosts, lease=lease, adopt=adopt)
 
 
 def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -107,6 +107,11 @@ class RunState:
             updated=now,
             modules={name: ModuleState(attempt=attempt) for name in modules},
         )
+
+    def taken_over(self) -> Self:
+        """The state of a run whose workers go on, for this process to supervise it."""
+        mine = self.begin(self.backend, self.attempt, self.modules)
+        return replace(mine, started=self.started, modules=self.modules)
 
     @property
     def active(self) -> bool:

@@ -15,7 +15,7 @@ from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
-from dni_runtime.launch.plan import AUTO, LaunchPlan
+from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Patience
 from dni_runtime.launch.state import ModuleState, RunState
@@ -44,6 +44,7 @@ class Supervisor:
         starter: How to start it.
         hosts: What its workers run on, where hosts may be lost.
         lease: The right to do all this; given back at the end.
+        adopt: The state of a run whose supervisor was killed: its workers go on as they are.
         clock: Seconds that only go forward.
         sleep: Waits for so many seconds.
     """
@@ -56,6 +57,7 @@ class Supervisor:
         *,
         hosts: Hosts | None = None,
         lease: Lease | None = None,
+        adopt: RunState | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -74,8 +76,9 @@ class Supervisor:
         self._lost: dict[str, str] = {}
         self._told: dict[tuple[str, str], Any] = {}
         self._refresh_at = self._logs_at = 0.0
-        names = [worker.module for worker in plan.workers]
-        self.state = RunState.begin(plan.backend, plan.workers[0].attempt, names)
+        self._adopts = adopt is not None
+        new = RunState.begin(plan.backend, plan.workers[0].attempt, self._patience)
+        self.state = new if adopt is None else adopt.taken_over()
         self._lease = lease
         self._journal = Journal(run, self.state, clock, lease)
         self._watchdog = Watchdog(plan, self._journal)
@@ -125,14 +128,11 @@ class Supervisor:
         self._signals.append(number)
 
     def _start(self) -> None:
+        if self._adopts:
+            return self._crew.adopt()
         prepare_traces(self._run, self._plan)
         self._journal.event("run_started", attempt=self.state.attempt, backend=self._plan.backend)
-        if self._plan.resume == AUTO:
-            self._crew.begin_at_newest_cut()
-        self._journal.write()
-        for worker in self._plan.workers:
-            self._crew.start(worker.module)
-        self._journal.write()
+        self._crew.start_all()
 
     def _look(self) -> None:
         self._journal.check()

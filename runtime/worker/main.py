@@ -82,7 +82,7 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
             outcome = _serve(options, spec, run, meter, stop, keys)
     except BaseException as error:
         stopped = isinstance(error, StoppedError)
-        meter.set_state("stopped" if stopped else "failed", str(error))
+        meter.set_state("stopped" if stopped else "failed", error)
         raise
     finally:
         withdraw(run, spec, options.attempt)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
-from dni_runtime.errors import CheckpointError
+from dni_runtime.errors import CheckpointError, DniError
 from dni_runtime.link import InputLink, LinkCounters, OutputLink
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
@@ -101,6 +101,7 @@ class Meter:
         path, name = self.run.worker(self.spec.module), self.spec.module
         self.report = ReportWriter(path, name, self.attempt, self._report, self._complain)
         self._complained = False
+        self._exit_code: int | None = None
         self._replayed = 0
         self._file = MetricsFile(self.run, self.spec.module)
         self._loss = Mean()
@@ -133,13 +134,14 @@ class Meter:
             connect_s=round(time.time() - self.loaded_at, 4),
         )
 
-    def set_state(self, state: str, error: str | None = None) -> None:
+    def set_state(self, state: str, error: BaseException | None = None) -> None:
         """Show a state: starting, connecting, running, stopping, finished, stopped or failed.
 
         Raises:
             StoppedError: A later start of the module has taken over.
         """
-        self.state, self.error = state, error
+        self.state, self.error = state, None if error is None else str(error)
+        self._exit_code = getattr(error, "exit_code", DniError.exit_code) if error else None
         self.report.write()
         self.report.check()
 
@@ -286,6 +288,7 @@ class Meter:
             "in_flight": self._link[1],
             "evaluation": self._evaluation,
             "error": self.error,
+            "exit_code": self._exit_code,
             "warning": self.warning,
             "diverged": self.diverged,
             "begun": self.begun,

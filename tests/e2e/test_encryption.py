@@ -114,7 +114,9 @@ def test_keys_leave_no_trace_and_strangers_are_counted(site: Site) -> None:
             lines = [x for x in read_lines(run.metrics("top")) if x["kind"] == "train"]
             return dict(lines[-1]["refused"]) if lines else {}
 
-        eventually("counted", lambda: {"unauthorised", "connection"} <= refused().keys())
+        # Of one without encryption libzmq says why, or only that it is gone.
+        eventually("the stranger", lambda: "unauthorised" in refused())
+        eventually("the other", lambda: refused().keys() & {"encryption", "connection"})
     finally:
         stranger.close()
         plain.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.worker.ledger import Counts
-from tests.e2e.conftest import Dnictl, run, state_of
+from tests.e2e.conftest import Dnictl, command_of, processes_of, run, state_of
 from tests.e2e.test_restarts import PAUSE
 from tests.e2e.test_slurm import ROOT, chain, eventually, submitted, training
 
@@ -38,6 +39,10 @@ def begin(dnictl: Dnictl, network: str) -> tuple[RunDir, str]:
     root, job = submitted(dnictl, "--nodes=3")
     eventually("it trains", lambda: training(root))
     return root, job
+
+
+def events(root: RunDir, *names: str) -> list[dict[str, Any]]:
+    return [one for one in read_lines(root.events) if one["event"] in names]
 
 
 def steps(root: RunDir, name: str) -> int:
@@ -76,9 +81,14 @@ def finished(dnictl: Dnictl, root: RunDir) -> dict[str, Any]:
     return figures
 
 
-def test_a_host_is_cut_off_for_a_while(dnictl: Dnictl, slurm: str) -> None:
-    """The links come back by themselves: nothing is started again, nothing is lost."""
+def test_a_supervisor_is_killed_and_a_host_is_cut_off(dnictl: Dnictl, slurm: str) -> None:
+    """The next supervisor finds its workers, the links come back: nothing is started again."""
     root, _ = begin(dnictl, slurm)
+    (killed,) = [pid for pid in processes_of(root.root) if b"supervise" in command_of(pid)]
+    os.kill(killed, signal.SIGKILL)
+    adopted = partial(events, root, "run_adopted")
+    eventually("the next supervisor", adopted)
+    assert [one["modules"] for one in adopted()] == [list(MODULES)]
     testbed = str(Path(os.environ["SLURM_CONF"]).parent)
     cut = run([ROOT / "scripts" / "slurm-testbed", "cut", "2", str(CUT_S), "--dir", testbed])
     assert cut.returncode == 0, cut.stderr
@@ -91,8 +101,9 @@ def test_a_host_is_cut_off_for_a_while(dnictl: Dnictl, slurm: str) -> None:
     figures = finished(dnictl, root)
     assert figures["attempt"] == 1
     assert [one["restarts"] for one in figures["modules"]] == [0, 0, 0]
-    events = {one["event"] for one in read_lines(root.events)}
-    assert not events & {"worker_restarting", "worker_warning"}
+    assert not events(root, "worker_restarting", "worker_warning")
+    assert len(events(root, "worker_started")) == len(MODULES)
+    assert len(events(root, "worker_ended")) == len(MODULES)
 
 
 def test_a_job_is_requeued_in_mid_epoch(dnictl: Dnictl, slurm: str) -> None:
@@ -113,8 +124,7 @@ def test_a_job_is_told_to_end_twice(dnictl: Dnictl, slurm: str) -> None:
         started_again(job)
     figures = finished(dnictl, root)
     assert (figures["attempt"], figures["job"]) == (3, job)
-    events = read_lines(root.events)
-    ends = [one["state"] for one in events if one["event"] == "run_ended"]
+    ends = [one["state"] for one in events(root, "run_ended")]
     assert ends == ["stopped", "stopped", "finished"]
     assert dnictl.run("events").stdout.count("SIGTERM received") == 2
     log = root.supervisor_log.read_text()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.processes import LocalProcess, LocalStarter, Process
+from dni_runtime.launch.processes import LocalStarter, Process
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.script import step_environment
+from dni_runtime.launch.state import ModuleState
+
+_END_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +24,7 @@ _log = logging.getLogger(__name__)
 class StepProcess:
     """The ``srun`` of a worker that runs as a step; the step itself is its starter's to signal."""
 
-    def __init__(self, srun: LocalProcess) -> None:
+    def __init__(self, srun: Process) -> None:
         self._srun = srun
 
     @property
@@ -52,11 +56,17 @@ class SlurmStarter:
 
     def __init__(self, job: str, environ: Mapping[str, str] | None = None) -> None:
         self._job = job
-        self._local = LocalStarter(step_environment(os.environ if environ is None else environ))
+        environ = step_environment(os.environ if environ is None else environ)
+        self._local = LocalStarter(environ, tied=False)  # a supervisor that follows adopts them
 
     def start(self, worker: WorkerPlan) -> StepProcess:
         # The container is srun's child on another node: here there is none to be watched over.
         return StepProcess(self._local.start(replace(worker, image=None)))
+
+    def adopt(
+        self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
+    ) -> StepProcess:
+        return StepProcess(self._local.adopt(worker, module, ended))
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
         without_step = self._signal(workers, number.name.removeprefix("SIG"))
@@ -84,3 +94,18 @@ class SlurmStarter:
             _log.warning("SIG%s is not sent: %s", name, error)
             return None
         return [one for one in modules if one not in steps]
+
+
+def end_steps(modules: Collection[str]) -> None:
+    """Kill what still runs of some modules in this job: steps of a supervisor that was killed."""
+    job = commands.component_jobs(os.environ)
+    until = time.monotonic() + _END_S
+    try:
+        while job is not None and time.monotonic() < until:
+            left = [step for name, step in commands.step_ids(job).items() if name in modules]
+            if not left:
+                return
+            commands.signal_steps(left, "KILL")
+            time.sleep(1)
+    except UnavailableError as error:
+        _log.warning("it is not known what runs in this job: %s", error)

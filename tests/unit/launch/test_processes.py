@@ -15,8 +15,8 @@ import pytest
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.processes import LocalProcess, LocalStarter
-from dni_runtime.launch.state import process_birth
+from dni_runtime.launch.processes import LocalStarter, Process
+from dni_runtime.launch.state import ModuleState, process_birth
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 
@@ -37,7 +37,7 @@ def plan(tmp_path: Path, code: str, image: str | None = None, **environment: str
     return WorkerPlan("m", 1, (*PYTHON, code), environment, log, image=image)
 
 
-def finish(process: LocalProcess) -> int:
+def finish(process: Process) -> int:
     eventually(lambda: process.poll() is not None)
     code = process.poll()
     assert code is not None
@@ -170,3 +170,27 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
     worker = WorkerPlan("m", 1, ("true",), {}, str(tmp_path / "no" / "m.log"))
     with pytest.raises(UnavailableError, match="module 'm' cannot be started"):
         LocalStarter().start(worker)
+
+
+def test_a_process_that_another_one_has_started(tmp_path: Path) -> None:
+    starter = LocalStarter()
+    worker = plan(tmp_path, "import time; print('ready', flush=True); time.sleep(60)")
+    child = starter.start(worker)
+    known = ModuleState("running", pid=child.pid, born=process_birth(child.pid))
+    process = starter.adopt(worker, known, lambda: 75)
+    eventually(lambda: "ready" in (tmp_path / "m.log").read_text())
+    assert (process.pid, process.poll()) == (child.pid, None)
+    process.send(signal.SIGTERM)
+    assert finish(process) == 75
+    assert finish(child) == -signal.SIGTERM
+    process.send(signal.SIGTERM)  # nobody is there
+    process.kill()
+
+
+def test_a_number_that_is_another_processs_by_now(tmp_path: Path) -> None:
+    born = process_birth(os.getpid())
+    assert born is not None
+    known = ModuleState("running", pid=os.getpid(), born=born - 1)
+    process = LocalStarter().adopt(plan(tmp_path, ""), known, lambda: -signal.SIGKILL)
+    process.kill()
+    assert process.poll() == -signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -18,9 +19,9 @@ from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.state import RunState
+from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import read_lines, write_json
+from dni_runtime.rundir import read_json, read_lines, write_json
 
 
 class World:
@@ -32,6 +33,7 @@ class World:
         self.processes: dict[str, FakeProcess] = {}
         self.at: list[tuple[float, Callable[[], None]]] = []
         self.refuse: str | None = None
+        self.gone: set[str] = set()
         self.deaf_until = 0.0
         self.on_term: dict[str, Callable[[FakeProcess], None]] = {}
         self.on_start: Callable[[FakeProcess], None] = lambda process: None
@@ -53,6 +55,13 @@ class World:
         process = FakeProcess(self, worker)
         self.processes[worker.module] = process
         self.on_start(process)
+        return process
+
+    def adopt(
+        self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
+    ) -> FakeProcess:
+        process = self.processes[worker.module] = FakeProcess(self, worker)
+        process.returncode = ended() if worker.module in self.gone else None
         return process
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
@@ -395,3 +404,77 @@ def test_a_report_of_another_attempt_does_not_count(
     world.exits(5, bottom=0, middle=0, top=0)
     supervisor.run(lambda state: phases.add(state.phase))
     assert phases == {"starting", "finished"}
+
+
+def left(record: Record, world: World, **modules: ModuleState) -> RunState:
+    """The state of a run whose supervisor was killed; its workers go on unless they have ended."""
+    state = RunState.begin("process", 1, ["bottom", "middle", "top"])
+    state.modules |= modules
+    for name in state.modules:
+        path = record.run.worker(name)
+        write_json(path, {"attempt": 1, "state": "running", "begun": True})
+    state.pid, state.host, state.phase = 1, "another", "running"
+    return state
+
+
+def adopting(record: Record, plan: LaunchPlan, world: World, state: RunState) -> Supervisor:
+    return Supervisor(record.run, plan, world, adopt=state, clock=world.clock, sleep=world.sleep)
+
+
+def test_workers_that_go_on_are_adopted(world: World, record: Record, plan: LaunchPlan) -> None:
+    state = left(record, world)
+    supervisor = adopting(record, plan, world, state)
+    world.exits(3, top=0)
+    world.exits(4, bottom=0, middle=0)
+    ended = supervisor.run()
+    assert (ended.phase, ended.attempt, ended.pid) == ("finished", 1, os.getpid())
+    assert [event["event"] for event in events(record)] == [
+        "run_adopted", *["worker_running"] * 3, "run_running", *["worker_ended"] * 3, "run_ended",
+    ]  # fmt: skip
+    assert events(record)[0]["modules"] == ["bottom", "middle", "top"]
+
+
+@pytest.mark.parametrize(
+    ("report", "phase"),
+    [
+        ({"state": "finished"}, "finished"),
+        ({"state": "stopped", "exit_code": 75}, "stopped"),
+        ({"state": "failed", "exit_code": 78}, "failed"),
+    ],
+)
+def test_one_that_ended_meanwhile_has_said_how(
+    world: World, record: Record, plan: LaunchPlan, report: dict[str, Any], phase: str
+) -> None:
+    state = left(record, world)
+    write_json(record.run.worker("top"), {"attempt": 1, **report})
+    world.gone.add("top")
+    world.exits(3, bottom=0, middle=0)
+    assert adopting(record, plan, world, state).run().phase == phase
+
+
+def test_one_that_died_meanwhile_is_started_again(
+    world: World, record: Record, plan: LaunchPlan
+) -> None:
+    again = plan.workers[1].again(4)
+    kept = replace(plan, workers=(plan.workers[0], again, plan.workers[2]))
+    state = left(record, world, middle=ModuleState("running", attempt=4, restarts=3))
+    write_json(record.run.worker("middle"), {"attempt": 4, "state": "running", "begun": True})
+    world.gone.add("middle")
+    world.exits(3, top=0)
+    world.exits(4, bottom=0, middle=0)
+    rules = replace(kept, restart=RestartPlan("on-failure"))
+    ended = adopting(record, rules, world, state).run()
+    middle = ended.modules["middle"]
+    assert (ended.phase, middle.attempt, middle.restarts) == ("finished", 5, 4)
+    assert world.processes["middle"].worker.resume == "own"
+    kept = LaunchPlan.from_json(read_json(record.run.plan) or {})  # for the supervisor after it
+    assert [worker.attempt for worker in kept.workers] == [1, 5, 1]
+
+
+def test_one_that_has_finished_before_is_left_alone(
+    world: World, record: Record, plan: LaunchPlan
+) -> None:
+    state = left(record, world, top=ModuleState("finished", attempt=1, exit_code=0))
+    world.exits(3, bottom=0, middle=0)
+    assert adopting(record, plan, world, state).run().phase == "finished"
+    assert "top" not in world.processes

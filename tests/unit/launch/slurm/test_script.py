@@ -155,7 +155,7 @@ def test_the_script_is_sound_bash_and_quotes() -> None:
     assert "set -euo pipefail" in lines
     assert "run='/runs/a b'" in lines
     assert f"export PYTHONPATH={shlex.quote(REQUEST.python_path)}" in lines
-    assert "'/opt/my env/bin/python' -P -m dnictl supervise \"$run\" &" in lines
+    assert "'/opt/my env/bin/python' -P -m dnictl supervise \"$run\" &" in script
     assert 'export DNI_SCRATCH="$TMPDIR/dni"' in lines
     assert lines.index("export A='b c'") < lines.index("run='/runs/a b'")
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
@@ -234,6 +234,24 @@ def test_a_supervisor_that_could_not_listen_yet_has_lost_nothing(tmp_path: Path)
     finally:
         job.kill()
         job.wait()
+
+
+@pytest.mark.parametrize(("killed", "starts", "code"), [(2, 3, 0), (9, 6, 137)])
+def test_a_supervisor_that_was_killed_is_started_again(
+    tmp_path: Path, killed: int, starts: int, code: int
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/starts\n'
+        f'[ "$(wc -l <{tmp_path}/starts)" -gt {killed} ] || kill -KILL $$\n'
+    )
+    python.chmod(0o755)
+    script = render_script(replace(REQUEST, run=tmp_path, python=str(python)))
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", script], env=environ, timeout=20, capture_output=True)
+    assert done.returncode == code
+    assert (tmp_path / "starts").read_text() == f"-P -m dnictl supervise {tmp_path}\n" * starts
+    assert b"started again (2 of at most 5)" in done.stderr
 
 
 @pytest.mark.parametrize("code", [0, 70])
