@@ -169,6 +169,8 @@ def resume(
         if state.phase == "unsupervised":
             click.echo(f"{record.name}: stopping the workers that go on by themselves", err=True)
         state = end_leftovers(record.run, state, chain.stop_grace_s)
+        _check_cut(record, cut)  # those workers may have removed it
+        record.run.stop_request.unlink(missing_ok=True)
         if state.phase == "finished":
             conclude(record, as_json=as_json)
     if cut == "auto" and not newest_cut(record.run, record.modules)[0]:

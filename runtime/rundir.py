@@ -43,6 +43,7 @@ import os
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,6 +282,28 @@ def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600, durable: b
 def write_json(path: Path, document: Any, *, durable: bool = True) -> None:
     """Write a JSON document as :func:`write_atomic` does."""
     write_atomic(path, json.dumps(document, indent=1) + "\n", durable=durable)
+
+
+def written_lately(path: Path, written: float, within_s: float) -> bool:
+    """Whether another host has written a file within so many seconds.
+
+    Hosts' clocks may differ: where this one's says no, the file system's own clock decides.
+
+    Args:
+        path: The file.
+        written: When, by the clock of whoever wrote it (Unix time).
+        within_s: The seconds.
+    """
+    if 0 <= time.time() - written < within_s:
+        return True
+    probe = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
+    try:
+        probe.touch(mode=0o600, exist_ok=False)
+        now = probe.stat().st_mtime
+        probe.unlink()
+        return now - path.stat().st_mtime < within_s
+    except OSError:  # not this user's run, or a file system that is away
+        return False
 
 
 def read_json(path: Path) -> Any | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -20,6 +21,9 @@ TICK_S = 0.2
 LEAVE_S = 15.0
 """Beyond a worker's own deadline for its checkpoint: python, torch and a container have to go
 down."""
+
+LOGS = 20
+"""Logs of a module's newest starts are kept, and its first one."""
 
 _REMIND_S = 5.0
 """Between two tries to send a signal."""
@@ -167,6 +171,9 @@ class Crew:
             resume = OWN if self.begun.get(name) == worker.attempt else worker.resume
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
         self.keep_plan()
+        if worker.attempt >= LOGS + 1:
+            with contextlib.suppress(OSError):
+                self._run.log(name, worker.attempt - LOGS + 1).unlink()
         self.killed.discard(name)
         self._leaving.pop(name, None)
         self._unsent.pop(name, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dni_runtime.errors import DataError, StoppedError
-from dni_runtime.rundir import RunDir, peek_json, read_json, write_json
+from dni_runtime.rundir import RunDir, peek_json, read_json, write_json, written_lately
 
 RunPhase = Literal[
     "new", "queued", "starting", "running", "stalled", "stopping", "unsupervised",
@@ -28,7 +28,7 @@ ACTIVE: frozenset[RunPhase] = frozenset(
 )
 _ENDED: frozenset[WorkerPhase] = frozenset({"finished", "stopped", "failed"})
 HEARTBEAT_S = 10.0
-_SILENCE_S = 90.0  # attribute caches of shared file systems show changes late, clocks differ
+_SILENCE_S = 90.0  # attribute caches of shared file systems show changes late
 
 
 @dataclass
@@ -149,7 +149,7 @@ class RunState:
             state = cls(**{**_known(cls, document), "modules": modules})
         except (TypeError, KeyError, AttributeError):
             raise DataError(f"{str(run.state)!r} is not the state of a run") from None
-        if state.active and not state._supervised():
+        if state.active and not state._supervised(run):
             state._ask_workers(run)
         return state
 
@@ -160,9 +160,14 @@ class RunState:
             report = peek_json(run.worker(name))
             if report.get("attempt") == module.attempt:
                 module.state = report["state"]
-            silent_s = time.time() - report.get("time", 0.0)
-            here = self.host == socket.gethostname()
-            if lives(module) if here else silent_s < _SILENCE_S and module.state not in _ENDED:
+            if self.host == socket.gethostname():
+                alive = lives(module)
+            else:
+                said = report.get("time", 0.0)
+                alive = module.state not in _ENDED and written_lately(
+                    run.worker(name), said, _SILENCE_S
+                )
+            if alive:
                 going_on = True
             elif module.state not in _ENDED:
                 module.state = "failed"
@@ -176,10 +181,10 @@ class RunState:
         else:
             self.phase = "lost"
 
-    def _supervised(self) -> bool:
+    def _supervised(self, run: RunDir) -> bool:
         if self.host == socket.gethostname():
             return self.born is None or process_birth(self.pid) == self.born
-        return time.time() - self.updated < _SILENCE_S
+        return written_lately(run.state, self.updated, _SILENCE_S)
 
 
 def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:

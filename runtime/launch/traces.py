@@ -14,7 +14,9 @@ from dni_runtime.rundir import RunDir, socket_folder
 def prepare_traces(run: RunDir, plan: LaunchPlan) -> None:
     """Make the folder of sockets and the keys, and remove what an earlier attempt left."""
     run.create()
-    run.stop_request.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # the one that ended the start before this
+        if run.stop_request.stat().st_mtime_ns <= run.state.stat().st_mtime_ns:
+            run.stop_request.unlink()
     socket_folder(run.root, Path(plan.sockets))
     if plan.keys:
         from dni_runtime.link import keys  # zmq: only where links may be encrypted

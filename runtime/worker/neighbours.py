@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -32,6 +33,8 @@ QUIET_S = 2.0
 """A neighbour that has said nothing for so long, though it has something to say, may have moved."""
 
 _SUPERVISED_S = 60.0
+"""A supervisor lives that has written the run's state within so many seconds."""
+
 _GOING_S = 5.0
 
 
@@ -62,6 +65,8 @@ class Neighbours:
         self._stop = stop
         self._attempt: int | None = None
         self._look_at_s = 0.0
+        self._updated: float | None = None
+        self._updated_s = -math.inf
 
     def connect(self, output: OutputLink, input: InputLink | None) -> None:
         """Find the neighbour downstream and shake hands; it may start later, or somewhere else.
@@ -182,8 +187,10 @@ class Neighbours:
 
     def expected(self, neighbour: str) -> bool:
         """Whether a supervisor is starting the neighbour again."""
-        state = peek_json(self._run.state)
-        if time.time() - state.get("updated", 0.0) > _SUPERVISED_S:
+        state, now_s = peek_json(self._run.state), time.monotonic()
+        if state.get("updated") != self._updated:  # its clock may differ from this host's
+            self._updated, self._updated_s = state.get("updated"), now_s
+        if now_s - self._updated_s > _SUPERVISED_S:
             return False
         module = (state.get("modules") or {}).get(neighbour) or {}
         return bool(module.get("restarts")) and module.get("state") in COMING

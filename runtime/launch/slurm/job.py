@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dni_runtime.errors import DataError, UnavailableError
 from dni_runtime.launch.slurm.commands import JobInfo, job_infos
 from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.rundir import RunDir, read_json, write_json, written_lately
 from dni_runtime.spec.profile import ProfileSpec
 
 _FRESH_S = 25.0
@@ -100,7 +100,7 @@ def _job_to_ask_for(run: RunDir, state: RunState) -> str | None:
     record = JobRecord.read(run)
     if record is None or state.phase in ("finished", "failed"):
         return None
-    fresh = state.active and time.time() - state.updated < _FRESH_S
+    fresh = state.active and written_lately(run.state, state.updated, _FRESH_S)
     return None if fresh else record.job
 
 

@@ -87,6 +87,7 @@ def test_a_job_whose_supervisor_is_silent_is_not_submitted_again(
     ended(record, "running", 0, host="elsewhere")
     document = read_json(record.run.state) or {}
     write_json(record.run.state, document | {"updated": time.time() - 500})
+    os.utime(record.run.state, (0, 0))
     for name in record.modules:
         report = {"attempt": 1, "state": "running", "time": time.time()}
         write_json(record.run.worker(name), report)

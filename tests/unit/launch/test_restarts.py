@@ -383,3 +383,22 @@ def test_a_warning_becomes_an_event(
     supervise().run()
     warnings = [event for event in events(record) if event["event"] == "worker_warning"]
     assert [(event["module"], event["warning"]) for event in warnings] == [("top", "no room")] * 2
+
+
+def test_logs_of_many_starts_are_not_kept(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    record.run.create()
+
+    def start(process: FakeProcess) -> None:
+        name, attempt = process.worker.module, process.worker.attempt
+        record.run.log(name, attempt).touch()
+        begun(world, name)
+        if name == "middle":
+            world.exits(world.now + 1, middle=-9 if attempt < 40 else 0)
+
+    world.on_start = start
+    world.exits(500, top=0, bottom=0)
+    supervise(limit=1000, backoff_s=0, backoff_max_s=0).run()
+    kept = [number for number in range(1, 41) if record.run.log("middle", number).exists()]
+    assert kept == [1, *range(21, 41)]

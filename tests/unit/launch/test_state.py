@@ -97,15 +97,34 @@ def test_an_ended_run_is_never_lost(run: RunDir) -> None:
     assert RunState.read(run).phase == "finished"
 
 
+@pytest.mark.parametrize("ahead_s", [-200, 0, 200])
 @pytest.mark.parametrize(("silence_s", "phase"), [(5, "running"), (500, "lost")])
-def test_on_another_host_its_word_counts(run: RunDir, silence_s: float, phase: str) -> None:
+def test_on_another_host_its_word_counts(
+    run: RunDir, silence_s: float, phase: str, ahead_s: float
+) -> None:
+    """By the file system's clock, where that of the other host differs."""
     state = RunState.begin("process", 1, ["a"])
     state.phase, state.host, state.born = "running", "elsewhere", 1
     state.write(run)
     document = read_json(run.state)
     assert document is not None
-    write_json(run.state, document | {"updated": time.time() - silence_s})
+    written = time.time() - silence_s
+    write_json(run.state, document | {"updated": written + ahead_s})
+    os.utime(run.state, (written, written))
     assert RunState.read(run).phase == phase
+    assert not [name for name in os.listdir(run.root) if name.startswith(".")]
+
+
+def test_workers_of_another_host_whose_clock_differs(run: RunDir) -> None:
+    state = RunState.begin("process", 1, ["a"])
+    state.phase, state.host, state.born = "running", "elsewhere", 1
+    state.write(run)
+    document = read_json(run.state)
+    assert document is not None
+    write_json(run.state, document | {"updated": 0})
+    os.utime(run.state, (0, 0))
+    write_json(run.worker("a"), {"attempt": 1, "state": "running", "time": time.time() - 200})
+    assert RunState.read(run).phase == "unsupervised"
 
 
 def test_fields_of_a_later_version_are_passed_over(run: RunDir) -> None:

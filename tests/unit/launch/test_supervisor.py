@@ -302,6 +302,7 @@ def test_an_old_request_does_not_count(
     world: World, supervisor: Supervisor, record: Record
 ) -> None:
     write_json(record.run.stop_request, {"time": 0, "timeout_s": None})
+    write_json(record.run.state, {"phase": "stopped"})
     world.exits(5, bottom=0, middle=0, top=0)
     assert supervisor.run().phase == "finished"
 

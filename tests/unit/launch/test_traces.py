@@ -6,12 +6,12 @@ import stat
 from pathlib import Path
 
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.launch.plan import Placement, make_plan
+from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.traces import prepare_traces, remove_traces
-from dni_runtime.rundir import read_json
+from dni_runtime.rundir import read_json, write_json
 
 
 def test_what_containers_see_is_there_to_be_mounted(
@@ -44,3 +44,16 @@ def test_what_containers_see_is_there_to_be_mounted(
         assert read_json(run.container.state) == read_json(run.state)
         remove_traces(run, sockets)
         assert not run.keys.exists()
+
+
+def test_a_request_to_stop_that_is_newer_than_the_last_start_counts(
+    record: Record, plan: LaunchPlan
+) -> None:
+    """It came while this start was on its way: nobody had written a state yet."""
+    record.run.create()
+    write_json(record.run.stop_request, {"time": 0})
+    prepare_traces(record.run, plan)
+    assert record.run.stop_request.exists()
+    write_json(record.run.state, {})  # the start that it ended
+    prepare_traces(record.run, plan)
+    assert not record.run.stop_request.exists()

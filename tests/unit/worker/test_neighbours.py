@@ -61,3 +61,24 @@ def test_a_worker_looks_for_its_neighbour_by_name(
     assert 5 <= looks[0] <= 20
     assert all(looks[second] <= 2 for second in range(10, 30))
     assert sum(looks.values()) < 80
+
+
+@pytest.mark.parametrize("clock", [0.0, 1e12])
+def test_a_supervisor_whose_clock_differs(
+    tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, clock: float
+) -> None:
+    """That it goes on writing counts, and not what time it thinks it is."""
+    run, now_s = RunDir(tmp_path), [100.0]
+    run.create()
+    monkeypatch.setattr(neighbours.time, "monotonic", lambda: now_s[0])
+    known = Neighbours(
+        make_spec(downstream="tail"), run, address=None, again=False, stop=lambda: False
+    )
+    assert not known.expected("tail")
+    modules = {"tail": {"restarts": 1, "state": "restarting"}}
+    for beat in range(30):
+        write_json(run.state, {"updated": clock + 10 * beat, "modules": modules})
+        assert known.expected("tail")
+        now_s[0] += 10
+    now_s[0] += 51
+    assert not known.expected("tail")
