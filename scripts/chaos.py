@@ -3,15 +3,20 @@
 
     scripts/chaos.py kills --data build/fashion-mnist            # beside an undisturbed run
     scripts/chaos.py outage --data build/fashion-mnist --on-loss continue --replay 32
+    scripts/slurm-testbed run -- scripts/as-user -- build/venv/bin/python scripts/chaos.py kills \\
+        --nodes 3 --cuts 0.2 --backend apptainer --data build/fashion-mnist --seconds 3600
 
 ``kills``: a random worker gets SIGKILL every few seconds, for a while; then the run may end by
-itself. ``outage``: one module in the middle is gone for some seconds; how fast the others train
-meanwhile, as a share of their pace before.
+itself. With ``--nodes`` it is a Slurm job, and some of the kills are cuts of a host's network
+instead, which end by themselves. ``outage``: one module in the middle is gone for some seconds; how
+fast the others train meanwhile, as a share of their pace before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import os
 import random
@@ -24,13 +29,27 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors.torch import load_file
 
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.launch.figures import Gauge
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.slurm import commands
+from dni_runtime.launch.slurm.job import JobRecord, read_state
 from dni_runtime.launch.state import RunState, process_birth
-from dni_runtime.rundir import read_lines
+from dni_runtime.rundir import read_json, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
+PAUSE = """\
+import time
+from torch import nn
+
+class Pause(nn.Module):
+    def forward(self, h):
+        if self.training:
+            time.sleep(%s)
+        return h
+"""
 SETTLED_S = 5.0
 """Paces are measured from so long after the start on, and this long after a kill."""
 
@@ -57,33 +76,50 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--on-loss", default="wait", choices=["wait", "continue"])
     p.add_argument("--replay", type=int, default=0)
     p.add_argument("--synthetic-inputs", choices=["gone", "late"])
+    p.add_argument("--interface", help="of all modules, instead of the chain's")
+    p.add_argument("--pause", type=float, help="seconds that the head sleeps for each batch")
+    p.add_argument("--nodes", type=int, help="submit to a Slurm of so many hosts")
+    p.add_argument("--cuts", type=float, default=0.0, help="share of cuts instead of kills")
     p.add_argument("--undisturbed", type=float, help="accuracy of an undisturbed run, if known")
     return p
 
 
 def kills(options: argparse.Namespace) -> dict[str, Any]:
     """A run with kills, beside one without."""
-    calm = options.undisturbed
-    if calm is None:
-        calm = Gauge(finish(start(options, "calm"))).read().accuracy
+    calm, same = options.undisturbed, None
+    undisturbed = None if calm is not None else start(options, "calm")
     record = start(options, "kills")
     wait_until_all_train(record)
-    choice, killed = random.Random(options.seed), []
+    choice, killed, cuts, use = random.Random(options.seed), [], 0, []
     until = time.monotonic() + options.seconds
-    while time.monotonic() < until and RunState.read(record.run).active:
-        killed.append(kill(record, choice.choice(record.modules)))
+    while time.monotonic() < until and read_state(record.run).active:
+        if choice.random() < options.cuts:
+            cuts += 1
+            host, seconds = choice.randint(1, options.nodes), choice.randint(1, LONGEST_CUT_S)
+            testbed = [ROOT / "scripts" / "slurm-testbed", "cut", str(host), str(seconds)]
+            subprocess.run(testbed, check=True, stdout=sys.stderr)
+        else:
+            killed.append(kill(record, choice.choice(record.modules)))
+        use.append(resources(record))
         time.sleep(options.every)
     began = time.monotonic()
     record = finish(record)
+    took_s = time.monotonic() - began
     figures = Gauge(record).read()
     batches = {name: counted(record, name) for name in record.modules}
     due = dict.fromkeys(range(1, figures.epochs + 1), record.batches_per_epoch)
+    if undisturbed is not None:
+        calm = Gauge(finish(undisturbed)).read().accuracy
+        same = weights(record) == weights(undisturbed)
     return {
         "state": figures.state,
+        "cuts": cuts,
+        "same_weights_as_undisturbed": same,
+        "use_in_each_fifth": fifths(use),
         "kills": sum(name is not None for name in killed),
         "restarts": {one.module: one.restarts for one in figures.modules},
         "seconds_until_a_module_runs_again": median_s(restart_times_s(record)),
-        "seconds_after_the_last_kill": round(time.monotonic() - began, 1),
+        "seconds_after_the_last_kill": round(took_s, 1),
         "accuracy": figures.accuracy,
         "accuracy_undisturbed": calm,
         "batches_per_epoch": record.batches_per_epoch,
@@ -126,6 +162,9 @@ def outage(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+LONGEST_CUT_S = 8
+"""Shorter than Slurm gives a node up (``SlurmdTimeout``)."""
+
 DNICTL = (sys.executable, "-m", "dnictl")
 
 
@@ -141,12 +180,31 @@ def start(options: argparse.Namespace, name: str, away_s: float | None = None) -
     )
     if options.epochs is not None:
         chain["epochs"] = options.epochs
+    if options.interface is not None:
+        for module in (chain.setdefault("defaults", {}), *chain["modules"]):
+            module.pop("interface", None)
+        chain["defaults"]["interface"] = options.interface
+    if options.interface == "exact":
+        chain.setdefault("checkpoint", {})["every_steps"] = 50
+    if options.pause is not None:
+        (options.folder / "pause.py").write_text(PAUSE % options.pause)
+        chain["modules"][0]["layers"].append({"import": "pause:Pause"})
+    if options.nodes is not None:
+        chain["links"]["interface"] = "10.77.0.0/24"  # the testbed's
+        for module in chain["modules"]:
+            module.setdefault("resources", {})["memory"] = "1G"
     path = options.folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(chain, sort_keys=False))
     root = options.folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     data = [] if options.data is None else ["--data", str(options.data)]
     where = ["--backend", options.backend, "--run-dir", str(root)]
-    command = [*DNICTL, "up", str(path), "-d", *where, *data]
+    if options.backend == "apptainer":
+        images = options.folder / "images"
+        build = [*DNICTL, "build", str(path), "--out", str(images), *data]
+        subprocess.run(build, check=True, stdout=sys.stderr)
+        where += ["--images", str(images)]
+    how = ["up", "-d"] if options.nodes is None else ["submit", f"--nodes={options.nodes}"]
+    command = [*DNICTL, how[0], str(path), *how[1:], *where, *data]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return Record.read(root)
 
@@ -159,18 +217,66 @@ def finish(record: Record) -> Record:
 
 def wait_until_all_train(record: Record) -> None:
     while not all(one.step for one in Gauge(record).read().modules):
-        if not RunState.read(record.run).active:
+        if not read_state(record.run).active:
             sys.exit("the run has ended")
         time.sleep(0.5)
 
 
 def kill(record: Record, name: str) -> str | None:
     """Kill a module's worker, if there is one just now."""
+    job = JobRecord.read(record.run)
+    if job is not None and job.job is not None:
+        step = commands.step_ids(job.job).get(name)
+        if step is not None:
+            commands.signal_steps([step], "KILL")
+        return None if step is None else name
     module = RunState.read(record.run).modules[name]
     if module.pid is None or process_birth(module.pid) != module.born:
         return None
     os.kill(module.pid, signal.SIGKILL)
     return name
+
+
+def resources(record: Record) -> dict[str, float]:
+    """What the run takes now: resident memory of its processes, and its directory, in MiB."""
+    state = read_json(record.run.state) or {}
+    pids = {name: (read_json(record.run.worker(name)) or {}).get("pid") for name in record.modules}
+    found: dict[str, float] = {}
+    for name, pid in {**pids, "supervisor": state.get("pid")}.items():
+        with contextlib.suppress(OSError, TypeError):
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            found[name] = pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    found["run directory"] = sum(
+        size(Path(folder) / name) for folder, _, names in os.walk(record.run.root) for name in names
+    ) / (1 << 20)
+    found["files"] = sum(len(names) for _, _, names in os.walk(record.run.root))
+    return found
+
+
+def size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_size
+    return 0
+
+
+def fifths(use: list[dict[str, float]]) -> dict[str, list[int]]:
+    """The largest of each figure in each fifth of the time."""
+    names = sorted({name for one in use for name in one})
+    cut = [use[len(use) * n // 5 : len(use) * (n + 1) // 5] for n in range(5)]
+    return {name: [round(max((o.get(name, 0.0) for o in part), default=0)) for part in cut]
+            for name in names}  # fmt: skip
+
+
+def weights(record: Record) -> list[str]:
+    """Sums of the layers' final tensors."""
+    cut = complete_cuts(record.run, record.modules)[-1]
+    sums = []
+    for name in record.modules:
+        tensors = load_file(record.run.checkpoint(cut, name).with_suffix(".safetensors"))
+        for key in sorted(tensors):
+            if key.startswith("layers."):
+                sums.append(hashlib.sha256(tensors[key].numpy().tobytes()).hexdigest())
+    return sums
 
 
 def counted(record: Record, name: str) -> dict[int, int]:
