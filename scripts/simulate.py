@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Let chains of real workers go through simulated disasters, one for each seed.
 
-The workers' own code runs, with its links, checkpoints, snapshots and counts, in one process,
-against a simulated network, clock and disk (``tests/simulation``). A seed decides about the chain,
-its surroundings, and what goes wrong: connections that are lost or half open, messages that vanish,
-processes that stop or are killed, full disks, files that others see late, stop and resume.
+The own code of the supervisor and the workers runs, with its links, checkpoints, snapshots, counts
+and restarts, in one process, against a simulated network, clock and disk (``tests/simulation``). A
+seed decides about the chain, its surroundings, and what goes wrong: connections that are lost or
+half open, messages that vanish, processes that stop or are killed, the supervisor among them, full
+disks, files that others see late, stop and resume.
 
 What must hold: once faults have ended the run finishes; every module has counted every batch of
 every epoch exactly once, and none was trained on twice; ``exact`` is backpropagation in every bit;

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from dni_runtime.cuts import newest_cut
 from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal, how_it_ended
-from dni_runtime.launch.plan import AUTO, OWN, LaunchPlan, WorkerPlan
+from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.state import process_birth, shell_status
 from dni_runtime.rundir import RunDir, peek_json
@@ -45,7 +44,6 @@ class Crew:
         due: When those that are away will be started again, by module.
         killed: Those that were killed from here.
         hurried: Those that were told to leave at once.
-        begun: The newest start of each module that has come to its state.
         workers: How each module is started next.
     """
 
@@ -63,7 +61,6 @@ class Crew:
         self.due: dict[str, float] = {}
         self.killed: set[str] = set()
         self.hurried: set[str] = set()
-        self.begun: dict[str, int] = {}
         self._run = run
         self._plan = plan
         self._starter = starter
@@ -122,7 +119,6 @@ class Crew:
             self.processes[name] = process
             if process.poll() is None:
                 living.append(name)
-            self.note_begun(name, peek_json(self._run.worker(name)))
         self._journal.event("run_adopted", modules=living)
         self._journal.write()
 
@@ -162,13 +158,10 @@ class Crew:
             name: Its module.
             delay_s: Seconds until then.
             reason: What the events say.
-            resume: Where it begins; by default from its own newest state, as far as it has one.
+            resume: Where it begins, with the whole chain; by default from its own newest state, if
+                it has taken its place in the stream.
         """
         worker, module = self.workers[name], self._modules[name]
-        if resume is None:
-            # A worker that had not come to its state yet has not taken its place in the stream.
-            self.note_begun(name, peek_json(self._run.worker(name)))
-            resume = OWN if self.begun.get(name) == worker.attempt else worker.resume
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
         self.keep_plan()
         if worker.attempt >= LOGS + 1:
@@ -187,11 +180,6 @@ class Crew:
             delay_s=delay_s,
             reason=reason,
         )
-
-    def note_begun(self, name: str, report: Mapping[str, Any]) -> None:
-        """Remember from a worker's report whether it has come to its state."""
-        if report.get("begun"):
-            self.begun[name] = report["attempt"]
 
     def start_all_again(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
         """End all, and have them started again from the newest complete cut.

@@ -29,9 +29,6 @@ SOCKETS_TARGET = "/dni/ipc"
 AUTO = "auto"
 """``resume`` of a plan whose supervisor is to choose the newest complete cut, for all workers."""
 
-OWN = "own"
-"""``--resume`` of a module that is started again while the others go on."""
-
 # Libraries for matrix products read one of these when they are loaded.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -62,15 +59,19 @@ class WorkerPlan:
     node: str | None = None
     need: Need | None = None
 
-    def again(self, attempt: int, *, resume: str = OWN) -> WorkerPlan:
+    def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """The same worker's next start.
 
         Args:
             attempt: Which start of the module it is.
-            resume: Where it begins (``worker/resume.py``): ``own`` where its neighbours go on.
+            resume: Where it begins, with the whole chain (``worker/resume.py``); None: its
+                neighbours go on, and so does it where it was, if it has begun.
         """
         argv = list(self.argv)
-        for name, value in (("--attempt", str(attempt)), ("--resume", resume)):
+        changed = {"--attempt": str(attempt)}
+        if resume is not None:
+            changed |= {"--resume": resume, "--first": str(attempt)}
+        for name, value in changed.items():
             argv[argv.index(name) + 1] = value
         log = RunDir(Path(self.log).parent.parent).log(self.module, attempt)
         return replace(self, attempt=attempt, argv=tuple(argv), log=str(log))
@@ -306,6 +307,7 @@ def _arguments(worker: WorkerSpec, placement: Placement, run: str, sockets: str)
         *("--module", worker.module),
         *("--ipc", sockets),
         *("--attempt", str(placement.attempt)),
+        *("--first", str(placement.attempt)),
         *("--resume", placement.resume),
         *("--log-level", placement.log_level),
         *(("--transport", transport) if transport else ()),

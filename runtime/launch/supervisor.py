@@ -183,7 +183,6 @@ class Supervisor:
             reports[name] = report if report.get("attempt") == module.attempt else {}
             if not reports[name]:
                 continue
-            self._crew.note_begun(name, report)
             self._tell_of(name, report)
             if report.get("state") != module.state:
                 module.state = report["state"]

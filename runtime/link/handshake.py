@@ -28,6 +28,7 @@ class Hello:
             be read after its successor.
         newest: The highest id that it has sent, or left out while the other end was gone.
         cut: The chain's cut that its module began at; None where that was restarted alone.
+        attempt: Which start of its module the process is.
     """
 
     session: str
@@ -36,6 +37,7 @@ class Hello:
     number: int = 1
     newest: int = 0
     cut: int | None = None
+    attempt: int = 1
 
     def body(self) -> dict[str, Body]:
         """As a message's body."""
@@ -45,6 +47,7 @@ class Hello:
             "first": self.first,
             "newest": self.newest,
             "cut": self.cut,
+            "attempt": self.attempt,
             "link": dict(self.link),
         }
 
@@ -67,6 +70,7 @@ class Hello:
             number=number_of(message),
             newest=_natural(message.body, "newest", 0),
             cut=None if message.body.get("cut") is None else _natural(message.body, "cut", 0),
+            attempt=_natural(message.body, "attempt", 1),
         )
 
 

@@ -46,6 +46,7 @@ class OutputLink:
         next_id: The first id that will be sent.
         keys: Its keys, for addresses where links are encrypted.
         cut: The chain's cut that the module began at; None where it was restarted alone.
+        attempt: Which start of the module this is.
 
     Attributes:
         counters: What has been counted.
@@ -60,6 +61,7 @@ class OutputLink:
         next_id: int = 1,
         keys: Keyring | None = None,
         cut: int | None = None,
+        attempt: int = 1,
     ) -> None:
         self._contract = LinkContract.of(spec, "output")
         self._frames = 1 + self._contract.up.tensors  # with the header
@@ -78,6 +80,7 @@ class OutputLink:
             retain=spec.retain,
             largest_window=spec.links.largest_window,
             cut=cut,
+            attempt=attempt,
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()

@@ -103,6 +103,7 @@ class Receiver:
         self._limits = contract.down
         self._of_strangers = replace(contract.down, header_bytes=STRANGERS_HEADER_BYTES)
         self.session = ""
+        self._attempt = 0  # of the module upstream
         self._number = 0  # of the session's newest HELLO
         self._newest = 0  # the highest id that the peer had sent or left out by then
         self._replaced: deque[str] = deque(maxlen=REPLACED_KEPT)
@@ -181,7 +182,8 @@ class Receiver:
     def _hello(self, identity: bytes, message: Message) -> None:
         hello = Hello.of(message)
         refusal = compare(self.run, self.contract.agreement, hello, message.run)
-        if refusal is None and hello.session in self._replaced:
+        former = hello.session != self.session and hello.attempt < self._attempt
+        if refusal is None and (former or hello.session in self._replaced):
             refusal = Refusal(REPLACED, self.session, hello.session)
         if refusal is None and hello.cut is not None and not (self.session or self._again):
             mine = self.order.received
@@ -224,7 +226,7 @@ class Receiver:
             log.info("link %s: the module upstream has been restarted", self.contract)
             if self.peer is not None:
                 self._refuse(self.peer, Refusal(REPLACED, hello.session, self.session))
-        self.session = hello.session
+        self.session, self._attempt = hello.session, hello.attempt
         self.left = False
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:

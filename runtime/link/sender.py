@@ -71,6 +71,7 @@ class Sender:
         retain: Acknowledged messages to keep for a neighbour that restarts.
         largest_window: Most messages that may be unacknowledged on any link of the chain.
         cut: The chain's cut that the module began at; None where it was restarted alone.
+        attempt: Which start of the module this is.
 
     Attributes:
         state: How far the handshake is.
@@ -92,6 +93,7 @@ class Sender:
         retain: int = 0,
         largest_window: int | None = None,
         cut: int | None = None,
+        attempt: int = 1,
     ) -> None:
         self.contract = contract
         self.run = run
@@ -102,6 +104,7 @@ class Sender:
         self.below: tuple[int, ...] = ()
         self.drained = 0
         self._cut = cut
+        self._attempt = attempt
         self._newest = next_id - 1
         self._number = 0  # HELLOs that were said
         self._since = 1  # the first of them on this connection
@@ -123,6 +126,7 @@ class Sender:
             number=self._number,
             newest=self._newest,
             cut=self._cut,
+            attempt=self._attempt,
         )
         return encode(Message(Kind.HELLO, self.run, self.contract.source, body=hello.body()))
 

@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--connect", help="address of the module downstream")
     p.add_argument("--ipc", type=Path, help="folder for ipc sockets")
     p.add_argument("--attempt", type=int, default=1, help="which start of the module this is")
+    p.add_argument("--first", type=int, help="the attempt that --resume is meant for (this one)")
     p.add_argument("--resume", default="auto", help="auto, own, none, or a checkpoint's number")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--selftest", action="store_true", help="train on two batches of zeros and exit")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from dni_runtime.errors import WorkerError
 from dni_runtime.rundir import peek_json, write_json
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Counts:
         epoch: The newest training epoch.
         epoch_batches: Training batches of that epoch.
         evaluation: Sums of an evaluation that is under way (``Evaluation.to_dict``).
+        attempt: The start of the module that has counted last.
     """
 
     id: int = 0
@@ -45,6 +47,7 @@ class Counts:
     epoch: int = 0
     epoch_batches: int = 0
     evaluation: dict[str, Any] | None = None
+    attempt: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -66,22 +69,29 @@ class Ledger:
     Args:
         path: Its file.
         counts: What to begin with.
+        attempt: Which start of the module this is.
+
+    Raises:
+        WorkerError: The file cannot be made.
     """
 
-    def __init__(self, path: Path, counts: Counts) -> None:
+    def __init__(self, path: Path, counts: Counts, attempt: int = 1) -> None:
         self.counts = counts
+        counts.attempt = attempt
         self._path = path
         self._file: int | None = None
         self._complained = False
         self.write()
+        if self._complained:  # whoever follows this process has to know that it has begun
+            raise WorkerError(f"{str(path)!r} cannot be written", hint="make room on the disk")
 
     @classmethod
-    def reopen(cls, path: Path, otherwise: Counts) -> Self:
+    def reopen(cls, path: Path, otherwise: Counts, attempt: int = 1) -> Self:
         """Go on with the record of a former process, where that is newer than a checkpoint's."""
         found = Counts.read(path)
         if found is None or found.id < otherwise.id:
             found = otherwise
-        return cls(path, found)
+        return cls(path, found, attempt)
 
     def new(self, id: int) -> bool:
         """Whether a message has not been counted yet."""

@@ -56,6 +56,7 @@ class Options:
     transport: Literal["ipc", "tcp"] | None = None
     interface: str | None = None
     attempt: int = 1
+    first: int | None = None
     resume: str = "auto"
 
 
@@ -153,7 +154,9 @@ def _serve(
     record = read_json(run.record) or {}
     # By hand nobody wrote a record: the modules are those that have been served here.
     chain = record.get("modules") or sorted(f.stem for f in run.worker("x").parent.glob("*.json"))
-    start, ledger = begin(options.resume, spec, run, step, chain)
+    start, ledger = begin(
+        options.resume, spec, run, step, chain, attempt=options.attempt, first=options.first
+    )
     meter.go_on(ledger.counts, start.epoch)
     source = None
     if spec.head is not None:
@@ -189,11 +192,18 @@ def _serve(
                 input.send_drained(had)  # it will not be trained on them again
         if spec.downstream is not None:
             cut = None if again else start.cut
-            output = OutputLink(spec, run=name, next_id=start.first_id, keys=keys, cut=cut)
+            output = OutputLink(
+                spec,
+                run=name,
+                next_id=start.first_id,
+                keys=keys,
+                cut=cut,
+                attempt=options.attempt,
+            )
             neighbours.connect(output, input)
         if input is not None and not again:
             neighbours.wait_for_upstream(input)
-        if options.resume == AUTO:  # the neighbours have begun at the same cut
+        if options.resume == AUTO and not again:  # the neighbours have begun at the same cut
             forget_later(run, spec, start)
         if stop():
             raise StoppedError("stopped before training began")

@@ -73,7 +73,6 @@ class Meter:
         error: What ended it.
         warning: What has gone wrong while it went on.
         diverged: What was not finite, where anything was; see ``worker/divergence.py``.
-        begun: Whether the module has taken its place in the stream.
         report: Writes the report.
     """
 
@@ -89,7 +88,6 @@ class Meter:
     error: str | None = None
     warning: str | None = None
     diverged: dict[str, Any] | None = None
-    begun: bool = False
     report: ReportWriter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,8 +108,7 @@ class Meter:
         self._last = self._reading(StepCounters())
 
     def go_on(self, counts: Counts, epoch: int) -> None:
-        """Begin with what former attempts have counted; from here on the module has a place."""
-        self.begun = True
+        """Begin with what former attempts have counted."""
         self.progress = Progress(counts.id, epoch, counts.step, counts.samples)
 
     def warn(self, error: CheckpointError | str) -> None:
@@ -291,7 +288,6 @@ class Meter:
             "exit_code": self._exit_code,
             "warning": self.warning,
             "diverged": self.diverged,
-            "begun": self.begun,
         }
 
 

@@ -3,7 +3,8 @@
 A number is for the start of all modules: each goes to the same cut, which the supervisor chooses.
 ``auto`` lets a module that is started by hand look for the newest one itself. ``own`` is for
 one module that has been restarted while the others went on: it goes to its own newest state, takes
-from upstream all that can still be sent, and sends on what downstream may not have received.
+from upstream all that can still be sent, and sends on what downstream may not have received. A
+module knows from its ledger whether that is so; its supervisor may not have heard of it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,14 @@ class Start:
 
 
 def begin(
-    wanted: str, spec: WorkerSpec, run: RunDir, step: ModuleStep, chain: list[str]
+    wanted: str,
+    spec: WorkerSpec,
+    run: RunDir,
+    step: ModuleStep,
+    chain: list[str],
+    *,
+    attempt: int = 1,
+    first: int | None = None,
 ) -> tuple[Start, Ledger]:
     """Put a module into the state that it begins with.
 
@@ -69,11 +77,17 @@ def begin(
         run: The run directory.
         step: The module, new.
         chain: Names of all modules.
+        attempt: Which start of the module this is.
+        first: The one that was to begin as ``wanted`` says, with the whole chain. Where that or a
+            later one has taken its place in the stream, this one goes on from its ``own`` state.
 
     Raises:
         DamagedError: The checkpoint is missing or damaged.
         CheckpointError: It is of another module or format, or cannot be read.
     """
+    counted, since = Counts.read(run.ledger(spec.module)), wanted
+    if first is not None and counted is not None and first <= counted.attempt < attempt:
+        wanted = OWN
     again = wanted == OWN
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
     start, counts = Start(again=again), Counts()
@@ -81,7 +95,7 @@ def begin(
         load_initial(step.layers, run.initial(spec.module))
     if state is not None:
         checkpoint.restore(step, *state)
-        start, counts = _start(state[1], again=again)
+        start, counts = _start(state[1], again=again, since=since)
         log.info(
             "module %s resumes at %d of the stream, step %d", spec.module, start.cut, step.batches
         )
@@ -92,12 +106,12 @@ def begin(
                     start.marks[line["id"]] = Mark(line["mark"])
                 elif line["id"] >= start.first_id:
                     start.ends_at = line["id"]
-        ledger = Ledger.reopen(run.ledger(spec.module), counts)
+        ledger = Ledger.reopen(run.ledger(spec.module), counts, attempt)
         step.optimization.pass_over(ledger.counts.step - counts.step)
         return start, ledger
     if wanted != AUTO:  # else the neighbours may have found another cut
         forget_later(run, spec, start)
-    return start, Ledger(run.ledger(spec.module), counts)
+    return start, Ledger(run.ledger(spec.module), counts, attempt)
 
 
 def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
@@ -174,7 +188,14 @@ def _at_cut(
     return checkpoint.read(run.checkpoint(cut, spec.module)) if cut else None
 
 
-def _start(state: dict[str, Any], *, again: bool) -> tuple[Start, Counts]:
+def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Counts]:
+    """Where a state is.
+
+    Args:
+        state: Its document.
+        again: Whether only this module begins there.
+        since: The cut that the whole chain has begun at: what was before it, nobody wants again.
+    """
     try:
         cut, counted = state["cut"], state["counted"]
         start = Start(
@@ -187,7 +208,8 @@ def _start(state: dict[str, Any], *, again: bool) -> tuple[Start, Counts]:
         )
         if "position" in state:
             start.position = Position(**state["position"])
-            if not again:  # all modules begin an evaluation anew that the cut lies within
+            if not again or since == str(cut):
+                # all modules begin, or began, an evaluation anew that the cut lies within
                 start.position = replace(start.position, eval_batch=0)
             elif "again" in state:
                 start.first_id = state["again"]["id"]

@@ -41,7 +41,7 @@ class Disk:
             "open": self._open, "replace": self._replace, "unlink": self._changes("unlink"),
             "remove": self._changes("remove"), "mkdir": self._changes("mkdir"),
             "rmdir": self._changes("rmdir"), "write": self._writes("write"),
-            "pwrite": self._writes("pwrite"), "fsync": self._writes("fsync"),
+            "pwrite": self._pwrite, "fsync": self._writes("fsync"),
             "stat": self._reads("stat"), "lstat": self._reads("lstat"),
             "listdir": self._listdir, "scandir": self._scandir, "chmod": self._changes("chmod"),
         }  # fmt: skip
@@ -71,7 +71,7 @@ class Disk:
 
     def _hidden(self, process: Process | None, path: Any) -> bool:
         appears = self._appears.get(str(path))
-        if appears is None or process is None or process is appears[1]:
+        if appears is None or process is None or process.host == appears[1].host:
             return False
         return self.world.now_s < appears[0]
 
@@ -114,6 +114,12 @@ class Disk:
             return self._real[name](*args, **kwargs)
 
         return call
+
+    def _pwrite(self, file: int, data: bytes, offset: int) -> int:
+        process = self._process()
+        if offset + len(data) > os.fstat(file).st_size:  # else its blocks are there
+            self._full(process)
+        return int(self._real["pwrite"](file, data, offset))
 
     def _reads(self, name: str) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dni_runtime.launch import crew
 from dni_runtime.link import handshake, input, output, receiver, sender
 
 
@@ -83,8 +84,21 @@ def narrow_gaps() -> Any:
     return replaced((receiver.Hello, "of", of))
 
 
+def own_cuts() -> Any:
+    """Each module looks for the newest cut itself, and nobody compares what they have found."""
+    real = handshake.Hello.of
+
+    def of(message: Any) -> Any:
+        hello = real(message)
+        object.__setattr__(hello, "cut", None)
+        return hello
+
+    return replaced((receiver.Hello, "of", of), (crew, "AUTO", "nothing"))
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "gradients-once": gradients_once,
     "newest-read": newest_read,
     "narrow-gaps": narrow_gaps,
+    "own-cuts": own_cuts,
 }

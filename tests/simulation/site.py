@@ -25,9 +25,11 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts
-from dni_runtime.errors import DniError, StoppedError
+from dni_runtime.errors import DniError
+from dni_runtime.launch import crew, supervisor
+from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
-from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
+from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind
@@ -37,6 +39,7 @@ from dni_runtime.worker.main import Options
 from dni_runtime.worker.signals import StopRequest
 from tests.simulation.disk import Disk
 from tests.simulation.network import Context, Network, Poller
+from tests.simulation.supervision import Supervision, Worker
 from tests.simulation.world import Killed, Process, World
 
 NAMES = ("a", "b", "c", "d")
@@ -98,7 +101,10 @@ class Schedule:
             made.on_loss = "wait"
         batches = made.epochs * BATCHES
         length_s = 2 + 2 * batches * (made.step_s + made.latency_s)
-        kinds = ("cut", "cut", "half-open", "away", "stall", "kill", "kill", "stop", "full", "drop")
+        kinds = (
+            "cut", "cut", "half-open", "away", "stall", "kill", "kill", "stop", "full", "drop",
+            "orphan",
+        )  # fmt: skip
         for _ in range(draw.choice((0, 1, 2, 2, 3, 5))):
             lasts_s = draw.choice((0.1, 1.0, 1.0, 5.0, 5.0, 20.0)) * draw.uniform(0.5, 1.5)
             at_s = draw.uniform(0, length_s)
@@ -264,16 +270,11 @@ class Site:
         self.specs = schedule.specs
         self.names = [spec.module for spec in self.specs]
         self.run_dir = RunDir(root)
-        self.processes: dict[str, Process] = {}
-        self.stops: dict[str, Stop] = {}
+        self.workers: dict[str, Worker] = {}
         self.attempts: Counter[str] = Counter()
-        self.outcomes: dict[str, str] = {}
         self.steps: dict[str, ModuleStep] = {}
-        self.restarts: Counter[str] = Counter()
-        self.resuming = False
+        self.supervision = Supervision(self.world, self.run_dir, self.specs, self._start)
         self.troubles: list[str] = []
-        self.shown: dict[str, Any] = {}
-        self.shown_s = 0.0
         self.largest_queue = 0
         self.largest_window = 0
 
@@ -290,8 +291,8 @@ class Site:
             for spec in self.specs:
                 write_atomic(self.run_dir.spec(spec.module), spec.to_json())
                 self.network.line(self._address(spec.module)).latency_s = schedule.latency_s
-            self._start_all("none")
-            self._supervise()
+            self.supervision.begin()
+            self._measure()
             for at_s, kind, index, lasts_s in schedule.faults:
                 world.at(at_s, lambda k=kind, i=index, s=lasts_s: self._fault(k, i, s))  # type: ignore[misc]
             batches = schedule.epochs * BATCHES * schedule.modules
@@ -301,13 +302,17 @@ class Site:
             if self.troubles:
                 raise Violated("; ".join(self.troubles))
             if not over:
-                raise Violated(f"not over after {world.now_s:.0f} s: {self._where()}")
+                said = "; ".join(self._stalls()) or "nothing"
+                where = f"not over after {world.now_s:.0f} s: {self._where()}"
+                raise Violated(f"{where}; the watchdog has said {said}")
         self._check()
 
     def _check(self) -> None:
         """What must hold at the end."""
         schedule = self.schedule
         every = schedule.epochs * BATCHES
+        for reason in self._stalls():
+            raise Violated(f"stalled: {reason}")
         for name in self.names:
             counts = Counts.read(self.run_dir.ledger(name))
             seen = Counter(self.steps[name].trained)  # type: ignore[attr-defined]
@@ -316,7 +321,7 @@ class Site:
                 raise Violated(f"{name} was trained twice on {twice}")
             if schedule.on_loss == "wait" and (counts is None or counts.step != every):
                 raise Violated(f"{name} has counted {counts} of {every} batches")
-            if schedule.interface in WAITING and len(seen) != every * self._parts():
+            if self.specs[0].exact and len(seen) != every * self._parts():
                 raise Violated(f"{name} holds {len(seen)} updates of {every}")
         cuts = complete_cuts(self.run_dir, self.names)
         if not cuts:
@@ -342,11 +347,13 @@ class Site:
                     raise Violated(f"{name}.{key} is not backpropagation's: {value}, {wanted[key]}")
 
     def _over(self) -> bool:
-        return bool(self.troubles) or (
-            not self.resuming
-            and len(self.outcomes) == len(self.names)
-            and set(self.outcomes.values()) == {"finished"}
-        )
+        if self.supervision.problem is not None:
+            self.troubles.append(self.supervision.problem)
+        return bool(self.troubles) or self.supervision.phase == "finished"
+
+    def _stalls(self) -> list[str]:
+        events = read_lines(self.run_dir.events)
+        return [event["reason"] for event in events if event["event"] == "run_stalled"]
 
     def _where(self) -> str:
         found = []
@@ -354,7 +361,7 @@ class Site:
             report = peek_json(self.run_dir.worker(name))
             counts = Counts.read(self.run_dir.ledger(name))
             id = counts.id if counts else None
-            state = self.outcomes.get(name) or report.get("state")
+            state = report.get("state")
             found.append(f"{name} {state}, attempt {self.attempts[name]}, at {id}")
         return "; ".join(found)
 
@@ -363,116 +370,65 @@ class Site:
     def _address(self, module: str) -> str:
         return f"ipc://{self.root}/{module}.sock"
 
-    def _start_all(self, resume: str) -> None:
-        self.resuming = False
-        for name in self.names:
-            self._start(name, resume)
-
-    def _start(self, name: str, resume: str) -> None:
-        self.attempts[name] += 1
-        self.outcomes.pop(name, None)
-        process = self.processes[name] = Process(name)
-        stop = self.stops[name] = Stop(process)
+    def _start(self, worker: WorkerPlan) -> Worker:
+        name, attempt = worker.module, worker.attempt
+        self.attempts[name] = attempt
+        process = Process(name)
+        stop = Stop(process)
         options = Options(
-            run=self.root, module=name, ipc=self.root, attempt=self.attempts[name], resume=resume
+            run=self.root,
+            module=name,
+            ipc=self.root,
+            attempt=attempt,
+            first=int(worker.argv[worker.argv.index("--first") + 1]),
+            resume=worker.resume,
         )
+        begun = False
+
+        def handle(number: int) -> None:
+            if not begun:  # Python still imports torch
+                started.end(-number)
+            elif number == signal.SIGUSR2 or (stop() and not stop.alone):
+                started.end(128 + number)
+            else:
+                stop._handle(number, None)
+                process.signalled = True
+                self.world.wake(process)
 
         def body() -> None:
+            nonlocal begun
+            begun = True
             try:
                 main.serve(options, stop, began=time.time())
-                self.outcomes[name] = "finished"
+                code = 0
             except Killed:
                 raise
-            except StoppedError:
-                self.outcomes[name] = "stopped"
             except DniError as error:
-                self.outcomes[name] = "failed"
-                self._failed(name, error)
-            except OSError:  # an error that is nobody's fault: the supervisor starts it again
-                self.outcomes[name] = "failed"
-                self._again(name)
+                code = error.exit_code
+            except OSError:
+                code = DniError.exit_code
             except Exception as error:
-                self.outcomes[name] = "failed"
+                code = DniError.exit_code
                 self.troubles.append(f"{name}: {type(error).__name__}: {error}")
-            finally:
-                process.alive = process.alive and name not in self.outcomes
+            started.end(code)
 
+        started = self.workers[name] = Worker(self.world, process, handle)
         self.world.at(
-            self.world.random.uniform(0, 2.0), lambda: self.world.spawn(process, body) and None
+            self.world.random.uniform(0, 2.0),
+            lambda: self.world.spawn(process, body) and None if process.alive else None,
         )
+        return started
 
-    def _failed(self, name: str, error: DniError) -> None:
-        """What a worker's error means: another start for what may pass, else trouble."""
-        if self.restarts[name] > 20 or error.exit_code in (64, 65, 70, 76, 78):
-            self.troubles.append(f"{name}: {type(error).__name__}: {error}")
-        elif error.exit_code in (72, 74):  # the run ends as failed, and somebody resumes it
-            self.restarts[name] += 1
-            self._resume_all()
-        else:
-            self._again(name)
-
-    def _again(self, name: str) -> None:
-        """Start a module again after a while, or the whole chain where that must be."""
-        if any(stop() for stop in self.stops.values()):
-            self.outcomes[name] = "stopped"  # nobody starts it again in a run that is to end
-            return
-        self.restarts[name] += 1
-        if self.schedule.interface in WAITING:
-            self._resume_all()
-            return
-        attempt = self.attempts[name]
-
-        def start() -> None:
-            if self.attempts[name] != attempt or self.resuming:
-                return
-            if any(stop() for stop in self.stops.values()):
-                self.outcomes[name] = "stopped"
-            else:
-                self._start(name, "own")
-
-        self.world.at(self.world.random.uniform(0.1, 5.0), start)
-
-    def _resume_all(self) -> None:
-        """End what is left, and start the whole chain from its newest complete cut."""
-        if self.resuming:
-            return
-        self.resuming = True
-        for process in self.processes.values():
-            self.world.kill(process)
-
-        def start() -> None:
-            self.outcomes.clear()
-            cuts = complete_cuts(self.run_dir, self.names)
-            self._start_all(str(cuts[-1]) if cuts else "none")
-
-        self.world.at(self.world.random.uniform(0.1, 5.0), start)
-
-    def _supervise(self) -> None:
-        """Keep ``state.json``, as the supervisor does, and look after whoever stopped."""
-        modules = {}
-        for name in self.names:
-            shown = peek_json(self.run_dir.worker(name))
-            state = shown.get("state", "starting")
-            if name not in self.outcomes and not self.processes[name].alive:
-                state = "restarting"
-            elif shown.get("attempt") != self.attempts[name]:
-                state = "starting"
-            modules[name] = {"state": state, "restarts": self.restarts[name]}
-        if modules != self.shown or self.world.now_s > self.shown_s + 20:
-            self.shown, self.shown_s = modules, self.world.now_s
-            write_json(self.run_dir.state, {"updated": time.time(), "modules": modules})
-        ended = set(self.outcomes.values())
-        if len(self.outcomes) == len(self.names) and "stopped" in ended and not self.resuming:
-            self._resume_all()
+    def _measure(self) -> None:
         for connection in self.network.connections:
             self.largest_queue = max(self.largest_queue, len(connection.down), len(connection.up))
-        self.world.at(2.0, self._supervise)
+        self.world.at(2.0, self._measure)
 
     # What goes wrong.
 
     def _fault(self, kind: str, index: int, lasts_s: float) -> None:
         name = self.names[index]
-        process, line = self.processes[name], self._address(self.names[max(index, 1)])
+        worker, line = self.workers.get(name), self._address(self.names[max(index, 1)])
         now_s = self.world.now_s
         if kind == "cut":
             self.network.cut(line, half_open=False)
@@ -482,21 +438,19 @@ class Site:
             self.network.cut(line, half_open=False, away_s=lasts_s)
         elif kind == "drop":  # what nobody thought of, on a line that stands
             self._swallow(f"{line} down")
+        elif kind == "stop":
+            self.supervision.stop()
+        elif kind == "orphan":
+            self.supervision.kill()
+        elif worker is None:
+            pass
         elif kind == "stall":
-            process.thaws_s = now_s + lasts_s
+            worker.process.thaws_s = now_s + lasts_s
         elif kind == "full":
-            process.full_until_s = now_s + lasts_s
+            for one in (worker.process, self.supervision.process):
+                one.full_until_s = now_s + lasts_s
         elif kind == "kill":
-            if process.alive and name not in self.outcomes and not self.resuming:
-                self.world.kill(process)
-                self._again(name)
-        elif kind == "stop" and not self.resuming:
-            for one, stop in self.stops.items():
-                if stop():
-                    continue  # the second one would kill
-                stop._handle(signal.SIGTERM, None)
-                self.processes[one].signalled = True
-                self.world.wake(self.processes[one])
+            worker.end(-signal.SIGKILL)
 
     def _swallow(self, line: str) -> None:
         """Let messages vanish until somebody asks what has arrived."""
@@ -565,6 +519,9 @@ class Site:
             (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time
             (report, "REPORT_S", 10.0),
             (receiver, "JUMP_LIMIT", 2),  # of ids that are left out, a few are many here
+            (supervisor, "TICK_S", 1.0),
+            (crew, "TICK_S", 1.0),
+            (supervisor, "catching_signals", lambda note: contextlib.nullcontext()),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
         level = logging.root.manager.disable
@@ -575,7 +532,9 @@ class Site:
             with self.disk.installed():
                 yield
         finally:
-            for process in self.processes.values():
+            for process in (
+                self.supervision.process, *(one.process for one in self.workers.values())
+            ):  # fmt: skip
                 world.kill(process)
             world.run(lambda: False, world.now_s)
             for owner, name, real in before:

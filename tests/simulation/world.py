@@ -30,6 +30,7 @@ class Process:
 
     Args:
         name: Its module.
+        host: Where it is; by default on a host of its own.
 
     Attributes:
         alive: Whether it has not been killed.
@@ -40,8 +41,9 @@ class Process:
         at_end: Called when it is gone, however it ended.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: object = None) -> None:
         self.name = name
+        self.host = host or self
         self.alive = True
         self.thaws_s = 0.0
         self.full_until_s = 0.0

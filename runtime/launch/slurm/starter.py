@@ -14,7 +14,7 @@ from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.script import step_environment
-from dni_runtime.launch.state import ModuleState
+from dni_runtime.launch.state import ModuleState, lives
 
 _END_S = 30.0
 
@@ -66,6 +66,8 @@ class SlurmStarter:
     def adopt(
         self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
     ) -> StepProcess:
+        if not lives(module):  # a later one may have been started, and not written down
+            end_steps([worker.module])
         return StepProcess(self._local.adopt(worker, module, ended))
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:

@@ -83,7 +83,7 @@ def test_a_module_goes_on_elsewhere(
     state = supervisor(world, plan, hosts).run()
     assert (state.phase, state.modules[name].restarts) == ("finished", 1)
     worker = world.processes[name].worker
-    assert (worker.node, worker.resume, worker.attempt) == ("spare", "own", 2)
+    assert (worker.node, worker.resume, worker.attempt) == ("spare", "0", 2)
     (lost,) = [event for event in events(record) if event["event"] == "node_lost"]
     assert (lost["node"], lost["modules"]) == (node, [name])
     (moved,) = [event for event in events(record) if event["event"] == "worker_moved"]

@@ -35,7 +35,7 @@ def test_processes(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     assert [worker.module for worker in plan.workers] == ["bottom", "middle", "top"]
     common = [
         *("--ipc", "/run/user/1/dni-0"),
-        *("--attempt", "3"),
+        *("--attempt", "3", "--first", "3"),
         *("--resume", "120"),
         *("--log-level", "info"),
     ]
@@ -98,7 +98,7 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     def arguments(module: str) -> list[str]:
         return [
             *("--run", "/dni/run", "--module", module, "--ipc", "/dni/ipc"),
-            *("--attempt", "1", "--resume", "auto", "--log-level", "info"),
+            *("--attempt", "1", "--first", "1", "--resume", "auto", "--log-level", "info"),
         ]
 
     assert [list(worker.argv) for worker in plan.workers] == [
@@ -190,11 +190,13 @@ def test_the_next_start_of_a_worker(
     worker = plan_of(chain, workers, **where).workers[1]
     again = worker.again(4)
     changed = {a: b for a, b in zip(worker.argv, again.argv, strict=True) if a != b}
-    assert changed == {"1": "4", "auto": "own"}
-    assert (again.attempt, again.resume) == (4, "own")
+    assert changed == {"1": "4"}
+    assert (again.attempt, again.resume) == (4, "auto")
+    assert again.argv[again.argv.index("--first") + 1] == "1"
     assert again.log == f"{RUN}/logs/middle.4.log"
     assert replace(again, attempt=1, argv=worker.argv, log=worker.log) == worker
-    assert worker.again(2, resume="auto").resume == "auto"
+    together = again.again(5, resume="78")
+    assert (together.resume, together.argv[together.argv.index("--first") + 1]) == ("78", "5")
 
 
 def test_restarts_are_those_of_the_chain(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:

@@ -39,7 +39,7 @@ def begun(world: World, *names: str) -> None:
     """These workers have taken their place in the stream."""
     for name in names:
         attempt = world.processes[name].worker.attempt
-        report = {"attempt": attempt, "state": "running", "begun": True}
+        report = {"attempt": attempt, "state": "running"}
         write_json(world.record.run.worker(name), report)
 
 
@@ -102,7 +102,7 @@ def test_a_killed_worker_is_started_again(
     assert (middle.exit_code, middle.signal) == (0, None)
     assert state.modules["bottom"].restarts == 0
     worker = world.processes["middle"].worker
-    assert worker.resume == "own"
+    assert (worker.resume, worker.argv[worker.argv.index("--first") + 1]) == ("0", "1")
     assert worker.log == str(record.run.log("middle", 2))
     assert worker.argv[worker.argv.index("--attempt") + 1] == "2"
     assert attempts(record, "middle") == [1, 2]
@@ -142,15 +142,6 @@ def test_one_that_cannot_even_say_that_it_starts_is_not_started_again(
     assert attempts(record, "middle") == ([1, 2] if said else [1])
 
 
-def test_one_that_dies_before_it_has_begun_begins_with_the_others(
-    world: World, supervise: MakeSupervisor
-) -> None:
-    world.exits(1, middle=-9)
-    finish(world, 20)
-    assert supervise().run().phase == "finished"
-    assert world.processes["middle"].worker.resume == "0"
-
-
 def test_it_waits_longer_each_time_and_then_gives_up(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
@@ -182,7 +173,7 @@ def test_one_that_cannot_be_started_is_tried_again(
     again = [event for event in events(record) if event["event"] == "worker_restarting"]
     assert [event["delay_s"] for event in again] == [0.5, 1, 2]
     assert again[1]["reason"] == again[2]["reason"] == "no such program"
-    assert world.processes["middle"].worker.resume == "own"
+    assert world.processes["middle"].worker.resume == "0"
 
 
 def test_one_that_can_never_be_started_ends_the_run(
@@ -193,17 +184,6 @@ def test_one_that_can_never_be_started_ends_the_run(
     state = supervise().run()
     assert (state.phase, state.failed, state.error) == ("failed", "middle", "no such program")
     assert states(state) == ["stopped", "failed", "stopped"]
-
-
-def test_its_report_may_be_out_of_reach(world: World, supervise: MakeSupervisor) -> None:
-    """What it has said before counts."""
-    report = world.record.run.worker("middle")
-    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
-    world.at.append((3.9, lambda: report.write_text("")))
-    world.exits(4, middle=-9)
-    finish(world, 20)
-    assert supervise().run().phase == "finished"
-    assert world.processes["middle"].worker.resume == "own"
 
 
 def test_bad_input_ends_the_run_at_once(world: World, supervise: MakeSupervisor) -> None:
@@ -339,7 +319,7 @@ def test_a_module_that_somebody_wants_to_be_started_again(
     state = supervise(policy="never").run()
     assert state.phase == "finished"
     assert attempts(record, "bottom") == [1, 2]
-    assert world.processes["bottom"].worker.resume == "own"
+    assert world.processes["bottom"].worker.resume == "0"
     assert not record.run.restart_request("bottom").exists()
     assert half_written.exists()
 

@@ -413,7 +413,7 @@ def left(record: Record, world: World, **modules: ModuleState) -> RunState:
     state.modules |= modules
     for name in state.modules:
         path = record.run.worker(name)
-        write_json(path, {"attempt": 1, "state": "running", "begun": True})
+        write_json(path, {"attempt": 1, "state": "running"})
     state.pid, state.host, state.phase = 1, "another", "running"
     return state
 
@@ -459,7 +459,7 @@ def test_one_that_died_meanwhile_is_started_again(
     again = plan.workers[1].again(4)
     kept = replace(plan, workers=(plan.workers[0], again, plan.workers[2]))
     state = left(record, world, middle=ModuleState("running", attempt=4, restarts=3))
-    write_json(record.run.worker("middle"), {"attempt": 4, "state": "running", "begun": True})
+    write_json(record.run.worker("middle"), {"attempt": 4, "state": "running"})
     world.gone.add("middle")
     world.exits(3, top=0)
     world.exits(4, bottom=0, middle=0)
@@ -467,7 +467,7 @@ def test_one_that_died_meanwhile_is_started_again(
     ended = adopting(record, rules, world, state).run()
     middle = ended.modules["middle"]
     assert (ended.phase, middle.attempt, middle.restarts) == ("finished", 5, 4)
-    assert world.processes["middle"].worker.resume == "own"
+    assert world.processes["middle"].worker.resume == "auto"
     kept = LaunchPlan.from_json(read_json(record.run.plan) or {})  # for the supervisor after it
     assert [worker.attempt for worker in kept.workers] == [1, 5, 1]
 

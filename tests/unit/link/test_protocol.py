@@ -86,7 +86,11 @@ class Pair:
 
 
 def make_sender(
-    spec: WorkerSpec, run: str = "run", next_id: int = 1, cut: int | None = None
+    spec: WorkerSpec,
+    run: str = "run",
+    next_id: int = 1,
+    cut: int | None = None,
+    attempt: int = 1,
 ) -> Sender:
     return Sender(
         LinkContract.of(spec, "output"),
@@ -96,6 +100,7 @@ def make_sender(
         counters=LinkCounters(),
         retain=spec.retain,
         cut=cut,
+        attempt=attempt,
     )
 
 
@@ -354,6 +359,21 @@ def test_a_replaced_sender_is_told_and_cannot_come_back(pair: Pair, make_spec: M
         old.handle(told)
     assert refused(pair, old.hello(), PEER) == "handshake"
     assert pair.receiver.peer == b"\x00new"
+
+
+def test_a_former_process_that_is_read_late_does_not_take_the_link(
+    pair: Pair, make_spec: MakeSpec
+) -> None:
+    """It was killed while this end could not read; its successor has been read first."""
+    old, new = (make_sender(make_spec("stem"), attempt=attempt) for attempt in (2, 3))
+    late = old.hello()
+    pair.receiver.handle(b"\x00new", new.hello())
+    assert refused(pair, late, b"\x00old") == "handshake"
+    assert (pair.receiver.peer, pair.receiver.session) == (b"\x00new", new._session)
+    assert refused(pair, late, PEER) == "handshake"
+    again = make_sender(make_spec("stem"), attempt=3)  # by hand they may have the same number
+    pair.receiver.handle(b"\x00again", again.hello())
+    assert pair.receiver.peer == b"\x00again"
 
 
 def test_hello_may_come_without_invitation_and_twice(pair: Pair) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.errors import WorkerError
 from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger
 
 
@@ -46,9 +47,19 @@ def test_without_a_newer_record_the_checkpoint_counts(tmp_path: Path, content: b
 
 
 def test_a_folder_that_is_gone_does_not_end_training(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "none" / "a.json", Counts())
+    (tmp_path / "ledger").mkdir()
+    path = tmp_path / "ledger" / "a.json"
+    ledger = Ledger(path, Counts())
+    ledger._path = tmp_path / "none" / "a.json"
+    ledger.close()
     ledger.trained(1, 1, 8)
     assert ledger.counts.step == 1
+
+
+def test_without_a_record_a_module_does_not_take_its_place(tmp_path: Path) -> None:
+    """Whoever is started after it could not know that it had."""
+    with pytest.raises(WorkerError, match="cannot be written"):
+        Ledger(tmp_path / "none" / "a.json", Counts())
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\0" * 10])
@@ -63,7 +74,8 @@ def test_others_read_a_record_while_it_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     ledger = Ledger(path, Counts())
     ledger.trained(1, 1, 8)
-    assert Counts.read(path) == Counts(id=1, step=1, samples=8, epoch=1, epoch_batches=1)
+    counted = Counts(id=1, step=1, samples=8, epoch=1, epoch_batches=1, attempt=1)
+    assert Counts.read(path) == counted
     ledger.close()
 
 
@@ -85,4 +97,4 @@ def test_an_evaluation_goes_on_where_it_was(tmp_path: Path, numbers: int) -> Non
     assert (found.id, found.evaluation) == (3, {"sums": [3] * numbers})
     ledger.counts.evaluation = None
     ledger.processed(4)
-    assert Counts.read(path) == Counts(id=4)
+    assert Counts.read(path) == Counts(id=4, attempt=1)

@@ -70,9 +70,12 @@ def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, ste
     writer.close()
 
 
-def start(run: RunDir, spec: WorkerSpec, wanted: str) -> tuple[Start, Counts, float]:
+def start(
+    run: RunDir, spec: WorkerSpec, wanted: str, *, attempt: int = 1, first: int | None = None
+) -> tuple[Start, Counts, float]:
     step = ModuleStep(spec)
-    found, ledger = begin(wanted, spec, run, step, ["a", "b", "c"])
+    chain = ["a", "b", "c"]
+    found, ledger = begin(wanted, spec, run, step, chain, attempt=attempt, first=first)
     ledger.close()
     return found, ledger.counts, float(next(step.layers.parameters()).detach().flatten()[0])
 
@@ -86,6 +89,44 @@ def test_its_own_newest_state(run: RunDir) -> None:
     write(run, spec, cut=20, step=18)
     assert start(run, spec, "own")[2] == 20.0
     assert run.checkpoint(10, "b").with_suffix(".json").exists()  # others may need their part
+
+
+def test_one_that_is_restarted_goes_on_where_it_was_if_it_has_begun(run: RunDir) -> None:
+    """It knows by itself: whoever starts it may not have heard of it."""
+    spec = workers()[1]
+    write(run, spec, cut=10, step=8)
+    write(run, spec, cut=20, step=18)
+    found, counts, weight = start(run, spec, "10", attempt=4, first=4)  # with the whole chain
+    assert (found.again, weight, counts.attempt) == (False, 10.0, 4)
+    assert not run.checkpoint(20, "b").with_suffix(".json").exists()
+    write(run, spec, snapshot=17, step=15)
+    found, counts, weight = start(run, spec, "10", attempt=5, first=4)
+    assert (found.again, weight, counts.attempt) == (True, 17.0, 5)
+    assert start(run, spec, "10", attempt=6, first=4)[0].again
+    found, counts, weight = start(run, spec, "10", attempt=7, first=7)  # again the whole chain
+    assert (found.again, weight, counts.step) == (False, 10.0, 8)
+
+
+def test_a_head_that_is_restarted_does_not_go_back_beyond_where_the_chain_has_begun(
+    run: RunDir,
+) -> None:
+    """Before that ids had another meaning: an evaluation that was under way begins anew."""
+    spec = workers()[0]
+    write(run, spec, cut=10, step=8)
+    start(run, spec, "10", attempt=4, first=4)
+    found, *_ = start(run, spec, "10", attempt=5, first=4)
+    assert (found.again, found.first_id, found.position.batch) == (True, 11, 8)
+    found, *_ = start(run, spec, "own")
+    assert (found.again, found.first_id, found.position.batch) == (True, 10, 7)
+
+
+def test_one_that_died_before_it_had_begun_begins_with_the_others(run: RunDir) -> None:
+    spec = workers()[1]
+    write(run, spec, cut=10, step=8)
+    write(run, spec, cut=20, step=18)
+    Ledger(run.ledger("b"), Counts(id=25), attempt=3).close()  # of the start before
+    found, _, weight = start(run, spec, "10", attempt=5, first=4)
+    assert (found.again, weight) == (False, 10.0)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "10"])

@@ -1,0 +1,245 @@
+"""The product's own supervisor in the simulation: what starts workers for it, and starts it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dni_runtime.errors import DniError
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.processes import Process as Started
+from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.start import planned, write_plan
+from dni_runtime.launch.state import ModuleState, RunState
+from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.spec import WorkerSpec
+from tests.simulation.world import Process, World
+
+GRACE_S = 20.0
+
+
+class Worker:
+    """A worker's process, as its supervisor sees it.
+
+    Args:
+        world: The simulation.
+        process: The process.
+        handle: Called with the signals that it gets.
+    """
+
+    pid = 0  # that of no process
+
+    def __init__(self, world: World, process: Process, handle: Callable[[int], None]) -> None:
+        self.process = process
+        self.code: int | None = None
+        self._world = world
+        self._handle = handle
+
+    def poll(self) -> int | None:
+        self._world.check_alive()
+        return self.code
+
+    def send(self, number: signal.Signals) -> None:
+        self._world.check_alive()
+        if self.code is None:
+            self._handle(number)
+
+    def kill(self) -> None:
+        self._world.check_alive()
+        self.end(-signal.SIGKILL)
+
+    def end(self, code: int) -> None:
+        """It has ended, or is ended so."""
+        if self.code is None:
+            self.code = code
+            self._world.kill(self.process)
+
+
+class Adopted:
+    """A worker of a supervisor that was killed: its exit code is not known."""
+
+    pid = 0
+
+    def __init__(self, worker: Worker | None, ended: Callable[[], int]) -> None:
+        self._worker = worker
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        alive = self._worker is not None and self._worker.poll() is None
+        return None if alive else self._ended()
+
+    def send(self, number: signal.Signals) -> None:
+        if self._worker is not None:
+            self._worker.send(number)
+
+    def kill(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+
+
+class Starter:
+    """Starts the workers of a supervisor.
+
+    Args:
+        world: The simulation.
+        start: Starts one.
+
+    Attributes:
+        workers: The newest of each module.
+    """
+
+    def __init__(self, world: World, start: Callable[[WorkerPlan], Worker]) -> None:
+        self.workers: dict[str, tuple[int, Worker]] = {}
+        self._world = world
+        self._start = start
+
+    def start(self, worker: WorkerPlan) -> Worker:
+        self._world.check_alive()
+        started = self._start(worker)
+        self.workers[worker.module] = worker.attempt, started
+        return started
+
+    def adopt(self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]) -> Adopted:
+        attempt, found = self.workers.get(worker.module, (0, None))
+        if found is not None and attempt != module.attempt:
+            found.kill()  # as it does with Slurm's steps
+            found = None
+        return Adopted(found, ended)
+
+    def send_all(self, workers: Mapping[str, Started], number: signal.Signals) -> bool:
+        for one in workers.values():
+            one.send(number)
+        return True
+
+    def kill_all(self, workers: Mapping[str, Started]) -> None:
+        for one in workers.values():
+            one.kill()
+
+
+class Supervision:
+    """Supervisors of one run, one after the other, and whoever resumes it.
+
+    Args:
+        world: The simulation.
+        run: The run directory.
+        specs: Its workers.
+        start: Starts one.
+
+    Attributes:
+        phase: How the run has ended, as the newest supervisor says; None while it goes on.
+        problem: An error that nobody could have mended by another start.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run: RunDir,
+        specs: tuple[WorkerSpec, ...],
+        start: Callable[[WorkerPlan], Worker],
+    ) -> None:
+        self.phase: str | None = None
+        self.problem: str | None = None
+        self.process = Process("supervisor", "first")
+        self._world = world
+        self._run = run
+        self._specs = specs
+        self._starter = Starter(world, start)
+        self._supervisor: Supervisor | None = None
+        self._attempt = 0
+        self._resumed = 0
+
+    def begin(self) -> None:
+        """Start all workers, as ``up`` and ``resume`` do."""
+        self.phase = None
+        self._attempt = max(RunState.read(self._run).last_attempt, self._attempt) + 1
+        self._serve(None)
+
+    def stop(self) -> None:
+        """SIGTERM; only the first one."""
+        if self._supervisor is not None:
+            self._supervisor.interrupt(signal.SIGTERM)
+            self._supervisor = None
+
+    def kill(self) -> None:
+        """SIGKILL; another one follows, as in a batch script."""
+        if self.phase is not None or not self.process.alive or self._supervisor is None:
+            return
+        self._world.kill(self.process)
+        self._supervisor = None
+        self._world.at(self._world.random.uniform(0.1, 3.0), self._follow)
+
+    def _follow(self) -> None:
+        state = self._state()
+        if state is not None and state.attempt == self._attempt and state.phase != "new":
+            self._serve(state)
+            return
+        for _, worker in self._starter.workers.values():  # it was killed before it had begun
+            worker.end(-signal.SIGKILL)
+        self.begin()
+
+    def _state(self) -> RunState | None:
+        """The state as it was left; its processes are none of this machine."""
+        document = peek_json(self._run.state)
+        if not document:
+            return None
+        document.pop("format")
+        modules = {name: ModuleState(**entry) for name, entry in document["modules"].items()}
+        return RunState(**{**document, "modules": modules})
+
+    def _serve(self, adopt: RunState | None) -> None:
+        self.process = Process("supervisor", "first")
+
+        def body() -> None:
+            try:
+                if adopt is None:
+                    write_plan(self._run, self._plan())
+                self._supervisor = supervisor = Supervisor(
+                    self._run,
+                    planned(self._run),
+                    self._starter,
+                    adopt=adopt,
+                    clock=time.monotonic,
+                    sleep=self._world.wait,
+                )
+                state = supervisor.run()
+            except (DniError, OSError) as error:
+                self._over("failed", getattr(error, "exit_code", 74), str(error))
+            else:
+                failed = state.modules.get(state.failed or "")
+                self._over(state.phase, failed.exit_code if failed else None, state.error)
+
+        self._world.spawn(self.process, body)
+
+    def _over(self, phase: str, code: int | None, error: str | None) -> None:
+        """The run has ended: somebody resumes it where that may help."""
+        self.phase, self._supervisor = phase, None
+        if phase == "finished":
+            return
+        self._resumed += 1
+        if code in (64, 65, 76, 78, 79) or self._resumed > 20:
+            self.problem = f"{phase} ({code}): {error}"
+        else:
+            self._world.at(self._world.random.uniform(0.1, 5.0), self.begin)
+
+    def _plan(self) -> LaunchPlan:
+        attempt = self._attempt
+        workers = tuple(
+            WorkerPlan(
+                spec.module,
+                attempt,
+                ("--attempt", str(attempt), "--first", str(attempt), "--resume", "auto"),
+                {},
+                str(self._run.log(spec.module, attempt)),
+            )
+            for spec in self._specs
+        )
+        scope: Any = "chain" if any(spec.exact for spec in self._specs) else "module"
+        rules = RestartPlan("on-failure", limit=30, backoff_max_s=5.0, scope=scope)
+        sockets = Path(f"{self._run.root}/sockets")
+        return LaunchPlan(
+            str(self._run.root), "process", str(sockets), GRACE_S, workers, restart=rules
+        )
