@@ -52,14 +52,17 @@ build/typed: pyproject.toml # static tools cannot follow the import hook of an e
 demo-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py
 
-# Two halves beside each other, because much of it is waiting: the tests with real workers, shown when the others are
-# done, and those with Slurm and the quick ones. 5: no tests in this half. A shell has its background ignore SIGINT.
+# Three parts beside each other, because much of it is waiting: Slurm, real workers, and all others, which are shown
+# first. 5: no tests in this part. A shell has its background ignore SIGINT.
+PYTEST := $(BIN)/python -m pytest --durations=10
 test-here: $(VENV)/ready
-	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 e2e=0; \
-	env --default-signal=INT $(BIN)/python -m pytest $(TESTS) -m "e2e and not slurm" >build/test-e2e.log 2>&1 & trap "kill $$! 2>/dev/null || true" EXIT; \
-	$(BIN)/python -m pytest $(TESTS) -m "slurm or not e2e" || code=$$?; \
-	wait $$! || e2e=$$?; cat build/test-e2e.log; \
-	for one in $$code $$e2e; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done
+	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 a=0 b=0; \
+	env --default-signal=INT $(PYTEST) $(TESTS) -m slurm >build/test-slurm.log 2>&1 & slurm=$$!; \
+	env --default-signal=INT $(PYTEST) $(TESTS) -m "e2e and not slurm and not measures" >build/test-e2e.log 2>&1 & e2e=$$!; \
+	trap "kill $$slurm $$e2e 2>/dev/null || true" EXIT; \
+	$(PYTEST) $(TESTS) -m "measures or not (e2e or slurm)" || code=$$?; \
+	wait $$slurm || a=$$?; wait $$e2e || b=$$?; cat build/test-slurm.log build/test-e2e.log; \
+	for one in $$code $$a $$b; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done
 
 gpu-here: $(VENV)/ready
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"torch {torch.__version__} sees no GPU")'

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import Dnictl
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.measures]
 
 CHAIN = """\
 name: small

@@ -12,7 +12,7 @@ from tests.e2e.conftest import missing, run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_peers.py"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.measures, pytest.mark.timeout(300)]
 
 
 def test_a_chain_and_its_peers(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
 IN_CONTAINERS = """\
 name: boxed
 data: {dataset: npz, path: "sets, of mine/points.npz", batch_size: 32}
-epochs: 1200
+epochs: 100000
 image: {torch: "%s"}
 modules:
   - name: bottom
@@ -316,9 +316,11 @@ def test_containers_are_killed_stopped_and_resumed(boxed: Site) -> None:
     eventually("it runs", lambda: boxed.json("status")["state"] == "running")
     assert boxed.json("stop")["exit_code"] == 75
     eventually("no container is left", lambda: not containers_of(boxed), 20)
-    figures = boxed.json("resume")
-    assert (figures["state"], figures["attempt"], figures["epoch"]) == ("finished", 4, 1200)
-    assert figures["accuracy"] > 0.9
+    boxed.run("resume", "-d")
+    eventually("it goes on", lambda: (boxed.json("status")["epoch"] or 0) > 100)
+    assert boxed.json("stop")["exit_code"] == 75
+    figures = boxed.json("status")
+    assert (figures["attempt"], figures["accuracy"] > 0.9) == (4, True)
     boxed.run("export", "-o", "m.pt2")
 
     chain = boxed.folder / "chain.yaml"
