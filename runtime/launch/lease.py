@@ -50,6 +50,7 @@ class Owner:
         pid: Its process.
         born: When that process started (proc(5), starttime).
         job: The Slurm job that it is part of, or None.
+        restarts: How often that job had been started again.
     """
 
     token: str
@@ -58,14 +59,14 @@ class Owner:
     pid: int
     born: int | None
     job: str | None = None
+    restarts: int = 0
 
     @classmethod
     def me(cls, job: str | None = None) -> Self:
         """This process."""
-        pid = os.getpid()
-        return cls(
-            secrets.token_hex(8), socket.gethostname(), _boot(), pid, process_birth(pid), job
-        )
+        token, host, pid = secrets.token_hex(8), socket.gethostname(), os.getpid()
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        return cls(token, host, _boot(), pid, process_birth(pid), job, restarts)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -84,7 +85,7 @@ class Owner:
         if self.host == me.host:
             same = self.boot == me.boot
             return same and self.born is not None and process_birth(self.pid) == self.born
-        if self.job is not None and self.job == me.job:
+        if self.job is not None and self.job == me.job and self.restarts != me.restarts:
             return False  # Slurm ends a job before it starts it again
         return None
 

@@ -135,11 +135,20 @@ def test_an_owner_elsewhere_that_lives(run: RunDir) -> None:
     assert clock.now_s < SILENCE_S
 
 
-def test_a_job_that_begins_again_need_not_wait(run: RunDir) -> None:
+def test_a_job_that_begins_again_need_not_wait(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere(run, job="17")
     clock = Clock()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert not Lease.take(run, "17", clock=clock, sleep=clock.sleep).lost
     assert clock.now_s == 0
+
+
+def test_two_hosts_of_one_job(run: RunDir) -> None:
+    clock = Clock(elsewhere(run, job="17"))
+    with pytest.raises(UsageError, match="on elsewhere, job 17"):
+        Lease.take(run, "17", clock=clock, sleep=clock.sleep)
 
 
 def test_a_process_hands_over(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
