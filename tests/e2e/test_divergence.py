@@ -29,6 +29,22 @@ class Spoil(nn.Module):
         return h
 """
 EPOCHS, BATCHES = 6, 23
+BROKEN = """\
+import torch
+
+class Broken(torch.utils.data.Dataset):
+    classes = ["low", "high"]
+    def __init__(self, train):
+        self.x = torch.randn(640, 64, generator=torch.Generator().manual_seed(0))
+        self.y = (self.x.sum(1) > 0).long()
+        if train:
+            self.x[5, 3] = torch.inf
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+"""
+DATA = "dataset: 'broken:Broken', batch_size: 64"
 
 
 def write(site: Site, spoil: str, *settings: str) -> Path:
@@ -91,6 +107,23 @@ def test_batches_that_are_not_finite_are_skipped(site: Site, interface: str) -> 
     assert bottom["diverged"]["what"] == "the gradient from 'middle'"
     assert finite(weights(site))
     assert shown["accuracy"] > 0.85
+
+
+def test_a_sample_that_is_not_finite_is_skipped(site: Site) -> None:
+    """Before any layer's statistics have seen it."""
+    (site.folder / "broken.py").write_text(BROKEN)
+    path = site.write(4, "on_nan: skip")
+    path.write_text(
+        path.read_text()
+        .replace("dataset: digits, batch_size: 64, flatten: true", DATA)
+        .replace("out_features: 10}", "out_features: 2}")
+    )
+    site.run("up")
+    bottom, middle, top = site.json("status")["modules"]
+    assert [bottom["diverged"][key] for key in ("what", "times")] == ["the data", 4]
+    assert (middle["diverged"], top["diverged"]) == (None, None)
+    assert (bottom["step"], top["step"]) == (40, 36)
+    assert finite(weights(site))
 
 
 def test_a_checkpoint_that_is_not_finite_displaces_none_that_is(site: Site) -> None:
