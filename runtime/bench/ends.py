@@ -19,8 +19,8 @@ import torch
 import zmq
 
 from dni_runtime.errors import DniError, WorkerError
+from dni_runtime.keys import KnownKeys
 from dni_runtime.link import Batch, InputLink, OutputLink, listen_address, sockets
-from dni_runtime.link.keys import KnownKeys
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import Mode
 

@@ -25,7 +25,7 @@ from dni_runtime.bench.ends import (
 from dni_runtime.bench.peer import Peer
 from dni_runtime.bench.spread import Spread, ratios
 from dni_runtime.errors import UsageError
-from dni_runtime.link.keys import KeyPair, KnownKeys
+from dni_runtime.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
 
 Transport = Literal["ipc", "tcp"]

@@ -34,7 +34,7 @@ from dni_runtime.bench.ends import (
     send,
 )
 from dni_runtime.errors import DniError, UnavailableError, WorkerError
-from dni_runtime.link.keys import KeyPair, KnownKeys
+from dni_runtime.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
 from dni_runtime.worker.memory import keep_freed_memory
 

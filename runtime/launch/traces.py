@@ -19,7 +19,7 @@ def prepare_traces(run: RunDir, plan: LaunchPlan) -> None:
             run.stop_request.unlink()
     socket_folder(run.root, Path(plan.sockets))
     if plan.keys:
-        from dni_runtime.link import keys  # zmq: only where links may be encrypted
+        from dni_runtime import keys  # zmq: only where links may be encrypted
 
         for worker in plan.workers:
             keys.make(run, worker.module)
@@ -63,6 +63,6 @@ def remove_traces(run: RunDir, sockets: Path) -> None:
         finally:
             os.close(folder)
     if run.keys.exists():
-        from dni_runtime.link import keys  # zmq: only where links may be encrypted
+        from dni_runtime import keys  # zmq: only where links may be encrypted
 
         keys.remove(run)

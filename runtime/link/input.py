@@ -16,13 +16,13 @@ from typing import Self
 from torch import Tensor
 
 from dni_runtime.errors import StoppedError, UnavailableError, WireError
+from dni_runtime.keys import Keyring
 from dni_runtime.link import socketfile, sockets
 from dni_runtime.link.address import encrypted
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.guard import REASONS, AllowList, Guard
 from dni_runtime.link.items import Batch, Marker
-from dni_runtime.link.keys import Keyring
 from dni_runtime.link.receiver import Receiver, part_of
 from dni_runtime.link.sender import WINDOWS
 from dni_runtime.link.tensors import from_buffers, to_buffers

@@ -15,12 +15,12 @@ from typing import Self
 from torch import Tensor
 
 from dni_runtime.errors import StoppedError, UnavailableError, WireError
+from dni_runtime.keys import Keyring
 from dni_runtime.link import sockets
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.dialer import Dialer
 from dni_runtime.link.items import Drained, Event, Gradient, Request
-from dni_runtime.link.keys import Keyring
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.link.tuner import WindowTuner

@@ -24,8 +24,8 @@ from dni_runtime.errors import (
     StoppedError,
     UsageError,
 )
+from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
-from dni_runtime.link.keys import RunKeys
 from dni_runtime.rundir import RunDir, read_json, socket_folder
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import checkpoint

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dni_runtime.errors import EncryptionError, UnavailableError
+from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
-from dni_runtime.link.keys import RunKeys
 from dni_runtime.rundir import COMING, RunDir, peek_json, write_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.rendezvous import check_reachable, fresh_record

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dni_runtime.link import keys
+from dni_runtime import keys
 from dni_runtime.link.address import addresses
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import parse_chain

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from dni_runtime import keys
 from dni_runtime.errors import DataError
-from dni_runtime.link import keys
-from dni_runtime.link.keys import KeyPair, RunKeys
+from dni_runtime.keys import KeyPair, RunKeys
 from dni_runtime.rundir import RunDir
 
 

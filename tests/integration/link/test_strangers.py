@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import zmq
 
+from dni_runtime.keys import KeyPair
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.guard import CONNECTIONS
 from dni_runtime.link.handshake import Hello
-from dni_runtime.link.keys import KeyPair
 from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Kind, Message, Mode, encode
 from tests.integration.link.conftest import two_rings
