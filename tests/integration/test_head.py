@@ -44,7 +44,7 @@ def head(
     run = RunDir(tmp_path)
     run.create()
     if ledger is None:
-        ledger = Ledger(tmp_path / "ledger", Counts())
+        ledger = Ledger(tmp_path / "counts", Counts())
         ledger.close()
     first = start.position.batch + 1
     stream = (Item(1, at(n), x_BX=X, y_BY=Y) for n in range(first, 100))
