@@ -307,7 +307,7 @@ def _arguments(worker: WorkerSpec, placement: Placement, run: str, sockets: str)
         *("--module", worker.module),
         *("--ipc", sockets),
         *("--attempt", str(placement.attempt)),
-        *("--first", str(placement.attempt)),
+        *(("--first", str(placement.attempt)) if placement.supervised else ()),
         *("--resume", placement.resume),
         *("--log-level", placement.log_level),
         *(("--transport", transport) if transport else ()),

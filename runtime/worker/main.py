@@ -245,6 +245,9 @@ def _serve(
         for link in (output, input):
             if link is not None:
                 link.close()
+        if options.first is None and options.ipc is not None:  # by hand nobody else removes it
+            with contextlib.suppress(OSError):
+                options.ipc.rmdir()
 
 
 def _left_behind(spec: WorkerSpec, start: Start) -> Outcome:

@@ -17,7 +17,7 @@ from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import open_data
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.launch.state import RunState, process_birth, session_of
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir, read_lines, socket_path
 from dni_runtime.spec import DataSpec
 from tests.e2e.conftest import FOREVER, MODULES, Site, eventually
 
@@ -233,6 +233,7 @@ def test_two_modules_by_hand(site: Site) -> None:
         _, err = worker.communicate(timeout=90)
         assert worker.returncode == 0, err
     assert complete_cuts(RunDir(site.folder / "r"), MODULES)
+    assert not socket_path(site.folder / "r").exists()
 
 
 def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
