@@ -1,4 +1,4 @@
-"""``scripts/bench_peers.py`` in its smallest form."""
+"""``scripts/experiments/bench_peers.py`` in its smallest form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import missing, run
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_peers.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "experiments" / "bench_peers.py"
 
 pytestmark = [pytest.mark.e2e, pytest.mark.measures, pytest.mark.timeout(300)]
 

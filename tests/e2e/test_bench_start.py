@@ -1,4 +1,4 @@
-"""``scripts/bench_start.py`` in its smallest form."""
+"""``scripts/experiments/bench_start.py`` in its smallest form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.conftest import run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.measures, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_start.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "experiments" / "bench_start.py"
 
 
 def test_a_row_for_each_backend(tmp_path: Path) -> None:

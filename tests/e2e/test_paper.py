@@ -13,6 +13,7 @@ from dni_runtime.spec import DataSpec
 from tests.e2e.conftest import missing, run
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = ROOT / "scripts" / "experiments"
 
 pytestmark = [pytest.mark.e2e, pytest.mark.measures, pytest.mark.timeout(300)]
 
@@ -31,7 +32,7 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
     info = describe(DataSpec(dataset="mnist", path=str(mnist)), tmp_path)
     assert (info.train_samples, info.eval_samples) == (60_000, 10_000)
     command = [
-        sys.executable, ROOT / "scripts" / "reproduce_paper.py", "--layers", "2", "--seeds", "1",
+        sys.executable, EXPERIMENTS / "reproduce_paper.py", "--layers", "2", "--seeds", "1",
         "--epochs", "2", "--methods", "none,cDNI", "--mnist", mnist, "--out", tmp_path / "out",
     ]  # fmt: skip
     done = run(command)
@@ -46,7 +47,7 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
 
 def test_unlocked(mnist: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, ROOT / "scripts" / "reproduce_unlocked.py", "--layers", "2", "--seeds", "2",
+        sys.executable, EXPERIMENTS / "reproduce_unlocked.py", "--layers", "2", "--seeds", "2",
         "--epochs", "1", "--probabilities", "0.3", "--mnist", mnist,
         "--results", tmp_path / "unlocked.jsonl",
     ]  # fmt: skip
@@ -62,7 +63,7 @@ def test_unlocked(mnist: Path, tmp_path: Path) -> None:
 def test_growth(tmp_path: Path) -> None:
     figures = tmp_path / "growth.json"
     command = [
-        sys.executable, ROOT / "scripts" / "bench_growth.py", "--modules", "2,3", "--windows", "2",
+        sys.executable, EXPERIMENTS / "bench_growth.py", "--modules", "2,3", "--windows", "2",
         "--seconds", "3", "--json", figures,
     ]  # fmt: skip
     done = run(command)
@@ -75,7 +76,7 @@ def test_growth(tmp_path: Path) -> None:
 
 def test_types_on_the_wire(mnist: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, ROOT / "scripts" / "compare_dtypes.py", "--layers", "2", "--seeds", "1",
+        sys.executable, EXPERIMENTS / "compare_dtypes.py", "--layers", "2", "--seeds", "1",
         "--epochs", "1", "--interfaces", "delayed", "--dtypes", "int8", "--mnist", mnist,
     ]  # fmt: skip
     done = run([*command, "--results", tmp_path / "trained.jsonl"])
@@ -96,7 +97,7 @@ def test_types_on_the_wire(mnist: Path, tmp_path: Path) -> None:
 def test_time_to_accuracy(mnist: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [
-        sys.executable, ROOT / "scripts" / "time_to_accuracy.py", "--network", "mlp-256",
+        sys.executable, EXPERIMENTS / "time_to_accuracy.py", "--network", "mlp-256",
         "--contenders", "single-1,gpipe-1,local-sgd-8,async-1f1b,mixed", "--delay-ms", "3",
         "--target", "0.9", "--every", "20", "--seeds", "1", "--mnist", mnist, "--json", figures,
     ]  # fmt: skip
@@ -125,7 +126,7 @@ def test_bits_per_character(tmp_path: Path) -> None:
     text.write_bytes(Path(__file__).read_bytes() * 8)
     figures = tmp_path / "figures.json"
     command = [
-        sys.executable, ROOT / "scripts" / "time_to_accuracy.py", "--network", "lm", "--modules",
+        sys.executable, EXPERIMENTS / "time_to_accuracy.py", "--network", "lm", "--modules",
         "4", "--contenders", "gpipe-1,delayed", "--target", "6", "--every", "5", "--seeds", "1",
         "--text", text, "--json", figures,
     ]  # fmt: skip

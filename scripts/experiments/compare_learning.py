@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare how well a chain learns by several gradient interfaces, in one process.
 
-Usage: scripts/compare_learning.py CHAIN METHOD ... [--sweep 3e-4,1e-3,3e-3] [--seeds 3] [--delay 4]
+Usage: compare_learning.py CHAIN METHOD ... [--sweep 3e-4,1e-3,3e-3] [--seeds 3] [--delay 4]
 
 A method is an interface's name, LABEL=INTERFACE as chain.yaml has it, or LABEL=MAPPING of settings
 of modules: 'late={interface: delayed, optimizer: {NAdam: {lr: 1e-3}}}'. Beside them stand
@@ -45,7 +45,7 @@ from dni_runtime.spec.load import Loader
 from dni_runtime.spec.model import ModuleDefaults
 from dni_runtime.worker.memory import keep_freed_memory
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BACKPROP, CONTROL = "backprop", "none"
 STRETCH, STRETCHES = 6, 9
 """Batches that are timed at once, and how often."""

@@ -8,7 +8,7 @@ compute themselves is part of the loss. The processor time for a batch, in the s
 the attack costs the attacked process itself.
 
 Example:
-  scripts/bench_strangers.py --rounds 3
+  scripts/experiments/bench_strangers.py --rounds 3
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 ``mlp-1024`` and its like learn MNIST until their test accuracy reaches the target; ``lm`` learns a
 text (the sources of Python's standard library, or ``--text``) until it needs no more than so many
 bits for a character of parts that are held out. Contenders, lines and processes are those of
-``scripts/bench_peers.py``, but everybody reads the same samples in the same order
+``scripts/experiments/bench_peers.py``, but everybody reads the same samples in the same order
 (``peers/streams.py``), and starts from weights drawn anew with each seed.
 
 Everybody is evaluated after so many batches (``--every``; those that average replicas at the next

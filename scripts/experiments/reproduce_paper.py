@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 METHODS = {
     "none": "none",
     "DNI": "{synthetic: {conditioned: false, synthesizer: {mlp: {hidden: 256, depth: 2}}}}",

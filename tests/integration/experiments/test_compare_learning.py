@@ -1,4 +1,4 @@
-"""scripts/compare_learning.py on the digits of the package."""
+"""scripts/experiments/compare_learning.py on the digits of the package."""
 
 from __future__ import annotations
 

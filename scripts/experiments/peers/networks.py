@@ -144,8 +144,8 @@ def data_spec(network: Network, folder: Path) -> dict[str, Any]:
 
 def write_sources(folder: Path) -> None:
     """The files that chains name by import path, beside their chain files."""
-    scripts = Path(__file__).resolve().parents[1]
-    for path in (scripts / "chains" / "lm.py", scripts / "peers" / "streams.py"):
+    here = Path(__file__).resolve().parents[1]
+    for path in (here / "chains" / "lm.py", here / "peers" / "streams.py"):
         shutil.copy(path, folder / path.name)
 
 

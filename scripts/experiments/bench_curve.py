@@ -7,7 +7,7 @@ connections with an I/O thread each; with CURVE and the activation as bfloat16, 
 sides. MB are millions of bytes of float32 that arrive, whatever travels.
 
 Example:
-  scripts/bench_curve.py --repetitions 9
+  scripts/experiments/bench_curve.py --repetitions 9
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOLVED_BITS = 0.15
 WINDOW = 100
 """Updates that an error is averaged over before a task may grow."""

@@ -1,4 +1,4 @@
-"""The pure parts of ``scripts/time_to_accuracy.py``: data, clocks, and what figures say."""
+"""The pure parts of ``time_to_accuracy.py``: data, clocks, and what figures say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure parts of ``scripts/bench_peers.py``: what is asked for, and what figures say."""
+"""The pure parts of ``bench_peers.py``: what is asked for, and what figures say."""
 
 from __future__ import annotations
 

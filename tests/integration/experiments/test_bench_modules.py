@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_modules.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "experiments" / "bench_modules.py"
 
 
 def test_operations_per_module_are_flat(tmp_path: Path) -> None:

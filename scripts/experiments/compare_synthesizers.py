@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """What gradient interfaces cost on one chain, and how well they predict true gradients.
 
-Usage: scripts/compare_synthesizers.py CHAIN [--epochs N] [--delay BATCHES] [METHOD ...]
+Usage: compare_synthesizers.py CHAIN [--epochs N] [--delay BATCHES] [METHOD ...]
 
-How well a chain learns by them is compared by scripts/compare_learning.py. Chains are in
-scripts/chains; their data is what scripts/fetch-mnist and scripts/fetch-fashion-mnist put into
-build/mnist and build/fashion-mnist.
+How well a chain learns by them is compared by compare_learning.py. Chains are in the folder chains;
+their data is what scripts/fetch-mnist and scripts/fetch-fashion-mnist put into build/.
 
 A method is a synthesizer's name, or a gradient interface as chain.yaml has it: local,
 '{local: {head: mlp-sr}}', '{synthetic: {synthesizer: {critic: {grid: 4}}}}'. For each cut there

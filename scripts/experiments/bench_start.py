@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """How long a run takes to start, a killed module to be back, and a run to stop: a Markdown table.
 
-    scripts/bench_start.py --data build/fashion-mnist --backends process,apptainer
-    scripts/slurm-testbed run -- scripts/as-user -- build/venv/bin/python scripts/bench_start.py
+    scripts/experiments/bench_start.py --data build/fashion-mnist --backends process,apptainer
+    scripts/slurm-testbed run -- scripts/as-user -- build/venv/bin/python \\
+        scripts/experiments/bench_start.py
     scripts/slurm-testbed run --cpus 24 -- scripts/as-user -- build/venv/bin/python \\
-        scripts/bench_start.py --modules 64 --backends slurm --repetitions 1
+        scripts/experiments/bench_start.py --modules 64 --backends slurm --repetitions 1
 
 *start*: from the command until every module has trained its first batch; of that *placed* until the
 first worker is started (dnictl, images checked, Slurm's queue), *loaded* until the last worker
@@ -40,7 +41,7 @@ from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from dni_runtime.worker.ledger import Counts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DNICTL = (sys.executable, "-m", "dnictl")
 BACKENDS = {
     "process": ("up", "-d", "--backend", "process"),

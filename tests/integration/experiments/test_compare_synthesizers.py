@@ -1,4 +1,4 @@
-"""scripts/compare_synthesizers.py and the chains that it is for."""
+"""scripts/experiments/compare_synthesizers.py and the chains that it is for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dni_runtime.data import describe
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec, load_chain
 
 ROOT = Path(__file__).resolve().parents[3]
-CHAINS = sorted((ROOT / "scripts" / "chains").glob("*.yaml"))
+CHAINS = sorted((ROOT / "scripts" / "experiments" / "chains").glob("*.yaml"))
 SHAPES = {"npz": (3, 32, 32)}
 """Of samples that are not of 1 x 28 x 28 pixels."""
 LABEL = TensorSpec(shape=(), dtype="int64")

@@ -1,1 +1,0 @@
-../../definitions/chains/lm/lm.py

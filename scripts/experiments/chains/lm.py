@@ -1,0 +1,1 @@
+../../../definitions/chains/lm/lm.py

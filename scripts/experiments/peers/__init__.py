@@ -1,0 +1,1 @@
+"""The parts of ``scripts/experiments/bench_peers.py``."""
