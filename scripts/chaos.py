@@ -179,7 +179,11 @@ def start(options: argparse.Namespace, name: str, away_s: float | None = None) -
         on_loss=options.on_loss, replay=options.replay, synthetic_inputs=options.synthetic_inputs
     )
     if options.epochs is not None:
+        longer = options.epochs / chain["epochs"]
         chain["epochs"] = options.epochs
+        schedule = chain.get("defaults", {}).get("schedule", {}).get("MultiStepLR")
+        if schedule is not None:  # else most of the training has the smallest rate
+            schedule["milestones"] = [round(longer * one) for one in schedule["milestones"]]
     if options.interface is not None:
         for module in (chain.setdefault("defaults", {}), *chain["modules"]):
             module.pop("interface", None)
