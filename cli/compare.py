@@ -156,18 +156,20 @@ def _train(
 ) -> Trial:
     from dni_runtime.launch.compare import read_trial
     from dni_runtime.launch.host import check_host
-    from dni_runtime.launch.records import Record, create_run
+    from dni_runtime.launch.planning import plan_here
+    from dni_runtime.launch.records import create_run
     from dni_runtime.launch.reference import REFERENCE, run_reference
-    from dni_runtime.launch.start import failure, plan_here, supervisor_of, write_plan
+    from dni_runtime.launch.run import Run
+    from dni_runtime.launch.start import Launch
     from dnictl.progress import progress
 
     root = (folder / f"{re.sub('[^A-Za-z0-9.-]', '_', method)}-{seed}").absolute()
     backend = "process" if method != REFERENCE else REFERENCE
-    run = create_run(root, prepared, backend=backend)
-    record = Record.read(root)
+    directory = create_run(root, prepared, backend=backend)
+    run = Run.open(root)
     if method == REFERENCE:
-        run_reference(record, threads)
-        return read_trial(record, method, seed, metric)
+        run_reference(run.record, threads)
+        return read_trial(run.record, method, seed, metric)
     site = check_host(
         prepared.written,
         prepared.workers,
@@ -177,16 +179,15 @@ def _train(
         place=prepared.place,
     )
     plan = plan_here(root, prepared.chain, prepared.workers, site, data=prepared.data)
-    write_plan(run, plan)
-    with progress(record, quiet=quiet or not sys.stderr.isatty()) as show:
-        state = supervisor_of(run, plan).run(show)
-    error = failure(run, state)
+    with progress(run, quiet=quiet or not sys.stderr.isatty()) as show:
+        state = Launch.of(directory, plan).supervise(show)
+    error = run.failure(state)
     if error is not None:
         raise error
     if state.phase != "finished":
         click.echo(f"stopped; what was finished is in {folder / 'result.json'}", err=True)
         sys.exit(state.exit_code or 75)
-    return read_trial(record, method, seed, metric)
+    return read_trial(run.record, method, seed, metric)
 
 
 def _print(document: dict[str, Any]) -> None:

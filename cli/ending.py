@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -13,26 +13,22 @@ from dnictl.options import print_json
 
 if TYPE_CHECKING:
     from dni_runtime.launch.figures import RunFigures
-    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.run import Run
 
 
-def conclude(record: Record, *, as_json: bool) -> None:
+def conclude(run: Run, *, as_json: bool) -> NoReturn:
     """Print how a run ended, and end the command with the run's exit code."""
-    from dni_runtime.launch.figures import Gauge
-    from dni_runtime.launch.slurm.job import read_state
-    from dni_runtime.launch.start import failure
-
-    state = read_state(record.run)
-    figures = Gauge(record).read(state)
+    state = run.state()
+    figures = run.status(state)
     if as_json:
         print_json(asdict(figures))
     else:
         click.echo(summary(figures))
-    error = failure(record.run, state)
+    error = run.failure(state)
     if error is not None:
         raise error
     if state.phase == "stopped":
-        click.echo(f"  → dnictl resume {record.name}", err=True)
+        click.echo(f"  → dnictl resume {run.name}", err=True)
     sys.exit(state.exit_code or 0)
 
 

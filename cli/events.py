@@ -10,19 +10,7 @@ from typing import Any
 
 import click
 
-from dni_runtime.errors import UsageError
-from dnictl.options import (
-    check_module,
-    chosen_run,
-    json_option,
-    pause,
-    print_json,
-    run_argument,
-    runs_option,
-)
-
-_POLL_S = 0.1
-_BEGINS_S = 60.0  # the supervisor looks once a second, a shared file system shows files later
+from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
 
 
 @click.command()
@@ -40,42 +28,12 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
     Example:
       dnictl restart lower
     """
-    from dni_runtime.launch.slurm.job import read_state
-    from dni_runtime.rundir import write_json
-
-    record = chosen_run(run, runs)
-    check_module(record, module)
-    state = read_state(record.run)
-    if state.phase not in ("starting", "running", "stalled"):
-        done = state.phase in ("queued", "stopping", "finished")
-        raise UsageError(
-            f"run {record.name!r} is {state.phase}: there is nobody to start a module again",
-            hint=f"see 'dnictl status {record.name}'"
-            if done
-            else f"go on with the run by 'dnictl resume {record.name}'",
-        )
-    known = state.modules.get(module)
-    if known is not None and known.state == "finished":
-        raise UsageError(
-            f"module {module!r} has finished: there is nothing to start again",
-            hint=f"see 'dnictl status {record.name}'",
-        )
-    request = record.run.restart_request(module)
-    write_json(request, {"time": time.time()})
-    until = time.monotonic() + _BEGINS_S
-    while request.exists():
-        if time.monotonic() >= until:
-            request.unlink(missing_ok=True)
-            raise UsageError(
-                f"the supervisor of run {record.name!r}, process {state.pid} on {state.host}, "
-                "does not answer",
-                hint=f"see 'dnictl status {record.name}'",
-            )
-        time.sleep(_POLL_S)
+    its = chosen_run(run, runs)
+    its.restart(module)
     if as_json:
-        print_json({"run": record.name, "module": module})
+        print_json({"run": its.name, "module": module})
     else:
-        click.echo(f"{record.name}: {module} is started again after a checkpoint")
+        click.echo(f"{its.name}: {module} restarts after a checkpoint")
 
 
 @click.command()
@@ -93,24 +51,20 @@ def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json:
     Example:
       dnictl events -f
     """
-    from dni_runtime.launch.slurm.job import read_state
     from dni_runtime.lines import LineReader, offset_of_last
 
-    record = chosen_run(run, runs)
-    path = record.run.events
+    its = chosen_run(run, runs)
+    path = its.directory.events
     reader = LineReader(path, offset=0 if tail is None else offset_of_last(path, tail))
     limit = tail
-    while True:
-        # The state first: what was written before the end is seen after it.
-        state = read_state(record.run)
+    for _ in its.states():  # the state first: what was written before the end is seen after it
         new = reader.new()
         if limit is not None:
             new, limit = iter(deque(new, maxlen=limit)), None
         for event in new:
             click.echo(json.dumps(event, ensure_ascii=False) if as_json else _line(event))
-        if not follow or not state.active:
+        if not follow:
             return
-        pause(state)
 
 
 def _line(event: dict[str, Any]) -> str:

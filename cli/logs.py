@@ -15,10 +15,10 @@ import click
 
 from dni_runtime.errors import UsageError
 from dni_runtime.lines import NewLines, offset_of_last
-from dnictl.options import check_module, chosen_run, complete_runs, pause, runs_option
+from dnictl.options import chosen_run, complete_runs, runs_option
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.run import Run
 
 SUPERVISOR = "supervisor"
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
@@ -80,22 +80,21 @@ def logs(
       dnictl logs -f
       dnictl logs --tail 20 bottom
     """
-    from dni_runtime.launch.slurm.job import read_state
     from dni_runtime.launch.state import RunState
 
-    record, modules = _whose(names, runs)
+    run, modules = _whose(names, runs)
     write = _json_line if as_json else _printer(modules)
     followers: dict[Path, Follower] = {}
 
     def look(*, all_of_it: bool) -> Iterator[Line]:
-        state = RunState.read(record.run)
+        state = RunState.read(run.directory)
         for module in modules:
             known = state.modules.get(module)
             latest = attempt or (known.attempt if known else 0) or 1
             path = (
-                record.run.supervisor_log
+                run.directory.supervisor_log
                 if module == SUPERVISOR
-                else record.run.log(module, latest)
+                else run.directory.log(module, latest)
             )
             if path not in followers:
                 followers[path] = Follower(path, module, latest, tail)
@@ -109,33 +108,28 @@ def logs(
         write(line)
     if not follow:
         if not any(follower.path.exists() for follower in followers.values()):
-            click.echo(f"{record.name} has no such logs", err=True)
+            click.echo(f"{run.name} has no such logs", err=True)
         return
-    while True:
-        # The state first: what was written before the end is seen after it.
-        state = read_state(record.run)
+    for state in run.states():  # the state first: what was written before the end is seen after it
         for line in look(all_of_it=not state.active):
             write(line)
-        if not state.active:
-            return
-        pause(state)
 
 
-def _whose(names: tuple[str, ...], runs: Path) -> tuple[Record, Sequence[str]]:
+def _whose(names: tuple[str, ...], runs: Path) -> tuple[Run, Sequence[str]]:
     """The run and the modules that are meant; RUN may be left out."""
-    record: Record | None = None
+    run: Run | None = None
     if names:
         try:
             latest = chosen_run(None, runs)
         except UsageError:
             latest = None
         if latest is None or names[0] not in (*latest.modules, SUPERVISOR):
-            record, names = chosen_run(names[0], runs), names[1:]
-    record = record or chosen_run(None, runs)
+            run, names = chosen_run(names[0], runs), names[1:]
+    run = run or chosen_run(None, runs)
     for name in names:
         if name != SUPERVISOR:
-            check_module(record, name)
-    return record, names or record.modules
+            run.check_module(name)
+    return run, names or run.modules
 
 
 def _printer(modules: Sequence[str]) -> Callable[[Line], None]:

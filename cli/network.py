@@ -86,8 +86,8 @@ def _lines(
 ) -> list[Line]:
     from dni_runtime.bench import network
     from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.slurm.allocation import request_here
     from dni_runtime.spec import LinksSpec
-    from dnictl.allocation import request_here
 
     prepared = None if chain is None else prepare(chain, data=data)
     if allocation is None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from dni_runtime.errors import UsageError
-
 if TYPE_CHECKING:
-    from dni_runtime.launch.records import Record
-    from dni_runtime.launch.state import RunState
+    from dni_runtime.launch.host import Site
+    from dni_runtime.launch.prepare import Prepared
+    from dni_runtime.launch.run import Run
 
 
 Wanted = Literal["auto", "process", "apptainer"]
 """Backends that may be asked for."""
-
-_POLL_S = 0.3
-_QUEUE_POLL_S = 5.0
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -97,31 +92,46 @@ run_dir_option = click.option(
 )
 
 
-def chosen_run(name: str | None, runs: Path) -> Record:
+def chosen_run(name: str | None, runs: Path) -> Run:
     """The run that the user means; the latest by default."""
-    from dni_runtime.launch.records import find_run
+    from dni_runtime.launch.run import Run
 
-    return find_run(name, runs)
-
-
-def check_module(record: Record, name: str) -> None:
-    """Refuse the name of a module that a run does not have.
-
-    Raises:
-        UsageError: It has none of that name.
-    """
-    if name not in record.modules:
-        raise UsageError(
-            f"run {record.name!r} has no module {name!r}",
-            hint=f"its modules: {', '.join(record.modules)}",
-        )
+    return Run.find(name, runs)
 
 
-def pause(state: RunState) -> None:
-    """Wait before the next look at a run: each one at a job that waits is a question to Slurm."""
-    time.sleep(_QUEUE_POLL_S if state.phase == "queued" else _POLL_S)
+def tell(line: str) -> None:
+    """Print a line for the user beside the command's output."""
+    click.echo(line, err=True)
 
 
 def print_json(document: Any) -> None:
     """Print one JSON document to stdout."""
     click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def site_for(
+    prepared: Prepared,
+    backend: Wanted,
+    images: Path,
+    *,
+    elsewhere: bool = False,
+    interface: str | None = None,
+) -> Site:
+    """What the host, or a cluster that shares its files and names an interface, offers a chain."""
+    from dni_runtime.launch.host import check_host, exposure
+
+    warning = exposure(prepared.chain.links, interface)
+    if warning is not None:
+        click.secho(f"warning: {warning}", err=True, fg="yellow")
+    site = check_host(
+        prepared.written,
+        prepared.workers,
+        wanted=backend,
+        images=images,
+        data=prepared.data,
+        place=prepared.place,
+        elsewhere=elsewhere,
+    )
+    if site.notice is not None:
+        click.echo(f"dnictl: {site.notice}", err=True)
+    return site

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from dni_runtime.launch.figures import RunFigures
-    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.run import Run
     from dni_runtime.launch.state import RunState
 
 _LIVE_S = 0.5
@@ -30,11 +30,11 @@ class Progress(Protocol):
 
 
 @contextmanager
-def progress(record: Record, *, quiet: bool = False) -> Iterator[Progress]:
+def progress(run: Run, *, quiet: bool = False) -> Iterator[Progress]:
     """Show a run's progress on stderr.
 
     Args:
-        record: The run.
+        run: The run.
         quiet: Show nothing.
     """
     from rich.console import Console
@@ -50,9 +50,9 @@ def progress(record: Record, *, quiet: bool = False) -> Iterator[Progress]:
             def show(figures: RunFigures) -> None:
                 live.update(_picture(figures), refresh=True)
 
-            yield _Throttled(record, _LIVE_S, show)
+            yield _Throttled(run, _LIVE_S, show)
     else:
-        yield _Throttled(record, _PLAIN_S, PlainLines())
+        yield _Throttled(run, _PLAIN_S, PlainLines())
 
 
 class _Throttled:
@@ -61,10 +61,10 @@ class _Throttled:
     A terminal or a pipe that is gone, or a figure that cannot be read, is no reason to end a run.
     """
 
-    def __init__(self, record: Record, every_s: float, show: Shower) -> None:
+    def __init__(self, run: Run, every_s: float, show: Shower) -> None:
         from dni_runtime.launch.figures import Gauge
 
-        self._gauge = Gauge(record)
+        self._gauge = Gauge(run.record)
         self._every_s = every_s
         self._show = show
         self._due = 0.0

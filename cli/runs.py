@@ -6,23 +6,12 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from dni_runtime.errors import CheckpointError, DamagedError, UsageError
-from dnictl.options import (
-    chosen_run,
-    json_option,
-    pause,
-    print_json,
-    run_argument,
-    runs_option,
-)
-
-if TYPE_CHECKING:
-    from dni_runtime.launch.records import Record
-    from dni_runtime.launch.state import RunState
+from dni_runtime.errors import UsageError
+from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option, tell
 
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as timeout(1) has it."""
@@ -39,14 +28,11 @@ def ps(runs: Path, as_json: bool) -> None:
       dnictl ps --json | jq -r '.[-1].run'
     """
     from dni_runtime.launch.figures import Gauge
-    from dni_runtime.launch.records import list_runs
-    from dni_runtime.launch.slurm.job import read_states
+    from dni_runtime.launch.run import runs_in
 
     rows: list[dict[str, Any]] = []
-    records = list_runs(runs)
-    states = read_states([record.run for record in records])
-    for record, its_state in zip(records, states, strict=True):
-        figures = asdict(Gauge(record, evaluations=1).read(its_state))
+    for its, its_state in runs_in(runs):
+        figures = asdict(Gauge(its.record, evaluations=1).read(its_state))
         hidden = ("modules", "evaluations")
         rows.append({key: value for key, value in figures.items() if key not in hidden})
     if as_json:
@@ -92,7 +78,7 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     """
     from dni_runtime.launch.figures import Gauge
 
-    record = chosen_run(run, runs)
+    record = chosen_run(run, runs).record
     figures = (Gauge(record) if as_json else Gauge(record, evaluations=1)).read()
     if as_json:
         print_json(asdict(figures))
@@ -150,38 +136,12 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     Example:
       dnictl stop && dnictl resume
     """
-    from dni_runtime.launch.slurm.commands import cancel
-    from dni_runtime.launch.slurm.job import JobRecord, read_state
-    from dni_runtime.launch.start import end_leftovers
-    from dni_runtime.rundir import read_json, write_json
-
-    record = chosen_run(run, runs)
-    job = JobRecord.read(record.run)
-    state = read_state(record.run)
-    plan = read_json(record.run.plan) or {}
-    grace_s = timeout if timeout is not None else float(plan.get("stop_grace_s", 30.0))
-    if state.phase == "unsupervised" and job is None:
-        state = end_leftovers(record.run, state, grace_s + 15.0)
-    elif state.active:
-        write_json(record.run.stop_request, {"time": time.time(), "timeout_s": timeout})
-        if state.phase == "queued" and job is not None and job.job is not None:
-            cancel(job.job)  # nobody is there to read the request
-        # The supervisor looks a few times a second, and kills late workers itself.
-        until = time.monotonic() + grace_s + 30.0
-        state = follow(record, until)
-        if state.active:
-            raise UsageError(
-                f"run {record.name!r} is still {state.phase}; its supervisor, process {state.pid} "
-                f"on {state.host}, does not answer",
-                hint=f"end its job: scancel {job.job}"
-                if job is not None
-                else f"kill it there: kill -9 {state.pid}; then stop its workers with the same "
-                f"command: dnictl stop {record.name}",
-            )
+    its = chosen_run(run, runs)
+    state = its.stop(timeout)
     if as_json:
-        print_json({"run": record.name, "state": state.phase, "exit_code": state.exit_code})
+        print_json({"run": its.name, "state": state.phase, "exit_code": state.exit_code})
     else:
-        click.echo(f"{record.name}: {state.phase}")
+        click.echo(f"{its.name}: {state.phase}")
 
 
 @click.command()
@@ -201,28 +161,12 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     """
     from dnictl.ending import conclude
 
-    record = chosen_run(run, runs)
-    state = follow(record, None if timeout is None else time.monotonic() + timeout)
-    if state.phase == "new":
-        raise UsageError(
-            f"nobody looks after {record.name!r}: its workers are started by hand",
-            hint="'dnictl status' tells what they do",
-        )
+    its = chosen_run(run, runs)
+    state = its.wait(timeout)
     if state.active:
-        click.echo(f"dnictl: {record.name} is still {state.phase}", err=True)
+        tell(f"dnictl: {its.name} is still {state.phase}")
         sys.exit(WAIT_TIMEOUT)
-    conclude(record, as_json=as_json)
-
-
-def follow(record: Record, until: float | None) -> RunState:
-    """Wait until a run has ended, or a time of ``time.monotonic()`` has come; gives its state."""
-    from dni_runtime.launch.slurm.job import read_state
-
-    while True:
-        state = read_state(record.run)
-        if not state.active or (until is not None and time.monotonic() >= until):
-            return state
-        pause(state)
+    conclude(its, as_json=as_json)
 
 
 @click.command()
@@ -253,58 +197,17 @@ def export(
     Example:
       dnictl export -o model.safetensors
     """
-    from dni_runtime.cuts import newest_cut, verify, written_cuts
-    from dni_runtime.rundir import read_json
-
-    record = chosen_run(run, runs)
+    its = chosen_run(run, runs)
     if output.exists() and not force:
         raise UsageError(f"{str(output)!r} exists already", hint="--force replaces it")
-    cuts = written_cuts(record.run, record.modules)
-    try:
-        newest, damaged = newest_cut(record.run, record.modules)
-    except DamagedError:
-        if not force:
-            raise
-        newest, damaged = cuts[-1], []
-    if not cuts:
-        raise CheckpointError(
-            f"run {record.name!r} has no complete checkpoint yet",
-            hint="checkpoints are written at the end of an epoch, and by 'dnictl stop'",
-        )
-    best = read_json(record.run.best) or {}
-    named = {"newest": newest, "best": best.get("cut"), None: best.get("cut", newest)}
-    cut = named.get(wanted, wanted)
-    if str(cut) not in map(str, cuts):
-        what = (
-            "best checkpoint: the chain has no 'selection'" if cut is None else f"checkpoint {cut}"
-        )
-        raise UsageError(f"no complete {what}; there are: {', '.join(map(str, cuts))}")
-    cut = int(str(cut))
-    for problem in damaged if cut == newest else ():
+    cut, damaged = its.choose_cut(wanted, force=force)
+    for problem in damaged:
         click.secho(f"warning: {problem}; checkpoint {cut} is taken", err=True, fg="yellow")
-    try:
-        verify(record.run, cut, record.modules)
-    except DamagedError as error:
-        others = ", ".join(str(one) for one in cuts if one != cut)
-        hint = f"take another one with --from: {others}" if others else None
-        raise DamagedError(error.message, hint=hint) from None
-    from dni_runtime.core.export import export_model
-    from dni_runtime.launch.prepare import importing_from
-
-    with importing_from(record.run.sources):
-        export_model(
-            record.specs()[1],
-            {
-                module: record.run.checkpoint(cut, module).with_suffix(".safetensors")
-                for module in record.modules
-            },
-            output,
-            force=force,
-        )
+    its.export(output, cut, force=force)
     if as_json:
         print_json(
-            {"run": record.name, "checkpoint": cut, "file": str(output),
+            {"run": its.name, "checkpoint": cut, "file": str(output),
              "bytes": output.stat().st_size}
         )  # fmt: skip
     else:
-        click.echo(f"wrote {output} (checkpoint {cut} of {record.name})")
+        click.echo(f"wrote {output} (checkpoint {cut} of {its.name})")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,14 +28,15 @@ from dnictl.options import (
     run_argument,
     run_dir_option,
     runs_option,
+    site_for,
+    tell,
 )
 from dnictl.supervise import go
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.host import Site
     from dni_runtime.launch.plan import LaunchPlan
     from dni_runtime.launch.prepare import Prepared
-    from dni_runtime.launch.records import Record
+    from dni_runtime.launch.run import Run
 
 
 @click.command()
@@ -74,9 +74,10 @@ def up(
       dnictl up chain.yaml
       dnictl up chain.yaml -d && dnictl logs -f
     """
+    from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
-    from dni_runtime.launch.records import Record, create_run, new_run_id
-    from dni_runtime.launch.start import plan_here, take, write_plan
+    from dni_runtime.launch.records import create_run, new_run_id
+    from dni_runtime.launch.start import Launch
 
     prepared = prepare(chain, data=data)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
@@ -84,12 +85,9 @@ def up(
         from dnictl.allocation import up_in_allocation
 
         site = site_for(prepared, "auto", images, elsewhere=True)
-        started = up_in_allocation(
-            prepared, root, site, log_level, dry_run=dry_run, as_json=as_json
-        )
-        if started is not None:
-            record, plan = started
-            go(record, plan, take(record.run), detached=detach, as_json=as_json)
+        launch = up_in_allocation(prepared, root, site, log_level, dry_run=dry_run, as_json=as_json)
+        if launch is not None:
+            go(launch, detached=detach, as_json=as_json)
         return
     site = site_for(prepared, backend, images)
     plan = plan_here(
@@ -99,9 +97,7 @@ def up(
         _print_plan(plan, as_json)
         return
     run = create_run(root, prepared, backend=site.backend, images=site.images)
-    lease = take(run)
-    write_plan(run, plan)
-    go(Record.read(run.root), plan, lease, detached=detach, as_json=as_json)
+    go(Launch.of(run, plan), detached=detach, as_json=as_json)
 
 
 @click.command()
@@ -135,74 +131,36 @@ def resume(
     Example:
       dnictl resume
     """
-    from dni_runtime.cuts import newest_cut
-    from dni_runtime.launch.slurm.job import JobRecord, read_state
-    from dni_runtime.launch.start import end_leftovers, plan_here, site_again, take, write_plan
-
-    record = chosen_run(run, runs)
-    job = JobRecord.read(record.run)
-    state = read_state(record.run)
-    if state.active and (state.phase != "unsupervised" or job is not None):
-        raise UsageError(
-            f"run {record.name!r} is {state.phase}", hint=f"stop it first: dnictl stop {run or ''}"
-        )
-    if state.phase == "finished":
-        raise UsageError(
-            f"run {record.name!r} has finished",
-            hint=f"take its model home: dnictl export {record.name} -o model.safetensors",
-        )
-    if notice := record.compare_versions():
-        click.echo(f"{record.name}: {notice}", err=True)
-    if job is not None:
-        from dnictl.allocation import submit_again
-
+    its = chosen_run(run, runs)
+    its.check_resumable(cut)
+    if notice := its.record.compare_versions():
+        tell(f"{its.name}: {notice}")
+    if its.job is not None:
         source = click.get_current_context().get_parameter_source("log_level")
-        level = job.log_level if source is ParameterSource.DEFAULT else log_level
-        submit_again(record, replace(job, log_level=level), cut, dry_run=dry_run, as_json=as_json)
-        return
-    chain, workers = record.specs()
-    _check_cut(record, cut)
-    lease = None
-    if not dry_run:
-        lease = take(record.run)
-        state = read_state(record.run)  # as it was left
-        if state.phase == "unsupervised":
-            click.echo(f"{record.name}: stopping the workers that go on by themselves", err=True)
-        state = end_leftovers(record.run, state, chain.stop_grace_s)
-        _check_cut(record, cut)  # those workers may have removed it
-        record.run.stop_request.unlink(missing_ok=True)
-        if state.phase == "finished":
-            conclude(record, as_json=as_json)
-    if cut == "auto" and not newest_cut(record.run, record.modules)[0]:
-        click.echo(f"{record.name}: no complete checkpoint, so it starts from scratch", err=True)
-    site = site_again(record)
-    plan = plan_here(
-        record.run.root,
-        chain,
-        workers,
-        site,
-        data=record.data,
-        attempt=state.last_attempt + 1,
-        resume=cut,
-        log_level=log_level,
-    )
-    if lease is None:
-        _print_plan(plan, as_json)
-        return
-    write_plan(record.run, plan)
-    go(record, plan, lease, detached=detach, as_json=as_json)
+        _resubmit(its, None if source is ParameterSource.DEFAULT else log_level, dry_run, as_json)
+    elif dry_run:
+        _print_plan(its.plan(cut, log_level=log_level), as_json)
+    elif (launch := its.relaunch(cut, log_level=log_level, tell=tell)) is not None:
+        go(launch, detached=detach, as_json=as_json)
+    else:
+        conclude(its, as_json=as_json)
 
 
-def _check_cut(record: Record, cut: str) -> None:
-    """Refuse a checkpoint that is not there, or damaged, before anything newer goes."""
-    from dni_runtime.cuts import complete_cuts, verify, written_cuts
-
-    if cut == "auto":
+def _resubmit(run: Run, log_level: str | None, dry_run: bool, as_json: bool) -> None:
+    """``resume`` for a run of Slurm: another job with the same script."""
+    document = {"run": run.name, "path": str(run.directory.root)}
+    if dry_run:
+        script = run.directory.script.read_text()
+        if as_json:
+            print_json(document | {"script": script})
+        else:
+            click.echo(script, nl=False)
         return
-    if not cut.isdecimal() or int(cut) not in written_cuts(record.run, record.modules):
-        there = ", ".join(map(str, complete_cuts(record.run, record.modules))) or "none"
-        raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
-    verify(record.run, int(cut), record.modules)
+    job = run.resubmit(log_level)
+    if as_json:
+        print_json(document | {"job": job})
+    else:
+        click.echo(f"{run.name}: job {job}")
 
 
 @click.command("run")
@@ -248,9 +206,9 @@ def run(
       dnictl run top --run-dir runs/by-hand
     """
     from dni_runtime.image.apptainer import host_environment
+    from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import create_run
-    from dni_runtime.launch.start import plan_here
     from dni_runtime.rundir import RunDir, socket_folder
 
     prepared = prepare(chain, data=data)
@@ -299,34 +257,6 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
             f"{str(run_dir)!r} is a run of another version of chain {record.chain!r}",
             hint="name another --run-dir",
         )
-
-
-def site_for(
-    prepared: Prepared,
-    backend: Wanted,
-    images: Path,
-    *,
-    elsewhere: bool = False,
-    interface: str | None = None,
-) -> Site:
-    """What the host, or a cluster that shares its files and names an interface, offers a chain."""
-    from dni_runtime.launch.host import check_host, exposure
-
-    warning = exposure(prepared.chain.links, interface)
-    if warning is not None:
-        click.secho(f"warning: {warning}", err=True, fg="yellow")
-    site = check_host(
-        prepared.written,
-        prepared.workers,
-        wanted=backend,
-        images=images,
-        data=prepared.data,
-        place=prepared.place,
-        elsewhere=elsewhere,
-    )
-    if site.notice is not None:
-        click.echo(f"dnictl: {site.notice}", err=True)
-    return site
 
 
 def _print_plan(plan: LaunchPlan, as_json: bool) -> None:

@@ -23,8 +23,8 @@ from dnictl.options import (
     profile_option,
     run_dir_option,
     runs_option,
+    site_for,
 )
-from dnictl.start import site_for
 
 if TYPE_CHECKING:
     from dni_runtime.launch.prepare import Prepared
@@ -100,7 +100,7 @@ def submit(
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import new_run_id
     from dni_runtime.launch.slurm.profiles import load_profile
-    from dni_runtime.launch.slurm.submit import submit_run
+    from dni_runtime.launch.slurm.submit import placement_rows, submit_run
 
     prepared = prepare(chain, data=data)
     site_profile = load_profile(profile)
@@ -138,11 +138,12 @@ def submit(
             err=True,
         )
     if wait_for_it:
+        from dni_runtime.launch.run import Run
         from dnictl.ending import conclude
-        from dnictl.runs import follow
 
-        follow(record, None)
-        conclude(record, as_json=as_json)
+        run = Run(record)
+        run.wait()
+        conclude(run, as_json=as_json)
 
 
 @click.command()
@@ -171,6 +172,7 @@ def plan(
     """
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.slurm.profiles import load_profile
+    from dni_runtime.launch.slurm.submit import placement_rows
 
     prepared = prepare(chain, data=data)
     request = _request(
@@ -270,27 +272,6 @@ def _checked(script: str, options: list[str]) -> str:
         file.write(script)
         file.flush()
         return check_only(Path(file.name), options)
-
-
-def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
-    """Which node each module would be on, and what it asks for there."""
-    from dni_runtime.launch.slurm.allocation import link_kinds
-
-    kinds = link_kinds(prepared.chain, request.profile, request.nodes)
-    total = sum(need.cost for need in request.needs)
-    return [
-        {
-            "module": need.module,
-            "node": node,
-            "partition": request.partitions[node] if request.partitions else request.partition,
-            "input": " on ".join(part for part in kinds.get(need.module, ("data",)) if part),
-            "cpus": need.cpus,
-            "gpus": need.gpus,
-            "memory_mib": need.memory_mib,
-            "work": need.cost / total if total else 0.0,
-        }
-        for need, node in zip(request.needs, request.nodes, strict=True)
-    ]
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -35,21 +35,18 @@ def tensorboard(
       dnictl tensorboard --follow &
       tensorboard --logdir runs
     """
-    from dni_runtime.launch.slurm.job import read_state
     from dni_runtime.launch.tensorboard import Board
 
-    record = chosen_run(run, runs)
-    board = Board(record, record.run.tensorboard if logdir is None else logdir / record.name)
-    active = True
-    events: dict[str, int] = {}
-    while active:
-        active = follow and read_state(record.run).active
-        for module, added in board.update().items():
-            events[module] = events.get(module, 0) + added
-        if active:
-            time.sleep(_POLL_S)
+    its = chosen_run(run, runs)
+    folder = its.directory.tensorboard if logdir is None else logdir / its.name
+    board = Board(its.record, folder)
+    events: Counter[str] = Counter()
+    for _ in its.states(_POLL_S):
+        events.update(board.update())
+        if not follow:
+            break
     if as_json:
-        print_json({"run": record.name, "logdir": str(board.folder), "events": events})
+        print_json({"run": its.name, "logdir": str(board.folder), "events": events})
         return
     click.echo(f"{board.folder}: {sum(events.values())} new events of {len(events)} modules")
     click.echo(f"  → tensorboard --logdir {board.folder}", err=True)

@@ -1,7 +1,7 @@
 """Decoupled Neural Interfaces as a chain of containers (Jaderberg et al. 2016, arXiv:1608.05343).
 
-``dni_runtime.load(path)`` gives back a trained chain that ``dnictl export`` wrote, as a plain
-``torch.nn.Module``.
+``Chain`` trains a chain with real workers, ``Run`` is what comes of it, and ``load`` gives back a
+trained network that ``dnictl export`` wrote, as a plain ``torch.nn.Module``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,25 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from dni_runtime.launch.chain import Chain
+    from dni_runtime.launch.run import Run
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load"]
+__all__ = ["Chain", "Run", "__version__", "load"]
+
+
+def __getattr__(name: str) -> object:
+    """Workers import this package too, and need neither of these."""
+    if name == "Chain":
+        from dni_runtime.launch.chain import Chain
+
+        return Chain
+    if name == "Run":
+        from dni_runtime.launch.run import Run
+
+        return Run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load(path: str | os.PathLike[str]) -> nn.Module:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dni_runtime.errors import CheckpointError, DamagedError
-from dni_runtime.rundir import RunDir
+from dni_runtime.errors import CheckpointError, DamagedError, UsageError
+from dni_runtime.rundir import RunDir, read_json
 
 FORMAT = 3
 """The format of the checkpoints that are written."""
@@ -272,3 +272,72 @@ def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
         if left and folder.parent == run.checkpoints:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def choose_cut(
+    run: RunDir, modules: Sequence[str], wanted: str | None = None, *, force: bool = False
+) -> tuple[int, list[DamagedError]]:
+    """The checkpoint that a user means, after a look at its files.
+
+    Args:
+        run: The run directory.
+        modules: The modules, head first.
+        wanted: Its number, ``newest`` or ``best``; by default the best if the chain selects one,
+            else the newest.
+        force: Take the newest even if its weights are not finite.
+
+    Returns:
+        Its stream position, and what is wrong with newer ones that were passed over.
+
+    Raises:
+        CheckpointError: There is none yet.
+        DamagedError: Its files are damaged.
+        UsageError: There is none of that name.
+    """
+    cuts = written_cuts(run, modules)
+    try:
+        newest, damaged = newest_cut(run, modules)
+    except DamagedError:
+        if not force:
+            raise
+        newest, damaged = cuts[-1], []
+    if not cuts:
+        raise CheckpointError(
+            f"run {run.root.name!r} has no complete checkpoint yet",
+            hint="checkpoints are written at the end of an epoch, and by 'dnictl stop'",
+        )
+    best = read_json(run.best) or {}
+    named = {"newest": newest, "best": best.get("cut"), None: best.get("cut", newest)}
+    cut = named.get(wanted, wanted)
+    if str(cut) not in map(str, cuts):
+        no_best = "best checkpoint: the chain has no 'selection'"
+        what = no_best if cut is None else f"checkpoint {cut}"
+        raise UsageError(f"no complete {what}; there are: {', '.join(map(str, cuts))}")
+    cut = int(str(cut))
+    try:
+        verify(run, cut, modules)
+    except DamagedError as error:
+        others = ", ".join(str(one) for one in cuts if one != cut)
+        hint = f"take another one with --from: {others}" if others else None
+        raise DamagedError(error.message, hint=hint) from None
+    return cut, damaged if cut == newest else []
+
+
+def check_cut(run: RunDir, modules: Sequence[str], cut: str) -> None:
+    """Refuse to resume from a checkpoint that is not there, or damaged.
+
+    Args:
+        run: The run directory.
+        modules: The modules, head first.
+        cut: Its number; ``auto``, the newest, is not looked at.
+
+    Raises:
+        DamagedError: Its files are damaged.
+        UsageError: There is no such checkpoint.
+    """
+    if cut == "auto":
+        return
+    if not cut.isdecimal() or int(cut) not in written_cuts(run, modules):
+        there = ", ".join(map(str, complete_cuts(run, modules))) or "none"
+        raise UsageError(f"there is no complete checkpoint {cut!r}; there are: {there}")
+    verify(run, int(cut), modules)

@@ -142,6 +142,17 @@ def offset_where(path: Path, reached: Callable[[dict[str, Any]], bool]) -> int:
     return low
 
 
+def last_lines(path: Path, count: int = 10) -> list[str]:
+    """The last lines of a text file; none when it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - 65536, 0))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
 def _next_line(file: BinaryIO, offset: int) -> int:
     """Where the first line begins at or after an offset; the file is there then."""
     file.seek(max(offset - 1, 0))

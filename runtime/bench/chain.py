@@ -6,7 +6,6 @@ worker (``metrics/MODULE.jsonl``), so nothing has to be asked while it runs.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,13 @@ from typing import Any
 
 from dni_runtime.errors import StoppedError, WorkerError
 from dni_runtime.launch.host import Site
+from dni_runtime.launch.journal import failure
+from dni_runtime.launch.planning import plan_here
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.processes import LocalStarter
 from dni_runtime.launch.records import create_run
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.start import failure, plan_here, write_plan
+from dni_runtime.launch.start import Launch
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import LineReader
@@ -146,9 +147,8 @@ def measure_chain(
             for worker in plan.workers
         ),
     )
-    write_plan(run, plan)
-    never = replace(plan, restart=RestartPlan())  # a restart would be measured, too
-    supervisor = Supervisor(run, never, LocalStarter(dict(os.environ)))
+    launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # one would be measured, too
+    supervisor = Supervisor(run, launch.plan, LocalStarter(), lease=launch.lease)
     watch = Watch(
         run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.largest_window
     )

@@ -17,7 +17,8 @@ from dni_runtime.bench.ends import Job
 from dni_runtime.bench.link import SMALL_BYTES
 from dni_runtime.bench.peer import PROGRAM, Peer
 from dni_runtime.errors import DniError
-from dni_runtime.launch.slurm.allocation import Allocation, beside, link_kinds
+from dni_runtime.launch.slurm.allocation import Allocation, beside
+from dni_runtime.launch.slurm.placement import link_kinds
 from dni_runtime.launch.slurm.script import step_environment
 from dni_runtime.link import encrypted
 from dni_runtime.spec import ChainSpec, LinksSpec

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import DivergedError
+from dni_runtime.errors import DivergedError, DniError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
-from dni_runtime.rundir import RunDir, append_line, write_json
+from dni_runtime.lines import last_lines
+from dni_runtime.rundir import RunDir, append_line, peek_json, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -132,3 +133,27 @@ def how_it_ended(name: str, module: ModuleState, error: str | None = None) -> st
     else:
         how = f"ended with exit code {module.exit_code}"
     return f"module {name!r} (attempt {module.attempt}) {how}"
+
+
+def failure(run: RunDir, state: RunState) -> DniError | None:
+    """The error that a run ended with; None if it did not fail."""
+    name = state.failed
+    if state.phase == "lost":
+        return WorkerError(
+            state.error or f"the supervisor of run {run.root.name!r} is gone",
+            hint=f"dnictl resume {run.root}",
+        )
+    if state.phase != "failed":
+        return None
+    if name is None or name not in state.modules:
+        return WorkerError(state.error or f"run {run.root.name!r} failed")
+    module = state.modules[name]
+    report = peek_json(run.worker(name))
+    lines = [how_it_ended(name, module)]
+    if report.get("attempt") == module.attempt and report.get("error"):
+        lines[0] += f": {report['error']}"
+    lines.append(f"  log: {module.log}")
+    lines += [f"  | {line}" for line in last_lines(Path(module.log))]
+    lines.append("  The other modules were stopped; complete checkpoints are kept.")
+    kind = DivergedError if module.exit_code == DivergedError.exit_code else WorkerError
+    return kind("\n".join(lines), hint=f"dnictl resume {run.root}")

@@ -19,7 +19,7 @@ from dni_runtime.errors import WorkerError
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.processes import guarded
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.start import last_lines
+from dni_runtime.lines import last_lines
 from dni_runtime.rundir import append_line
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.worker.device import choose_device

@@ -48,13 +48,13 @@ from dni_runtime.cuts import complete_cuts
 from dni_runtime.errors import DniError
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.planning import plan_here
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import create_run
-from dni_runtime.launch.start import plan_here, write_plan
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import FOLDERS
+from dni_runtime.rundir import FOLDERS, write_json
 from dni_runtime.spec import ChainSpec
 from dni_runtime.worker import main as worker
 from dni_runtime.worker import metrics
@@ -366,7 +366,7 @@ def measure(modules: int, batches: int, processes: int) -> Cost:
         try:
             run = create_run(root, prepared, backend="process")
             plan = plan_here(root, prepared.chain, prepared.workers, Site("process"), data=None)
-            write_plan(run, plan)
+            write_json(run.plan, plan.to_json())
             began, started_s = time.monotonic(), 0.0
 
             def observe(state: RunState) -> None:

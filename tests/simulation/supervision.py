@@ -12,10 +12,10 @@ from dni_runtime.errors import DniError
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process as Started
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.start import planned, write_plan
+from dni_runtime.launch.start import planned
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.rundir import RunDir, peek_json, write_json
 from dni_runtime.spec import WorkerSpec
 from tests.simulation.world import Process, World
 
@@ -196,7 +196,7 @@ class Supervision:
         def body() -> None:
             try:
                 if adopt is None:
-                    write_plan(self._run, self._plan())
+                    write_json(self._run.plan, self._plan().to_json())
                 self._supervisor = supervisor = Supervisor(
                     self._run,
                     planned(self._run),

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dni_runtime.errors import UnavailableError
+from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import Mount
 from dni_runtime.launch.host import Site, infiniband_mounts
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan, make_plan
+from dni_runtime.launch.planning import placement_here, site_again
+from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.nodes import nodes_of
-from dni_runtime.launch.slurm.placement import crossing
-from dni_runtime.launch.slurm.script import group_option, step_argv
-from dni_runtime.launch.slurm.submit import needs_of
-from dni_runtime.launch.start import placement_here, site_again
+from dni_runtime.launch.slurm.placement import link_kinds
+from dni_runtime.launch.slurm.script import JobRequest, group_option, step_argv
+from dni_runtime.launch.slurm.starter import end_steps
+from dni_runtime.launch.slurm.submit import make_request, needs_of
+from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
@@ -62,23 +66,6 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
         for host in commands.hostnames(listed)
     ]
     return Allocation(job, tuple(host for host, _ in found), tuple(group for _, group in found))
-
-
-def link_kinds(
-    chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int]
-) -> dict[str, tuple[str, str | None]]:
-    """Transport and interface of each module's link from upstream.
-
-    ``auto``: ipc where both ends are on one node, else tcp on the chain's or the site's interface.
-    """
-    interface = chain.links.interface or profile.interface
-    kinds: dict[str, tuple[str, str | None]] = {}
-    for index, crosses in enumerate(crossing(nodes)):
-        if index == 0:
-            continue
-        tcp = crosses or chain.links.transport == "tcp"
-        kinds[chain.modules[index].name] = ("tcp", interface) if tcp else ("ipc", None)
-    return kinds
 
 
 def plan_in_allocation(
@@ -132,6 +119,54 @@ def plan_in_allocation(
     )
     plan = make_plan(chain, workers, placement)
     return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation, sockets, scratch))
+
+
+def plan_of_job(record: Record, job: JobRecord, state: RunState) -> LaunchPlan | None:
+    """The plan for this start of a run's job, the first or a later one; None: it has finished.
+
+    Raises:
+        UsageError: This process is not in an allocation.
+    """
+    allocation = allocation_here()
+    if allocation is None:
+        raise UsageError(
+            f"run {record.name!r} is a Slurm job's, and this is no allocation",
+            hint=f"go on with it by 'dnictl resume {record.name}'",
+        )
+    if state.phase == "finished":
+        return None
+    end_steps(record.modules)  # which a supervisor that was killed has left
+    return plan_in_allocation(record, job, allocation, attempt=state.last_attempt + 1)
+
+
+def request_here(
+    root: Path, prepared: Prepared, profile: ProfileSpec, allocation: Allocation
+) -> JobRequest:
+    """What a chain would be as a job on the nodes that there are.
+
+    Raises:
+        UsageError: It cannot be placed on them.
+        SpecError: A setting of the chain does not fit them.
+    """
+    from dni_runtime.core.cost import estimated_costs  # torch
+
+    if allocation.groups[0] is not None:
+        raise UsageError(
+            f"job {allocation.job} is heterogeneous: modules are not placed in one that is there",
+            hint="'dnictl submit' asks for what the modules' partitions need",
+        )
+    with importing_from(prepared.base.absolute()):
+        costs = estimated_costs(prepared.workers)
+    wanted = prepared.chain.placement
+    most = min(len(allocation.hosts), len(prepared.modules))
+    return make_request(
+        root,
+        prepared,
+        profile,
+        python=sys.executable,
+        nodes=most if wanted.nodes is None and wanted.strategy != "explicit" else None,
+        costs=costs,
+    )
 
 
 def _as_steps(

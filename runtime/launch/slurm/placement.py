@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dni_runtime.errors import UsageError
+from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.machines import PlacementSpec
+from dni_runtime.spec.profile import ProfileSpec
 
 
 @dataclass(frozen=True)
@@ -190,3 +192,20 @@ def _why(needs: Sequence[Need], blocks: Sequence[int], node: Capacity) -> str:
 def crossing(nodes: Sequence[int]) -> list[bool]:
     """For each module, whether the link from the module before it crosses nodes."""
     return [index > 0 and nodes[index - 1] != node for index, node in enumerate(nodes)]
+
+
+def link_kinds(
+    chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int]
+) -> dict[str, tuple[str, str | None]]:
+    """Transport and interface of each module's link from upstream.
+
+    ``auto``: ipc where both ends are on one node, else tcp on the chain's or the site's interface.
+    """
+    interface = chain.links.interface or profile.interface
+    kinds: dict[str, tuple[str, str | None]] = {}
+    for index, crosses in enumerate(crossing(nodes)):
+        if index == 0:
+            continue
+        tcp = crosses or chain.links.transport == "tcp"
+        kinds[chain.modules[index].name] = ("tcp", interface) if tcp else ("ipc", None)
+    return kinds

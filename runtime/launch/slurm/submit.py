@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.partitions import place_in_partitions
-from dni_runtime.launch.slurm.placement import Capacity, Need, crossing
+from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, link_kinds
 from dni_runtime.launch.slurm.script import DEFAULT_MEMORY_MIB, JobRequest, render_script
 from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec, PlacementSpec, WorkerSpec
@@ -249,9 +250,34 @@ def job_record(
     return JobRecord(job, request.nodes, profile_name, settings, log_level, time.time())
 
 
-def submit_again(run: RunDir, record: JobRecord) -> str:
-    """Submit a run's script once more, to go on from its newest checkpoint; gives the job's id."""
+def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -> str:
+    """Submit a run's script once more, to resume from its newest checkpoint; gives the job's id.
+
+    Args:
+        run: The run directory.
+        record: Its former job.
+        log_level: How much the workers log; by default as before.
+    """
     run.stop_request.unlink(missing_ok=True)
     job = commands.submit(run.script, former=record.job)
-    record.with_job(job).write(run)
+    replace(record, log_level=log_level or record.log_level).with_job(job).write(run)
     return job
+
+
+def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
+    """Which node each module would be on, and what it asks for there."""
+    kinds = link_kinds(prepared.chain, request.profile, request.nodes)
+    total = sum(need.cost for need in request.needs)
+    return [
+        {
+            "module": need.module,
+            "node": node,
+            "partition": request.partitions[node] if request.partitions else request.partition,
+            "input": " on ".join(part for part in kinds.get(need.module, ("data",)) if part),
+            "cpus": need.cpus,
+            "gpus": need.gpus,
+            "memory_mib": need.memory_mib,
+            "work": need.cost / total if total else 0.0,
+        }
+        for need, node in zip(request.needs, request.nodes, strict=True)
+    ]

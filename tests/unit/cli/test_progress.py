@@ -13,6 +13,7 @@ import pytest
 
 from dni_runtime.launch.figures import Gauge
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.run import Run
 from dni_runtime.rundir import append_line
 from dnictl.progress import PlainLines, progress
 from tests.unit.cli.conftest import ended
@@ -29,7 +30,7 @@ def closing(file: TextIO) -> Iterator[None]:
 
 def test_the_test_set_gets_a_line(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
     state = ended(record, "running", 0)
-    with progress(record) as show:
+    with progress(Run(record)) as show:
         show(state)
         line = {"module": "top", "attempt": 1, "epoch": 2, "step": 46, "samples": 360}
         for kind, accuracy in (("eval", 0.9), ("test", 0.8)):
@@ -64,7 +65,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(
     file = os.fdopen(writer, "w")
     with closing(file):
         monkeypatch.setattr(sys, "stderr", file)
-        with progress(record) as show:
+        with progress(Run(record)) as show:
             show(state)
             shown = os.read(reader, 1 << 16)
             os.close(reader)

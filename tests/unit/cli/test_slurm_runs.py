@@ -75,7 +75,9 @@ def test_whoever_follows_a_job_that_waits_asks_slurm_seldom(
     program("sacct", "")
     (folder / "answers").write_text("2\n")
     slept: list[float] = []
-    monkeypatch.setattr("dnictl.options.time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(
+        "dni_runtime.launch.run.time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    )
     dnictl(*command)
     assert slept == [5.0, 5.0]
 

@@ -64,7 +64,7 @@ def test_a_request_to_stop_that_is_newer_than_the_last_start_counts(
 def test_a_supervisor_makes_keys_without_torch() -> None:
     """It would take 200 MiB of the node that all its workers' memory is counted on."""
     program = (
-        "import sys, dni_runtime.launch.start, dni_runtime.launch.slurm.allocation\n"
+        "import sys, dni_runtime.launch.start, dni_runtime.launch.run\n"
         "from dni_runtime import keys\n"
         "sys.exit('torch' in sys.modules)"
     )

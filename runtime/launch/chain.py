@@ -1,0 +1,98 @@
+"""A chain as an object: what Python does where the command line says ``dnictl up``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+from dni_runtime.errors import UsageError
+from dni_runtime.launch.host import check_host, exposure
+from dni_runtime.launch.planning import plan_here
+from dni_runtime.launch.prepare import prepare, prepare_again
+from dni_runtime.launch.records import create_run, new_run_id
+from dni_runtime.launch.run import Run
+from dni_runtime.launch.start import Launch
+
+_log = logging.getLogger(__name__)
+
+
+class Chain:
+    """A network that is cut into modules, checked as a whole.
+
+    Args:
+        path: Its ``chain.yaml``.
+        data: Folder or file of the data, instead of the chain's ``data.path``.
+
+    Attributes:
+        prepared: What is known of it: specs, data, shapes.
+
+    Raises:
+        SpecError: It cannot be used; names file, line and what is allowed.
+        DataError: Its data is missing or malformed.
+    """
+
+    def __init__(self, path: Path | str = "chain.yaml", *, data: Path | str | None = None) -> None:
+        self.prepared = prepare(Path(path), data=None if data is None else Path(data))
+
+    def __repr__(self) -> str:
+        return f"Chain({str(self.prepared.path)!r})"
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of its modules, head first."""
+        return self.prepared.modules
+
+    def train(
+        self,
+        *,
+        epochs: int | None = None,
+        seed: int | None = None,
+        backend: Literal["auto", "process", "apptainer"] = "auto",
+        images: Path | str = "images",
+        runs: Path | str = "runs",
+        run_dir: Path | str | None = None,
+        log_level: str = "info",
+    ) -> Run:
+        """Start training on this host, with one worker per module.
+
+        It goes on in the background, also when this program ends.
+
+        Args:
+            epochs: Instead of the chain's.
+            seed: Instead of the chain's.
+            backend: What the workers are: processes, or containers; ``auto`` takes containers
+                where Apptainer and the images are there.
+            images: Folder of the module images.
+            runs: Folder in which the run gets a directory.
+            run_dir: That directory itself.
+            log_level: How much the workers log: ``debug``, ``info``, ``warning`` or ``error``.
+
+        Raises:
+            DniError: The run cannot start here; says what is missing.
+        """
+        given = {"epochs": epochs, "seed": seed}
+        update = {name: value for name, value in given.items() if value is not None}
+        if epochs is not None and epochs < 1:
+            raise UsageError(f"epochs={epochs}: a run has at least one")
+        prepared = self.prepared
+        if update:
+            prepared = prepare_again(prepared, prepared.written.model_copy(update=update))
+        site = check_host(
+            prepared.written,
+            prepared.workers,
+            wanted=backend,
+            images=Path(images),
+            data=prepared.data,
+            place=prepared.place,
+        )
+        for notice in (exposure(prepared.chain.links), site.notice):
+            if notice is not None:
+                _log.warning("%s", notice)
+        root = Path(run_dir or Path(runs) / new_run_id(prepared.chain.name)).absolute()
+        plan = plan_here(
+            root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
+        )
+        run = create_run(root, prepared, backend=site.backend, images=site.images)
+        Launch.of(run, plan).detach()
+        return Run.open(root)

@@ -1,0 +1,408 @@
+"""A run as an object: what ``dnictl`` and Python do with a run that exists."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING
+
+from dni_runtime.cuts import check_cut, choose_cut, newest_cut
+from dni_runtime.errors import DamagedError, DniError, UsageError
+from dni_runtime.launch.figures import Gauge, RunFigures
+from dni_runtime.launch.journal import failure
+from dni_runtime.launch.records import Record, find_run, list_runs
+from dni_runtime.launch.slurm.job import JobRecord, read_state, read_states
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
+
+if TYPE_CHECKING:  # what starts and ends workers takes a while to import
+    from torch import nn
+
+    from dni_runtime.launch.plan import LaunchPlan
+    from dni_runtime.launch.start import Launch
+
+Tell = Callable[[str], None]
+"""Receives one line that the user should know."""
+
+_POLL_S, _QUEUE_POLL_S = 0.3, 5.0
+_RESTART_TIMEOUT_S = 60.0  # the supervisor looks once a second, a shared file system shows it late
+_STOP_TIMEOUT_S = 30.0  # beyond the workers' own time
+
+
+class Run:
+    """A run, by its directory; any process that can read the directory may look at it.
+
+    Args:
+        record: What the directory says of it.
+
+    Attributes:
+        record: The same.
+        directory: Its files.
+        name: Its name.
+        modules: Its modules, head first.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.directory: RunDir = record.run
+        self.name = record.name
+        self.modules = record.modules
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory.root)!r})"
+
+    @classmethod
+    def open(cls, path: Path | str) -> Run:
+        """The run in a directory.
+
+        Raises:
+            DataError: There is no run.
+        """
+        return cls(Record.read(Path(path)))
+
+    @classmethod
+    def find(cls, name: str | None = None, runs: Path | str = "runs") -> Run:
+        """A run by path, by name or by the beginning of its name; the latest by default.
+
+        Args:
+            name: The path or name.
+            runs: The folder of the runs.
+
+        Raises:
+            UsageError: There is none, or more than one.
+        """
+        return cls(find_run(name, Path(runs)))
+
+    @property
+    def job(self) -> JobRecord | None:
+        """Its Slurm job; None for a run on one host."""
+        return JobRecord.read(self.directory)
+
+    def state(self) -> RunState:
+        """Its state now, as its supervisor, its workers and Slurm report it."""
+        return read_state(self.directory)
+
+    def states(self, every_s: float = _POLL_S) -> Iterator[RunState]:
+        """Its state, again and again until it has ended; the last one is its end.
+
+        Args:
+            every_s: Seconds between two. While its job is queued they are more, because each poll
+                asks Slurm.
+        """
+        while True:
+            state = self.state()
+            yield state
+            if not state.active:
+                return
+            time.sleep(max(every_s, _QUEUE_POLL_S) if state.phase == "queued" else every_s)
+
+    def status(self, state: RunState | None = None) -> RunFigures:
+        """Its state and the newest figures of each module.
+
+        Args:
+            state: Its state, if the caller has it.
+        """
+        return Gauge(self.record).read(state)
+
+    def events(self) -> Iterator[dict[str, object]]:
+        """What has happened in it, oldest first."""
+        return read_lines(self.directory.events)
+
+    def wait(
+        self, timeout_s: float | None = None, observe: Callable[[RunState], None] | None = None
+    ) -> RunState:
+        """Wait until it has ended.
+
+        Args:
+            timeout_s: Return after so many seconds, whatever its state is then.
+            observe: Called with its state a few times a second.
+
+        Raises:
+            UsageError: It has no supervisor: its workers are started one by one.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for state in self.states():
+            if state.phase == "new":
+                raise UsageError(
+                    f"run {self.name!r} has no supervisor: its workers are started by hand",
+                    hint="'dnictl status' shows what they do",
+                )
+            if observe is not None:
+                observe(state)
+            if until is not None and time.monotonic() >= until:
+                break
+        return state
+
+    def stop(self, timeout_s: float | None = None) -> RunState:
+        """Stop it after a checkpoint, and wait for that; workers that take too long are killed.
+
+        Args:
+            timeout_s: How long they may take; by default the chain's ``stop_grace_s``.
+
+        Raises:
+            UsageError: It is active still: its supervisor does not answer.
+        """
+        from dni_runtime.launch.slurm.commands import cancel
+        from dni_runtime.launch.start import end_leftovers
+
+        job, state = self.job, self.state()
+        plan = read_json(self.directory.plan) or {}
+        grace_s = timeout_s if timeout_s is not None else float(plan.get("stop_grace_s", 30.0))
+        if state.phase == "unsupervised" and job is None:
+            return end_leftovers(self.directory, state, grace_s + _STOP_TIMEOUT_S / 2)
+        if not state.active:
+            return state
+        write_json(self.directory.stop_request, {"time": time.time(), "timeout_s": timeout_s})
+        if state.phase == "queued" and job is not None and job.job is not None:
+            cancel(job.job)  # nobody is there to read the request
+        # The supervisor looks a few times a second, and kills late workers itself.
+        state = self.wait(grace_s + _STOP_TIMEOUT_S)
+        if state.active:
+            raise UsageError(
+                f"run {self.name!r} is still {state.phase}; its supervisor, process {state.pid} "
+                f"on {state.host}, does not answer",
+                hint=f"end its job: scancel {job.job}"
+                if job is not None
+                else f"kill it there: kill -9 {state.pid}; then stop its workers with the same "
+                f"command: dnictl stop {self.name}",
+            )
+        return state
+
+    def check_module(self, name: str) -> None:
+        """Refuse the name of a module that it does not have.
+
+        Raises:
+            UsageError: It has none of that name.
+        """
+        if name not in self.modules:
+            raise UsageError(
+                f"run {self.name!r} has no module {name!r}",
+                hint=f"its modules: {', '.join(self.modules)}",
+            )
+
+    def restart(self, module: str) -> None:
+        """Have one module restart after a checkpoint, while the others go on.
+
+        Raises:
+            UsageError: It has no such module, or no supervisor that answers.
+        """
+        self.check_module(module)
+        state = self.state()
+        look = f"see 'dnictl status {self.name}'"
+        if state.phase not in ("starting", "running", "stalled"):
+            done = state.phase in ("queued", "stopping", "finished")
+            raise UsageError(
+                f"run {self.name!r} is {state.phase}: no supervisor can restart a module",
+                hint=look if done else f"go on with the run by 'dnictl resume {self.name}'",
+            )
+        known = state.modules.get(module)
+        if known is not None and known.state == "finished":
+            raise UsageError(f"module {module!r} has finished: it cannot be restarted", hint=look)
+        request = self.directory.restart_request(module)
+        write_json(request, {"time": time.time()})
+        until = time.monotonic() + _RESTART_TIMEOUT_S
+        while request.exists():
+            if time.monotonic() >= until:
+                request.unlink(missing_ok=True)
+                raise UsageError(
+                    f"the supervisor of run {self.name!r}, process {state.pid} on {state.host}, "
+                    "does not answer",
+                    hint=look,
+                )
+            time.sleep(_POLL_S)
+
+    def failure(self, state: RunState | None = None) -> DniError | None:
+        """The error that it ended with; None if it did not fail.
+
+        Args:
+            state: Its state, where the caller has it.
+        """
+        return failure(self.directory, state or self.state())
+
+    # Checkpoints.
+
+    def choose_cut(
+        self, wanted: str | None = None, *, force: bool = False
+    ) -> tuple[int, list[DamagedError]]:
+        """The checkpoint that is meant; see :func:`dni_runtime.cuts.choose_cut`."""
+        return choose_cut(self.directory, self.modules, wanted, force=force)
+
+    def export(self, output: Path | str, cut: int | None = None, *, force: bool = False) -> None:
+        """Write the trained network to one file, which :func:`dni_runtime.load` reads.
+
+        Args:
+            output: ``.safetensors`` or ``.pt2``.
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            force: Write weights that are not finite, too.
+
+        Raises:
+            DniError: As :meth:`choose_cut`, and as ``core.export.export_model``.
+        """
+        from dni_runtime.core.export import export_model
+        from dni_runtime.launch.prepare import importing_from
+
+        states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
+        with importing_from(self.directory.sources):
+            export_model(self.record.specs()[1], states, Path(output), force=force)
+
+    def model(self, cut: int | None = None) -> nn.Sequential:
+        """The trained network, as one plain torch module in eval mode.
+
+        Args:
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+
+        Raises:
+            DniError: As :meth:`choose_cut`.
+        """
+        from dni_runtime.core.export import assemble
+        from dni_runtime.launch.prepare import importing_from
+
+        states = self._states_of(self.choose_cut()[0] if cut is None else cut)
+        with importing_from(self.directory.sources):
+            return assemble(self.record.specs()[1], states)
+
+    def _states_of(self, cut: int) -> dict[str, Path]:
+        return {
+            module: self.directory.checkpoint(cut, module).with_suffix(".safetensors")
+            for module in self.modules
+        }
+
+    # Resuming.
+
+    def resume(self, cut: str = "auto", *, log_level: str | None = None) -> None:
+        """Resume it in the background: here, or as another job where it was one.
+
+        Args:
+            cut: Stream position of the checkpoint to resume from; by default the newest.
+            log_level: How much its workers log; for a job by default as before, else ``info``.
+
+        Raises:
+            UsageError: It is active, has finished, or has no such checkpoint.
+        """
+        self.check_resumable(cut)
+        if self.job is not None:
+            self.resubmit(log_level)
+        elif (launch := self.relaunch(cut, log_level=log_level or "info")) is not None:
+            launch.detach()
+
+    def check_resumable(self, cut: str = "auto") -> None:
+        """Refuse to resume what cannot be.
+
+        Raises:
+            UsageError: It is active, has finished, or has no such checkpoint.
+        """
+        job, state = self.job, self.state()
+        if state.active and (state.phase != "unsupervised" or job is not None):
+            raise UsageError(
+                f"run {self.name!r} is {state.phase}",
+                hint=f"stop it first: dnictl stop {self.name}",
+            )
+        if state.phase == "finished":
+            raise UsageError(
+                f"run {self.name!r} has finished",
+                hint=f"take its model home: dnictl export {self.name} -o model.safetensors",
+            )
+        if job is not None and not self.directory.script.exists():
+            raise UsageError(
+                f"run {self.name!r} was started by 'dnictl up' within job {job.job}: it has no "
+                "batch script to submit again",
+                hint=f"within an allocation: dnictl supervise {self.directory.root}",
+            )
+        if job is not None and cut != "auto":
+            raise UsageError(
+                "--from is for runs on one host: a job goes on from the newest checkpoint",
+                hint=f"remove the newer ones from {str(self.directory.checkpoints)!r}",
+            )
+        check_cut(self.directory, self.modules, cut)
+
+    def resubmit(self, log_level: str | None = None) -> str:
+        """Submit its batch script once more; gives the new job's id."""
+        from dni_runtime.launch.slurm.submit import submit_again
+
+        assert self.job is not None
+        return submit_again(self.directory, self.job, log_level)
+
+    def plan(self, cut: str = "auto", *, log_level: str = "info") -> LaunchPlan:
+        """The plan of its next start on this host; writes nothing.
+
+        Raises:
+            DniError: This host lacks something: data, images, devices.
+        """
+        from dni_runtime.launch.planning import plan_here, site_again
+
+        chain, workers = self.record.specs()
+        return plan_here(
+            self.directory.root,
+            chain,
+            workers,
+            site_again(self.record),
+            data=self.record.data,
+            attempt=self.state().last_attempt + 1,
+            resume=cut,
+            log_level=log_level,
+        )
+
+    def relaunch(
+        self, cut: str = "auto", *, log_level: str = "info", tell: Tell = lambda line: None
+    ) -> Launch | None:
+        """Become its owner, and plan its next start on this host.
+
+        Workers that a killed supervisor has left are stopped first.
+
+        Args:
+            cut: Stream position of the checkpoint to resume from; by default the newest.
+            log_level: How much its workers log.
+            tell: Told what the user should know.
+
+        Returns:
+            What to start; None if the workers that were left have finished it.
+
+        Raises:
+            UsageError: Somebody else owns it, or it has no such checkpoint.
+        """
+        from dni_runtime.launch.start import Launch, end_leftovers, take
+
+        chain, _ = self.record.specs()
+        lease = take(self.directory)
+        state = self.state()  # as it was left
+        if state.phase == "unsupervised":
+            tell(f"{self.name}: stopping the workers that go on by themselves")
+        state = end_leftovers(self.directory, state, chain.stop_grace_s)
+        check_cut(self.directory, self.modules, cut)  # those workers may have removed it
+        self.directory.stop_request.unlink(missing_ok=True)
+        if state.phase == "finished":
+            return None
+        if cut == "auto" and not newest_cut(self.directory, self.modules)[0]:
+            tell(f"{self.name}: no complete checkpoint, so it starts from scratch")
+        return Launch.of(self.directory, self.plan(cut, log_level=log_level), lease)
+
+    def take_over(self) -> Launch | None:
+        """Become its supervisor: what a background process and a batch script do.
+
+        Workers that a killed supervisor has left on this host go on and are adopted; else the plan
+        in the directory is started, or one for the nodes of this job.
+
+        Returns:
+            What to start; None if it has finished.
+
+        Raises:
+            UsageError: Somebody else supervises it, or this is no allocation of its job's.
+        """
+        from dni_runtime.launch.slurm.allocation import plan_of_job
+        from dni_runtime.launch.start import Launch, planned, take
+
+        lease, job = take(self.directory), self.job
+        state = RunState.read(self.directory)
+        adopt = state if state.phase == "unsupervised" and state.host == gethostname() else None
+        if job is None or adopt is not None:
+            return Launch(self.directory, planned(self.directory), lease, adopt)
+        plan = plan_of_job(self.record, job, state)
+        return None if plan is None else Launch.of(self.directory, plan, lease)
+
+
+def runs_in(folder: Path | str) -> list[tuple[Run, RunState]]:
+    """The runs in a folder, oldest first, with their states; Slurm is asked once for all."""
+    runs = [Run(record) for record in list_runs(Path(folder))]
+    return list(zip(runs, read_states([run.directory for run in runs]), strict=True))
