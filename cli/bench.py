@@ -207,7 +207,7 @@ def chain(
     prepared = endless(prepare(chain, data=data))
     site = check_host(
         prepared.written, prepared.workers, wanted="process", images=Path("images"),
-        data=prepared.data, place=prepared.place,
+        data=prepared.data, locate=prepared.locate,
     )  # fmt: skip
     if out is not None and out.exists() and any(out.iterdir()):
         raise UsageError(f"{str(out)!r} is not empty", hint="name another --out")

@@ -85,7 +85,7 @@ def compare(
     prepared = prepare(chain, data=data)
     if prepared.chain.eval_every == 0:
         raise UsageError(
-            f"{prepared.place('eval_every')}: 0, so there is nothing to compare",
+            f"{prepared.locate('eval_every')}: 0, so there is nothing to compare",
             hint="leave it out, or set it to 1",
         )
     metric = metric_of(prepared.chain)
@@ -176,7 +176,7 @@ def _train(
         wanted="process",
         images=Path("images"),
         data=prepared.data,
-        place=prepared.place,
+        locate=prepared.locate,
     )
     plan = plan_here(root, prepared.chain, prepared.workers, site, data=prepared.data)
     with progress(run, quiet=quiet or not sys.stderr.isatty()) as show:

@@ -129,7 +129,7 @@ def site_for(
         wanted=backend,
         images=images,
         data=prepared.data,
-        place=prepared.place,
+        locate=prepared.locate,
         elsewhere=elsewhere,
     )
     if site.notice is not None:

@@ -62,9 +62,9 @@ class _Throttled:
     """
 
     def __init__(self, run: Run, every_s: float, show: Shower) -> None:
-        from dni_runtime.launch.figures import Gauge
+        from dni_runtime.launch.figures import MetricsReader
 
-        self._gauge = Gauge(run.record)
+        self._reader = MetricsReader(run.record)
         self._every_s = every_s
         self._show = show
         self._due = 0.0
@@ -74,7 +74,7 @@ class _Throttled:
         if now >= self._due or not state.active:
             self._due = now + self._every_s
             with suppress(OSError, DataError):
-                self._show(self._gauge.read(state))
+                self._show(self._reader.read(state))
 
 
 class Shower(Protocol):

@@ -27,12 +27,12 @@ def ps(runs: Path, as_json: bool) -> None:
     Example:
       dnictl ps --json | jq -r '.[-1].run'
     """
-    from dni_runtime.launch.figures import Gauge
+    from dni_runtime.launch.figures import MetricsReader
     from dni_runtime.launch.run import runs_in
 
     rows: list[dict[str, Any]] = []
     for its, its_state in runs_in(runs):
-        figures = asdict(Gauge(its.record, evaluations=1).read(its_state))
+        figures = asdict(MetricsReader(its.record, evaluations=1).read(its_state))
         hidden = ("modules", "evaluations")
         rows.append({key: value for key, value in figures.items() if key not in hidden})
     if as_json:
@@ -76,10 +76,10 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
       dnictl status
       watch dnictl status
     """
-    from dni_runtime.launch.figures import Gauge
+    from dni_runtime.launch.figures import MetricsReader
 
     record = chosen_run(run, runs).record
-    figures = (Gauge(record) if as_json else Gauge(record, evaluations=1)).read()
+    figures = (MetricsReader(record) if as_json else MetricsReader(record, evaluations=1)).read()
     if as_json:
         print_json(asdict(figures))
         return

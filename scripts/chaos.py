@@ -32,7 +32,7 @@ import yaml
 from safetensors.torch import load_file
 
 from dni_runtime.cuts import complete_cuts
-from dni_runtime.launch.figures import Gauge
+from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord, read_state
@@ -105,11 +105,11 @@ def kills(options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     record = finish(record)
     took_s = time.monotonic() - began
-    figures = Gauge(record).read()
+    figures = MetricsReader(record).read()
     batches = {name: counted(record, name) for name in record.modules}
     due = dict.fromkeys(range(1, figures.epochs + 1), record.batches_per_epoch)
     if undisturbed is not None:
-        calm = Gauge(finish(undisturbed)).read().accuracy
+        calm = MetricsReader(finish(undisturbed)).read().accuracy
         same = weights(record) == weights(undisturbed)
     return {
         "state": figures.state,
@@ -147,7 +147,7 @@ def outage(options: argparse.Namespace) -> dict[str, Any]:
     time.sleep(options.seconds)
     back = time.time()
     subprocess.run([*DNICTL, "stop", str(record.run.root)], check=True, stdout=subprocess.DEVNULL)
-    figures = Gauge(record).read()
+    figures = MetricsReader(record).read()
     paces = {}
     for one in record.modules:
         before, meanwhile = pace(record, one, began, died), pace(record, one, died + 1, back)
@@ -220,7 +220,7 @@ def finish(record: Record) -> Record:
 
 
 def wait_until_all_train(record: Record) -> None:
-    while not all(one.step for one in Gauge(record).read().modules):
+    while not all(one.step for one in MetricsReader(record).read().modules):
         if not read_state(record.run).active:
             sys.exit("the run has ended")
         time.sleep(0.5)

@@ -117,7 +117,7 @@ def measure_modules(
     for name in modules:
         if name not in prepared.modules:
             raise UsageError(
-                f"{prepared.place('modules')}: there is no module {name!r}",
+                f"{prepared.locate('modules')}: there is no module {name!r}",
                 hint=suggestion(name, prepared.modules),
             )
     with importing_from(prepared.base.absolute()):

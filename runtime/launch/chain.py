@@ -84,7 +84,7 @@ class Chain:
             wanted=backend,
             images=Path(images),
             data=prepared.data,
-            place=prepared.place,
+            locate=prepared.locate,
         )
         for notice in (exposure(prepared.chain.links), site.notice):
             if notice is not None:

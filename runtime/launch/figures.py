@@ -176,7 +176,7 @@ def newest_train(run: RunDir, module: str) -> dict[str, Any] | None:
     return max((line for line in found if line), key=lambda line: line["time"], default=None)
 
 
-class Gauge:
+class MetricsReader:
     """Follows the figures of one run; :meth:`read` is cheap enough to be called every second.
 
     Files of metrics are read from their end: a run of months costs what one of minutes does.

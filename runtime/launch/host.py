@@ -19,7 +19,7 @@ from dni_runtime.image.lock import LOCK_NAME, read_lock
 from dni_runtime.launch.plan import Backend
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 
-Place = Callable[..., str]
+Locator = Callable[..., str]
 """Gives ``file:line: path`` of a location in the chain file."""
 
 # In front of the container's own libraries, where --nv puts the host's (apptainer, "GPU support").
@@ -63,7 +63,7 @@ def check_host(
     wanted: Literal["auto", "process", "apptainer"],
     images: Path,
     data: Path | None,
-    place: Place,
+    locate: Locator,
     elsewhere: bool = False,
 ) -> Site:
     """Find out whether a run can start here, and how.
@@ -75,7 +75,7 @@ def check_host(
             are there.
         images: Folder of the module images.
         data: Folder or file of the data, or None.
-        place: Says where in the chain file something stands.
+        locate: Says where in the chain file something stands.
         elsewhere: The workers will be on other hosts, whose devices and addresses are not looked
             at; files are on a file system that they share.
 
@@ -86,18 +86,18 @@ def check_host(
     """
     if data is not None and not data.exists():
         raise DataError(
-            f"{place('data')}: {str(data)!r} is not there", hint="set data.path, or give --data"
+            f"{locate('data')}: {str(data)!r} is not there", hint="set data.path, or give --data"
         )
     site = _choose(workers, wanted, images, chain.image.require_signed)
     if not elsewhere:
-        check_devices(chain, workers, site.backend, place)
+        check_devices(chain, workers, site.backend, locate)
     if chain.links.transport == "tcp" and not elsewhere:
-        _check_addresses(workers, place)
+        _check_addresses(workers, locate)
     if site.backend == "process":
         return site
     if elsewhere:
-        return replace(site, mounts=tuple(_chain_mounts(chain, place)))
-    mounts = (*_chain_mounts(chain, place), *infiniband_mounts(chain.infiniband))
+        return replace(site, mounts=tuple(_chain_mounts(chain, locate)))
+    mounts = (*_chain_mounts(chain, locate), *infiniband_mounts(chain.infiniband))
     return replace(site, mounts=mounts)
 
 
@@ -117,7 +117,7 @@ def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
     )
 
 
-def _check_addresses(workers: Sequence[WorkerSpec], place: Place) -> None:
+def _check_addresses(workers: Sequence[WorkerSpec], locate: Locator) -> None:
     from dni_runtime.link.address import check_address  # zmq: only where links matter
 
     for worker in workers:
@@ -126,16 +126,16 @@ def _check_addresses(workers: Sequence[WorkerSpec], place: Place) -> None:
         try:
             check_address(worker.links, worker.index, Path(), worker.module)
         except (UnavailableError, SpecError) as error:
-            where = place(*error.location)
+            where = locate(*error.location)
             raise type(error)(f"{where}: {error.message}", hint=error.hint) from None
 
 
-def _chain_mounts(chain: ChainSpec, place: Place) -> Iterator[Mount]:
+def _chain_mounts(chain: ChainSpec, locate: Locator) -> Iterator[Mount]:
     for index, mount in enumerate(chain.mounts):
         source = Path(mount.source).expanduser().absolute()
         if not source.exists():
             raise UnavailableError(
-                f"{place('mounts', index)}: {str(source)!r} is not there to be mounted",
+                f"{locate('mounts', index)}: {str(source)!r} is not there to be mounted",
                 hint="name a file or folder of this host",
             )
         yield Mount(str(source), mount.target or str(source), mount.read_only)
@@ -240,7 +240,7 @@ def _hash_inside(tool: Apptainer, image: Path) -> str:
 
 
 def check_devices(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], backend: Backend, place: Place
+    chain: ChainSpec, workers: Sequence[WorkerSpec], backend: Backend, locate: Locator
 ) -> None:
     """Refuse a chain that asks for a GPU that is not there; never a silent fall-back to the CPU.
 
@@ -257,7 +257,7 @@ def check_devices(
             own = chain.modules[worker.index].device is not None
             where = ("modules", worker.index) if own else ("defaults",)
             raise UnavailableError(
-                f"{place(*where, 'device')}: module {worker.module!r} asks for "
+                f"{locate(*where, 'device')}: module {worker.module!r} asks for "
                 f"device {worker.device!r}, but {problem}",
                 hint="run it on a host with that GPU, or set 'device: cpu' (or 'auto': a GPU where "
                 "there is one)",

@@ -99,7 +99,7 @@ class Journal:
             with self._tolerating_a_full_disk():
                 write_json(path, document)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Write the state when that has not been done for a while."""
         if self._clock() - self._written_at >= HEARTBEAT_S:
             self.write()

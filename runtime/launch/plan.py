@@ -139,7 +139,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True)
-class Placement:
+class LaunchSettings:
     """What a plan needs to know beside the chain.
 
     Attributes:
@@ -183,29 +183,31 @@ class Placement:
     supervised: bool = True
 
 
-def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placement) -> LaunchPlan:
+def make_plan(
+    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+) -> LaunchPlan:
     """Plan the start of all workers of a chain.
 
     Args:
         chain: The chain.
         workers: What each worker serves, head first.
-        placement: Where and how.
+        settings: Where and how.
 
     Returns:
         The plan; the same arguments always give the same plan.
     """
-    transports = {chain.links.transport, *(kind for kind, _ in placement.links.values())}
+    transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
 
     def make(worker: WorkerSpec) -> WorkerPlan:
-        if placement.backend == "apptainer":
-            return _in_container(worker, placement, keys)
-        return _as_process(worker, placement)
+        if settings.backend == "apptainer":
+            return _in_container(worker, settings, keys)
+        return _as_process(worker, settings)
 
     return LaunchPlan(
-        run=str(placement.run),
-        backend=placement.backend,
-        sockets=str(placement.sockets),
+        run=str(settings.run),
+        backend=settings.backend,
+        sockets=str(settings.sockets),
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(make(worker) for worker in workers),
         keys=keys,
@@ -216,25 +218,25 @@ def make_plan(chain: ChainSpec, workers: Sequence[WorkerSpec], placement: Placem
     )
 
 
-def _as_process(worker: WorkerSpec, placement: Placement) -> WorkerPlan:
-    run = RunDir(placement.run)
-    paths = [str(run.sources), placement.python_path]
+def _as_process(worker: WorkerSpec, settings: LaunchSettings) -> WorkerPlan:
+    run = RunDir(settings.run)
+    paths = [str(run.sources), settings.python_path]
     return WorkerPlan(
         module=worker.module,
-        attempt=placement.attempt,
+        attempt=settings.attempt,
         # -P: the folder that the user happens to be in is no place to import torch from.
         argv=(
-            *(placement.python, "-P", "-m", "dni_runtime.worker"),
-            *_arguments(worker, placement, str(placement.run), str(placement.sockets)),
-            *(("--data", str(placement.data)) if worker.head and placement.data else ()),
+            *(settings.python, "-P", "-m", "dni_runtime.worker"),
+            *_arguments(worker, settings, str(settings.run), str(settings.sockets)),
+            *(("--data", str(settings.data)) if worker.head and settings.data else ()),
         ),
         environment={
             **_environment(worker),
-            **({"TMPDIR": placement.scratch} if placement.scratch else {}),
+            **({"TMPDIR": settings.scratch} if settings.scratch else {}),
             STARTED_WITH: this_version(),  # images keep their version
             "PYTHONPATH": ":".join(path for path in paths if path),
         },
-        log=str(run.log(worker.module, placement.attempt)),
+        log=str(run.log(worker.module, settings.attempt)),
     )
 
 
@@ -259,30 +261,30 @@ def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
     ]
 
 
-def _in_container(worker: WorkerSpec, placement: Placement, keys: bool) -> WorkerPlan:
-    assert placement.tool is not None
-    run = RunDir(placement.run)
-    if placement.supervised:
+def _in_container(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> WorkerPlan:
+    assert settings.tool is not None
+    run = RunDir(settings.run)
+    if settings.supervised:
         mounts = _run_mounts(worker, run, keys)
     else:
-        mounts = [Mount(str(placement.run), RUN_TARGET, read_only=False)]
-    mounts.append(Mount(str(placement.sockets), SOCKETS_TARGET, read_only=False))
-    arguments = _arguments(worker, placement, RUN_TARGET, SOCKETS_TARGET)
-    if worker.head is not None and placement.data is not None:
-        folder = placement.data_folder or placement.data
+        mounts = [Mount(str(settings.run), RUN_TARGET, read_only=False)]
+    mounts.append(Mount(str(settings.sockets), SOCKETS_TARGET, read_only=False))
+    arguments = _arguments(worker, settings, RUN_TARGET, SOCKETS_TARGET)
+    if worker.head is not None and settings.data is not None:
+        folder = settings.data_folder or settings.data
         mounts.append(Mount(str(folder), str(DATA_TARGET)))
-        arguments += ["--data", str(DATA_TARGET / placement.data.relative_to(folder))]
-    if placement.scratch:
-        mounts.append(Mount(placement.scratch, "/tmp", read_only=False))
-    mounts += placement.mounts
-    image = placement.images[worker.module]
+        arguments += ["--data", str(DATA_TARGET / settings.data.relative_to(folder))]
+    if settings.scratch:
+        mounts.append(Mount(settings.scratch, "/tmp", read_only=False))
+    mounts += settings.mounts
+    image = settings.images[worker.module]
     kind = worker.device.partition(":")[0]
     return WorkerPlan(
         module=worker.module,
-        attempt=placement.attempt,
+        attempt=settings.attempt,
         argv=tuple(
             run_argv(
-                placement.tool,
+                settings.tool,
                 image,
                 arguments,
                 mounts=mounts,
@@ -290,26 +292,26 @@ def _in_container(worker: WorkerSpec, placement: Placement, keys: bool) -> Worke
                 # itself refuses to go on without a GPU that it was told to use.
                 nv=kind in ("cuda", "auto"),
                 rocm=kind == "rocm",
-                extra=placement.container_args,
+                extra=settings.container_args,
             )
         ),
         environment=_environment(worker),
-        log=str(run.log(worker.module, placement.attempt)),
+        log=str(run.log(worker.module, settings.attempt)),
         mounts=tuple(mounts),
         image=str(image),
     )
 
 
-def _arguments(worker: WorkerSpec, placement: Placement, run: str, sockets: str) -> list[str]:
-    transport, interface = placement.links.get(worker.module, (None, None))
+def _arguments(worker: WorkerSpec, settings: LaunchSettings, run: str, sockets: str) -> list[str]:
+    transport, interface = settings.links.get(worker.module, (None, None))
     return [
         *("--run", run),
         *("--module", worker.module),
         *("--ipc", sockets),
-        *("--attempt", str(placement.attempt)),
-        *(("--first", str(placement.attempt)) if placement.supervised else ()),
-        *("--resume", placement.resume),
-        *("--log-level", placement.log_level),
+        *("--attempt", str(settings.attempt)),
+        *(("--first", str(settings.attempt)) if settings.supervised else ()),
+        *("--resume", settings.resume),
+        *("--log-level", settings.log_level),
         *(("--transport", transport) if transport else ()),
         *(("--interface", interface) if interface else ()),
     ]

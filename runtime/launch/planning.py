@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from dni_runtime.launch.host import Site, check_host
-from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
-from dni_runtime.launch.prepare import place_of
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
+from dni_runtime.launch.prepare import location_in
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
@@ -33,7 +33,7 @@ def site_again(record: Record, *, elsewhere: bool = False) -> Site:
         wanted="apptainer" if record.backend == "apptainer" else "process",
         images=next((path.parent for path in record.images.values()), Path("images")),
         data=record.data,
-        place=partial(place_of, record.run.chain_file),
+        locate=partial(location_in, record.run.chain_file),
         elsewhere=elsewhere,
     )
 
@@ -63,13 +63,13 @@ def plan_here(
         log_level: How much the workers write to their logs.
         supervised: Whether a supervisor will start the workers.
     """
-    placement = placement_here(
+    settings = settings_here(
         root, site, data=data, attempt=attempt, resume=resume, log_level=log_level
     )
-    return make_plan(chain, workers, replace(placement, supervised=supervised))
+    return make_plan(chain, workers, replace(settings, supervised=supervised))
 
 
-def placement_here(
+def settings_here(
     root: Path,
     site: Site,
     *,
@@ -77,10 +77,10 @@ def placement_here(
     attempt: int = 1,
     resume: str = "auto",
     log_level: str = "info",
-) -> Placement:
+) -> LaunchSettings:
     """Where and how workers start on this host; see :func:`plan_here`."""
     root = root.absolute()
-    return Placement(
+    return LaunchSettings(
         run=root,
         backend=site.backend,
         sockets=socket_path(root),

@@ -65,12 +65,12 @@ class Prepared:
             return self.chain.steps
         return min(steps * self.chain.epochs, self.chain.steps or steps * self.chain.epochs)
 
-    def place(self, *location: str | int) -> str:
+    def locate(self, *location: str | int) -> str:
         """``file:line: path`` of something in the chain file, for messages."""
-        return place_of(self.path, *location)
+        return location_in(self.path, *location)
 
 
-def place_of(path: Path, *location: str | int) -> str:
+def location_in(path: Path, *location: str | int) -> str:
     """``file:line: path`` of something in a chain file, for messages."""
     try:
         line = line_of(path.read_text(encoding="utf-8"), location)
@@ -109,7 +109,9 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
             info = describe(written.data, base)
             location = locate(written.data, base)
         except DataError as error:
-            raise DataError(f"{place_of(path, 'data')}: {error.message}", hint=error.hint) from None
+            raise DataError(
+                f"{location_in(path, 'data')}: {error.message}", hint=error.hint
+            ) from None
         workers = worker_specs(written, info)
         chain = resolved_chain(written, info)
         initial = find_initial(written, workers, base)

@@ -37,7 +37,7 @@ class RestartPlan:
 
 
 @dataclass
-class Patience:
+class Backoff:
     """How often one module has been started again lately.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import check_cut, choose_cut, newest_cut
 from dni_runtime.errors import DamagedError, DniError, UsageError
-from dni_runtime.launch.figures import Gauge, RunFigures
+from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.records import Record, find_run, list_runs
 from dni_runtime.launch.slurm.job import JobRecord, read_state, read_states
@@ -104,7 +104,7 @@ class Run:
         Args:
             state: Its state, if the caller has it.
         """
-        return Gauge(self.record).read(state)
+        return MetricsReader(self.record).read(state)
 
     def events(self) -> Iterator[dict[str, object]]:
         """What has happened in it, oldest first."""

@@ -20,13 +20,13 @@ from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.lease import Lease
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.processes import LocalStarter, Starter, kill_session
+from dni_runtime.launch.runtime_files import remove_runtime_files
 from dni_runtime.launch.slurm.allocation import clean_up
 from dni_runtime.launch.slurm.commands import component_jobs
 from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.slurm.starter import SlurmStarter
 from dni_runtime.launch.state import ModuleState, RunState, lives
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.launch.traces import remove_traces
 from dni_runtime.lines import last_lines
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
 
@@ -186,7 +186,7 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
     for module in left:
         kill_session(int(module.pid or 0))
     _after(_KILLED_S, left)
-    remove_traces(run, socket_path(run.root))
+    remove_runtime_files(run, socket_path(run.root))
     return RunState.read(run)
 
 

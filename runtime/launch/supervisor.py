@@ -11,15 +11,15 @@ from typing import Any
 
 from dni_runtime.cuts import remove_temporaries
 from dni_runtime.errors import DamagedError, DivergedError, DniError, StoppedError
-from dni_runtime.launch.crew import LEAVE_S, TICK_S, Crew
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.pool import LEAVE_S, TICK_S, WorkerPool
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
-from dni_runtime.launch.restarts import Patience
+from dni_runtime.launch.restarts import Backoff
+from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
 from dni_runtime.launch.state import ModuleState, RunState
-from dni_runtime.launch.traces import prepare_traces, remove_traces
 from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import COMING, RunDir, peek_json
 
@@ -71,19 +71,19 @@ class Supervisor:
         self._hurry_at: float | None = None
         self._kill_at: float | None = None
         self._killed_by: int | None = None
-        self._patience = {worker.module: Patience() for worker in plan.workers}
+        self._backoff = {worker.module: Backoff() for worker in plan.workers}
         self._hosts = hosts
         self._lost: dict[str, str] = {}
         self._told: dict[tuple[str, str], Any] = {}
         self._refresh_at = self._logs_at = 0.0
         self._adopts = adopt is not None
-        new = RunState.begin(plan.backend, plan.workers[0].attempt, self._patience)
+        new = RunState.begin(plan.backend, plan.workers[0].attempt, self._backoff)
         self.state = new if adopt is None else adopt.taken_over()
         self._lease = lease
         self._journal = Journal(run, self.state, clock, lease)
         self._watchdog = Watchdog(plan, self._journal)
         starter = starter or LocalStarter()
-        self._crew = Crew(run, plan, starter, self._journal, clock=clock, sleep=sleep)
+        self._pool = WorkerPool(run, plan, starter, self._journal, clock=clock, sleep=sleep)
         self._sleep = sleep
 
     def run(self, observe: Callable[[RunState], None] | None = None) -> RunState:
@@ -102,21 +102,21 @@ class Supervisor:
         with catching_signals(self.interrupt):
             try:
                 self._start()
-                while self._crew:
+                while self._pool:
                     self._sleep(TICK_S)
                     self._look()
                     if observe is not None:
                         observe(self.state)
                 with contextlib.suppress(OSError):
                     remove_temporaries(self._run, self.state.modules)
-                remove_traces(self._run, sockets)  # before anybody hears of the end
+                remove_runtime_files(self._run, sockets)  # before anybody hears of the end
                 self._conclude()
                 if observe is not None:
                     observe(self.state)
             except BaseException as error:
                 self._abandon(error)
                 if not isinstance(error, LeaseError):  # else they are the new owner's
-                    remove_traces(self._run, sockets)
+                    remove_runtime_files(self._run, sockets)
                 raise
             finally:
                 if self._lease is not None:
@@ -129,10 +129,10 @@ class Supervisor:
 
     def _start(self) -> None:
         if self._adopts:
-            return self._crew.adopt()
-        prepare_traces(self._run, self._plan)
+            return self._pool.adopt()
+        prepare_runtime_files(self._run, self._plan)
         self._journal.event("run_started", attempt=self.state.attempt, backend=self._plan.backend)
-        self._crew.start_all()
+        self._pool.start_all()
 
     def _look(self) -> None:
         self._journal.check()
@@ -142,21 +142,21 @@ class Supervisor:
             self._refresh()
         if self._clock() >= self._logs_at:
             self._logs_at = self._clock() + _LOGS_S
-            for worker in self._crew.workers.values():
+            for worker in self._pool.workers.values():
                 bound_log(Path(worker.log))
         self._reap()
-        for name, error in self._crew.start_due().items():
+        for name, error in self._pool.start_due().items():
             self._could_not_start(name, error)
         if self._linger_until is not None and self._clock() >= self._linger_until:
             self._stop("the tail has finished, others have not")
         if self._hurry_at is not None and self._clock() >= self._hurry_at:
             self._hurry_at = None
-            self._crew.hurry_all()
+            self._pool.hurry_all()
         if self._kill_at is not None and self._clock() >= self._kill_at:
-            self._crew.kill_all("it did not leave in time")
-        self._crew.see_off()
-        self._crew.remind()
-        self._journal.beat()
+            self._pool.kill_all("it did not leave in time")
+        self._pool.see_off()
+        self._pool.remind()
+        self._journal.heartbeat()
 
     def _obey(self) -> None:
         signals, self._signals = self._signals, []
@@ -167,7 +167,7 @@ class Supervisor:
                 self._stop(f"{name} received")
             else:
                 self._killed_by = signals[0]
-                self._crew.kill_all(f"second {name} received")
+                self._pool.kill_all(f"second {name} received")
         request = peek_json(self._run.stop_request)
         if request:
             self._asked_to_stop = True
@@ -177,7 +177,7 @@ class Supervisor:
         changed = False
         reports: dict[str, dict[str, Any]] = {}
         for name, module in self.state.modules.items():
-            if name not in self._crew.processes:
+            if name not in self._pool.processes:
                 continue
             report = peek_json(self._run.worker(name))
             reports[name] = report if report.get("attempt") == module.attempt else {}
@@ -187,9 +187,9 @@ class Supervisor:
             if report.get("state") != module.state:
                 module.state = report["state"]
                 changed = True
-            patience = self._patience[name]
-            if module.state == "running" and patience.running_since_s is None:
-                patience.running_since_s = self._clock()
+            backoff = self._backoff[name]
+            if module.state == "running" and backoff.running_since_s is None:
+                backoff.running_since_s = self._clock()
                 self._journal.event("worker_running", module=name, attempt=module.attempt)
         if self.state.phase == "starting" and all(
             module.state in ("running", "finished") for module in self.state.modules.values()
@@ -200,8 +200,8 @@ class Supervisor:
         if changed:
             self._journal.write()
         for name, still_s in self._watchdog.look(self._clock(), reports).items():
-            self._patience[name].stood_still(still_s)
-            self._crew.kill([name], f"on_stall: restart, after {still_s:.0f} s without progress")
+            self._backoff[name].stood_still(still_s)
+            self._pool.kill([name], f"on_stall: restart, after {still_s:.0f} s without progress")
 
     def _tell_of(self, name: str, report: Mapping[str, Any]) -> None:
         """Make events of what a worker has newly found amiss."""
@@ -220,11 +220,11 @@ class Supervisor:
         with contextlib.suppress(OSError):
             for name in self._run.wanted_restarts():
                 self._run.restart_request(name).unlink(missing_ok=True)
-                if name in self._crew.processes and self._stop_reason is None:
-                    self._crew.ask_to_leave(name)
+                if name in self._pool.processes and self._stop_reason is None:
+                    self._pool.ask_to_leave(name)
 
     def _reap(self) -> None:
-        ended = self._crew.reap()
+        ended = self._pool.reap()
         if self._hosts is not None:
             self._mind_hosts(self._hosts, [name for name in ended if not self._complete(name)])
         for name in ended:
@@ -236,9 +236,9 @@ class Supervisor:
         """Decide what the end of one worker means for the run."""
         told = self._stop_reason is not None
         # SIGTERM ends a worker that is still importing torch, before it can catch it.
-        driven = name in self._crew.killed or name in self._crew.hurried
+        driven = name in self._pool.killed or name in self._pool.hurried
         obeyed = told and (driven or module.exit_code == 128 + signal.SIGTERM)
-        asked = self._crew.has_left(name) and not told
+        asked = self._pool.has_left(name) and not told
         lost = self._lost.pop(name, None)
         if lost is not None:  # whatever became of its process
             module.state = "stopped" if told else "failed"
@@ -258,15 +258,15 @@ class Supervisor:
         )
         self._tell_of(name, report := peek_json(self._run.worker(name)))
         how = how_it_ended(name, module, report.get("error"))
-        if name in self._crew.due:  # with the whole chain
+        if name in self._pool.due:  # with the whole chain
             module.state = "restarting"
         elif lost is not None and not told:
             self._linger_until = None
-            self._patience[name] = Patience()
+            self._backoff[name] = Backoff()
             self._start_again(name, 0.0, f"node {lost} is lost")
         elif asked and module.state != "finished":
-            self._crew.start_again(name, 0.0, "'dnictl restart' was called")
-        elif module.exit_code == DamagedError.exit_code and not told and self._crew.fall_back(name):
+            self._pool.start_again(name, 0.0, "'dnictl restart' was called")
+        elif module.exit_code == DamagedError.exit_code and not told and self._pool.fall_back(name):
             self._lost.clear()
         elif module.state == "failed" and not told and self._may_start_again(name, module):
             pass
@@ -276,17 +276,17 @@ class Supervisor:
             self._stop(how, broken=True)
         elif module.state == "stopped":
             self._stop(how)
-        elif name == self._plan.workers[-1].module and self._crew:
+        elif name == self._plan.workers[-1].module and self._pool:
             # The tail saw the end of the stream: the others have nothing left to wait for.
             self._linger_until = self._clock() + self._plan.stop_grace_s
 
     def _may_start_again(self, name: str, module: ModuleState) -> bool:
         """Have a worker that has died started again, unless that cannot help."""
-        plan, patience = self._plan.restart, self._patience[name]
+        plan, backoff = self._plan.restart, self._backoff[name]
         assert module.exit_code is not None
         if module.signal is None and not self._run.worker(name).exists():
             return False  # it could not even say that it starts: nor will the next one
-        delay_s = patience.delay_s(plan, module.exit_code, self._clock())
+        delay_s = backoff.delay_s(plan, module.exit_code, self._clock())
         if delay_s is None:
             return False
         self._linger_until = None
@@ -297,9 +297,7 @@ class Supervisor:
         """Try again later: a disk that is full now, or a host without room for a process."""
         module = self.state.modules[name]
         module.state, module.exit_code = "failed", error.exit_code
-        delay_s = self._patience[name].delay_s(
-            self._plan.restart, DniError.exit_code, self._clock()
-        )
+        delay_s = self._backoff[name].delay_s(self._plan.restart, DniError.exit_code, self._clock())
         if delay_s is not None:
             self._start_again(name, delay_s, error.message)
             return
@@ -308,10 +306,10 @@ class Supervisor:
 
     def _start_again(self, name: str, delay_s: float, reason: str) -> None:
         if self._plan.restart.scope == "module":
-            self._crew.start_again(name, delay_s, reason)
+            self._pool.start_again(name, delay_s, reason)
         else:  # what the module has lost would be missed by those that wait for its gradients
             self._lost.clear()
-            self._crew.start_all_again(delay_s, reason)
+            self._pool.start_all_again(delay_s, reason)
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has ended says itself that it has finished."""
@@ -326,10 +324,10 @@ class Supervisor:
             hosts: Where they are.
             ended: Workers that have ended just now, and are not complete.
         """
-        here = {*self._crew.processes, *self._crew.due, *ended}
+        here = {*self._pool.processes, *self._pool.due, *ended}
         at: dict[str, list[str]] = {}
-        for name in self._crew.workers:
-            node = self._crew.workers[name].node
+        for name in self._pool.workers:
+            node = self._pool.workers[name].node
             if name in here and name not in self._lost and node is not None:
                 at.setdefault(node, []).append(name)
         gone = hosts.lost(at, at_once=bool(ended))
@@ -338,37 +336,37 @@ class Supervisor:
         names = [name for node in gone for name in at[node]]
         for node in gone:
             self._journal.event("node_lost", node=node, modules=at[node])
-            self._lost |= {name: node for name in at[node] if name not in self._crew.due}
+            self._lost |= {name: node for name in at[node] if name not in self._pool.due}
         where = f"node{'s'[: len(gone) - 1]} {', '.join(gone)} lost"
         if self._stop_reason is None:
             found = None
             if self._plan.restart.policy != "never":
-                found = hosts.move(list(self._crew.workers.values()), names)
+                found = hosts.move(list(self._pool.workers.values()), names)
             if found is None:
                 self._stop(f"{where}: no room for {', '.join(names)} elsewhere", broken=True)
             for worker in found or ():
-                self._crew.replace(worker)
-        self._crew.kill([name for name in names if name in self._crew.processes], where)
+                self._pool.replace(worker)
+        self._pool.kill([name for name in names if name in self._pool.processes], where)
 
     def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
         """Tell all workers to leave; in a broken chain no new checkpoint can be completed."""
         if broken:
             self._hurry_at = self._clock() + _BROKEN_GRACE_S
         if self._stop_reason is not None:
-            if grace_s is not None and self._kill_at is not None:  # less patience than before
+            if grace_s is not None and self._kill_at is not None:  # less backoff than before
                 self._kill_at = min(self._kill_at, self._clock() + grace_s + LEAVE_S)
             return
         on_their_way = (m.restarts and m.state in COMING for m in self.state.modules.values())
-        if self._crew.due or any(on_their_way):
+        if self._pool.due or any(on_their_way):
             self._hurry_at = self._clock() + _BROKEN_GRACE_S
-        self._crew.give_up_restarts()
+        self._pool.give_up_restarts()
         self._stop_reason = reason
         self.state.phase = "stopping"
         self._journal.event("run_stopping", reason=reason)
         self._journal.write()
         grace_s = self._plan.stop_grace_s if grace_s is None else grace_s
         self._kill_at = self._clock() + grace_s + LEAVE_S
-        self._crew.stop_all()
+        self._pool.stop_all()
 
     def _conclude(self) -> None:
         tail = self.state.modules[self._plan.workers[-1].module]
@@ -390,7 +388,7 @@ class Supervisor:
 
     def _abandon(self, error: BaseException) -> None:
         """The supervisor itself cannot go on: leave nothing running behind."""
-        self._crew.kill_all("the supervisor failed")
+        self._pool.kill_all("the supervisor failed")
         self.state.phase = "failed"
         self.state.exit_code = error.exit_code if isinstance(error, DniError) else 70
         self.state.error = str(error) or type(error).__name__

@@ -9,7 +9,7 @@ from torch import Tensor
 from dni_runtime.core.finite import finite
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DivergedError
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 
 WEIGHTS_SHARE = 0.01
 """Looking through all weights takes at most this share of the time."""
@@ -22,15 +22,15 @@ class Divergence:
 
     Args:
         step: The module.
-        meter: Shows what is found.
+        metrics: Shows what is found.
 
     Attributes:
         skips: Whether batches are passed over that are not finite.
     """
 
-    def __init__(self, step: ModuleStep, meter: Meter) -> None:
+    def __init__(self, step: ModuleStep, metrics: MetricsWriter) -> None:
         self._step = step
-        self._meter = meter
+        self._metrics = metrics
         self._policy = step.spec.on_nan
         self.skips = self._policy == "skip"
         self._times = 0
@@ -111,7 +111,7 @@ class Divergence:
         """
         self._times += 1
         if self._times & (self._times - 1) == 0:  # 1, 2, 4, 8, …: these become events
-            self._meter.diverged = {"batch": id, "what": what, "times": self._times}
+            self._metrics.diverged = {"batch": id, "what": what, "times": self._times}
         if not mended and (self._policy == "stop" or (lasting and self.skips)):
             raise DivergedError(
                 f"module {self._step.spec.module!r} has diverged: {what} is not finite at batch "

@@ -9,7 +9,7 @@ from torch import Tensor
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.worker.ledger import Ledger
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.selection import Selection
 
 log = logging.getLogger(__name__)
@@ -20,14 +20,14 @@ class Evaluations:
 
     Args:
         step: The module.
-        meter: Where results go.
+        metrics: Where results go.
         ledger: Keeps the sums of an evaluation that is under way.
         cut: Where the module begins.
     """
 
-    def __init__(self, step: ModuleStep, meter: Meter, ledger: Ledger, cut: int) -> None:
+    def __init__(self, step: ModuleStep, metrics: MetricsWriter, ledger: Ledger, cut: int) -> None:
         self._step = step
-        self._meter = meter
+        self._metrics = metrics
         self._ledger = ledger
         self._current: Evaluation | None = None
         if ledger.counts.evaluation is not None:
@@ -36,7 +36,7 @@ class Evaluations:
         spec = step.spec
         self._selection: Selection | None = None
         if spec.tail is not None and spec.tail.selection is not None:
-            self._selection = Selection(meter.run, spec.tail.selection, spec.module, cut)
+            self._selection = Selection(metrics.run, spec.tail.selection, spec.module, cut)
 
     def add(self, h_BH: Tensor, y_BY: Tensor) -> None:
         """Count a batch, where the module predicts anything.
@@ -68,7 +68,7 @@ class Evaluations:
             return False
         result, samples = self._current.result(), self._current.samples
         self._current = self._ledger.counts.evaluation = None
-        self._meter.evaluated(result, samples, test=test)
+        self._metrics.evaluated(result, samples, test=test)
         log.info(
             "epoch %d%s%s: %s",
             epoch,

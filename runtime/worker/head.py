@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dni_runtime.link import Batch, Marker, OutputLink
 from dni_runtime.wire import Mark
 from dni_runtime.worker.ledger import Ledger
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start, note_end, note_mark
 from dni_runtime.worker.stream import NOTHING, Item, Position, Stream
 
@@ -24,7 +24,7 @@ class Head:
         stream: What travels, from the start's position on.
         start: Where the head begins.
         ledger: What it has processed in the whole run.
-        meter: Gets the time spent waiting for data.
+        metrics: Gets the time spent waiting for data.
         output: The link to downstream; None in a chain of one module.
 
     Attributes:
@@ -37,7 +37,7 @@ class Head:
         *,
         start: Start,
         ledger: Ledger,
-        meter: Meter,
+        metrics: MetricsWriter,
         output: OutputLink | None,
     ) -> None:
         self.position = start.position
@@ -45,7 +45,7 @@ class Head:
         self._start = start
         # A former process may have used the id after the last one that it counted, too.
         self._used = ledger.counts.id + start.again
-        self._meter = meter
+        self._metrics = metrics
         self._output = output
         self._next_id = start.first_id
         self._wanted = NOTHING
@@ -76,21 +76,21 @@ class Head:
         if mark is None and self._wanted and between and new:
             mark, self._wanted = self._wanted, NOTHING
             try:
-                note_mark(self._meter.run, id, mark)
+                note_mark(self._metrics.run, id, mark)
             except OSError as error:  # a full disk: no reason to stop training
                 log.warning("a restarted head will not repeat the marker %d: %s", id, error)
         if mark is not None:
-            return Marker(id, self._meter.progress.epoch, mark, {})
+            return Marker(id, self._metrics.progress.epoch, mark, {})
         if self._ends_early and between and new and self.position.phase == "train":
             self._ends_early = False
             self._start.ends_at = id
-            note_end(self._meter.run, id)
+            note_end(self._metrics.run, id)
         if id == self._start.ends_at and isinstance(self._stream, Stream):
             self._stream.end()
-        self._meter.now("data")
+        self._metrics.now("data")
         began = time.monotonic()
         item = next(self._stream)
-        self._meter.waiting_s["data"] += time.monotonic() - began
+        self._metrics.waiting_s["data"] += time.monotonic() - began
         self.position = item.position
         if item.x_BX is None or item.y_BY is None:
             return Marker(id, item.epoch, item.mark, {})

@@ -30,7 +30,7 @@ from dni_runtime.rundir import RunDir, read_json, socket_folder
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Outcome
@@ -75,20 +75,20 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
     spec = load_spec(options)
     run = RunDir(options.run)
     run.create()
-    meter = Meter(run, spec, options.attempt, began=began)
-    meter.set_state("starting")
+    metrics = MetricsWriter(run, spec, options.attempt, began=began)
+    metrics.set_state("starting")
     keys = RunKeys(run, spec.module)
     try:
-        with meter.report.regularly():
-            outcome = _serve(options, spec, run, meter, stop, keys)
+        with metrics.report.regularly():
+            outcome = _serve(options, spec, run, metrics, stop, keys)
     except BaseException as error:
         stopped = isinstance(error, StoppedError)
-        meter.set_state("stopped" if stopped else "failed", error)
+        metrics.set_state("stopped" if stopped else "failed", error)
         raise
     finally:
         withdraw(run, spec, options.attempt)
         keys.leave()
-    meter.set_state(outcome.value)
+    metrics.set_state(outcome.value)
     if outcome is Outcome.STOPPED:
         raise StoppedError("stopped before the end of the run", hint="resume it to go on")
 
@@ -140,13 +140,13 @@ def _serve(
     options: Options,
     spec: WorkerSpec,
     run: RunDir,
-    meter: Meter,
+    metrics: MetricsWriter,
     stop: StopRequest,
     keys: RunKeys,
 ) -> Outcome:
     warning = replaced(os.environ)
     if warning is not None:
-        meter.warn(warning)
+        metrics.warn(warning)
     torch.set_num_threads(spec.cpus)
     device = choose_device(spec)
     step = ModuleStep(spec, device)
@@ -157,13 +157,13 @@ def _serve(
     start, ledger = begin(
         options.resume, spec, run, step, chain, attempt=options.attempt, first=options.first
     )
-    meter.go_on(ledger.counts, start.epoch)
+    metrics.go_on(ledger.counts, start.epoch)
     source = None
     if spec.head is not None:
         data = spec.head.data.at(options.data)
-        meter.now("data")
+        metrics.now("data")
         source = open_data(data, _source_root(run), seed=spec.seed)
-        meter.now("start")
+        metrics.now("start")
     input, output = None, None
     name = str(record.get("run", options.run.name))
     again = start.again
@@ -181,8 +181,8 @@ def _serve(
         # Only one worker of a module writes: another could not listen here as well.
         with contextlib.suppress(OSError):
             remove_temporaries(run, [spec.module])
-        meter.set_state("connecting")
-        meter.loaded_at = time.time()
+        metrics.set_state("connecting")
+        metrics.loaded_at = time.time()
         if input is not None and again:
             # What upstream can still send decides what can be sent on.
             if not neighbours.wait_for_upstream(input):
@@ -207,22 +207,22 @@ def _serve(
             forget_later(run, spec, start)
         if stop():
             raise StoppedError("stopped before training began")
-        meter.progress.id = start.first_id - 1
-        meter.set_state("running")
-        meter.started()
+        metrics.progress.id = start.first_id - 1
+        metrics.set_state("running")
+        metrics.started()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
             spec.module, device, spec.input, spec.output, start.cut,
         )  # fmt: skip
         prunes = chain if spec.head is not None or spec.tail is not None else []
         writer = checkpoint.CheckpointWriter(
-            run, spec.module, prunes, spec.keep, meter.warn, meter.all_is_well
+            run, spec.module, prunes, spec.keep, metrics.warn, metrics.all_is_well
         )
         stream = Stream(source, spec.head, start.position) if source and spec.head else None
         try:
             server = ModuleServer(
                 step,
-                meter=meter,
+                metrics=metrics,
                 checkpoints=writer,
                 stop=stop,
                 start=start,

@@ -55,7 +55,7 @@ class Progress:
 
 
 @dataclass
-class Meter:
+class MetricsWriter:
     """Writes a module's metrics about once a second, and says what its report shows.
 
     Attributes:

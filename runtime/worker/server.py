@@ -26,12 +26,12 @@ from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
-from dni_runtime.worker.keeper import Keeper
-from dni_runtime.worker.leaving import Leaving
 from dni_runtime.worker.ledger import Ledger
-from dni_runtime.worker.metrics import LinkFigures, Meter
+from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import Start
+from dni_runtime.worker.saver import StateSaver
+from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item
 
@@ -62,7 +62,7 @@ class ModuleServer:
 
     Args:
         step: The module.
-        meter: Where measurements go.
+        metrics: Where measurements go.
         checkpoints: Where checkpoints go.
         stop: Tells that the worker should stop.
         start: Where the module begins.
@@ -77,7 +77,7 @@ class ModuleServer:
         self,
         step: ModuleStep,
         *,
-        meter: Meter,
+        metrics: MetricsWriter,
         checkpoints: CheckpointWriter,
         stop: StopRequest,
         start: Start,
@@ -88,7 +88,7 @@ class ModuleServer:
         neighbours: Neighbours | None = None,
     ) -> None:
         self._step = step
-        self._meter = meter
+        self._metrics = metrics
         self._stop = stop
         self._copies = Copies(step.device)
         self._answers: deque[tuple[int, Fetched]] = deque()
@@ -99,13 +99,18 @@ class ModuleServer:
         self._ledger = ledger
         self._head: Head | None = None
         if stream is not None:
-            self._head = Head(stream, start=start, ledger=ledger, meter=meter, output=output)
-        self._keeper = Keeper(
-            step, checkpoints, start=start, ledger=ledger, progress=meter.progress, head=self._head
+            self._head = Head(stream, start=start, ledger=ledger, metrics=metrics, output=output)
+        self._saver = StateSaver(
+            step,
+            checkpoints,
+            start=start,
+            ledger=ledger,
+            progress=metrics.progress,
+            head=self._head,
         )
-        self._leaving = Leaving(stop, meter, head=self._head, input=input)
-        self._divergence = Divergence(step, meter)
-        self._evaluations = Evaluations(step, meter, ledger, start.cut)
+        self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
+        self._divergence = Divergence(step, metrics)
+        self._evaluations = Evaluations(step, metrics, ledger, start.cut)
         self._draining: Marker | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
@@ -130,14 +135,14 @@ class ModuleServer:
         """
         while self._outcome is None:
             stopping = self._stop()
-            if stopping and self._leaving.heed():
+            if stopping and self._shutdown.heed():
                 self._outcome = Outcome.STOPPED
                 break
-            if self._meter.due(self._step):
+            if self._metrics.due(self._step):
                 self._write_metrics()
-                self._divergence.look(self._meter.progress.id)
+                self._divergence.look(self._metrics.progress.id)
                 if not stopping and self._draining is None:
-                    self._keeper.snapshot()
+                    self._saver.snapshot()
             self._collect()
             if self._outcome is None and not (self._may_take() and self._take()):
                 self._sleep()
@@ -152,12 +157,12 @@ class ModuleServer:
         whoever dies on the way finds it there.
         """
         left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
-        self._meter.now("window")
+        self._metrics.now("window")
         if self._output is not None and not self._flush(self._output, left_s):
             log.warning("the module downstream has not acknowledged everything")
-        self._meter.now("checkpoint")
+        self._metrics.now("checkpoint")
         if self._last is not None:
-            self._keeper.flush()
+            self._saver.flush()
             self._ledger.processed(self._last.id)
             if self._input is not None:
                 self._input.ack(self._last.id)
@@ -168,7 +173,7 @@ class ModuleServer:
         end_s = time.monotonic() + left_s
         downstream = self._step.spec.downstream
         while not output.finish(min(FLUSH_SLICE_S, left_s)):
-            self._meter.report.check()
+            self._metrics.report.check()
             if self._neighbours is not None and downstream is not None:
                 self._neighbours.look(output)
                 over = self._outcome is Outcome.FINISHED and not self._stop()
@@ -206,8 +211,8 @@ class ModuleServer:
         return True
 
     def _handle_batch(self, batch: Batch) -> None:
-        step, progress, ledger = self._step, self._meter.progress, self._ledger
-        self._meter.now("batch")
+        step, progress, ledger = self._step, self._metrics.progress, self._ledger
+        self._metrics.now("batch")
         x_BX, y_BY = self._copies.to_device(batch.h), self._copies.to_device(batch.y)
         g_BX = None
         if batch.mode is not Mode.TRAIN:
@@ -223,7 +228,7 @@ class ModuleServer:
             g_BX = self._train(batch, x_BX, y_BY)
             ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
-            self._meter.count_loss(step.counters.loss)
+            self._metrics.count_loss(step.counters.loss)
             if self._output is not None and batch.id <= self._output.drained and step.waiting:
                 self._give_up_until(batch.id)  # its gradient will not come
             if self._idle is not None:
@@ -268,7 +273,7 @@ class ModuleServer:
         fine = not trains or self._divergence.may_use(batch.id, "the activation", h.wait())
         if fine and output.room:
             output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
-            self._meter.count_window(output.in_flight, output.window)
+            self._metrics.count_window(output.in_flight, output.window)
         else:
             output.miss(batch.id)
         return fine
@@ -284,7 +289,7 @@ class ModuleServer:
         while self._answers and (wait or self._answers[0][1].here):
             assert self._input is not None
             id, g = self._answers.popleft()
-            self._input.send_gradient(id, g.wait(), ack=self._meter.progress.id)
+            self._input.send_gradient(id, g.wait(), ack=self._metrics.progress.id)
 
     def _collect(self) -> None:
         """Take what has come from downstream: gradients, and requests for the head."""
@@ -297,7 +302,7 @@ class ModuleServer:
             self._give_up()
         for event in self._output.receive():
             if isinstance(event, Gradient):
-                self._meter.now("batch")
+                self._metrics.now("batch")
                 fine = self._divergence.may_learn(event.id, event.g)
                 g_BH = self._copies.to_device(event.g) if fine else None
                 g_BX = self._step.late_gradient(event.id, g_BH)
@@ -347,17 +352,17 @@ class ModuleServer:
 
     def _finish_marker(self, marker: Marker) -> None:
         self._send_answers(wait=True)
-        progress, mark = self._meter.progress, marker.mark
+        progress, mark = self._metrics.progress, marker.mark
         if mark & (Mark.EVAL | Mark.TEST):
             self._step.end_evaluation()
         progress.id, progress.epoch = marker.id, max(marker.epoch, progress.epoch)
         new = self._ledger.new(marker.id)
-        self._meter.now("checkpoint" if Mark.CHECKPOINT in mark else "evaluation")
+        self._metrics.now("checkpoint" if Mark.CHECKPOINT in mark else "evaluation")
         if Mark.EPOCH in mark:
             self._end_epochs(marker.epoch)
             counts = self._ledger.counts
             if new and counts.epoch == marker.epoch:
-                self._meter.epoch_ended(marker.epoch, counts.epoch_batches)
+                self._metrics.epoch_ended(marker.epoch, counts.epoch_batches)
         # A restarted module may go past markers of evaluations that it has reported before.
         evaluated = new and mark & (Mark.EVAL | Mark.TEST)
         if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
@@ -365,7 +370,7 @@ class ModuleServer:
             self._ask_upstream(END_EARLY)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
             fine = self._divergence.weights_finite(marker.id)
-            self._keeper.checkpoint(marker.id, over=Mark.END in mark, finite=fine)
+            self._saver.checkpoint(marker.id, over=Mark.END in mark, finite=fine)
             self._evaluations.checkpoint(marker.id)
         if mark & (Mark.END | Mark.STOP):
             self._last = marker
@@ -377,23 +382,23 @@ class ModuleServer:
                 self._input.ack(marker.id)
         if Mark.END in mark:
             self._outcome = Outcome.FINISHED
-        elif Mark.STOP in mark or self._leaving.at(mark):
+        elif Mark.STOP in mark or self._shutdown.at(mark):
             self._outcome = Outcome.STOPPED
 
     def _write_metrics(self) -> None:
         replayed = 0 if self._idle is None else self._idle.count
-        self._meter.write(self._step, LinkFigures.of(self._input, self._output, replayed))
+        self._metrics.write(self._step, LinkFigures.of(self._input, self._output, replayed))
 
     def _sleep(self) -> None:
         self._send_answers(wait=True)
         may_take = self._may_take()
         full = self._output is not None and not self._output.room
         reason = "input" if may_take else "window" if full else "gradient"
-        if self._meter.doing != reason:
-            self._meter.now(reason)
+        if self._metrics.doing != reason:
+            self._metrics.now(reason)
         if may_take and self._idle is not None and not self._stop() and self._idle.train():
             return
         began = time.monotonic()
         poller = self._any_poller if may_take else self._output_poller
         poller.poll(POLL_MS)
-        self._meter.waiting_s[reason] += time.monotonic() - began
+        self._metrics.waiting_s[reason] += time.monotonic() - began

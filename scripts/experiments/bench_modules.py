@@ -60,7 +60,7 @@ from dni_runtime.worker import main as worker
 from dni_runtime.worker import metrics
 from dni_runtime.worker.__main__ import parser as worker_parser
 from dni_runtime.worker.ledger import Counts
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.signals import StopRequest
 
 PERIODIC = (
@@ -293,14 +293,14 @@ def serve_pool(pipe: Connection, run: Path) -> None:
                 loading.discard(module)
                 pipe.send((module, None))
 
-    original = Meter.set_state
+    original = MetricsWriter.set_state
 
-    def set_state(meter: Meter, state: str, error: str | None = None) -> None:
-        original(meter, state, error)
+    def set_state(metrics: MetricsWriter, state: str, error: str | None = None) -> None:
+        original(metrics, state, error)
         if state != "starting":
-            loaded(meter.spec.module)
+            loaded(metrics.spec.module)
 
-    Meter.set_state = set_state  # type: ignore[method-assign]
+    MetricsWriter.set_state = set_state  # type: ignore[method-assign]
     metrics.INTERVAL_S = 10.0
 
     def serve(module: str, arguments: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from dni_runtime.launch.figures import Gauge
+from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
@@ -163,7 +163,11 @@ def measure(
         started = start_times(record, began)
         cpu_s = sum(cpu_of(pid) for pid in pids(record))
         time.sleep(SETTLE_S)
-        rss = [one.memory_bytes / MIB for one in Gauge(record).read().modules if one.memory_bytes]
+        rss = [
+            one.memory_bytes / MIB
+            for one in MetricsReader(record).read().modules
+            if one.memory_bytes
+        ]
         pss = [pss_mib(pid) for pid in pids(record)]
         module = record.modules[len(record.modules) // 2]
         restart_s = restart_time_s(record, module)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.launch.figures import Gauge, ModuleFigures
+from dni_runtime.launch.figures import MetricsReader, ModuleFigures
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
@@ -36,7 +36,7 @@ QUICK = "restart: {backoff_s: 0.1, snapshot_s: 1}"
 
 def module(site: Site, name: str) -> ModuleFigures:
     """What is known of a module."""
-    figures = Gauge(Record.read(site.latest.root)).read()
+    figures = MetricsReader(Record.read(site.latest.root)).read()
     return next(one for one in figures.modules if one.module == name)
 
 

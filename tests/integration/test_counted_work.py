@@ -36,7 +36,7 @@ from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.wire import Kind, nbytes
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.ledger import Counts, Ledger
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import ModuleServer
 from dni_runtime.worker.signals import StopRequest
@@ -216,7 +216,7 @@ class Served:
             stack.callback(ledger.close)
             server = ModuleServer(
                 step,
-                meter=Meter(run, worker, 1),
+                metrics=MetricsWriter(run, worker, 1),
                 checkpoints=writer,
                 stop=stop,
                 stream=items if worker.head else None,

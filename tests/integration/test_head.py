@@ -14,7 +14,7 @@ from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.wire import Mark
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.ledger import Counts, Ledger
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.stream import Item, Position
 from tests.conftest import MakeSpec
@@ -48,8 +48,8 @@ def head(
         ledger.close()
     first = start.position.batch + 1
     stream = (Item(1, at(n), x_BX=X, y_BY=Y) for n in range(first, 100))
-    meter = Meter(run, make_spec(), 1)
-    return Head(stream, start=start, ledger=ledger, meter=meter, output=output)
+    metrics = MetricsWriter(run, make_spec(), 1)
+    return Head(stream, start=start, ledger=ledger, metrics=metrics, output=output)
 
 
 def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSpec) -> None:

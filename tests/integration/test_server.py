@@ -22,11 +22,11 @@ from dni_runtime.rundir import RunDir, read_json, read_lines
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
-from dni_runtime.worker.leaving import Leaving
 from dni_runtime.worker.ledger import Counts, Ledger
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
+from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Stream, items
 from tests.conftest import MakeSpec
@@ -39,8 +39,8 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
     run, stop = RunDir(tmp_path), StopRequest()
     run.create()
     spec = make_spec("tail", tail=TailRole(metrics=()), stop_grace_s=3.5)
-    meter = Meter(run, spec, 1)
-    meter.set_state("running")
+    metrics = MetricsWriter(run, spec, 1)
+    metrics.set_state("running")
     ledger = Ledger(run.ledger("tail"), Counts())
     writer = CheckpointWriter(run, "tail", ["tail"], 1, lambda error: None)
     times: set[float] = set()
@@ -59,7 +59,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
         with InputLink(spec, run="run") as input:
             server = ModuleServer(
                 ModuleStep(spec),
-                meter=meter,
+                metrics=metrics,
                 checkpoints=writer,
                 stop=stop,
                 start=Start(),
@@ -67,7 +67,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
                 input=input,
             )
             stop._handle(signal.SIGTERM, None)
-            with meter.report.regularly():
+            with metrics.report.regularly():
                 assert server.serve() is Outcome.STOPPED
     finally:
         done.set()
@@ -86,7 +86,7 @@ def test_where_a_module_that_was_told_to_stop_leaves(tmp_path: Path, make_spec: 
     ordinary, asked = Mark.EPOCH | Mark.CHECKPOINT, Mark.CHECKPOINT | Mark.ASKED
     for alone, places in ((False, [False, True]), (True, [True, True])):
         with closing(StopRequest()) as stop:
-            leaving = Leaving(stop, Meter(run, spec, 1), head=None, input=None)
+            leaving = Shutdown(stop, MetricsWriter(run, spec, 1), head=None, input=None)
             leaving.asked = True
             tell = stop._handle_restart if alone else stop._handle
             tell(signal.SIGUSR1 if alone else signal.SIGTERM, None)
@@ -122,7 +122,7 @@ class Whole:
         assert self.spec.head is not None
         self.step, stop = ModuleStep(self.spec), StopRequest()
         start, ledger = begin(resume, self.spec, self.run, self.step, ["whole"])
-        meter = Meter(self.run, self.spec, 1)
+        metrics = MetricsWriter(self.run, self.spec, 1)
         writer = CheckpointWriter(self.run, "whole", ["whole"], 2, pytest.fail)
 
         def seen() -> Iterator[Item]:
@@ -132,8 +132,8 @@ class Whole:
 
         try:
             return ModuleServer(
-                self.step, meter=meter, checkpoints=writer, stop=stop, start=start, ledger=ledger,
-                stream=seen(),
+                self.step, metrics=metrics, checkpoints=writer, stop=stop, start=start,
+                ledger=ledger, stream=seen(),
             ).serve()  # fmt: skip
         finally:
             writer.close()
@@ -219,8 +219,8 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_p
         def serve() -> None:
             output.connect(address, deadline_s=10)
             server = ModuleServer(
-                step, meter=Meter(run, spec, 1), checkpoints=writer, stop=stop, start=Start(),
-                ledger=ledger, stream=Stream(source, spec.head), output=output,  # type: ignore[arg-type]
+                step, metrics=MetricsWriter(run, spec, 1), checkpoints=writer, stop=stop,
+                start=Start(), ledger=ledger, stream=Stream(source, spec.head), output=output,  # type: ignore[arg-type]
             )  # fmt: skip
             outcomes.append(server.serve())
 

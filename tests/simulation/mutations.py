@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.launch import crew
+from dni_runtime.launch import pool
 from dni_runtime.link import handshake, input, output, receiver, sender
 
 
@@ -93,7 +93,7 @@ def own_cuts() -> Any:
         object.__setattr__(hello, "cut", None)
         return hello
 
-    return replaced((receiver.Hello, "of", of), (crew, "AUTO", "nothing"))
+    return replaced((receiver.Hello, "of", of), (pool, "AUTO", "nothing"))
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

@@ -26,14 +26,14 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.errors import DniError
-from dni_runtime.launch import crew, supervisor
+from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind
-from dni_runtime.worker import checkpoint, keeper, main, metrics, report
+from dni_runtime.worker import checkpoint, main, metrics, report, saver
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.main import Options
 from dni_runtime.worker.signals import StopRequest
@@ -499,7 +499,7 @@ class Site:
             self.largest_window = max(self.largest_window, len(window._kept))
 
         window_class = sender.SendWindow
-        real_forward, real_snapshot = ModuleStep.forward, keeper.snapshot
+        real_forward, real_snapshot = ModuleStep.forward, saver.snapshot
         real_restore, real_add = checkpoint.restore, window_class.add
         stand_ins: list[tuple[Any, str, Any]] = [
             (time, "monotonic", lambda: 1000.0 + world.now_s),
@@ -512,7 +512,7 @@ class Site:
             (zmq, "Poller", Poller),
             (sockets, "open_context", context),
             (ModuleStep, "forward", forward),
-            (keeper, "snapshot", snapshot),
+            (saver, "snapshot", snapshot),
             (checkpoint, "restore", restore),
             (window_class, "add", add),
             (main, "open_data", lambda *args, **kwargs: Data()),
@@ -520,7 +520,7 @@ class Site:
             (report, "REPORT_S", 10.0),
             (receiver, "JUMP_LIMIT", 2),  # of ids that are left out, a few are many here
             (supervisor, "TICK_S", 1.0),
-            (crew, "TICK_S", 1.0),
+            (pool, "TICK_S", 1.0),
             (supervisor, "catching_signals", lambda note: contextlib.nullcontext()),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]

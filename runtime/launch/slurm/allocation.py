@@ -13,7 +13,7 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import Mount
 from dni_runtime.launch.host import Site, infiniband_mounts
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan, make_plan
-from dni_runtime.launch.planning import placement_here, site_again
+from dni_runtime.launch.planning import settings_here, site_again
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
@@ -109,15 +109,15 @@ def plan_in_allocation(
     scratch = os.environ.get("DNI_SCRATCH", "")
     kinds = link_kinds(chain, profile, job.nodes)
     interface = chain.links.interface or profile.interface
-    placement = replace(
-        placement_here(root, site, data=record.data, attempt=attempt, log_level=job.log_level),
+    settings = replace(
+        settings_here(root, site, data=record.data, attempt=attempt, log_level=job.log_level),
         sockets=sockets,
         # the interface in any case: on another node the module would listen on tcp
         links={name: (transport, interface) for name, (transport, _) in kinds.items()},
         container_args=profile.container_args,
         scratch=scratch,
     )
-    plan = make_plan(chain, workers, placement)
+    plan = make_plan(chain, workers, settings)
     return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation, sockets, scratch))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.launch.host import Place, Site
+from dni_runtime.launch.host import Locator, Site
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm import commands
@@ -87,7 +87,7 @@ def wanted_partitions(
 
 
 def check_links(
-    chain: ChainSpec, nodes: Sequence[int], profile: ProfileSpec, place_in: Place
+    chain: ChainSpec, nodes: Sequence[int], profile: ProfileSpec, locate: Locator
 ) -> None:
     """Refuse links that cannot work between the nodes.
 
@@ -100,12 +100,12 @@ def check_links(
     pair = f"{chain.modules[over - 1].name!r} and {chain.modules[over].name!r} are on two nodes"
     if chain.links.transport == "ipc":
         raise SpecError(
-            f"{place_in('links', 'transport')}: {pair}, which ipc cannot join",
+            f"{locate('links', 'transport')}: {pair}, which ipc cannot join",
             hint="leave 'transport' out (auto), or place all modules on one node",
         )
     if chain.links.interface is None and profile.interface is None:
         raise SpecError(
-            f"{place_in('links', 'interface')}: {pair}, and no network interface is named",
+            f"{locate('links', 'interface')}: {pair}, and no network interface is named",
             hint="name one, or a network such as 10.0.0.0/16, in 'links.interface' or the site "
             "profile's 'interface'",
         )
@@ -189,7 +189,7 @@ def make_request(
     partitions = tuple(partitions) or (profile.partition,) * len(needs)
     known = {} if shapes is None else {name: largest_node(s) for name, s in shapes.items()}
     placed, at = place_in_partitions(needs, wanted_placement(chain, nodes), partitions, known)
-    check_links(chain, placed, profile, prepared.place)
+    check_links(chain, placed, profile, prepared.locate)
     request = JobRequest(
         run=root,
         chain=chain.name,

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from dni_runtime.launch.figures import Gauge
+from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.run import Run
 from dni_runtime.rundir import append_line
@@ -48,9 +48,9 @@ def test_the_test_set_gets_a_line(record: Record, capsys: pytest.CaptureFixture[
 
 def test_why_a_run_has_stalled(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
     show, state = PlainLines(), ended(record, "running", 0)
-    show(Gauge(record).read(state))
+    show(MetricsReader(record).read(state))
     state.phase, state.error = "stalled", "module 'top' is to blame"
-    show(Gauge(record).read(state))
+    show(MetricsReader(record).read(state))
     shown = capsys.readouterr().err.splitlines()
     assert shown == ["small-1: running", "small-1: stalled: module 'top' is to blame"]
 

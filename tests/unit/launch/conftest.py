@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.spec import (
@@ -119,5 +119,5 @@ def plan(
     tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...], record: Record
 ) -> LaunchPlan:
     """A plan for the fresh run."""
-    placement = Placement(run=record.run.root, backend="process", sockets=tmp_path / "sockets")
-    return make_plan(chain, workers, placement)
+    settings = LaunchSettings(run=record.run.root, backend="process", sockets=tmp_path / "sockets")
+    return make_plan(chain, workers, settings)

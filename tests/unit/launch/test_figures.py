@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.launch.figures import Gauge
+from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import RunState
 from dni_runtime.lines import LineReader, offset_of_last
@@ -48,7 +48,7 @@ def evaluation(
 
 
 def test_before_anything_is_measured(record: Record) -> None:
-    figures = Gauge(record).read()
+    figures = MetricsReader(record).read()
     assert (figures.state, figures.epoch, figures.accuracy, figures.eta_s) == (
         "new", None, None, None,
     )  # fmt: skip
@@ -68,7 +68,7 @@ def test_figures_of_a_run(record: Record, state: RunState) -> None:
         {"attempt": 1, "state": "running", "host": "n1", "epoch": 2, "step": 15, "samples": 9,
          "error": None},
     )  # fmt: skip
-    figures = Gauge(record).read()
+    figures = MetricsReader(record).read()
     assert (figures.epoch, figures.epochs, figures.accuracy) == (2, 4, 0.8)
     assert [one["accuracy"] for one in figures.evaluations] == [0.7, 0.8]
     assert figures.samples_per_s == pytest.approx(128 * 4)
@@ -91,7 +91,7 @@ def test_signals_of_a_module(record: Record, state: RunState) -> None:
         {"attempt": 1, "state": "running", "evaluation": {"loss": 0.4, "accuracy": 0.8}},
     )
     state.modules["bottom"].state = "running"
-    bottom = Gauge(record).read(state).modules[0]
+    bottom = MetricsReader(record).read(state).modules[0]
     assert {name: getattr(bottom, name) for name in signals} == signals
     assert (bottom.head_loss, bottom.head_accuracy, bottom.head_train_accuracy) == (0.4, 0.8, 0.7)
 
@@ -106,24 +106,24 @@ def test_the_tails_evaluation_is_the_chains(record: Record, state: RunState) -> 
          "step": 8, "loss": 2.0, "accuracy": 0.5, "samples": 100},
     )  # fmt: skip
     write_json(record.run.worker("top"), {"attempt": 1, "evaluation": {"accuracy": 0.9}})
-    figures = Gauge(record).read()
+    figures = MetricsReader(record).read()
     assert (figures.accuracy, len(figures.evaluations)) == (0.9, 1)
     assert figures.modules[-1].head_accuracy is None
 
 
 def test_one_measurement_gives_a_pace(record: Record, state: RunState) -> None:
     train(record, "top", time.time(), 4)
-    assert Gauge(record).read().samples_per_s == 512.0
+    assert MetricsReader(record).read().samples_per_s == 512.0
 
 
 def test_only_news_is_read(record: Record, state: RunState) -> None:
-    gauge = Gauge(record)
+    reader = MetricsReader(record)
     now = time.time()
     train(record, "top", now, 4)
-    assert gauge.read().modules[-1].loss == 0.5
+    assert reader.read().modules[-1].loss == 0.5
     train(record, "top", now + 1, 8, loss=0.25)
-    assert gauge.read().modules[-1].loss == 0.25
-    assert gauge.read().modules[-1].loss == 0.25
+    assert reader.read().modules[-1].loss == 0.25
+    assert reader.read().modules[-1].loss == 0.25
 
 
 def test_after_a_resume_what_is_said_last_counts(record: Record, state: RunState) -> None:
@@ -131,24 +131,24 @@ def test_after_a_resume_what_is_said_last_counts(record: Record, state: RunState
     for epoch in (1, 2, 3):
         evaluation(record, now, epoch, epoch / 10)
     evaluation(record, now, 2, 0.9, attempt=2)
-    figures = Gauge(record).read()
+    figures = MetricsReader(record).read()
     assert [(one["epoch"], one["accuracy"]) for one in figures.evaluations] == [(1, 0.1), (2, 0.9)]
 
 
 def test_the_test_set_has_a_figure_of_its_own(record: Record, state: RunState) -> None:
     now = time.time()
     evaluation(record, now, 3, 0.8)
-    assert Gauge(record).read().test is None
+    assert MetricsReader(record).read().test is None
     evaluation(record, now + 1, 3, 0.7, kind="test")
-    gauge = Gauge(record)
-    figures = gauge.read()
+    reader = MetricsReader(record)
+    figures = reader.read()
     assert (figures.accuracy, len(figures.evaluations)) == (0.8, 1)
     assert figures.test is not None
     assert (figures.test["accuracy"], figures.test["epoch"]) == (0.7, 3)
     evaluation(record, now + 2, 2, 0.6, attempt=2)  # resumed from before
-    assert gauge.read().test is None
+    assert reader.read().test is None
     evaluation(record, now + 3, 2, 0.5, attempt=2, kind="test")
-    again = gauge.read().test
+    again = reader.read().test
     assert again is not None
     assert again["accuracy"] == 0.5
 
@@ -156,7 +156,7 @@ def test_the_test_set_has_a_figure_of_its_own(record: Record, state: RunState) -
 def test_an_earlier_attempts_pace_does_not_count(record: Record, state: RunState) -> None:
     train(record, "top", time.time() - 900, 4)
     state.attempt = 2
-    assert Gauge(record).read(state).samples_per_s is None
+    assert MetricsReader(record).read(state).samples_per_s is None
 
 
 def test_all_starts_of_a_module_count(record: Record, state: RunState) -> None:
@@ -167,7 +167,7 @@ def test_all_starts_of_a_module_count(record: Record, state: RunState) -> None:
         padding = "x" * 1000
         train(record, "bottom", now - 399 + step, step, attempt=2, missed=4, padding=padding)
     state.modules["bottom"].restarts = 1
-    assert Gauge(record).read(state).modules[0].missed == 7
+    assert MetricsReader(record).read(state).modules[0].missed == 7
 
 
 def _month(record: Record, evaluation_every: int) -> int:
@@ -209,10 +209,10 @@ def test_a_run_of_a_month_is_read_from_its_end(
 ) -> None:
     assert _month(record, evaluation_every) > 45 << 20
     for most, limit_mib in ((1000, all_mib), (1, last_mib)):
-        gauge = Gauge(record, evaluations=most)
+        reader = MetricsReader(record, evaluations=most)
         tracemalloc.start()
         before = _bytes_read()
-        figures = gauge.read(state)
+        figures = reader.read(state)
         read_bytes, (_, peak_bytes) = _bytes_read() - before, tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert (figures.accuracy, figures.modules[-1].loss) == (0.5, 0.5)
@@ -221,7 +221,7 @@ def test_a_run_of_a_month_is_read_from_its_end(
         assert read_bytes < limit_mib << 20
         assert peak_bytes < 12 << 20
         before = _bytes_read()
-        gauge.read(state)
+        reader.read(state)
         assert _bytes_read() - before < 1 << 17
 
 

@@ -34,7 +34,7 @@ def place(*location: str | int) -> str:
 
 
 def check(chain: ChainSpec, workers: tuple[WorkerSpec, ...], **changes: object) -> Site:
-    given = {"wanted": "process", "images": Path("images"), "data": None, "place": place}
+    given = {"wanted": "process", "images": Path("images"), "data": None, "locate": place}
     return check_host(chain, workers, **(given | changes))  # type: ignore[arg-type]
 
 

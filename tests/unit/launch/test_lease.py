@@ -14,8 +14,8 @@ import pytest
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.lease import SILENCE_S, TOKEN_VARIABLE, Lease, LeaseError, Owner
+from dni_runtime.launch.runtime_files import remove_runtime_files
 from dni_runtime.launch.state import RunState
-from dni_runtime.launch.traces import remove_traces
 from dni_runtime.rundir import RunDir, read_lines, socket_path, write_json
 
 TAKER = """\
@@ -190,9 +190,9 @@ def test_nothing_is_removed_through_a_link(run: RunDir, tmp_path: Path) -> None:
     (mine / "thesis").write_text("text")
     link = tmp_path / "sockets"
     link.symlink_to(mine)
-    remove_traces(run, link)
+    remove_runtime_files(run, link)
     assert (mine / "thesis").exists()
-    remove_traces(run, mine)
+    remove_runtime_files(run, mine)
     assert (mine / "thesis").exists(), "no socket"
 
 

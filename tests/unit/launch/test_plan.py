@@ -11,7 +11,7 @@ import pytest
 from dni_runtime import __version__
 from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount
-from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.wire import PROTOCOL_VERSION
@@ -23,8 +23,10 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS
 
 
 def plan_of(chain: ChainSpec, workers: tuple[WorkerSpec, ...], **where: object) -> LaunchPlan:
-    placement = Placement(run=RUN, backend="process", sockets=SOCKETS, python="/usr/bin/python3")
-    return make_plan(chain, workers, replace(placement, **where))  # type: ignore[arg-type]
+    settings = LaunchSettings(
+        run=RUN, backend="process", sockets=SOCKETS, python="/usr/bin/python3"
+    )
+    return make_plan(chain, workers, replace(settings, **where))  # type: ignore[arg-type]
 
 
 def test_processes(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from dni_runtime.errors import DamagedError
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.restarts import Patience, RestartPlan
+from dni_runtime.launch.restarts import Backoff, RestartPlan
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import RunDir, write_json
@@ -57,13 +57,13 @@ def attempts(record: Record, name: str) -> list[int]:
 
 
 def test_delays_double_up_to_a_limit() -> None:
-    patience, plan = Patience(), replace(RULES, limit=9, backoff_max_s=5)
+    patience, plan = Backoff(), replace(RULES, limit=9, backoff_max_s=5)
     delays = [patience.delay_s(plan, 137, 0) for _ in range(10)]
     assert delays == [0.5, 1, 2, 4, 5, 5, 5, 5, 5, None]
 
 
 def test_a_healthy_stretch_starts_the_count_anew() -> None:
-    patience = Patience()
+    patience = Backoff()
     assert [patience.delay_s(RULES, 137, 0) for _ in range(3)] == [0.5, 1, 2]
     patience.running_since_s = 10
     assert patience.delay_s(RULES, 137, 69) is None
@@ -73,20 +73,20 @@ def test_a_healthy_stretch_starts_the_count_anew() -> None:
 
 def test_what_was_there_may_come_back() -> None:
     """An interface, a driver, a neighbour: tried again by a module that has run, with a limit."""
-    patience, plan = Patience(running_since_s=1), replace(RULES, limit=3)
+    patience, plan = Backoff(running_since_s=1), replace(RULES, limit=3)
     assert [patience.delay_s(plan, 69, 2) for _ in range(4)] == [0.5, 1, 2, None]
-    assert Patience().delay_s(plan, 69, 2) is None
+    assert Backoff().delay_s(plan, 69, 2) is None
 
 
 @pytest.mark.parametrize("code", [64, 65, 66, 69, 72, 74, 76, 78, 79, 127])
 def test_some_failures_no_start_can_mend(code: int) -> None:
-    assert Patience().delay_s(RULES, code, 0) is None
+    assert Backoff().delay_s(RULES, code, 0) is None
 
 
 @pytest.mark.parametrize("code", [1, 70, 134, 137, 143])
 def test_others_it_can(code: int) -> None:
-    assert Patience().delay_s(RULES, code, 0) == 0.5
-    assert Patience().delay_s(replace(RULES, policy="never"), code, 0) is None
+    assert Backoff().delay_s(RULES, code, 0) == 0.5
+    assert Backoff().delay_s(replace(RULES, policy="never"), code, 0) is None
 
 
 def test_a_killed_worker_is_started_again(

@@ -14,8 +14,8 @@ import pytest
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import journal
-from dni_runtime.launch.crew import TICK_S
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.pool import TICK_S
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan

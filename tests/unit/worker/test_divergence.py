@@ -13,50 +13,50 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DivergedError
 from dni_runtime.rundir import RunDir, read_json
 from dni_runtime.worker.divergence import Divergence
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from tests.unit.worker.test_metrics import workers
 
 GOOD, BAD = torch.ones(4, 5), torch.full((4, 5), math.nan)
-Make = Callable[..., tuple[Divergence, ModuleStep, Meter]]
+Make = Callable[..., tuple[Divergence, ModuleStep, MetricsWriter]]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    def make(on_nan: str, interface: str = "mixed") -> tuple[Divergence, ModuleStep, Meter]:
+    def make(on_nan: str, interface: str = "mixed") -> tuple[Divergence, ModuleStep, MetricsWriter]:
         run = RunDir(tmp_path)
         run.create()
         spec = workers(interface)[0].model_copy(update={"on_nan": on_nan})
-        step, meter = ModuleStep(spec), Meter(run, spec, 1)
-        return Divergence(step, meter), step, meter
+        step, metrics = ModuleStep(spec), MetricsWriter(run, spec, 1)
+        return Divergence(step, metrics), step, metrics
 
     return make
 
 
 @pytest.mark.parametrize(("on_nan", "used"), [("skip", False), ("warn", True)])
 def test_an_activation(make: Make, tmp_path: Path, on_nan: str, used: bool) -> None:
-    divergence, _, meter = make(on_nan)
+    divergence, _, metrics = make(on_nan)
     assert divergence.may_use(6, "the activation", GOOD)
-    assert meter.diverged is None
+    assert metrics.diverged is None
     assert divergence.may_use(7, "the activation", BAD) is used
-    meter.report.write()
+    metrics.report.write()
     report = read_json(RunDir(tmp_path).worker("a"))
     assert report is not None
     assert report["diverged"] == {"batch": 7, "what": "the activation", "times": 1}
 
 
 def test_an_activation_ends_the_run_where_nothing_else_is_said(make: Make) -> None:
-    divergence, _, meter = make("stop")
+    divergence, _, metrics = make("stop")
     with pytest.raises(DivergedError, match="'a' has diverged: the data is not finite at batch 7"):
         divergence.may_use(7, "the data", BAD)
-    assert meter.diverged is not None
+    assert metrics.diverged is not None
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip", "warn"])
 def test_a_gradient_that_only_teaches_is_left_out(make: Make, on_nan: str) -> None:
-    divergence, _, meter = make(on_nan)
+    divergence, _, metrics = make(on_nan)
     assert divergence.may_learn(3, GOOD)
     assert not divergence.may_learn(4, BAD)
-    assert meter.diverged == {"batch": 4, "what": "the gradient from 'b'", "times": 1}
+    assert metrics.diverged == {"batch": 4, "what": "the gradient from 'b'", "times": 1}
 
 
 def test_a_gradient_that_updates_the_module_stops_it(make: Make) -> None:
@@ -92,17 +92,17 @@ def test_weights_that_are_not_finite_cannot_be_skipped(make: Make, on_nan: str) 
 
 
 def test_weights_where_the_run_goes_on_whatever_happens(make: Make) -> None:
-    divergence, step, meter = make("warn")
+    divergence, step, metrics = make("warn")
     next(step.layers.parameters()).data[0, 0] = math.nan
     assert not divergence.weights_finite(9)
-    assert meter.diverged is not None
+    assert metrics.diverged is not None
 
 
 def test_what_happens_again_and_again_is_told_ever_less_often(make: Make) -> None:
-    divergence, _, meter = make("skip")
+    divergence, _, metrics = make("skip")
     told = set()
     for id in range(1, 1001):
         divergence.may_use(id, "the activation", BAD)
-        assert meter.diverged is not None
-        told.add(meter.diverged["times"])
+        assert metrics.diverged is not None
+        told.add(metrics.diverged["times"])
     assert told == {1 << n for n in range(10)}

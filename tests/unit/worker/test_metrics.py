@@ -20,7 +20,7 @@ from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
 from dni_runtime.worker.idle import ReplayBuffer
-from dni_runtime.worker.metrics import LinkFigures, Meter
+from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
 
 CHAIN = """\
 name: small
@@ -53,12 +53,12 @@ class Clock:
 
 
 class Worker:
-    """A module, its meter, and what the server does with both."""
+    """A module, its metrics, and what the server does with both."""
 
     def __init__(self, root: Path, spec: WorkerSpec) -> None:
         self.run = RunDir(root)
         self.run.create()
-        self.step, self.meter = ModuleStep(spec), Meter(self.run, spec, 1)
+        self.step, self.meter = ModuleStep(spec), MetricsWriter(self.run, spec, 1)
         self.id = 0
 
     def train(self) -> int:
@@ -209,9 +209,9 @@ def test_a_diverged_loss_is_null(worker: Worker) -> None:
 def test_what_a_start_was_made_of(tmp_path: Path) -> None:
     run, now = RunDir(tmp_path), time.time()
     run.create()
-    meter = Meter(run, workers()[0], 1, began=now - 3)
-    meter.loaded_at += 2
-    meter.started()
+    metrics = MetricsWriter(run, workers()[0], 1, began=now - 3)
+    metrics.loaded_at += 2
+    metrics.started()
     (line,) = read_lines(run.metrics("a"))
     assert (line["kind"], line["began"], line["load_s"]) == ("start", now - 3, 2)
     assert line["import_s"] == pytest.approx(3, abs=0.5)

@@ -15,7 +15,7 @@ SNAPSHOT_SHARE = 0.02
 """Copying the module's state for snapshots takes at most this share of the time."""
 
 
-class Keeper:
+class StateSaver:
     """Copies a module's state and has it written.
 
     Args:

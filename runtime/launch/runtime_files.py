@@ -11,7 +11,7 @@ from dni_runtime.launch.plan import RUN_TARGET, LaunchPlan
 from dni_runtime.rundir import RunDir, socket_folder
 
 
-def prepare_traces(run: RunDir, plan: LaunchPlan) -> None:
+def prepare_runtime_files(run: RunDir, plan: LaunchPlan) -> None:
     """Make the folder of sockets and the keys, and remove what an earlier attempt left."""
     run.create()
     with contextlib.suppress(FileNotFoundError):  # the one that ended the start before this
@@ -45,7 +45,7 @@ def _prepare_mounts(run: RunDir, plan: LaunchPlan) -> None:
             point.touch(mode=0o600)
 
 
-def remove_traces(run: RunDir, sockets: Path) -> None:
+def remove_runtime_files(run: RunDir, sockets: Path) -> None:
     """Remove the sockets and keys.
 
     The folder of sockets lies where others may write: nothing is touched through a link, nor in a

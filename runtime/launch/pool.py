@@ -28,7 +28,7 @@ _REMIND_S = 5.0
 """Between two tries to send a signal."""
 
 
-class Crew:
+class WorkerPool:
     """Starts the workers of a plan, tells them things, ends them, and starts them again.
 
     Args:
@@ -69,7 +69,7 @@ class Crew:
         self._clock = clock
         self._sleep = sleep
         self.workers = {worker.module: worker for worker in plan.workers}
-        self._leaving: dict[str, float] = {}
+        self._shutdown: dict[str, float] = {}
         self._unsent: dict[str, signal.Signals] = {}
         self._remind_at = 0.0
 
@@ -168,7 +168,7 @@ class Crew:
             with contextlib.suppress(OSError):
                 self._run.log(name, worker.attempt - LOGS + 1).unlink()
         self.killed.discard(name)
-        self._leaving.pop(name, None)
+        self._shutdown.pop(name, None)
         self._unsent.pop(name, None)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
@@ -245,19 +245,19 @@ class Crew:
 
     def ask_to_leave(self, name: str) -> None:
         """Have a worker save its state and leave; it is killed when it takes too long."""
-        if name not in self._leaving:
+        if name not in self._shutdown:
             self._journal.event("restart_requested", module=name)
-            self._leaving[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
+            self._shutdown[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
             self._send([name], signal.SIGUSR1)
 
     def has_left(self, name: str) -> bool:
         """Whether a worker that has ended had been asked to; forgets that it was."""
-        return self._leaving.pop(name, None) is not None
+        return self._shutdown.pop(name, None) is not None
 
     def see_off(self) -> None:
         """Kill whoever was asked to leave and did not."""
         now = self._clock()
-        late = [name for name, kill_at in self._leaving.items() if now >= kill_at]
+        late = [name for name, kill_at in self._shutdown.items() if now >= kill_at]
         self.kill([name for name in late if name in self.processes], "it did not leave in time")
 
     def stop_all(self) -> None:

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.launch.plan import LaunchPlan, Placement, make_plan
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
 from dni_runtime.launch.state import RunState
-from dni_runtime.launch.traces import prepare_traces, remove_traces
 from dni_runtime.rundir import read_json, write_json
 
 
@@ -25,7 +25,7 @@ def test_what_containers_see_is_there_to_be_mounted(
     plan = make_plan(
         prepared.chain.model_copy(update={"links": links}),
         prepared.workers,
-        Placement(
+        LaunchSettings(
             run=run.root,
             backend="apptainer",
             sockets=sockets,
@@ -34,7 +34,7 @@ def test_what_containers_see_is_there_to_be_mounted(
         ),
     )
     for _start in range(2):
-        prepare_traces(run, plan)
+        prepare_runtime_files(run, plan)
         for mount in (mount for worker in plan.workers for mount in worker.mounts):
             if mount.target != "/dni/ipc":
                 point = run.container.root / mount.target.removeprefix("/dni/run").strip("/")
@@ -44,7 +44,7 @@ def test_what_containers_see_is_there_to_be_mounted(
         assert not any(path.stat().st_size for path in run.container.root.rglob("*.key"))
         RunState.begin("apptainer", 1, record.modules).write(run)
         assert read_json(run.container.state) == read_json(run.state)
-        remove_traces(run, sockets)
+        remove_runtime_files(run, sockets)
         assert not run.keys.exists()
 
 
@@ -54,10 +54,10 @@ def test_a_request_to_stop_that_is_newer_than_the_last_start_counts(
     """It came while this start was on its way: nobody had written a state yet."""
     record.run.create()
     write_json(record.run.stop_request, {"time": 0})
-    prepare_traces(record.run, plan)
+    prepare_runtime_files(record.run, plan)
     assert record.run.stop_request.exists()
     write_json(record.run.state, {})  # the start that it ended
-    prepare_traces(record.run, plan)
+    prepare_runtime_files(record.run, plan)
     assert not record.run.stop_request.exists()
 
 

@@ -7,7 +7,7 @@ import logging
 from dni_runtime.link import InputLink
 from dni_runtime.wire import Mark
 from dni_runtime.worker.head import Head
-from dni_runtime.worker.metrics import Meter
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -19,12 +19,12 @@ ASK_AGAIN_S = 5.0
 """It asks again after so long: the request may have been lost with a module that died."""
 
 
-class Leaving:
+class Shutdown:
     """A module's way out.
 
     Args:
         stop: Tells that the worker should stop.
-        meter: Shows that it is about to.
+        metrics: Shows that it is about to.
         head: The head's end of the stream; None for other modules.
         input: The link from upstream; None for the head.
 
@@ -33,11 +33,16 @@ class Leaving:
     """
 
     def __init__(
-        self, stop: StopRequest, meter: Meter, *, head: Head | None, input: InputLink | None
+        self,
+        stop: StopRequest,
+        metrics: MetricsWriter,
+        *,
+        head: Head | None,
+        input: InputLink | None,
     ) -> None:
         self.asked = False
         self._stop = stop
-        self._meter = meter
+        self._metrics = metrics
         self._head = head
         self._input = input
         self._ask_again_s = 0.0
@@ -49,15 +54,15 @@ class Leaving:
             Whether its patience is over: it leaves without a checkpoint.
         """
         self._stop.drain()
-        if self._meter.state == "running":
+        if self._metrics.state == "running":
             log.info("told to stop: leaving at the next checkpoint")
-            self._meter.set_state("stopping")
+            self._metrics.set_state("stopping")
         if self._head is not None:
             self._head.want(Mark.CHECKPOINT if self._stop.alone else Mark.CHECKPOINT | Mark.STOP)
             self.asked |= self._stop.alone
         elif self._input is not None:
             self._ask(self._input)
-        grace_s = self._meter.spec.stop_grace_s
+        grace_s = self._metrics.spec.stop_grace_s
         if self._stop.age_s <= grace_s:
             return False
         log.warning(
