@@ -132,6 +132,7 @@ def how_it_ended(name: str, module: ModuleState, error: str | None = None) -> st
         how = "stopped"
     else:
         how = f"ended with exit code {module.exit_code}"
+        how += " before it had finished" if module.exit_code == 0 else ""
     return f"module {name!r} (attempt {module.attempt}) {how}"
 
 

@@ -242,9 +242,11 @@ class Supervisor:
         lost = self._lost.pop(name, None)
         if lost is not None:  # whatever became of its process
             module.state = "stopped" if told else "failed"
-        elif module.exit_code == 0:
-            module.state = "finished"
+        elif self._complete(name) or (module.exit_code == 0 and self._journal.failing):
+            module.state = "finished"  # on a full disk it cannot say so
         elif module.exit_code == StoppedError.exit_code or obeyed:
+            module.state = "stopped"
+        elif module.exit_code == 0 and told:  # srun, whose step was never launched
             module.state = "stopped"
         else:
             module.state = "failed"
@@ -284,7 +286,7 @@ class Supervisor:
         """Have a worker that has died started again, unless that cannot help."""
         plan, backoff = self._plan.restart, self._backoff[name]
         assert module.exit_code is not None
-        if module.signal is None and not self._run.worker(name).exists():
+        if module.signal is None and module.exit_code and not self._run.worker(name).exists():
             return False  # it could not even say that it starts: nor will the next one
         delay_s = backoff.delay_s(plan, module.exit_code, self._clock())
         if delay_s is None:

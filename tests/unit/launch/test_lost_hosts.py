@@ -41,7 +41,9 @@ class FakeHosts:
 
 @pytest.fixture
 def world(record: Record) -> World:
-    return World(record)
+    world = World(record)
+    world.srun_lies = True
+    return world
 
 
 def supervisor(

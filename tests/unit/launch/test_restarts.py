@@ -382,3 +382,17 @@ def test_logs_of_many_starts_are_not_kept(
     supervise(limit=1000, backoff_s=0, backoff_max_s=0).run()
     kept = [number for number in range(1, 41) if record.run.log("middle", number).exists()]
     assert kept == [1, *range(21, 41)]
+
+
+def test_an_exit_code_of_0_is_not_believed(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """An srun whose step could not be launched ends with 0, too."""
+    world.srun_lies = True
+    world.exits(4, top=0)
+    world.at.append((6.0, lambda: setattr(world, "srun_lies", False)))
+    finish(world, 20)
+    state = supervise().run()
+    assert (state.phase, attempts(record, "top")) == ("finished", [1, 2])
+    (again,) = [one for one in events(record) if one["event"] == "worker_restarting"]
+    assert again["reason"].endswith("ended with exit code 0 before it had finished")

@@ -35,6 +35,7 @@ class World:
         self.refuse: str | None = None
         self.gone: set[str] = set()
         self.deaf_until = 0.0
+        self.srun_lies = False
         self.on_term: dict[str, Callable[[FakeProcess], None]] = {}
         self.on_start: Callable[[FakeProcess], None] = lambda process: None
 
@@ -84,6 +85,9 @@ class World:
         process = self.processes[name]
         if process.returncode is None:
             process.returncode = code
+            if code == 0 and not self.srun_lies:
+                document = {"attempt": process.worker.attempt, "state": "finished"}
+                write_json(self.record.run.worker(name), document)
 
     def reports(self, after_s: float, state: str) -> None:
         """All workers say that they are in a state."""
@@ -350,10 +354,12 @@ def test_what_an_earlier_attempt_left_is_removed(
 ) -> None:
     write_json(record.run.endpoint("top"), {"address": "ipc:///gone"})
     write_json(record.run.worker("top"), {"attempt": 1, "state": "running"})
+    there: list[bool] = []
+    world.on_start = lambda process: there.append(record.run.worker("top").exists())
     world.exits(1, bottom=0, middle=0, top=0)
     supervisor.run()
     assert not record.run.endpoint("top").exists()
-    assert not record.run.worker("top").exists()
+    assert there == [False] * 3
 
 
 def test_sockets_are_removed(world: World, supervisor: Supervisor, plan: LaunchPlan) -> None:

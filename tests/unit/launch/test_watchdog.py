@@ -42,6 +42,8 @@ class Watched(World):
             return
         stopped = any((n, p.worker.attempt) in self.doing for n, p in self.processes.items())
         for name, process in self.processes.items():
+            if process.returncode is not None:
+                continue
             attempt = process.worker.attempt
             doing = self.doing.get((name, attempt), "window" if name != "top" else "input")
             if not stopped:
