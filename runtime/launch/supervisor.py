@@ -242,8 +242,8 @@ class Supervisor:
         lost = self._lost.pop(name, None)
         if lost is not None:  # whatever became of its process
             module.state = "stopped" if told else "failed"
-        elif self._complete(name) or (module.exit_code == 0 and self._journal.failing):
-            module.state = "finished"  # on a full disk it cannot say so
+        elif self._complete(name):
+            module.state = "finished"
         elif module.exit_code == StoppedError.exit_code or obeyed:
             module.state = "stopped"
         elif module.exit_code == 0 and told:  # srun, whose step was never launched

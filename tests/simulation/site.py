@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+import random
 import secrets
 import shutil
 import signal
@@ -109,6 +110,10 @@ class Schedule:
             lasts_s = draw.choice((0.1, 1.0, 1.0, 5.0, 5.0, 20.0)) * draw.uniform(0.5, 1.5)
             at_s = draw.uniform(0, length_s)
             made.faults.append((at_s, draw.choice(kinds), draw.randrange(made.modules), lasts_s))
+        more = random.Random(~seed)  # drawn apart: what older seeds draw stays as it is
+        if more.random() < 0.1:
+            at_s, index = more.uniform(0, length_s), more.randrange(made.modules)
+            made.faults.append((at_s, "unlaunched", index, 0.0))
         made.faults.sort()
         return made
 
@@ -274,6 +279,7 @@ class Site:
         self.attempts: Counter[str] = Counter()
         self.steps: dict[str, ModuleStep] = {}
         self.supervision = Supervision(self.world, self.run_dir, self.specs, self._start)
+        self.unlaunched: set[str] = set()
         self.troubles: list[str] = []
         self.largest_queue = 0
         self.largest_window = 0
@@ -315,6 +321,8 @@ class Site:
             raise Violated(f"stalled: {reason}")
         for name in self.names:
             counts = Counts.read(self.run_dir.ledger(name))
+            if name not in self.steps:
+                raise Violated(f"{name} has never trained")
             seen = Counter(self.steps[name].trained)  # type: ignore[attr-defined]
             twice = {id: count for id, count in seen.items() if count > 1}
             if twice:
@@ -413,6 +421,10 @@ class Site:
             started.end(code)
 
         started = self.workers[name] = Worker(self.world, process, handle)
+        if name in self.unlaunched:  # as srun does when its step cannot be launched
+            self.unlaunched.discard(name)
+            self.world.at(1.0, lambda: started.end(0))
+            return started
         self.world.at(
             self.world.random.uniform(0, 2.0),
             lambda: self.world.spawn(process, body) and None if process.alive else None,
@@ -449,7 +461,9 @@ class Site:
         elif kind == "full":
             for one in (worker.process, self.supervision.process):
                 one.full_until_s = now_s + lasts_s
-        elif kind == "kill":
+        elif kind in ("kill", "unlaunched"):
+            if kind == "unlaunched":
+                self.unlaunched.add(name)
             worker.end(-signal.SIGKILL)
 
     def _swallow(self, line: str) -> None:
