@@ -110,7 +110,7 @@ class Schedule:
             lasts_s = draw.choice((0.1, 1.0, 1.0, 5.0, 5.0, 20.0)) * draw.uniform(0.5, 1.5)
             at_s = draw.uniform(0, length_s)
             made.faults.append((at_s, draw.choice(kinds), draw.randrange(made.modules), lasts_s))
-        more = random.Random(~seed)  # drawn apart: what older seeds draw stays as it is
+        more = random.Random(f"launch {seed}")  # drawn apart: what older seeds draw stays as it is
         if more.random() < 0.1:
             at_s, index = more.uniform(0, length_s), more.randrange(made.modules)
             made.faults.append((at_s, "unlaunched", index, 0.0))

@@ -37,7 +37,7 @@ def test_what_must_hold_holds() -> None:
         ("newest-read", 211, "the watchdog has said module 'a' waits for room"),
         ("narrow-gaps", 186, "their link does not stand"),
         ("own-cuts", 199, "c has counted"),
-        ("exit-code-0", 56, "that has finished"),
+        ("exit-code-0", 68, "that has finished"),
     ],
 )
 def test_a_mend_that_is_taken_out_is_missed(mutation: str, seed: int, violated: str) -> None:
