@@ -1,4 +1,4 @@
-"""Taking a trained chain home: one plain ``nn.Sequential``, as .safetensors or as .pt2."""
+"""Export of a trained chain as one plain ``nn.Sequential``, to .safetensors or to .pt2."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dni_runtime.rundir import write_atomic
 from dni_runtime.spec import LayerSpec, WorkerSpec
 
 LAYERS_PREFIX = "layers."
-"""Where a module's own tensors lie in its checkpoint."""
+"""Prefix of a module's own tensors in its checkpoint."""
 
 AVERAGE_PREFIX = "average.module."
-"""Where the average of its weights lies, where one is kept (``AveragedModel.state_dict``)."""
+"""Prefix of the average of its weights, if one is kept (``AveragedModel.state_dict``)."""
 
 METADATA = "dni-runtime"
 
@@ -34,7 +34,7 @@ METADATA = "dni-runtime"
 def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Sequential:
     """Build the whole network from the modules' checkpoints.
 
-    Recurrent layers begin each batch with zeros, and have no synthesizers.
+    Recurrent layers start each batch with zeros, and have no synthesizers.
 
     Args:
         workers: The modules' specs, head first.
@@ -90,7 +90,7 @@ def export_model(
         if not force and not state_finite(module):
             raise DivergedError(
                 f"weights or statistics of module {name!r} are not finite ({str(states[name])!r})",
-                hint="take an older checkpoint with --from, or write it all the same with --force",
+                hint="export an older checkpoint with --from, or this one anyway with --force",
             )
     first = workers[0]
     if output.suffix == ".pt2":
@@ -123,14 +123,14 @@ def export_model(
             for worker in workers
         ],
     }
-    tensors = _separate(model.state_dict())
+    tensors = separate(model.state_dict())
     data = save(tensors, metadata={METADATA: json.dumps(description), "format": "pt"})
     write_atomic(output, data, mode=0o644)
     return model
 
 
-def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory, as safetensors want them; tied weights are written each."""
+def separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory, as safetensors requires: tied weights are copied."""
     seen: set[int] = set()
     tensors = {}
     for key, value in state.items():

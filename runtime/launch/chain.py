@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import yaml
+from safetensors.torch import save
+from torch import nn
 
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.host import check_host, exposure
@@ -13,8 +18,11 @@ from dni_runtime.launch.prepare import prepare, prepare_again
 from dni_runtime.launch.records import create_run, new_run_id
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.start import Launch
+from dni_runtime.rundir import write_atomic
 
 _log = logging.getLogger(__name__)
+
+_WRITTEN = "# Written by dni_runtime.Chain.from_modules; it may be replaced by it.\n"
 
 
 class Chain:
@@ -34,6 +42,64 @@ class Chain:
 
     def __init__(self, path: Path | str = "chain.yaml", *, data: Path | str | None = None) -> None:
         self.prepared = prepare(Path(path), data=None if data is None else Path(data))
+
+    @classmethod
+    def from_modules(
+        cls,
+        modules: Mapping[str, nn.Module],
+        *,
+        data: Mapping[str, Any],
+        path: Path | str = "chain.yaml",
+        **settings: Any,
+    ) -> Chain:
+        """Make a chain of modules that exist in this process, with the weights that they have.
+
+        It is written to a chain file, beside a file of the weights: workers read these. A class of
+        your own has to be in a file beside them, because workers import it.
+
+        Args:
+            modules: The modules by name, head first. An ``nn.Sequential`` is a list of layers.
+            data: The chain's ``data``; ``dataset`` may be a class.
+            path: The chain file; one that this method wrote is replaced.
+            settings: The chain's other keys: ``epochs``, ``loss``, ``defaults``, ...
+
+        Raises:
+            SpecError: A module cannot be described in a file, or the chain cannot be used.
+            UsageError: The file exists, and somebody else wrote it.
+        """
+        from dni_runtime.core.describe import import_path, layer_entry
+        from dni_runtime.core.export import separate
+
+        path = Path(path)
+        folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
+        if path.exists() and not path.read_text().startswith(_WRITTEN):
+            raise UsageError(f"{str(path)!r} exists, and was not written by Chain.from_modules")
+        layers = {
+            name: list(module) if type(module) is nn.Sequential else [module]
+            for name, module in modules.items()
+        }
+        dataset = data.get("dataset")
+        document = {
+            "name": path.stem,
+            **settings,
+            "data": {
+                **data,
+                **({"dataset": import_path(dataset, folder)} if isinstance(dataset, type) else {}),
+            },
+            "defaults": {"init": {"file": weights.name}, **settings.get("defaults", {})},
+            "modules": [
+                {"name": name, "layers": [layer_entry(layer, folder) for layer in inside]}
+                for name, inside in layers.items()
+            ],
+        }
+        tensors = {
+            f"{name}.{key}": value
+            for name, inside in layers.items()
+            for key, value in nn.Sequential(*inside).state_dict().items()
+        }
+        write_atomic(weights, save(separate(tensors)))
+        write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
+        return cls(path)
 
     def __repr__(self) -> str:
         return f"Chain({str(self.prepared.path)!r})"

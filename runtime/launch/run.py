@@ -18,6 +18,7 @@ from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
+    from matplotlib.figure import Figure
     from torch import nn
 
     from dni_runtime.launch.plan import LaunchPlan
@@ -105,6 +106,16 @@ class Run:
             state: Its state, if the caller has it.
         """
         return MetricsReader(self.record).read(state)
+
+    def plot(self) -> Figure:
+        """The learning curve: each metric of the evaluations by epoch, and the loss.
+
+        Raises:
+            UnavailableError: matplotlib is not installed.
+        """
+        from dni_runtime.launch.curves import draw_curves
+
+        return draw_curves(self.status())
 
     def events(self) -> Iterator[dict[str, object]]:
         """What has happened in it, oldest first."""

@@ -237,7 +237,7 @@ class Supervisor:
         told = self._stop_reason is not None
         # SIGTERM ends a worker that is still importing torch, before it can catch it.
         driven = name in self._pool.killed or name in self._pool.hurried
-        obeyed = told and (driven or module.exit_code == 128 + signal.SIGTERM)
+        obeyed = told and (driven or module.exit_code in (0, 128 + signal.SIGTERM))
         asked = self._pool.has_left(name) and not told
         lost = self._lost.pop(name, None)
         if lost is not None:  # whatever became of its process
@@ -245,8 +245,6 @@ class Supervisor:
         elif self._complete(name):
             module.state = "finished"
         elif module.exit_code == StoppedError.exit_code or obeyed:
-            module.state = "stopped"
-        elif module.exit_code == 0 and told:  # srun, whose step was never launched
             module.state = "stopped"
         else:
             module.state = "failed"

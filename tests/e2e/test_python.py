@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from dni_runtime import Chain, Run
 from dni_runtime.errors import UsageError
@@ -28,6 +31,8 @@ def test_the_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [epoch for epoch, _ in names["curve"]] == [1, 2, 3, 4]
     assert names["curve"][-1][1] > 0.7
     assert names["logits"].shape == (5, 10)
+    assert [name for name, _ in names["model"].named_children()] == ["bottom", "top"]
+    assert (site.folder / "curves.png").stat().st_size > 1000
     run: Run = names["run"]
     assert not run.model().training
     assert [event["event"] for event in run.events()][:1] == ["run_started"]
@@ -35,6 +40,19 @@ def test_the_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         run.resume()
     with pytest.raises(UsageError, match="has no module 'nobody'"):
         run.restart("nobody")
+
+
+@pytest.mark.timeout(300)
+def test_the_notebook(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells in order, in one namespace; without Jupyter, which adds nothing to them."""
+    monkeypatch.chdir(site.folder)
+    document = json.loads(PAGE.with_name("first-run.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in document["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "first-run.ipynb", "exec"), names)
+    assert names["run"].state().phase == "finished"
+    assert names["figures"].accuracy > 0.9
 
 
 @pytest.mark.timeout(300)
@@ -54,6 +72,25 @@ def test_stop_and_resume(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
             break
     assert run.stop().phase == "stopped"
     assert run.choose_cut()[0] > first
+
+
+@pytest.mark.timeout(300)
+def test_modules_begin_with_their_weights(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(site.folder)
+    head, tail = nn.Sequential(nn.Linear(64, 16), nn.Tanh()), nn.Linear(16, 10)
+    settings: dict[str, Any] = {"defaults": {"optimizer": {"SGD": {"lr": 1e-30}}}}
+    chain = Chain.from_modules(
+        {"head": head, "tail": tail},
+        data={"dataset": "digits", "batch_size": 64, "flatten": True},
+        **settings,
+    )
+    run = chain.train(backend="process")
+    assert run.wait(120).phase == "finished"
+    trained, given = run.model().state_dict(), nn.Sequential(head, tail).state_dict()
+    assert all(torch.equal(*pair) for pair in zip(trained.values(), given.values(), strict=True))
+    site.write(1)
+    with pytest.raises(UsageError, match="was not written by"):
+        Chain.from_modules({"tail": tail}, data={"dataset": "digits"})
 
 
 def test_what_cannot_be_trained(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,38 @@
+"""A run's learning curves as a figure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dni_runtime.errors import UnavailableError
+from dni_runtime.launch.figures import RunFigures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NO_METRIC = {"time", "attempt", "epoch", "step", "samples", "trained"}
+
+
+def draw_curves(figures: RunFigures) -> Figure:
+    """Draw the loss and each metric of a run's evaluations by epoch.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnavailableError(
+            "a figure needs the package 'matplotlib'", hint="pip install 'dni-runtime[plot]'"
+        ) from None
+    evaluations = figures.evaluations
+    names = [name for name in (evaluations[-1] if evaluations else {}) if name not in _NO_METRIC]
+    figure = Figure(figsize=(4.0 * max(len(names), 1), 3.0), layout="constrained")
+    for number, name in enumerate(names, 1):
+        axes = figure.add_subplot(1, len(names), number)
+        points = [(one["epoch"], one[name]) for one in evaluations if one.get(name) is not None]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
+        axes.set(xlabel="epoch", ylabel=name)
+        axes.grid(alpha=0.3)
+    figure.suptitle(figures.run)
+    return figure
