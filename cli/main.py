@@ -17,7 +17,6 @@ from typing import NoReturn
 import click
 
 from dni_runtime import __version__
-from dni_runtime.core.dynamo import postpone_dynamo
 from dni_runtime.errors import CheckpointError, DniError
 
 _DISK = {
@@ -110,7 +109,6 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; ends the process with a documented exit code."""
-    postpone_dynamo()  # torch itself is imported by the commands that need it
     color = False if os.environ.get("NO_COLOR") else None  # https://no-color.org
     try:
         code = cli.main(args=arguments, prog_name="dnictl", standalone_mode=False, color=color)

@@ -1,4 +1,4 @@
-"""Doing without ``torch._dynamo``, the front end of ``torch.compile``, until somebody needs it."""
+"""Doing without ``torch._dynamo``, the front end of ``torch.compile``, where nothing compiles."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def postpone_dynamo() -> None:
 
     torch imports it at an optimizer's first step, and where shapes are inferred, only to keep
     ``torch.compile`` away from some functions (``torch/_compile.py``, ``torch/optim``): 0.4 s of
-    CPU and 30 MiB for each worker, which compiles nothing. Programs that have imported it already
-    are left alone.
+    CPU and 30 MiB for each worker. This is only for processes that run no code of the user's: a
+    function that has been called with the stand-in is not kept away from ``torch.compile`` later.
+    Programs that have imported it already are left alone.
     """
     if _NAME not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, load_chain, source_files
+from dni_runtime.spec import (
+    ChainSpec,
+    DataInfo,
+    WorkerSpec,
+    import_paths,
+    load_chain,
+    source_files,
+)
 from dni_runtime.spec.load import line_of, naming_file
 
 if TYPE_CHECKING:  # it imports torch
@@ -99,10 +106,13 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
     if data is not None:
         written = written.model_copy(update={"data": written.data.at(data.absolute())})
     with naming_file(path), importing_from(base):
+        from dni_runtime.core.dynamo import postpone_dynamo
         from dni_runtime.core.resolve import resolved_chain, worker_specs
         from dni_runtime.data import describe, locate, with_defaults
         from dni_runtime.launch.initial import find_initial
 
+        if next(import_paths(written), None) is None:
+            postpone_dynamo()
         written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
         try:

@@ -3,7 +3,7 @@
 Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """
 
-from dni_runtime.spec.load import load_chain, parse_chain, source_files
+from dni_runtime.spec.load import import_paths, load_chain, parse_chain, source_files
 from dni_runtime.spec.machines import (
     BaseSpec,
     ImageSpec,
@@ -54,6 +54,7 @@ __all__ = [
     "TailRole",
     "TensorSpec",
     "WorkerSpec",
+    "import_paths",
     "load_chain",
     "parse_chain",
     "source_files",

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dni_runtime.errors import SpecError
-from dni_runtime.spec.model import ChainSpec
+from dni_runtime.spec.model import ChainSpec, DataSpec
 from dni_runtime.spec.named import Choice, LayerSpec
 
 Location = tuple[str | int, ...]
@@ -137,7 +137,7 @@ def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
                 f"{name!r} is not a file or folder below {str(base)!r}", location=("sources", index)
             )
         _collect(path, root, found)
-    for target in sorted(set(_import_paths(chain))):
+    for target in sorted(set(import_paths(chain))):
         top = target.split(":")[0].split(".")[0]
         if (root / f"{top}.py").is_file():
             _collect(root / f"{top}.py", root, found)
@@ -153,24 +153,25 @@ def _collect(path: Path, root: Path, found: dict[str, Path]) -> None:
             found[file.relative_to(root).as_posix()] = file
 
 
-def _import_paths(node: object) -> Iterator[str]:
+def import_paths(node: object) -> Iterator[str]:
+    """Yield the import paths (``package.module:Class``) in a spec: all that is not built in."""
     if isinstance(node, LayerSpec | Choice):
         name = node.type if isinstance(node, LayerSpec) else node.name
         if ":" in name:
             yield name
-    if isinstance(node, ChainSpec) and ":" in node.data.dataset:
-        yield node.data.dataset
+    if isinstance(node, DataSpec) and ":" in node.dataset:
+        yield node.dataset
     if isinstance(node, BaseModel):
         for field in type(node).model_fields:
-            yield from _import_paths(getattr(node, field))
+            yield from import_paths(getattr(node, field))
     elif isinstance(node, tuple | list):
         for item in node:
-            yield from _import_paths(item)
+            yield from import_paths(item)
     elif isinstance(node, dict):
         if isinstance(node.get("import"), str):
             yield node["import"]
         for item in node.values():
-            yield from _import_paths(item)
+            yield from import_paths(item)
 
 
 def _parse_yaml(text: str, file: str) -> tuple[Any, dict[Location, int]]:

@@ -60,13 +60,10 @@ def main() -> None:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(message)s",
     )
-    from dni_runtime.core.dynamo import postpone_dynamo
     from dni_runtime.worker.memory import keep_freed_memory
     from dni_runtime.worker.signals import StopRequest
 
     keep_freed_memory()
-    postpone_dynamo()
-
     # As a step of Slurm a worker gets each signal twice: from Slurm, which signals all processes of
     # a step, and from Apptainer's starter, which passes it on.
     stop = StopRequest(patient="SLURM_STEP_ID" in os.environ)
@@ -74,11 +71,16 @@ def main() -> None:
     source = Path("/opt/dni/src") if IMAGE_SPEC.is_file() else given["run"] / "src"
     sys.path.insert(0, str(source))
     try:
+        from dni_runtime.core.dynamo import postpone_dynamo
+        from dni_runtime.spec import import_paths
         from dni_runtime.worker import main as worker  # torch: seconds to import
 
         options = worker.Options(**given, image_spec=IMAGE_SPEC)
+        spec = worker.load_spec(options)
+        if next(import_paths(spec), None) is None:
+            postpone_dynamo()
         if selftest:
-            worker.selftest(worker.load_spec(options))
+            worker.selftest(spec)
         else:
             worker.serve(options, stop, began)
     except DniError as error:

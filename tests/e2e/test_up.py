@@ -335,3 +335,31 @@ def containers_of(site: Site) -> list[int]:
     leaders = {module.pid for module in RunState.read(site.latest).modules.values()}
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if session_of(pid) in leaders and process_birth(pid) is not None]
+
+
+COMPILED = """
+import torch
+from torch import nn
+
+class Compiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 16)
+        self.fast = torch.compile(self.inner, backend="aot_eager")
+
+    def forward(self, x):
+        return torch.relu(self.fast(x))
+"""
+
+
+def test_a_module_that_compiles(site: Site) -> None:
+    """Its worker has the real torch._dynamo from the start; the other one has none."""
+    (site.folder / "compiled.py").write_text(COMPILED)
+    (site.folder / "chain.yaml").write_text(
+        "name: compiles\ndata: {dataset: digits, batch_size: 64, flatten: true}\nmodules:\n"
+        "  - {name: bottom, layers: [{import: 'compiled:Compiled'}]}\n"
+        "  - {name: top, layers: [{Linear: {in_features: 16, out_features: 10}}]}\n"
+    )
+    figures = site.json("up", "--backend", "process")
+    assert (figures["state"], figures["epoch"]) == ("finished", 1)
+    site.run("export", "-o", "model.safetensors")
