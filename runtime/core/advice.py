@@ -1,4 +1,4 @@
-"""What a valid chain's author should know before training it; each piece has a measurement."""
+"""Warnings about valid chains that will learn poorly; a measurement backs each of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AT_ONCE = frozenset({*_PREDICTING, "local"})
 
 
 def advice(workers: Sequence[WorkerSpec]) -> list[str]:
-    """Warnings about a chain that can be trained, but will not learn as well as it could."""
+    """Return warnings about a chain that can be trained, but will not learn as it could."""
     bare, attending = [], []
     for worker in workers:
         name = worker.interface.name if worker.interface is not None else None
@@ -23,12 +23,12 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
     if bare:
         found.append(
             f"{_have(bare)} no normalisation (such as BatchNorm1d) in front of predicted "
-            "gradients, which then are hard to learn"
+            "gradients, which makes these hard to learn"
         )
     if attending:
         found.append(
             f"{_have(attending)} attention, which learns little from predicted gradients and local "
-            "heads: without 'interface' it gets true ones, at most one update late"
+            "heads: leave 'interface' out to train by true ones, at most one update late"
         )
     return found
 
@@ -43,5 +43,5 @@ def _types(worker: WorkerSpec) -> Iterator[str]:
 
 
 def _normalizes(type: str) -> bool:
-    """Whether a layer does, a user's class may, and a transformer's layers do."""
+    """Whether a layer normalises, as a transformer's layers do and a user's class may."""
     return "Norm" in type or "Transformer" in type or ":" in type

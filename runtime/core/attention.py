@@ -1,8 +1,8 @@
-"""Whether layers attend, by what they compute: their names say nothing reliable.
+"""Detection of attention by what layers compute: their names are not reliable.
 
 Attention is a product of two activations, a softmax of it, and a product of that with an
 activation: it mixes tokens by their content. The operations of torch's own layers and functions
-come down to these, so watching them finds attention in any spelling.
+come down to these, so watching them finds attention in any form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHARES = frozenset({"_softmax", "_safe_softmax", "softmax", "exp", "sigmoid"})
 
 
 class _Kind(Flag):
-    """What a tensor has been made from."""
+    """What a tensor was computed from."""
 
     CONSTANT = 0
     ACTIVATION = auto()
@@ -43,7 +43,7 @@ class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self, x: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self.found = False
-        # The tensors are kept, so that their ids are not used again.
+        # The tensors are kept, so that their ids are not reused.
         self._kinds: dict[int, tuple[Tensor, _Kind]] = {id(x): (x, _Kind.ACTIVATION)}
 
     def __torch_dispatch__(
@@ -60,7 +60,7 @@ class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         together = _Kind.CONSTANT
         for kind in kinds:
             together |= kind
-        if "attention" in name:  # a kernel that does it all
+        if "attention" in name:  # a fused kernel
             self.found = True
         elif name in _PRODUCTS and sum(_Kind.ACTIVATION in kind for kind in kinds) > 1:
             self.found |= _Kind.SHARES in together
@@ -78,5 +78,5 @@ class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def has_attention_layer(layers: nn.Module) -> bool:
-    """Whether there is one of torch's own, whose queries may also be parameters."""
+    """Whether torch's attention layer is used, whose queries may also be parameters."""
     return any(isinstance(one, nn.MultiheadAttention) for one in layers.modules())

@@ -21,9 +21,9 @@ def backward(
     """Sum up gradients in ``Tensor.grad``, from ``g`` at ``h`` (None: ``h`` is the loss).
 
     Args:
-        h: Where to begin.
+        h: Where to start.
         g: The gradient there.
-        inputs: What gradients are wanted for (default: all leaves).
+        inputs: Tensors that need gradients (default: all leaves).
         retain: Whether the graph is needed again.
     """
     if not h.requires_grad or inputs == []:
@@ -33,14 +33,14 @@ def backward(
 
 
 def per_sample(g_BX: Tensor | None, part: Part) -> Tensor | None:
-    """The gradient per sample, of that of the mean over a whole batch."""
+    """Return the gradient per sample, given that of the mean over a whole batch."""
     return None if g_BX is None else g_BX.mul_(part.samples).contiguous()
 
 
 class _Root(torch.autograd.Function):
     """A scalar whose gradient at ``h`` is ``g``: ``torch.autograd.backward(h, g)``.
 
-    That one compares their shapes by way of sympy, whose import takes 0.3 s of CPU and 40 MiB.
+    torch's function compares their shapes with sympy, whose import takes 0.3 s of CPU and 40 MiB.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
 Carry: TypeAlias = Callable[[int, Tensor], Tensor]
-"""What arrives of a tensor that crosses the cut below the module with this index."""
+"""Returns a tensor as it arrives across the cut below the module with this index."""
 
 
 def _unchanged(cut: int, tensor: Tensor) -> Tensor:
@@ -30,10 +30,10 @@ class LocalChain:
 
     Args:
         workers: The modules' specs, head first.
-        delay: Training batches that a gradient takes on its way up each link, or on all: so many
-            updates miss it. Lateness adds up link by link, as it does between workers.
-        down: What a cut does to activations, such as narrowing them.
-        up: What it does to gradients.
+        delay: Training batches by which a gradient is late on each link, or on every link. Delays
+            add up link by link, as they do between workers.
+        down: Changes activations at a cut, such as narrowing them.
+        up: Changes gradients at a cut.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LocalChain:
             raise ValueError(f"{len(self._delays)} delays for {cuts} links")
         self._micro_batches = 1 if workers[0].head is None else workers[0].head.micro_batches
         self.steps = []
-        for index, worker in enumerate(workers):  # no store may be what is measured
+        for index, worker in enumerate(workers):  # stores must not limit delays
             late = max(worker.late, sum(self._delays[index:]) * self._micro_batches)
             self.steps.append(ModuleStep(worker.model_copy(update={"late": late})))
         self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
@@ -72,7 +72,7 @@ class LocalChain:
                 if index:
                     x = self._down(index - 1, x)
                 before = torch.get_rng_state()
-                torch.set_rng_state(step.random_state)  # it draws as in a process of its own
+                torch.set_rng_state(step.random_state)  # as in a process of its own
                 x = step.forward(self._id, x, part)
                 g = step.update(y)  # a local head may draw, too
                 step.random_state = torch.get_rng_state()
@@ -82,7 +82,7 @@ class LocalChain:
             own = self.steps[-1].counters.loss
             assert own is not None
             loss += float(own) * len(y) / len(y_BY)
-        while any(step.blocked for step in self.steps):  # modules wait, gradients travel
+        while any(step.blocked for step in self.steps):  # modules wait for gradients
             self._now += 1
             self._deliver()
         return loss
@@ -93,7 +93,7 @@ class LocalChain:
             step.optimization.end_epoch()
 
     def predict(self, x_BX: Tensor) -> Tensor:
-        """The chain's output in eval mode."""
+        """Return the chain's output in eval mode."""
         for index, step in enumerate(self.steps):
             if index:
                 x_BX = self._down(index - 1, x_BX)
@@ -115,9 +115,9 @@ class LocalChain:
 
 
 def parts_of(x_BX: Tensor, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Tensor, Tensor]]:
-    """Cut a training batch into so many parts, or as many as it has pairs of samples.
+    """Cut a training batch into ``count`` parts, or as many as it has pairs of samples.
 
-    A last part of one sample, over which BatchNorm cannot normalise, goes with the one before.
+    A last part of one sample, over which BatchNorm cannot normalise, joins the one before.
     """
     samples = len(x_BX)
     size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))
@@ -135,7 +135,7 @@ class Backprop:
 
     Args:
         workers: The modules' specs, head first; each keeps its own optimizer and schedule.
-        device: Where it computes; batches may lie elsewhere.
+        device: Its device; batches may be on another one.
     """
 
     def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
@@ -155,7 +155,7 @@ class Backprop:
         self._micro_batches = 1 if workers[0].head is None else workers[0].head.micro_batches
 
     def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> Tensor:
-        """One step; gives the loss."""
+        """Train on one batch; return the loss."""
         total = torch.zeros((), device=self.device)
         x_BX, y_BY = x_BX.to(self.device), y_BY.to(self.device)
         for part, x, y in parts_of(x_BX, y_BY, self._micro_batches):
@@ -170,7 +170,7 @@ class Backprop:
         return total
 
     def _forward(self, x: Tensor) -> Tensor:
-        """Each module draws its own random numbers, such as dropout's, as it does in a chain."""
+        """Compute the output; each module draws its own random numbers, as it does in a chain."""
         before = torch.get_rng_state()
         for index, module in enumerate(self.model):
             torch.set_rng_state(self._random_states[index])
@@ -185,7 +185,7 @@ class Backprop:
             optimization.end_epoch()
 
     def predict(self, x_BX: Tensor) -> Tensor:
-        """The network's output in eval mode, where the batch lies."""
+        """Return the network's output in eval mode, on the batch's device."""
         self.model.eval()
         try:
             with torch.no_grad():

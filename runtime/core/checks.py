@@ -1,4 +1,4 @@
-"""What a chain is checked for once its shapes are known, before anything starts."""
+"""Checks of a chain once its shapes are known, before anything starts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> Chai
     """Make the loss, and try it on the chain's prediction and labels.
 
     Raises:
-        SpecError: It does not fit them, or is no mean over the batch.
+        SpecError: It does not fit them, or is not a mean over the batch.
     """
     loss = ChainLoss(chain.loss, prediction, info.label, ("loss",))
     y_BY = empty_batch(info.label, BATCH, "cpu")
-    hint = f"the tail gives {prediction}, labels are {info.label}"
+    hint = f"the tail's output is {prediction}, labels are {info.label}"
     try:
         p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
         value = loss(p_BP, y_BY)
@@ -42,7 +42,7 @@ def check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> Chai
         ) from None
     if value.dim() != 0:
         raise SpecError(
-            f"{chain.loss.name} gives {tuple(value.shape)}, not a scalar",
+            f"{chain.loss.name} returns {tuple(value.shape)}, not a scalar",
             location=("loss",),
             hint=hint,
         )
@@ -54,7 +54,7 @@ def check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> Chai
         )
     if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:
         raise SpecError(
-            f"the tail gives {prediction}, but the data has {info.classes} classes",
+            f"the tail's output is {prediction}, but the data has {info.classes} classes",
             location=("modules", len(chain.modules) - 1, "layers"),
             hint=f"end with a layer of {info.classes} outputs",
         )
@@ -73,9 +73,9 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
     """Make optimizers, schedules and interfaces once, so that their errors come now.
 
     Args:
-        chain: The chain as written, which says where settings stand.
+        chain: The chain as written, to locate its settings.
         workers: Its modules.
-        micro_batches: Into how many parts each training batch is cut.
+        micro_batches: Parts that each training batch is cut into.
 
     Raises:
         SpecError: One cannot be made, or does not fit the module.
@@ -98,7 +98,7 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
         if worker.interface is not None:
             if not worker.output.dtype.startswith(("float", "bfloat")):
                 raise SpecError(
-                    f"the module gives {worker.output}, which has no gradient",
+                    f"the module's output is {worker.output}, which has no gradient",
                     location=(*at, "layers"),
                     hint="cut the chain where activations are floating-point numbers",
                 )
@@ -111,18 +111,18 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
 
 
 def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -> None:
-    """Refuse what cannot be had with a state that runs on from batch to batch."""
+    """Refuse options that do not work with a state carried from batch to batch."""
     interface = worker.interface
-    if micro_batches > 1:  # of whichever module
-        wrong = "'micro_batches': each part would go on from another one's state"
+    if micro_batches > 1:  # of any module
+        wrong = "'micro_batches': each part would continue from another one's state"
         location: Location = ("modules", worker.index, "layers")
     elif interface is not None and interface.args.get("keep") == "input":
-        wrong = "'keep: input': the pass would be computed again from another state"
+        wrong = "'keep: input': the pass would be recomputed from another state"
         location = place(chain, worker.index, "interface")
     else:
         return
     raise SpecError(
-        f"module {worker.module!r} has a recurrent layer; not with {wrong}", location=location
+        f"module {worker.module!r} has a recurrent layer; remove {wrong}", location=location
     )
 
 
@@ -138,11 +138,11 @@ def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
 
 
 def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
-    """Refuse links that some module cannot do with.
+    """Refuse settings of links that do not fit some module.
 
     Raises:
-        SpecError: ``on_loss: continue`` where nothing but true gradients teaches, channels' scales
-            where there are no channels, or batches between the parts of another one.
+        SpecError: ``on_loss: continue`` with true gradients alone, scales per channel without
+            channels, or other batches between the micro-batches of one.
     """
     head = workers[0].head
     for field in ("replay", "synthetic_inputs"):
@@ -168,24 +168,24 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
         for worker in workers[:-1]:
             if not worker.output.shape:
                 raise SpecError(
-                    f"'int8-channel' needs channels, but module {worker.module!r} gives "
-                    f"{worker.output}",
+                    f"'int8-channel' needs channels, but the output of module {worker.module!r} "
+                    f"is {worker.output}",
                     location=("links", field),
                     hint="'int8' has one scale for the whole tensor",
                 )
 
 
 def place(chain: ChainSpec, index: int, field: str) -> Location:
-    """Where a module's setting stands: with the module, or with the defaults."""
+    """Locate a module's setting: in the module, or in the defaults."""
     own = getattr(chain.modules[index], field) is not None
     return ("modules", index, field) if own else ("defaults", field)
 
 
 def check_single_samples(workers: Sequence[WorkerSpec]) -> None:
-    """For batches of one sample, over which BatchNorm may have nothing to normalise.
+    """Refuse layers that cannot take a batch of one sample, as BatchNorm may not.
 
     Raises:
-        SpecError: A layer takes no such batch.
+        SpecError: There is one.
     """
     for worker in workers:
         x_BX = empty_batch(worker.input, 1, "meta")

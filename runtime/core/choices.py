@@ -20,14 +20,14 @@ Options = TypeVar("Options", bound=BaseModel)
 def find_class(
     name: str, kind: str, known: Mapping[str, type[Any]], base: type[Any], location: Location
 ) -> type[Any]:
-    """The class that a spec names.
+    """Return the class that a spec names.
 
     Args:
         name: A key of ``known``, or an import path ``package.module:Class``.
         kind: What is looked for, for messages: ``"layer"``, ``"optimizer"`` …
         known: The classes that have names.
         base: What the class must derive from.
-        location: Where the name stands in the spec.
+        location: Where the name is in the spec.
 
     Raises:
         SpecError: There is no such class, or it is of another kind.
@@ -77,7 +77,7 @@ def call(
         cls: The class.
         args: Keyword arguments from the spec.
         name: The class's name in the spec.
-        location: Where the keywords stand in the spec.
+        location: Where the keywords are in the spec.
         given: Positional arguments that the caller supplies.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What modules cost, estimated from their layers: enough to balance them over nodes."""
+"""Estimates of modules' costs from their layers, to balance them over nodes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 _SAMPLES = 2
 _BACKWARD = 3.0
-"""Forward and backward pass together, in forward passes: two products backward for each."""
+"""Cost of both passes in forward passes: two products backward for each one forward."""
 
 
 def estimated_costs(workers: Sequence[WorkerSpec]) -> dict[str, float]:
-    """Operations per training sample of each module's layers.
+    """Estimate the operations of each module's layers per training sample.
 
     Multiplications and additions of products and convolutions, counted on torch's meta device,
     and one for each number that goes in and out. The gradient interface is left out. A module that

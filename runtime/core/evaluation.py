@@ -20,19 +20,19 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import Choice, WorkerSpec
 
 _NATS = "cross-entropy"
-"""The mean that ``OF_LOSS`` are made from, where the loss is another."""
+"""Name of the mean that ``OF_LOSS`` are computed from, if the loss is another."""
 
 
 class Evaluation:
     """Sums of a loss and metrics over one evaluation, on the predictions' device.
 
-    Means are over valid labels, as the loss of one large batch would be: batches weigh as much as
-    their labels count, not as many samples as they have.
+    Means are over valid labels, as the loss of one large batch would be: batches weigh by their
+    labels, not by their samples.
 
     Args:
         loss: The chain's loss.
         metrics: The metrics.
-        device: Where predictions are.
+        device: The predictions' device.
 
     Attributes:
         samples: Samples so far.
@@ -56,20 +56,20 @@ class Evaluation:
 
     @classmethod
     def of(cls, step: ModuleStep) -> Self:
-        """Of the chain at its tail, else of the module's early head."""
+        """Make an evaluation of the chain at its tail, else of the module's early head."""
         if step.spec.tail is not None:
             return cls(step.loss, step.spec.tail.metrics, step.device)
         metrics = (Choice(name="accuracy"),) if step.classifies else ()
         return cls(step.loss, metrics, step.device)
 
     def to_dict(self) -> dict[str, Any]:
-        """The sums so far, as JSON; waits for the device."""
+        """Return the sums so far, as JSON; waits for the device."""
         sums = {name: [float(one) for one in pair] for name, pair in self._sums.items()}
         others = {name: metric.to_dict() for name, metric in self._others.items()}
         return {"samples": self.samples, "sums": sums, "others": others}
 
     def go_on_from(self, document: dict[str, Any]) -> None:
-        """Begin with the sums that :meth:`to_dict` gave."""
+        """Continue from the sums that :meth:`to_dict` returned."""
         self.samples = document["samples"]
         for name, (total, count) in document["sums"].items():
             self._sums[name] = _double(total), _double(count)
@@ -78,7 +78,7 @@ class Evaluation:
 
     @torch.no_grad()
     def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
-        """Count one batch of predictions; without waiting for a device, but for torchmetrics."""
+        """Count one batch of predictions; only torchmetrics waits for the device."""
         count = self._loss.count(y_BY)
         self._add("loss", self._loss(p_BP, y_BY).double() * count.double(), count)
         for name in self._names:
@@ -91,7 +91,7 @@ class Evaluation:
         self.samples += len(p_BP)
 
     def result(self) -> dict[str, float]:
-        """The loss and the metrics; not a number where no label was valid."""
+        """Return the loss and the metrics; NaN if no label was valid."""
         if not self.samples:
             return {}
         nats = "loss" if self._loss.is_plain else _NATS
@@ -126,7 +126,7 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     worker: WorkerSpec,
 ) -> dict[str, float]:
-    """Loss and metrics of a whole network; see :class:`Evaluation`.
+    """Return loss and metrics of a whole network; see :class:`Evaluation`.
 
     Args:
         predict: The network in eval mode, from samples to predictions.

@@ -1,4 +1,4 @@
-"""Whether tensors still hold numbers: NaN and infinity, found by adding up."""
+"""Detection of NaN and infinity in tensors, by adding up their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """The same of several tensors of one device; integers are finite."""
+    """Whether all values of several tensors on one device are finite; integers are."""
     floating = [one.detach() for one in tensors if one.is_floating_point()]
     dense = [one.coalesce().values() if one.is_sparse else one for one in floating]
     sums = [one.sum(dtype=_wide(one.dtype)) for one in dense]
@@ -33,5 +33,5 @@ def state_finite(*modules: nn.Module | None) -> bool:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """A type whose range fits a sum: float16 ends at 65,504."""
+    """Return a type whose range fits a sum: float16 ends at 65,504."""
     return torch.float32 if dtype.itemsize < 4 else dtype

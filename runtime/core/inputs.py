@@ -1,8 +1,8 @@
 """Synthetic inputs: what a module trains on while none come from upstream.
 
 The forward unlock of Jaderberg et al. 2016 (sec. 2.2 and 3.1) predicts a module's input from the
-chain's sample. Here it is predicted from the label, which every module has: by the mean of what
-came with such a label, and noise as large as what the mean leaves over.
+chain's sample. Here it is predicted from the label, which every module has: by the mean of the
+inputs with that label, and noise of their variance around it.
 
 Shapes: B batch, X one sample's input, Y its label, C classes.
 """
@@ -26,7 +26,7 @@ class InputModel(nn.Module):
 
     Args:
         activation: One sample of the input.
-        label: One sample's label; one of its own for each token is followed token by token.
+        label: One sample's label; with a label per token, each token is predicted by itself.
         classes: Number of classes; None: labels are numbers, and inputs do not depend on them.
     """
 
@@ -48,7 +48,7 @@ class InputModel(nn.Module):
 
     @torch.no_grad()
     def learn(self, x_BX: Tensor, y_BY: Tensor) -> None:
-        """Follow a batch of true inputs."""
+        """Update means and variances by a batch of true inputs."""
         rows, index = self._rows(x_BX, y_BY)
         count_C = torch.bincount(index, minlength=self.classes).clamp_min(1).unsqueeze(1)
         found_C = torch.bincount(index, minlength=self.classes) > 0
@@ -62,7 +62,7 @@ class InputModel(nn.Module):
 
     @torch.no_grad()
     def draw(self, x_BX: Tensor, y_BY: Tensor, generator: torch.Generator) -> Tensor:
-        """Inputs for labels, in the shape and type of ``x_BX``."""
+        """Draw inputs for labels, in the shape and type of ``x_BX``."""
         _, index = self._rows(x_BX, y_BY)
         noise = torch.randn(
             len(index), self.mean_CX.shape[1], generator=generator, device=generator.device
@@ -71,7 +71,7 @@ class InputModel(nn.Module):
         return rows.reshape(x_BX.shape).to(x_BX.dtype)
 
     def _rows(self, x_BX: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs as rows, and the class of each; labels that a loss ignores count as the first."""
+        """Return inputs as rows, and the class of each; ignored labels count as the first."""
         rows = x_BX.flatten(0, 1) if self.per_token else x_BX.flatten(1)
         if not self._known:
             return rows.float(), torch.zeros(len(rows), dtype=torch.int64, device=rows.device)

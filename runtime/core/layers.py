@@ -49,7 +49,7 @@ def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Seq
 
     Args:
         layers: The layers, in order.
-        location: Where the list stands in the spec.
+        location: Where the list is in the spec.
 
     Raises:
         SpecError: Unknown layer or keyword, or a value that the layer refuses.
@@ -60,7 +60,7 @@ def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Seq
 
 
 def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequential:
-    """A module's layers in train mode, lazy ones with the sizes that they find.
+    """Build a module's layers in train mode, and infer the sizes of lazy ones.
 
     Raises:
         SpecError: As :func:`build_layers`.
@@ -73,12 +73,12 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
 def build_sized(
     layers: Sequence[LayerSpec], given: TensorSpec, location: Location = ()
 ) -> nn.Sequential:
-    """Build layers that leave their input as it is, lazy ones with the sizes that they find.
+    """Build layers that do not change their input, and infer the sizes of lazy ones.
 
     Args:
         layers: The layers, in order.
         given: One sample of their input.
-        location: Where the list stands in the spec.
+        location: Where the list is in the spec.
 
     Raises:
         SpecError: As :func:`build_layers`.
@@ -94,12 +94,12 @@ def build_sized(
 
 
 def _spare_input(layers: nn.Sequential) -> bool:
-    """Keep layers from changing what they are given in place.
+    """Keep layers from changing their input in place.
 
-    Autograd refuses that where a gradient is wanted for it, and others may hold the same tensor.
+    Autograd refuses that if the input needs a gradient, and others may hold the same tensor.
 
     Returns:
-        Whether the output may lie in the input's memory.
+        Whether the output may share the input's memory.
     """
     for layer in layers:
         match layer:
@@ -120,13 +120,13 @@ def _spare_input(layers: nn.Sequential) -> bool:
 
 
 def tensors_of(worker: WorkerSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters and buffers of a module's layers."""
+    """Return names and shapes of the parameters and buffers of a module's layers."""
     state = build_module(worker, "meta").state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def load_initial(layers: nn.Module, file: Path) -> None:
-    """Give layers the initial weights that a run directory holds; others stay as they are.
+    """Load the initial weights that a run directory holds; others stay as they are.
 
     Raises:
         DataError: The file is missing, unreadable, or of another module.
@@ -157,9 +157,9 @@ def build_layer(layer: LayerSpec, location: Location = ()) -> nn.Module:
 
 
 def exported(layer: LayerSpec) -> LayerSpec:
-    """The layer as a plain function of one batch: recurrent ones carry no state and predict none.
+    """Return the layer as a function of one batch: a recurrent one without carried state.
 
-    It takes the state dict of the layer itself.
+    It accepts the state dict of the layer itself.
     """
     args = layer.args
     if layer.type == "Recurrent":

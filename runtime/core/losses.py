@@ -26,16 +26,16 @@ LOSSES: dict[str, type[nn.Module]] = {
 }
 
 _TINY = 1e-30
-"""What zero valid labels are divided by, which gives zero."""
+"""Divisor if no label is valid, which makes the mean zero."""
 
 
 class ChainLoss(nn.Module):
-    """A chain's loss, for the tail and for all that is taught by it.
+    """A chain's loss, for the tail and for gradient interfaces.
 
     Labels are *class indices* when they are integers and the prediction has one axis more, which
     holds a score for each class. For vectors (B x C, labels B) that is axis 1. For a label per
-    token it is axis 1 (B x C x T, torch's layout) or the last one (B x T x C); where both fit,
-    because T equals C, torch's layout is meant.
+    token it is axis 1 (B x C x T, torch's layout) or the last one (B x T x C); if both fit,
+    because T equals C, torch's layout is assumed.
 
     ``CrossEntropyLoss`` and ``NLLLoss`` take both layouts, and are the mean over the labels that
     are not ignored; 0, with gradient 0, when all of a batch are. ``KLDivLoss`` is divided by the
@@ -46,14 +46,14 @@ class ChainLoss(nn.Module):
         choice: A class of ``torch.nn``, or a user's.
         prediction: One sample at the chain's output.
         label: One sample's label.
-        location: Where the loss stands in the spec.
+        location: Where the loss is in the spec.
 
     Attributes:
-        function: What computes it.
-        class_axis: Axis of the classes in a batch of predictions; None where labels are not class
+        function: The loss module.
+        class_axis: Axis of the classes in a batch of predictions; None if labels are not class
             indices.
         scores: Size of that axis.
-        ignore_index: The label that is left out; None where all count.
+        ignore_index: The label that is left out; None if all count.
 
     Raises:
         SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
@@ -81,7 +81,7 @@ class ChainLoss(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        """Weight of each class, where cross-entropy has one."""
+        """Weight of each class, if it is a cross-entropy with weights."""
         return cast("Tensor | None", self.function.weight) if self.is_cross_entropy else None
 
     @property
@@ -96,7 +96,7 @@ class ChainLoss(nn.Module):
         return self._sums and self.weight is None and not self.label_smoothing
 
     def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
-        """The mean over valid labels.
+        """Return the mean over valid labels.
 
         Args:
             p_BP: Predictions.
@@ -110,9 +110,9 @@ class ChainLoss(nn.Module):
         return total / self.count(y_BY).clamp_min(_TINY)
 
     def valid(self, y_BY: Tensor) -> Tensor | None:
-        """Which labels count, in the labels' shape; None where all do.
+        """Return which labels count, in the labels' shape; None if all do.
 
-        On a GPU a mask is given even when all labels count: to know would be to wait for it.
+        On a GPU a mask is returned even if all labels count: to find out would be to wait.
         """
         if self.ignore_index is None:
             return None
@@ -120,7 +120,7 @@ class ChainLoss(nn.Module):
         return None if valid_BY.device.type == "cpu" and bool(valid_BY.all()) else valid_BY
 
     def count(self, y_BY: Tensor) -> Tensor:
-        """What the mean is over: valid labels, or the sum of their weights; else samples."""
+        """Return the mean's divisor: valid labels, or the sum of their weights; else samples."""
         valid_BY = None if self.ignore_index is None else y_BY != self.ignore_index
         if valid_BY is None:
             return torch.tensor(float(len(y_BY)), device=y_BY.device)
@@ -129,7 +129,7 @@ class ChainLoss(nn.Module):
         return (self.weight[y_BY.masked_fill(~valid_BY, 0)] * valid_BY).sum()
 
     def rows(self, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and class indices of all labels, each in a row: ``[N, C]`` and ``[N]``."""
+        """Return scores ``[N, C]`` and class indices ``[N]`` of all labels in a row."""
         if p_BP.dim() == 2:
             return p_BP, y_BY
         if self.class_axis == 1:
@@ -137,10 +137,10 @@ class ChainLoss(nn.Module):
         return p_BP.flatten(0, -2), y_BY.flatten()
 
     def on_scores(self, classes: int) -> ChainLoss:
-        """Cross-entropy of ``[N, classes]`` scores, with this loss's ignored label and options.
+        """Return a cross-entropy of ``[N, classes]`` scores, with this loss's ignored label.
 
-        For parts that guess the label themselves; a loss that is no cross-entropy has only its
-        ignored label in common with it.
+        It is for parts that predict the label themselves, and has this loss's weights and
+        smoothing if this is a cross-entropy.
         """
         args: dict[str, Any] = {}
         if self._sums:
@@ -152,10 +152,10 @@ class ChainLoss(nn.Module):
         return cross_entropy(classes, args)
 
     def difference(self, scores_NC: Tensor, y_N: Tensor) -> Tensor:
-        """The gradient of the mean at the scores, times N; for a cross-entropy of rows.
+        """Return the gradient of the mean at the scores, times N; for a cross-entropy of rows.
 
-        That is softmax minus one-hot, for each row; with weights and smoothing, minus what the
-        label is made to. It can be differentiated again.
+        That is softmax minus one-hot label, for each row; weights and smoothing change the label.
+        The result can be differentiated.
         """
         valid_N = self.valid(y_N)
         known_N = y_N if valid_N is None else y_N.masked_fill(~valid_N, 0)
@@ -180,10 +180,10 @@ class ChainLoss(nn.Module):
 
 
 def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss:
-    """``CrossEntropyLoss`` of ``[N, classes]`` scores.
+    """Return ``CrossEntropyLoss`` of ``[N, classes]`` scores.
 
     Args:
-        classes: How many.
+        classes: Number of classes.
         args: Its keywords.
     """
     return ChainLoss(
@@ -199,7 +199,7 @@ def labels_each_token(activation: TensorSpec, label: TensorSpec) -> bool:
 
 
 def class_axis(prediction: TensorSpec, label: TensorSpec) -> int | None:
-    """The axis of a batch of predictions that holds the classes; see :class:`ChainLoss`."""
+    """Return the axis of a batch of predictions that holds the classes; see :class:`ChainLoss`."""
     if not _integer(label) or len(prediction.shape) != len(label.shape) + 1:
         return None
     if prediction.shape[1:] == label.shape:
@@ -222,7 +222,7 @@ def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
     divergence = cls is nn.KLDivLoss
     if args.get("reduction", "mean") not in (("mean", "batchmean") if divergence else ("mean",)):
         raise SpecError(
-            f"{choice.name} with reduction {choice.args['reduction']!r}",
+            f"{choice.name} cannot have reduction {choice.args['reduction']!r}",
             location=(*at, "reduction"),
             hint="allowed: 'mean'; gradients between modules are per sample",
         )
@@ -232,7 +232,7 @@ def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
 
 
 def _with_tensors(args: dict[str, Any]) -> dict[str, Any]:
-    """Lists of numbers become tensors (``weight`` and ``pos_weight`` of torch's losses)."""
+    """Turn lists of numbers into tensors (``weight`` and ``pos_weight`` of torch's losses)."""
     return {
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in args.items()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Mean:
-    """Adds up scalars where they are; only :meth:`take` waits for their device."""
+    """Adds up scalars on their device; only :meth:`take` waits for it."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -18,7 +18,7 @@ class Mean:
         self._count += 1
 
     def take(self) -> float | None:
-        """The mean of what was added since the last call; None where nothing was."""
+        """Return the mean of what was added since the last call; None if nothing was."""
         if self._sum is None:
             return None
         mean = float(self._sum) / self._count

@@ -1,4 +1,4 @@
-"""What evaluation reports beside the loss: means over labels, powers of the loss, torchmetrics.
+"""Metrics of an evaluation: means over labels, functions of the loss, torchmetrics.
 
 Shape suffixes: B samples, P one prediction, Y one label; N labels in a row (of all samples and
 tokens), C classes.
@@ -25,7 +25,7 @@ from dni_runtime.spec import Choice, TensorSpec
 from dni_runtime.spec.load import suggestion
 
 _TRIED = 8
-"""Samples of the batch that a metric is tried with."""
+"""Size of the batch that a metric is tried with."""
 
 
 def _accuracy(p_NC: Tensor, y_N: Tensor) -> Tensor:
@@ -38,30 +38,30 @@ def _top5(p_NC: Tensor, y_N: Tensor) -> Tensor:
 
 
 OF_CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"accuracy": _accuracy, "top5": _top5}
-"""Of scores ``[N, C]`` and class indices ``[N]``: a value for each label."""
+"""Functions of scores ``[N, C]`` and class indices ``[N]``, with a value for each label."""
 
 OF_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mae": lambda p_BP, y_BY: (p_BP - y_BY).abs(),
     "mse": lambda p_BP, y_BY: (p_BP - y_BY).square(),
 }
-"""Of predictions and labels of one shape: a value for each number."""
+"""Functions of predictions and labels of one shape, with a value for each number."""
 
 OF_LOSS: dict[str, Callable[[float], float]] = {
     "perplexity": lambda nats: math.exp(nats) if nats < 700 else math.inf,
     "bits_per_character": lambda nats: nats / math.log(2),
 }
-"""Of the mean cross-entropy in nats, without weights and smoothing."""
+"""Functions of the mean cross-entropy in nats, without weights and smoothing."""
 
 METRICS = (*OF_CLASSES, *OF_NUMBERS, *OF_LOSS)
 """Names of the metrics that need no torchmetrics."""
 
 
 def mean_of(name: str, loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
-    """A metric's sum over valid labels, or over all numbers, and how many they are.
+    """Return a metric's sum over valid labels, or over all numbers, and their count.
 
     Args:
         name: A key of ``OF_CLASSES`` or ``OF_NUMBERS``.
-        loss: The chain's loss, which knows the classes' axis and the ignored label.
+        loss: The chain's loss, with the classes' axis and the ignored label.
         p_BP: Predictions.
         y_BY: Labels.
     """
@@ -76,13 +76,13 @@ def mean_of(name: str, loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Ten
 
 
 def accuracy(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> Tensor:
-    """The share of valid labels that have the highest score; 0 where none is valid."""
+    """Return the share of valid labels that have the highest score; 0 if none is valid."""
     total, count = mean_of("accuracy", loss, p_BP, y_BY)
     return total / count.clamp_min(1)
 
 
 def cross_entropy_of(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of cross-entropies in nats, and over how many labels."""
+    """Return the sum of cross-entropies in nats, and the number of labels."""
     p_NC, y_N = loss.rows(p_BP, y_BY)
     ignored = -100 if loss.ignore_index is None else loss.ignore_index
     total = F.cross_entropy(p_NC, y_N, ignore_index=ignored, reduction="sum")
@@ -90,7 +90,7 @@ def cross_entropy_of(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Tenso
 
 
 def rises(metric: Choice) -> bool:
-    """Whether more is better."""
+    """Whether a higher value is better."""
     if metric.name in METRICS:
         return metric.name in OF_CLASSES
     return bool(_build(metric, ()).higher_is_better)
@@ -99,16 +99,16 @@ def rises(metric: Choice) -> bool:
 class TorchMetric:
     """A metric of torchmetrics over one evaluation.
 
-    It gets scores ``[N, C]`` and class indices ``[N]`` of the valid labels, as one text of N tokens
-    where it is of ``torchmetrics.text``; predictions and labels as they are where labels are not
-    class indices. What is of ``torchmetrics.classification`` gets probabilities: it would make them
-    itself only of batches that have a number beyond 0 and 1.
+    It gets scores ``[N, C]`` and class indices ``[N]`` of the valid labels (as one text of N tokens
+    if it is of ``torchmetrics.text``), or predictions and labels as they are if labels are not
+    class indices. Those of ``torchmetrics.classification`` get probabilities: they would compute
+    them only for batches that have a number outside 0 to 1.
 
     Args:
         choice: Its class and keywords.
         loss: The chain's loss.
-        device: Where predictions are.
-        location: Where it stands in the spec.
+        device: The predictions' device.
+        location: Where it is in the spec.
 
     Raises:
         SpecError: Unknown class or keyword, or a value that it refuses.
@@ -134,7 +134,7 @@ class TorchMetric:
         if p_BP.dtype in (torch.bfloat16, torch.float16):
             p_BP = p_BP.float()
         if self._loss.class_axis is None:
-            if self._of_classes:  # torchmetrics wants integers for the labels of BCELoss
+            if self._of_classes:  # torchmetrics needs integers for the labels of BCELoss
                 p_BP, y_BY = self._probabilities(p_BP), y_BY.long()
             self._metric.update(p_BP, y_BY)
             return
@@ -151,7 +151,7 @@ class TorchMetric:
         self._metric.update(p_NC, y_N)
 
     def _probabilities(self, p: Tensor) -> Tensor:
-        """What the loss takes for probabilities, of scores ``[N, C]`` or of a score each."""
+        """Return the loss's probabilities for scores ``[N, C]``, or for single scores."""
         match self._loss.function:
             case nn.CrossEntropyLoss():
                 return p.softmax(1)
@@ -162,16 +162,16 @@ class TorchMetric:
         return p
 
     def result(self) -> float:
-        """Its value; not a number where nothing was counted."""
+        """Return its value; NaN if nothing was counted."""
         return float(self._metric.compute()) if self._metric._update_count else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Its state as JSON; waits for the device."""
+        """Return its state as JSON; waits for the device."""
         states = {name: getattr(self._metric, name).tolist() for name in self._metric._defaults}
         return {"updates": self._metric._update_count, "states": states}
 
     def go_on_from(self, document: dict[str, Any]) -> None:
-        """Take the state that :meth:`to_dict` gave."""
+        """Continue from the state that :meth:`to_dict` returned."""
         for name, value in document["states"].items():
             now = getattr(self._metric, name)
             setattr(self._metric, name, torch.tensor(value, dtype=now.dtype, device=now.device))
@@ -181,8 +181,8 @@ class TorchMetric:
         """Count and compute a made-up batch, so that errors come before anything starts.
 
         Raises:
-            SpecError: The metric does not take the chain's predictions and labels, gives more than
-                one number, or keeps all predictions.
+            SpecError: The metric does not take the chain's predictions and labels, returns more
+                than one number, or keeps all predictions.
         """
         lists = [key for key, value in self._metric._defaults.items() if isinstance(value, list)]
         if lists:
@@ -191,7 +191,7 @@ class TorchMetric:
                 location=at,
                 hint="'thresholds: 100' bounds what it keeps"
                 if hasattr(self._metric, "thresholds")
-                else "take a metric that adds up as it goes",
+                else "use a metric that only keeps sums",
             )
         p_BP = torch.rand((_TRIED, *prediction.shape)).to(torch_dtype(prediction.dtype))
         numbers = torch.arange(_TRIED * math.prod(label.shape)) % (self._loss.scores or 2)
@@ -205,11 +205,11 @@ class TorchMetric:
             raise SpecError(
                 f"{name} does not take the chain's output: {str(error) or type(error).__name__}",
                 location=at,
-                hint=f"the tail gives {prediction}, labels are {label}",
+                hint=f"the tail's output is {prediction}, labels are {label}",
             ) from None
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise SpecError(f"{name} gives {shape}, not one number", location=at,
+            raise SpecError(f"{name} returns {shape}, not one number", location=at,
                             hint="averaging may help, as in 'average: macro'")  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def check_metrics(
         at: Location = ("metrics", number)
         name = metric.name
         if name in [one.name for one in metrics[:number]]:
-            raise SpecError(f"metric {name!r} stands there twice", location=at)
+            raise SpecError(f"duplicate metric {name!r}", location=at)
         if name not in METRICS:
             with torch.random.fork_rng(devices=[]):
                 TorchMetric(metric, loss, location=at).try_out(name, prediction, label, at)
@@ -236,14 +236,14 @@ def check_metrics(
             raise SpecError(
                 f"{name} needs class labels, and a score for each class",
                 location=at,
-                hint=f"the tail gives {prediction}, labels are {label}; without class labels: "
-                f"{', '.join(OF_NUMBERS)}",
+                hint=f"the tail's output is {prediction}, labels are {label}; without class "
+                f"labels: {', '.join(OF_NUMBERS)}",
             )
         if name in OF_LOSS and not loss.is_cross_entropy:
             raise SpecError(
-                f"{name} is made from a cross-entropy",
+                f"{name} needs a cross-entropy",
                 location=at,
-                hint="it goes with 'loss: CrossEntropyLoss' or NLLLoss, and class labels",
+                hint="use it with 'loss: CrossEntropyLoss' or NLLLoss, and class labels",
             )
 
 
@@ -270,7 +270,7 @@ def _build(choice: Choice, location: Location) -> Any:
 
 @functools.cache
 def _torchmetrics() -> dict[str, type[Any]]:
-    """The classes of torchmetrics that may take predictions and labels, by name."""
+    """Return the classes of torchmetrics that may take predictions and labels, by name."""
     try:
         base = importlib.import_module("torchmetrics").Metric
     except ModuleNotFoundError:

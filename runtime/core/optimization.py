@@ -36,24 +36,24 @@ _NORMS = (
 
 
 class Optimization:
-    """What updates a module's weights.
+    """Updates a module's weights.
 
     Gradients are summed up in ``Tensor.grad`` between updates.
 
     Args:
         spec: The module.
-        layers: Its layers, with ``requires_grad`` as it is to be.
+        layers: Its layers, with ``requires_grad`` already set.
         predicts: Whether :meth:`ahead` will be used.
 
     Attributes:
-        optimizers: By name, the module's own first; none where nothing is trained.
-        schedules: One for each optimizer, where there is a schedule.
-        average: The exponential moving average of the weights, where one is kept.
-        parameters: What is trained.
+        optimizers: Optimizers by name, the module's own first; none if nothing is trained.
+        schedules: One for each optimizer, if there is a schedule.
+        average: The exponential moving average of the weights, if one is kept.
+        parameters: The trained parameters.
         gathered: Batches whose gradients are summed up for the next update.
         skipped: Updates that were not made, because a gradient was not finite (``on_nan: skip``).
-        before: The parameters before the newest update, where weights are predicted.
-        version: Another number whenever the weights are others.
+        before: The parameters before the newest update, if weights are predicted.
+        version: A number that changes whenever the weights change.
 
     Raises:
         SpecError: An optimizer or schedule cannot be made, or a group matches nothing.
@@ -78,7 +78,7 @@ class Optimization:
         self.before: list[Tensor] | None = None
 
     def update(self) -> None:
-        """A batch's gradient is complete: update the weights, once in ``accumulate`` batches."""
+        """Note a batch's complete gradient; update the weights every ``accumulate`` batches."""
         self.gathered += 1
         if self.gathered < self._spec.accumulate or not self.parameters:
             return
@@ -114,7 +114,7 @@ class Optimization:
         """Step each schedule once, so that errors come before anything starts.
 
         Raises:
-            SpecError: One cannot go on.
+            SpecError: One fails.
         """
         for schedule in self.schedules:
             try:
@@ -139,15 +139,15 @@ class Optimization:
             self._step_schedules(1)
 
     def pass_over(self, batches: int) -> None:
-        """Step schedules that count batches, for those that were trained on elsewhere."""
+        """Step schedules that count batches past those of an earlier attempt."""
         if self._spec.schedule_every == "batch":
             self._step_schedules(batches)
 
     @contextlib.contextmanager
     def ahead(self, batches: int) -> Iterator[None]:
-        """Use the weights that are expected after so many more batches.
+        """Use the weights that are expected after ``batches`` more batches.
 
-        Updates until then are taken to be like the newest one.
+        Updates until then are assumed to equal the newest one.
 
         For Adam and for SGD with momentum that is the prediction of SpecTrain (Chen et al. 2018,
         arXiv:1809.02839, eq. 4): their steps follow a mean of gradients that changes slowly.
@@ -193,7 +193,7 @@ class Optimization:
 
 
 def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer]:
-    """The optimizers of a module: its own, and one for each group that has another.
+    """Build a module's optimizers: its own, and one for each group that has another.
 
     Raises:
         SpecError: An optimizer cannot be made, or a group matches no parameter.
@@ -229,7 +229,7 @@ def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer
 
 
 def _check_clip(spec: WorkerSpec, layers: nn.Module) -> None:
-    """torch has no norms of sparse gradients."""
+    """Refuse to clip sparse gradients: torch has no norms of them."""
     if spec.clip != ClipSpec() and sparse_parameters(layers):
         raise SpecError(
             "sparse gradients cannot be clipped",
@@ -241,7 +241,7 @@ def _check_clip(spec: WorkerSpec, layers: nn.Module) -> None:
 def _naming_refused(
     error: SpecError, spec: WorkerSpec, named: Mapping[str, nn.Parameter], sparse: Collection[int]
 ) -> SpecError:
-    """The error, with the parameters that an optimizer refuses where it takes the others."""
+    """Return the error with the parameters that an optimizer refuses, if it takes others."""
     refused = []
     for name, p in named.items():
         try:
@@ -265,7 +265,7 @@ def _check_options(
     at: Location,
     sparse: Collection[int],
 ) -> None:
-    """torch takes a group's options without a look at them."""
+    """Check a group's options, which torch does not check."""
     cls = find_class(spec.optimizer.name, "optimizer", OPTIMIZERS, Optimizer, ("optimizer",))
     check_keywords(cls, group.options, name=spec.optimizer.name, location=(*at, "options"), given=1)
     own = Choice(name=spec.optimizer.name, args={**spec.optimizer.args, **group.options})
@@ -299,7 +299,7 @@ def _matches(group: GroupSpec, name: str, kinds: dict[str, set[str]]) -> bool:
 
 
 def _kinds(layers: nn.Module) -> dict[str, set[str]]:
-    """What each parameter is, by the words that a group may use."""
+    """Return what each parameter is, in the words that a group may use."""
     kinds: dict[str, set[str]] = {}
     for prefix, layer in layers.named_modules():
         for name, p in layer.named_parameters(recurse=False):

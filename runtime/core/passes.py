@@ -1,13 +1,13 @@
 """Forward passes, and what is kept of them until their true gradient comes.
 
-Weights change between a forward pass and a gradient that is late. Three ways to go back through
+Weights change between a forward pass and its late gradient. There are three ways to go back through
 such a pass (the same in float32 and under autocast, whose copies of weights count as weights):
 
-* ``graph``: the activations of then, the weights of now; the memory of the activations;
-* ``weights``: activations and weights of then (weight stashing, PipeDream, Narayanan et al. 2019,
-  sec. 3.3); a copy of the weights more for each update that is missing;
-* ``input``: the pass is computed again with the weights of now (features replay, Huo et al. 2018,
-  arXiv:1807.04511); the memory of the input, and one more forward pass.
+* ``graph``: old activations, current weights; costs the memory of the activations;
+* ``weights``: old activations and weights (weight stashing, PipeDream, Narayanan et al. 2019,
+  sec. 3.3); costs one more copy of the weights for each missing update;
+* ``input``: the pass is recomputed with the current weights (features replay, Huo et al. 2018,
+  arXiv:1807.04511); costs the memory of the input, and one more forward pass.
 
 Shapes: B batch, X one sample's input, H its activation.
 """
@@ -32,9 +32,9 @@ class ForwardPass:
     """A forward pass in train mode.
 
     Attributes:
-        x_BX: The input; a leaf that requires a gradient where one is wanted for it.
-        h_BH: The activation, with its graph; detached where only the input is kept.
-        random_state: Of torch's generators before the pass, where it may be computed again.
+        x_BX: The input; a leaf that requires a gradient if one is wanted for it.
+        h_BH: The activation, with its graph; detached if only the input is kept.
+        random_state: State of torch's generators before the pass, if it may be recomputed.
     """
 
     x_BX: Tensor
@@ -50,9 +50,9 @@ class ForwardPasses:
         keep: What is kept of a pass that outlives an update.
         precision: Type of the matrix products, by torch's name.
         dtype: Type of the activations.
-        device: Where the module computes.
-        version: Gives a number that is another one whenever the weights are others. (Tensors count
-            their changes themselves, but not those by torch's fused optimizers.)
+        device: The module's device.
+        version: Returns a number that changes whenever the weights change. (Tensors count their
+            changes, too, but not those by torch's fused optimizers.)
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ForwardPasses:
         self._stash: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
     def compute(self, x_BX: Tensor, *, grad_x: bool = False, outlives: bool = False) -> ForwardPass:
-        """One forward pass.
+        """Compute one forward pass.
 
         Args:
             x_BX: The input.
@@ -92,12 +92,12 @@ class ForwardPasses:
             return ForwardPass(x_BX, self.activation(x_BX))
 
     def activation(self, x_BX: Tensor, layers: nn.Module | None = None) -> Tensor:
-        """The activation in the contract's type, of the module or of a copy of it."""
+        """Return the activation in the contract's type, of the module or of a copy of it."""
         with self._autocast():
             return cast("Tensor", (layers or self._layers)(x_BX).to(self._dtype))
 
     def output(self, kept: ForwardPass) -> Tensor:
-        """The activation of a pass with its graph, computed again where only its input is kept."""
+        """Return a pass's activation with its graph, recomputed if only the input is kept."""
         if kept.random_state is None:
             return kept.h_BH
         with self.without_trace(), self._hooks():  # BatchNorm saves its buffers, which then change
@@ -118,20 +118,20 @@ class ForwardPasses:
                     buffer.copy_(before)
 
     def _hooks(self) -> saved_tensors_hooks:
-        """What happens to tensors that autograd saves.
+        """Return the hooks for tensors that autograd saves.
 
-        With hooks autograd does not check whether a saved tensor has changed since.
+        With hooks, autograd does not check whether a saved tensor has changed since.
         """
         pack = self._pack_then if self._keep == "weights" else self._pack_now
         return saved_tensors_hooks(pack, _unpack)
 
     def _pack_now(self, tensor: Tensor) -> Tensor | _Cast:
-        """Weights are referred to, so that their newest values are found."""
+        """Refer to weights, so that their newest values are used."""
         weight = self._weight_cast_to(tensor)
         return tensor.detach() if weight is None else _Cast(weight, tensor)
 
     def _pack_then(self, tensor: Tensor) -> Tensor | _View:
-        """Weights are copied, once for each of their versions."""
+        """Copy weights, once for each of their versions."""
         weight = self._weight_cast_to(tensor)
         memory = _memory(tensor if weight is None else weight)
         if memory not in self._weights:
@@ -144,7 +144,7 @@ class ForwardPasses:
         return _View(copy, tensor)
 
     def _weight_cast_to(self, tensor: Tensor) -> Tensor | None:
-        """The weight of which autocast has made this copy in another type, if it is one."""
+        """Return the weight that autocast has converted into this tensor, if it did."""
         base = cast("Tensor", tensor._base) if tensor._is_view() else tensor
         if type(base.grad_fn).__name__ != "ToCopyBackward0":
             return None
@@ -169,7 +169,7 @@ class ForwardPasses:
 
 
 class _View:
-    """What autograd had saved of a weight, as a view of that weight's copy."""
+    """A tensor that autograd saved of a weight, as a view of that weight's copy."""
 
     def __init__(self, memory: Tensor, saved: Tensor) -> None:
         self._memory = memory
@@ -181,7 +181,7 @@ class _View:
 
 
 class _Cast(_View):
-    """What autograd had saved of a weight's copy in another type: the copy is made anew."""
+    """A tensor that autograd saved of a converted weight, which is converted again."""
 
     def __init__(self, weight: Tensor, saved: Tensor) -> None:
         super().__init__(weight.detach(), saved)

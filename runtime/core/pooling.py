@@ -1,4 +1,4 @@
-"""Activations seen from a distance: averaged to a grid of few places, as one vector."""
+"""Activations averaged to a grid of few places, as one vector."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dni_runtime.spec import TensorSpec
 
 
 class Axis(nn.Module):
-    """Averages of neighbours along one dimension, and back.
+    """Averages neighbours along one dimension, and spreads averages back.
 
     Equal blocks are added up slice by slice: on a CPU that takes a quarter to a half of the time of
-    torch's pooling, or of a product. Where blocks overlap there is a product with a matrix.
+    torch's pooling, or of a product. If blocks overlap, there is a product with a matrix.
 
     Args:
-        dim: Which dimension, counted from the last: -1 or -2.
+        dim: The dimension, counted from the last: -1 or -2.
         size: Its length.
-        places: How many averages, fewer than that.
+        places: Number of averages, less than ``size``.
     """
 
     matrix: Tensor | None  # [places, size]
@@ -36,7 +36,7 @@ class Axis(nn.Module):
         self.register_buffer("matrix", matrix, persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
-        """The averages, ``size`` values to ``places``."""
+        """Average ``size`` values to ``places``."""
         if self.matrix is not None:
             return self._times(self.matrix.mT, h)
         total = self._slice(h, 0) + self._slice(h, 1)
@@ -45,7 +45,7 @@ class Axis(nn.Module):
         return total.div_(self.block)
 
     def spread(self, u: Tensor) -> Tensor:
-        """The transposed map, ``places`` values to ``size``."""
+        """Apply the transposed map, ``places`` values to ``size``."""
         if self.matrix is not None:
             return self._times(self.matrix, u)
         u = u / self.block
@@ -54,17 +54,17 @@ class Axis(nn.Module):
         return torch.stack([u] * self.block, self.dim).flatten(self.dim - 1, self.dim)
 
     def respread(self, u: Tensor) -> Tensor:
-        """The averages of what :meth:`spread` gives, without making it."""
+        """Return the averages of the result of :meth:`spread`, without computing that."""
         if self.matrix is not None:
             return self._times(self.matrix @ self.matrix.mT, u)
         return u / self.block
 
     def _slice(self, h: Tensor, index: int) -> Tensor:
-        """The value at ``index`` of each block."""
+        """Return the value at ``index`` of each block."""
         return h[..., index :: self.block] if self.dim == -1 else h[..., index :: self.block, :]
 
     def _times(self, matrix: Tensor, x: Tensor) -> Tensor:
-        """The product that takes the dimension from ``matrix``'s rows to its columns."""
+        """Return the product that maps the dimension from ``matrix``'s rows to its columns."""
         return x @ matrix if self.dim == -1 else torch.matmul(matrix.mT, x)
 
 
@@ -73,7 +73,7 @@ class Grid(nn.Module):
 
     Args:
         activation: One sample. Feature maps (C x H x W) are averaged to ``places`` x ``places``,
-            tokens (T x C) to ``places``, each where there are more; others are flattened only.
+            tokens (T x C) to ``places``, if there are more; others are only flattened.
         places: Places along a side.
 
     Attributes:
@@ -97,20 +97,20 @@ class Grid(nn.Module):
         return cast("list[Axis]", list(self.axes))
 
     def forward(self, h_BH: Tensor) -> Tensor:
-        """The averages: ``[B, features]``."""
+        """Return the averages: ``[B, features]``."""
         if not self.axes:
             return h_BH.flatten(1)
         return cast("Tensor", _Average.apply(h_BH, self))  # type: ignore[no-untyped-call]
 
     def spread(self, u_BF: Tensor) -> Tensor:
-        """The gradient at the activation, from that at the averages (the transposed map)."""
+        """Return the gradient at the activation, given that at the averages (transposed map)."""
         u_BG = u_BF.view(-1, *self._grid)
         for axis in reversed(self._axes):
             u_BG = axis.spread(u_BG)
         return u_BG
 
     def respread(self, u_BF: Tensor) -> Tensor:
-        """The averages of what :meth:`spread` gives, without making it."""
+        """Return the averages of the result of :meth:`spread`, without computing that."""
         u_BG = u_BF.view(-1, *self._grid)
         for axis in self._axes:
             u_BG = axis.respread(u_BG)
@@ -118,7 +118,7 @@ class Grid(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Each token by itself: what :class:`Grid` is to a sample.
+    """Passes each token on by itself, where :class:`Grid` averages a sample.
 
     Args:
         activation: One sample, tokens (T x C).
@@ -133,20 +133,20 @@ class Tokens(nn.Module):
         self.features = activation.shape[-1]
 
     def forward(self, h_BTC: Tensor) -> Tensor:
-        """The tokens of all samples in a row: ``[N, features]``."""
+        """Return the tokens of all samples in a row: ``[N, features]``."""
         return h_BTC.flatten(0, 1)
 
     def spread(self, u_NF: Tensor) -> Tensor:
-        """The gradient at the activation, from that at the tokens."""
+        """Return the gradient at the activation, given that at the tokens."""
         return u_NF.view(-1, *self._shape)
 
     def respread(self, u_NF: Tensor) -> Tensor:
-        """What is given: nothing is averaged."""
+        """Return the argument: nothing is averaged."""
         return u_NF
 
 
 class _Average(torch.autograd.Function):
-    """A grid's averages; going back through each slice would take many times as long."""
+    """A grid's averages; autograd through each slice would take many times as long."""
 
     @staticmethod
     def forward(ctx: Any, h_BH: Tensor, grid: Grid) -> Tensor:

@@ -1,4 +1,4 @@
-"""A recurrent layer whose state runs on from batch to batch: truncated backpropagation in time.
+"""A recurrent layer with a state carried between batches: truncated backpropagation in time.
 
 Jaderberg et al. 2016 (arXiv:1608.05343), sec. 2 (synthetic gradients for recurrent networks) and
 sec. 3.1: a synthesizer predicts the gradient that the future would send back.
@@ -29,7 +29,7 @@ CELLS: dict[str, type[nn.LSTM | nn.GRU | nn.RNN]] = {"LSTM": nn.LSTM, "GRU": nn.
 
 
 class FutureOptions(Frozen):
-    """How the gradient from beyond a batch's last step is predicted.
+    """Options of predicting the gradient from beyond a batch's last step.
 
     Attributes:
         synthesizer: ``linear``, ``mlp``, ``low-rank`` or a user class; it sees the state.
@@ -52,28 +52,28 @@ class _RecurrentOptions(Frozen):
 class Recurrent(nn.Module):
     """``torch.nn.LSTM``, ``GRU`` or ``RNN`` from (B, T, C) to (B, T, H), with the state carried on.
 
-    In training, sample *b* of a batch goes on where sample *b* of the batch before ended. Gradients
-    end at the batch's first step. With ``synthetic``, the gradient of all later losses with respect
-    to the state after the last step is predicted from that state and added in the backward pass.
-    The next batch's gradient at its initial state, which contains that batch's own prediction, is
-    what the synthesizer learns from, at the next forward pass.
+    In training, sample *b* of a batch continues where sample *b* of the previous batch ended.
+    Gradients end at the batch's first step. With ``synthetic``, the gradient of all later losses
+    with respect to the state after the last step is predicted from that state and added in the
+    backward pass. The synthesizer learns at the next forward pass, from the next batch's gradient
+    at its initial state, which contains that batch's own prediction.
 
-    A pass without gradients (evaluation) has a state of its own, which begins with zeros at the
+    A pass without gradients (evaluation) has a state of its own, which starts with zeros at the
     first such batch after a training batch, or after :meth:`end_evaluation`. A
-    batch of another size begins with zeros.
+    batch of another size starts with zeros.
 
     Args:
         cell: ``LSTM``, ``GRU`` or ``RNN``.
         input_size: C.
         hidden_size: H.
         num_layers: Layers of the cell.
-        dropout: Between the cell's layers, as in ``torch.nn``.
-        carry: Whether the state is carried on; otherwise each batch begins with zeros.
+        dropout: Dropout between the cell's layers, as in ``torch.nn``.
+        carry: Whether the state is carried on; otherwise each batch starts with zeros.
         synthetic: Whether future gradients are predicted, or :class:`FutureOptions` as a mapping.
 
     Attributes:
         state: The state after the last training batch, (B, S); (0, S) before the first.
-        start: The initial state of the newest training pass, where a gradient is wanted for it.
+        start: The initial state of the newest training pass, if a gradient is wanted for it.
 
     Raises:
         ValueError: A value is not allowed, or the synthesizer or its optimizer cannot be made.
@@ -130,11 +130,11 @@ class Recurrent(nn.Module):
         except SpecError as error:
             raise ValueError(_located(error.location, error.message, error.hint)) from None
         self.scale = options.scale
-        # It is no part of what the module's own optimizer trains.
+        # The module's own optimizer does not train it.
         self.synthesizer.requires_grad_(False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Go on from the state before; see the class."""
+        """Continue from the previous state; see the class."""
         if x_BTC.dim() != 3:  # torch's cells would take a matrix for one sequence
             raise ValueError(f"a sequence of vectors (B, T, C) is needed, not {x_BTC.dim() - 1}-D")
         if not self.carry:
@@ -161,9 +161,9 @@ class Recurrent(nn.Module):
         return cast("Tensor", _Future.apply(h_BTH, after_BS, g_BS))  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Begin the next training batch with zeros: what follows is another sequence.
+        """Start the next training batch with zeros, as another sequence.
 
-        Nothing that comes later depends on the last state then, and the synthesizer learns so.
+        No later loss depends on the last state then, which the synthesizer learns.
         """
         if not self.carry:
             return
@@ -173,12 +173,12 @@ class Recurrent(nn.Module):
         self._boundary += 1
 
     def end_evaluation(self) -> None:
-        """Begin the next pass without gradients with zeros, too."""
+        """Start the next pass without gradients with zeros."""
         if self.carry:
             self._passing = self._passing[:0]
 
     def take_state(self, other: Recurrent) -> None:
-        """Go on where another layer of the same kind is."""
+        """Take over the state of another layer of the same kind."""
         if self.carry:
             self.state, self._passing = other.state, other._passing
 
@@ -193,16 +193,16 @@ class Recurrent(nn.Module):
                 lesson = self.synthesizer.lesson(self._seen(s_BS), s_BS[:0], g_BS[:, None])
                 lesson.loss.backward()  # type: ignore[no-untyped-call]  # torch's has no types
                 self.optimizer.step()
-                # Nothing is left for an optimizer of the whole layer to take.
+                # An optimizer of the whole layer must not use these gradients.
                 self.optimizer.zero_grad(set_to_none=True)
         self.synthesizer.requires_grad_(False)
 
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The synthesizer's optimizer, whose state belongs into checkpoints."""
+        """Return the synthesizer's optimizer, whose state belongs in checkpoints."""
         return {} if self.synthesizer is None else {"synthesizer": self.optimizer}
 
     def _run(self, x_BTC: Tensor, before_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs and the state after the last step."""
+        """Return the outputs and the state after the last step."""
         cell = self.cell
         split = before_BS.view(-1, self._parts, cell.num_layers, cell.hidden_size)
         parts = [one.contiguous() for one in split.permute(1, 2, 0, 3)]  # each (layers, B, H)
@@ -213,17 +213,17 @@ class Recurrent(nn.Module):
 
     @torch.no_grad()
     def _predict(self, s_BS: Tensor) -> Tensor:
-        """The per-sample gradient of later losses with respect to the state."""
+        """Predict the per-sample gradient of later losses with respect to the state."""
         assert self.synthesizer is not None
         with _full_precision(s_BS):
             g_BS: Tensor = self.synthesizer(self._seen(s_BS), None)[:, 0]
             return g_BS
 
     def _seen(self, s_BS: Tensor) -> Tensor:
-        """The state as one token of S features: what the synthesizer sees.
+        """Return the state as the synthesizer sees it: as one token of S features.
 
-        Of an LSTM's cell values the hyperbolic tangent, as its own output gate sees them: a value
-        that only adds up over a long stream would drown all others.
+        An LSTM's cell values go through tanh, as for its own output gate: a value that only adds up
+        over a long stream would dominate all others.
         """
         if self._parts == 2:
             h_BS, c_BS = s_BS.chunk(2, 1)
@@ -231,14 +231,14 @@ class Recurrent(nn.Module):
         return s_BS[:, None]
 
     def _note(self, boundary: int, s_BS: Tensor, g_BS: Tensor) -> None:
-        """A backward pass has reached the initial state; the newest of several counts.
+        """Note the gradient at the initial state; the newest of several counts.
 
         The synthesizer is not taught here: this runs inside autograd.
         """
         self._lessons[boundary] = (s_BS, g_BS.detach() * len(g_BS))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.learn()  # what else would be done first at the next forward pass
+        self.learn()  # else the next forward pass would do so first
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -250,7 +250,7 @@ class Recurrent(nn.Module):
             self._passing = self._passing[:0]
             if name in state_dict:  # of as many samples as the last batch had
                 self.state = self.state.new_zeros(len(state_dict[name]), self.state.shape[1])
-        else:  # the weights alone of a layer that carries its state
+        else:  # only the weights of a layer that carries its state
             for key in list(state_dict):
                 if key == name or key.startswith(f"{prefix}synthesizer."):
                     del state_dict[key]
@@ -278,7 +278,7 @@ def _full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _fitting(state_BS: Tensor, x_BTC: Tensor) -> Tensor:
-    """The state, or zeros where it is of another batch size."""
+    """Return the state, or zeros if it is of another batch size."""
     if len(state_BS) == len(x_BTC):
         return state_BS
     return state_BS.new_zeros(len(x_BTC), state_BS.shape[1])
@@ -299,5 +299,5 @@ def _checked(cell: str, num_layers: int, synthetic: bool | dict[str, Any]) -> _R
 
 
 def _located(location: Iterable[str | int], message: str, hint: str | None) -> str:
-    """One line for the place inside the layer's keywords, what is wrong there, and what to do."""
+    """Format the location in the layer's keywords, the message and the hint as one line."""
     return f"{'.'.join(map(str, location))}: {message}{f' ({hint})' if hint else ''}"

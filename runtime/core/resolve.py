@@ -43,15 +43,15 @@ from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
 LATE_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001, "betas": [0.0, 0.999]})
-"""The default where true gradients are any number of updates late: momentum would add to that."""
+"""The default if true gradients are any number of updates late: momentum would add to that."""
 
 
 def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
-    """The chain with every module's settings filled in; what ``dnictl config`` prints.
+    """Return the chain with every module's settings, as ``dnictl config`` prints it.
 
     Args:
         chain: The chain.
-        info: What its data looks like.
+        info: Its data's shapes and classes.
 
     Raises:
         SpecError: A layer, gradient interface or option is unknown or does not fit.
@@ -99,14 +99,14 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
-    """Check the whole chain and give each worker its spec.
+    """Check the whole chain and return each worker's spec.
 
     Args:
         chain: The chain.
-        info: What its data looks like.
+        info: Its data's shapes and classes.
 
     Raises:
-        SpecError: Something is unknown, misspelt or does not fit; ``location`` says where.
+        SpecError: Something is unknown, misspelt or does not fit, at ``location``.
     """
     inferred = infer_shapes(chain, info)
     full = _resolve(chain, inferred, info)
@@ -200,7 +200,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
 def _ahead(
     chain: ChainSpec, index: int, interface: Resolved | None, activations: Sequence[TensorSpec]
 ) -> AheadSpec | None:
-    """What a module is told of the next ones: as many as its interface looks at and there are."""
+    """Return the next modules' layers, for as many modules as the interface looks at."""
     if interface is None or not interface.wanted.lookahead:
         return None
     last = min(index + interface.wanted.lookahead, len(chain.modules) - 1)
@@ -212,14 +212,14 @@ def _ahead(
 
 @dataclass(frozen=True)
 class _Cut:
-    """What goes up across the cut below a module.
+    """Gradients sent up across the cut below a module.
 
     Attributes:
-        every: The gradient of every n-th batch; 0: none.
-        bootstrapped: Whether it comes from the error signal of the module below, at once.
-        awaited: Whether an update waits for it, at the module above the cut or further up.
-        resend: How many may be waited for before another batch is taken.
-        late: Batches by which it may be late.
+        every: n, if the gradient of every n-th batch is sent; 0: none.
+        bootstrapped: Whether they come from the error signal of the module below, at once.
+        awaited: Whether an update waits for them, at the module above the cut or further up.
+        resend: How many may be awaited before another batch is taken.
+        late: Batches by which a gradient may be late.
     """
 
     every: int = 0
@@ -235,9 +235,9 @@ NO_GRADIENTS = _Cut()
 def _cuts(
     chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
 ) -> list[_Cut]:
-    """What goes up across each cut: what the module above wants, for itself or to send it on.
+    """Return what is sent up across each cut: gradients for the module above, or to send on.
 
-    The tail has none below it.
+    The tail has no cut below it.
     """
     cuts: list[_Cut] = []
     above = NO_GRADIENTS
@@ -264,13 +264,13 @@ def _cuts(
 
 
 def _waited_for(interface: Resolved) -> int:
-    """Batches whose gradients a module may wait for before it takes another one."""
+    """Return how many gradients a module may await before it takes another batch."""
     max_late = interface.wanted.max_late
     return 0 if max_late is None else max_late + 1
 
 
 def _selection(chain: ChainSpec) -> SelectionRole | None:
-    """How the tail finds the best evaluation.
+    """Return how the tail selects the best evaluation.
 
     Raises:
         SpecError: There is no such metric, or no evaluation.
@@ -282,19 +282,19 @@ def _selection(chain: ChainSpec) -> SelectionRole | None:
     name = wanted.metric or (chain.metrics[0].name if chain.metrics else "loss")
     if name not in known:
         raise SpecError(
-            f"no metric {name!r} is evaluated",
+            f"metric {name!r} is not evaluated",
             location=("selection", "metric"),
             hint=suggestion(name, list(known)),
         )
     if chain.eval_every == 0:
-        raise SpecError("a selection needs evaluations", location=("eval_every",))
+        raise SpecError("'selection' needs evaluations", location=("eval_every",))
     return SelectionRole(
         metric=name, rises=known[name], patience=wanted.patience, min_delta=wanted.min_delta
     )
 
 
 def _micro_batches(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:
-    """Into how many parts the head cuts each batch: all interfaces that say so must agree.
+    """Return the number of parts of each batch; all interfaces that set it must agree.
 
     Raises:
         SpecError: They do not, or there are more parts than pairs of samples.
@@ -313,15 +313,15 @@ def _micro_batches(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> i
     count = next(iter(given), 1)
     if 2 * count > chain.data.batch_size and count > 1:
         raise SpecError(
-            f"{count} micro-batches of a batch of {chain.data.batch_size} samples",
+            f"{count} micro-batches do not fit a batch of {chain.data.batch_size} samples",
             location=place(chain, given[count], "interface"),
-            hint="each needs two samples at least",
+            hint="each needs at least two samples",
         )
     return count
 
 
 def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:
-    """Trainable parameters of each module's layers."""
+    """Count the trainable parameters of each module's layers."""
     return {
         worker.module: sum(
             p.numel() for p in build_module(worker, "meta").parameters() if p.requires_grad

@@ -13,7 +13,7 @@ from dni_runtime.spec import ChainSpec
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of ``chain.yaml`` for editors, with the names that can be looked up."""
+    """Return the JSON Schema of ``chain.yaml`` for editors, with all names of classes."""
     schema = ChainSpec.model_json_schema()
     definitions = schema["$defs"]
     layer = {

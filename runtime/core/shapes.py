@@ -1,4 +1,4 @@
-"""What modules give, found by running their layers on a batch without memory."""
+"""Shapes of modules' outputs, found by running their layers on a batch without memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BATCH = 2
 
 
 class Inferred(NamedTuple):
-    """What running a module on the meta device tells.
+    """Result of running a module on the meta device.
 
     Attributes:
         output: One sample at its output.
-        attends: Whether there is attention in it.
+        attends: Whether it has attention.
     """
 
     output: TensorSpec
@@ -33,7 +33,7 @@ class Inferred(NamedTuple):
 
 
 def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
-    """Run every layer on the meta device; gives what each module is like.
+    """Run every layer on the meta device, and describe each module.
 
     Raises:
         SpecError: A layer is unknown, or does not fit what it gets.
@@ -74,15 +74,15 @@ def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bo
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "the module before sends" if first else "it gets"
+        what = "the previous module sends" if first else "it gets"
         raise SpecError(
             f"{name}{layer.args or ''} does not fit: {what} {given}: {reason}",
             location=(*at, "args" if ":" in name else name),
-            hint="B is the batch; compare the layer's sizes with what arrives",
+            hint="compare the layer's sizes with its input (B is the batch)",
         ) from None
     if not isinstance(output, Tensor):
         raise SpecError(
-            f"{name} gives {type(output).__name__} instead of one tensor",
+            f"{name} returns {type(output).__name__} instead of one tensor",
             location=at,
             hint="'Recurrent' has one output"
             if name in CELLS
@@ -99,7 +99,7 @@ def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bo
 
 
 def _run(layer: nn.Module, x_BX: Tensor) -> tuple[Any, bool]:
-    """What a layer gives, and whether it attends."""
+    """Return a layer's output, and whether it attends."""
     watch = AttentionWatch(x_BX)
     with torch.no_grad():
         try:
@@ -107,12 +107,12 @@ def _run(layer: nn.Module, x_BX: Tensor) -> tuple[Any, bool]:
                 return layer(x_BX), watch.found or has_attention_layer(layer)
         except NotImplementedError:
             raise
-        except Exception:  # of the layer; or it does something that cannot be watched
+        except Exception:  # of the layer, or of an operation that cannot be watched
             return layer(x_BX), watch.found or has_attention_layer(layer)
 
 
 def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> tuple[Any, bool]:
-    """For user layers that do something the meta device cannot: a tiny real batch."""
+    """Run a layer on a tiny real batch, as the meta device cannot run it."""
     try:
         return _run(build_layer(layer, at), empty_batch(given, BATCH, "cpu"))
     except Exception as error:

@@ -1,10 +1,10 @@
-"""The step of one module: forward, error signal, update, and what late gradients do.
+"""The step of one module: forward, error signal, update, and late gradients.
 
 This is the whole training of a module, without any transport: the module server drives it from the
 wire, :class:`dni_runtime.core.chain.LocalChain` in one process.
 
 A batch may come in several parts (micro-batches), each with an id of its own; the weights are
-updated once all of them have had their gradient.
+updated once all of their gradients have come.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
 MARGIN = 8
-"""Batches kept beyond those that are late: acknowledgements travel, gradients wait in buffers."""
+"""Batches kept beyond the late ones, for acknowledgements and gradients on their way."""
 
 
 @dataclass
 class StepCounters:
-    """What happened to gradients, and what is last known of losses.
+    """Counters of gradients, and the newest losses.
 
     Attributes:
         gradients: Gradients received from downstream.
-        unpaired: Of these, whose batch was no longer stored.
+        unpaired: Gradients received whose batch was no longer stored.
         given_up: Batches whose gradient did not come before the store was full.
-        skipped: Gradients that came and were not learnt from, because they were not finite.
+        skipped: Gradients received but not learnt from, because they were not finite.
         lag: Sum of the ages of gradients that came, in batches.
         lag_max: The largest of these ages since this was last set to 0.
         loss: The module's own loss (tail: the chain's; local head: its), newest.
-        error: Of synthetic gradients, where measured (``LateSignal``).
-        cosine: The same.
-        head_accuracy: Of an early head on training batches, where measured.
+        error: Error of synthetic gradients, when measured (``LateSignal``).
+        cosine: Their cosine, when measured.
+        head_accuracy: Accuracy of an early head on training batches, when measured.
     """
 
     gradients: int = 0
@@ -76,7 +76,7 @@ class _Kept:
         y_BY: The labels.
         part: Which part of its batch it is.
         number: The batch's number among those of this module.
-        forward: The forward pass, where the gradient goes back through it.
+        forward: The forward pass, if the gradient goes back through it.
         g_BH: The error signal that was used at once and is to be corrected.
     """
 
@@ -97,17 +97,17 @@ class ModuleStep:
 
     Args:
         spec: The module.
-        device: Where it computes.
+        device: Its device.
 
     Attributes:
-        counters: What has been counted and measured.
+        counters: Counts and measurements.
         loss: The chain's loss, by which the tail is trained.
-        optimization: What updates the weights.
+        optimization: Updates the weights.
         batches: Training batches so far.
-        store: How many batches, or parts, are kept for gradients that are still to come.
-        measure_late: Whether to measure what the next gradient teaches.
+        store: Number of batches, or parts, kept for gradients that are still to come.
+        measure_late: Whether to measure the prediction of the next gradient.
         measure_head: Whether to measure the early head on the next training batch.
-        classifies: Whether predictions are scores of classes, of which accuracies can be told.
+        classifies: Whether predictions are scores of classes, which have an accuracy.
 
     Raises:
         SpecError: A layer, optimizer or interface cannot be made.
@@ -155,7 +155,7 @@ class ModuleStep:
         self._relays = not spec.bootstrapped_out
         self._number = 0  # of the newest batch
         self._within = False  # whether parts of it are still to come
-        self._summed: int | None = None  # the batch whose gradient is in part there
+        self._summed: int | None = None  # the batch whose gradient is incomplete
 
     @property
     def waiting(self) -> int:
@@ -172,7 +172,7 @@ class ModuleStep:
         return len(self._batches_due()) > self.spec.max_late
 
     def _batches_due(self) -> set[int]:
-        """Numbers of the batches that the module has computed, but not been updated for."""
+        """Return the numbers of the batches that are computed, but not in an update yet."""
         return {kept.number for kept in self._kept.values()} if self._applies else set()
 
     def forward(self, id: int, x_BX: Tensor, part: Part | None = None) -> Tensor:
@@ -203,10 +203,10 @@ class ModuleStep:
         return done.h_BH.detach()
 
     def skip(self) -> Tensor | None:
-        """In place of :meth:`update`: learn nothing from what the last :meth:`forward` got.
+        """Learn nothing from the batch of the last :meth:`forward`, instead of :meth:`update`.
 
         Returns:
-            NaN as its gradient for the module upstream, if that wants one: it must not wait.
+            NaN as the gradient for the module upstream, if that waits for one.
         """
         id, done, part = self._current
         del self._current
@@ -216,19 +216,19 @@ class ModuleStep:
         return self._no_gradient(id, done.x_BX)
 
     def forward_again(self, x_BX: Tensor) -> Tensor:
-        """The activation of a batch that the weights have been trained on already."""
+        """Return the activation of a batch that the weights have already been trained on."""
         with torch.no_grad(), self._passes.without_trace():
             return self._passes.activation(x_BX)
 
     def update(self, y_BY: Tensor) -> Tensor | None:
-        """Train on what the last :meth:`forward` got, as far as no gradient is waited for.
+        """Train on the batch of the last :meth:`forward`, unless that needs a true gradient.
 
         Args:
             y_BY: Its labels.
 
         Returns:
             The per-sample gradient dL_b/dx_b for the module upstream, shaped like the input; None
-            when none is wanted, or it comes later.
+            if none is wanted, or it comes later.
         """
         id, done, part = self._current
         del self._current
@@ -293,15 +293,15 @@ class ModuleStep:
         self.optimization.update()
 
     def late_gradient(self, id: int, g_BH: Tensor | None) -> Tensor | None:
-        """Take a gradient that has arrived from downstream.
+        """Process a gradient that has arrived from downstream.
 
         Args:
             id: The batch it belongs to; one that is no longer stored is counted and dropped.
-            g_BH: The per-sample gradient at the module's output; None where what has come is not
-                finite: nothing is learnt from it.
+            g_BH: The per-sample gradient at the module's output; None if it was not finite, so
+                that nothing is learnt from it.
 
         Returns:
-            The gradient for the module upstream, where it has waited for this one.
+            The gradient for the module upstream, if it waited for this one.
         """
         self.counters.gradients += 1
         kept = self._kept.pop(id, None)
@@ -339,7 +339,7 @@ class ModuleStep:
         return per_sample(x_BX.grad, kept.part)
 
     def _own_leaves(self) -> list[Tensor]:
-        """What the module's own error signal is for, its input left out."""
+        """Return what the module's own error signal is for, without its input."""
         starts = [layer.start for layer in self._recurrent if layer.start is not None]
         return [*self.optimization.parameters, *starts]
 
@@ -361,7 +361,7 @@ class ModuleStep:
 
     @property
     def finite(self) -> bool:
-        """Whether all weights and statistics are numbers; waits for the device."""
+        """Whether all weights and statistics are finite; waits for the device."""
         return state_finite(self.layers, self.interface, self.optimization.average)
 
     def _end_batch(self) -> None:
@@ -384,7 +384,7 @@ class ModuleStep:
             self._end_batch()
 
     def evaluate(self, x_BX: Tensor) -> Tensor:
-        """The activation in eval mode without learning, by the weights' average if there is one."""
+        """Return the activation in eval mode, by the weights' average if there is one."""
         average = self.optimization.average
         layers = self.layers if average is None else average
         layers.eval()
@@ -395,20 +395,20 @@ class ModuleStep:
             layers.train()
 
     def end_evaluation(self) -> None:
-        """The next evaluation begins anew: recurrent layers have carried their state so far."""
+        """End an evaluation: recurrent layers start the next one with zeros."""
         for part in (self.layers, self.optimization.average, self.interface):
             for one in part.modules() if part is not None else ():
                 if isinstance(one, Recurrent):
                     one.end_evaluation()
 
     def predict(self, h_BH: Tensor) -> Tensor | None:
-        """What the module predicts: the tail the chain's output, others by their early heads.
+        """Return the module's predictions: the tail's output, or an early head's.
 
         Args:
             h_BH: The activation from :meth:`evaluate`.
 
         Returns:
-            Predictions in the shape of the chain's; None where the module has no head.
+            Predictions in the shape of the chain's; None if the module has no head.
         """
         return h_BH if self.interface is None else self.interface.predict(h_BH)
 
@@ -421,5 +421,5 @@ class ModuleStep:
 
 
 def due(id: int, every: int) -> bool:
-    """Whether the gradient of a batch is one of those wanted; see ``WorkerSpec``."""
+    """Whether the gradient of a batch is wanted; see ``WorkerSpec``."""
     return every > 0 and id % every == 0

@@ -33,18 +33,18 @@ SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     and name not in {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"}
 }
 _OF_SCHEDULES = {"SequentialLR": True, "ChainedScheduler": False}
-"""Schedules of other ``schedules``, and whether the optimizer comes before them."""
+"""Schedules made of ``schedules``, and whether they take the optimizer first."""
 
 
 def module_seed(seed: int, index: int) -> int:
-    """The seed of a module's own random numbers, spread over 63 bits."""
+    """Return the seed of a module's own random numbers, spread over 63 bits."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[Any]:
-    """Seed torch's CPU generator inside the block and give it back after it.
+    """Seed torch's CPU generator inside the block and restore it after it.
 
     Yields a function that reads the generator's state.
     """
@@ -57,7 +57,7 @@ def seeded(seed: int) -> Iterator[Any]:
 
 
 def sparse_parameters(layers: nn.Module) -> frozenset[int]:
-    """The ids of parameters whose gradients are sparse."""
+    """Return the ids of parameters whose gradients are sparse."""
     return frozenset(
         id(one.weight)
         for one in layers.modules()
@@ -72,15 +72,15 @@ def build_optimizer(
     *,
     sparse: Collection[int] = (),
 ) -> optim.Optimizer:
-    """Make an optimizer, fused where torch has a fused one and the spec does not decide it.
+    """Make an optimizer, fused if torch has a fused one and the spec does not decide it.
 
-    For parameters on the meta device, which stand for a module that is checked, a step of it is
-    tried with small ones of the same kinds.
+    For parameters on the meta device, which are those of a module being checked, a step is tried
+    with small ones of the same kinds.
 
     Args:
         choice: Its name and keywords.
-        parameters: What it updates, or groups of that with options of their own.
-        location: Where the choice stands in the spec.
+        parameters: What it updates, or groups of them with options of their own.
+        location: Where the choice is in the spec.
         sparse: Ids of parameters whose gradients are sparse (:func:`sparse_parameters`).
 
     Raises:
@@ -110,7 +110,7 @@ def build_optimizer(
 def _try_a_step(
     choice: Choice, parameters: Sequence[nn.Parameter], at: Location, sparse: Collection[int]
 ) -> None:
-    """Update stand-ins on the CPU: no optimizer computes on the meta device what it needs."""
+    """Update stand-ins on the CPU: optimizers do not work on the meta device."""
     with torch.device("cpu"):
         standing_in, also_sparse = [], set()
         for p in parameters:
@@ -132,7 +132,7 @@ def _try_a_step(
             raise SpecError(
                 f"{choice.name} needs a closure: it computes the loss several times in a step",
                 location=at,
-                hint="a module has one gradient for each batch; take another, such as Adam",
+                hint="a module has one gradient for each batch; use another one, such as Adam",
             ) from None
         except Exception as error:
             raise _refusal(choice, error, at) from None
@@ -177,10 +177,10 @@ def _choices(value: Any, location: Location) -> list[Choice]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a name in a spec."""
+    """Return torch's dtype of a name in a spec."""
     return cast("torch.dtype", getattr(torch, name))
 
 
 def empty_batch(spec: TensorSpec, batch: int, device: str | torch.device) -> Tensor:
-    """Zeros in the shape of a batch; ``device="meta"`` takes no memory."""
+    """Return zeros in the shape of a batch; ``device="meta"`` takes no memory."""
     return torch.zeros((batch, *spec.shape), dtype=torch_dtype(spec.dtype), device=device)

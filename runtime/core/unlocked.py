@@ -1,8 +1,8 @@
-"""Modules that are updated in any order, now and then, and need not even wait for their input.
+"""Modules that are updated in random order, not by every batch, and with predicted inputs.
 
 Jaderberg et al. 2016, sec. 3.1: asynchronous updates (a module takes part in an update with some
 probability only) and the complete unlock (synthetic inputs beside synthetic gradients). In one
-process: every module would need the samples, which a run sends to the head alone.
+process: every module needs the samples, which a run sends to the head alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class InputPredictor(nn.Module):
         return prediction
 
     def learn(self, x_BX: Tensor, h_BH: Tensor) -> Tensor:
-        """One step on the squared error; gives its mean over all elements."""
+        """Train one step on the squared error; return its mean over all elements."""
         error = F.mse_loss(self.layers(x_BX), h_BH)
         self.optimizer.zero_grad(set_to_none=True)
         error.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
@@ -58,12 +58,12 @@ class InputPredictor(nn.Module):
 class UnlockedChain:
     """Modules with synthesizers that are updated independently of each other.
 
-    A module's update teaches the synthesizer upstream the gradient at the input that the module
-    had, and the input model downstream the activation that came of it.
+    A module's update trains the synthesizer upstream by the gradient at the module's input, and the
+    input model downstream by the module's activation.
 
     Args:
         workers: The modules' specs, head first; all but the tail want every true gradient.
-        probability: Of each module's update, for each batch.
+        probability: Probability of each module's update, for each batch.
         inputs: Whether modules below the head take synthetic inputs.
         hidden: Width of the input models.
 
@@ -81,7 +81,7 @@ class UnlockedChain:
         hidden: int = 256,
     ) -> None:
         seed = workers[0].seed
-        # No module waits for another one's answer: lessons are those of the paper.
+        # No module waits for another one: synthesizers learn as in the paper.
         own = [worker.model_copy(update={"bootstrapped_out": True}) for worker in workers[:-1]]
         self.steps = [ModuleStep(worker) for worker in (*own, workers[-1])]
         self.inputs: list[InputPredictor] = []
@@ -95,7 +95,7 @@ class UnlockedChain:
         self._id = 0
 
     def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> None:
-        """Let some modules train on one batch, in random order."""
+        """Train randomly chosen modules on one batch, in random order."""
         self._id += 1
         count = len(self.steps)
         order = torch.randperm(count, generator=self._chance).tolist()
@@ -127,7 +127,7 @@ class UnlockedChain:
             step.optimization.end_epoch()
 
     def predict(self, x_BX: Tensor) -> Tensor:
-        """The chain's output in eval mode, from real inputs all the way."""
+        """Return the chain's output in eval mode, from real inputs all the way."""
         for step in self.steps:
             x_BX = step.evaluate(x_BX)
         return x_BX

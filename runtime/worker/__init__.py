@@ -1,1 +1,1 @@
-"""The module server: one process that receives, trains and sends for one replica of a module."""
+"""The module server: one process that receives, trains and sends for one module."""

@@ -1,7 +1,7 @@
 """Checkpoints of one module: safetensors for tensors, JSON for the rest, each file whole or absent.
 
-A checkpoint belongs to a *cut*: the position of the marker that made it travel down the chain. The
-cut of a chain is complete when every module has its part, and all parts are of the same stream.
+A checkpoint belongs to a *cut*: the position of its marker in the stream. A cut is complete when
+every module has written its part, and all parts are of the same stream.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def snapshot(step: ModuleStep) -> State:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """As files hold tensors; gradients of sparse embeddings, and means of them, are sparse."""
+    """Return a tensor as files hold it; sparse embeddings have sparse gradients and means."""
     return tensor.to_dense() if tensor.is_sparse else tensor.contiguous()
 
 
@@ -109,7 +109,7 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             f"the checkpoint of {document.get('module')!r} was written by dni-runtime {made_by} in "
             f"format {document.get('format')!r}; this is {__version__}, which reads formats "
             f"{' and '.join(map(str, READABLE))}",
-            hint=f"go on with dni-runtime {made_by}, or start a new run with 'dnictl up'",
+            hint=f"continue with dni-runtime {made_by}, or start a new run with 'dnictl up'",
         )
     if document.get("module") != module:
         raise CheckpointError(
@@ -120,8 +120,8 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         raise CheckpointError(
             f"the checkpoint is of another spec of module {module!r} (checkpoint "
             f"{str(document.get('hash'))[:12]}, run {step.spec.hash[:12]})",
-            hint="specs/ of the run has changed since: put it back, or start a new run with "
-            "'dnictl up'",
+            hint="specs/ in the run directory has changed since: restore it, or start a new run "
+            "with 'dnictl up'",
         )
     if document["format"] == 2:  # one schedule, and an update with each batch
         schedule = document.get("schedule")
@@ -166,7 +166,7 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
 
 
 def _with_numbers(schedule: dict[str, Any]) -> dict[str, Any]:
-    """JSON makes texts of the numbers that are keys: MultiStepLR's milestones."""
+    """Restore numbers that are keys, which JSON makes strings: MultiStepLR's milestones."""
     return {
         key: Counter({int(k): v for k, v in value.items()})
         if key == "milestones" and isinstance(value, dict)
@@ -181,7 +181,7 @@ def read(path: Path) -> State:
     """Read a module's part of a checkpoint.
 
     Args:
-        path: Its path without ending.
+        path: Its path without suffix.
 
     Raises:
         DamagedError: It is missing, cut off or altered.
@@ -194,15 +194,13 @@ def read(path: Path) -> State:
 
 
 def read_newest(run: RunDir, module: str) -> State | None:
-    """A module's own newest state: a checkpoint of any cut, or its snapshot.
-
-    One that is damaged is passed over.
+    """Read a module's newest state that is not damaged: a checkpoint of any cut, or its snapshot.
 
     Returns:
-        None where there is none.
+        None if there is none.
 
     Raises:
-        DamagedError: All that there are are damaged.
+        DamagedError: All are damaged.
     """
     states: list[tuple[int, Callable[[Path], State], Path]] = []
     for cut, folder in cut_folders(run).items():
@@ -215,13 +213,13 @@ def read_newest(run: RunDir, module: str) -> State | None:
             states.append((_snapshot_document(own)["cut"], _read_snapshot, own))
         except CheckpointError as error:
             problem = error
-            log.warning("%s; an older state is taken", error)
+            log.warning("%s; an older state is used", error)
     for _, read_it, path in sorted(states, key=lambda state: state[0], reverse=True):
         try:
             return read_it(path)
         except CheckpointError as error:
             problem = error
-            log.warning("%s; an older state is taken", error)
+            log.warning("%s; an older state is used", error)
     if problem is not None:
         raise problem
     return None
@@ -260,16 +258,16 @@ class CheckpointWriter:
     Args:
         run: The run directory.
         module: The module's name.
-        chain: Names of all modules, for those who remove old cuts once newer ones are complete: the
-            tail, which writes last, and the head, which leaves last. Empty for others: a thousand
-            modules need not look at each other's parts.
+        chain: Names of all modules, if this one removes old cuts: the tail, which writes last, and
+            the head, which exits last. Empty for others: a thousand modules need not scan each
+            other's parts.
         keep: How many complete cuts to keep.
         on_error: Called in the thread when a checkpoint could not be written; the last good one
             stays.
         on_written: Called in the thread when one has been written.
 
     Attributes:
-        failure: Why the newest checkpoint could not be written; None where it was.
+        failure: Why the newest checkpoint could not be written; None if it was.
     """
 
     def __init__(
@@ -296,25 +294,25 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being written, or waits for it."""
+        """Whether something is being written, or is queued."""
         return self._queue.unfinished_tasks > 0
 
     def write(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
-        """Have a checkpoint written; waits only while the one before the last is being written."""
+        """Queue a checkpoint; wait only while the one before the last is being written."""
         self._queue.put(((tensors, document | {"cut": cut}), True))
 
     def write_snapshot(
         self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]
     ) -> None:
-        """Have the module's own snapshot written, in place of the one before; it is no cut."""
+        """Queue the module's own snapshot, which replaces the previous one and is not a cut."""
         self._queue.put(((tensors, document | {"cut": cut}), False))
 
     def flush(self) -> None:
-        """Wait until all that was to be written is on disk, or has failed."""
+        """Wait until everything queued is on disk, or has failed."""
         self._queue.join()
 
     def close(self) -> None:
-        """Wait until everything is on disk; at the head's end all other modules' parts are, too."""
+        """Wait until everything is on disk, then remove old cuts: at the head all parts exist."""
         self._queue.put(None)
         self._thread.join()
         self._drop_old()
@@ -330,14 +328,14 @@ class CheckpointWriter:
                 else:
                     metadata = {"document": sealed(save(tensors), document)}
                     write_atomic(self._run.snapshot(self._module), save(tensors, metadata))
-                if self.failure is None:  # a snapshot makes up for no checkpoint
+                if self.failure is None:  # a snapshot does not replace a failed checkpoint
                     self._on_written()
             except Exception as error:  # without this thread the worker would wait for ever
                 what = "checkpoint" if is_cut else "snapshot"
                 failure = CheckpointError(
                     f"the {what} at {cut} could not be written: {error or repr(error)}",
-                    hint="the last good checkpoint stays"
-                    + ("; make room" if isinstance(error, OSError) else ""),
+                    hint="the last good checkpoint is kept"
+                    + ("; make room on the disk" if isinstance(error, OSError) else ""),
                 )
                 if is_cut:
                     self.failure = failure
@@ -350,7 +348,7 @@ class CheckpointWriter:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data = save(tensors)
         write_atomic(path.with_suffix(".safetensors"), data)
-        # The JSON comes last: where it is, the checkpoint is whole.
+        # The JSON comes last: if it exists, the checkpoint is whole.
         text = sealed(data, document | {"bytes": len(data)})
         write_atomic(path.with_suffix(".json"), text + "\n")
         log.info("checkpoint at %d written", cut)
@@ -366,7 +364,7 @@ class CheckpointWriter:
             useless = diverged_cuts(self._run, self._chain, complete)[:-1]
             forget(self._run, self._chain, lambda c: (c < oldest and c != kept) or c in useless)
         except (OSError, CheckpointError, DataError) as error:  # the new one is written
-            log.warning("old checkpoints are not removed: %s", error)
+            log.warning("old checkpoints could not be removed: %s", error)
 
 
 def _optimizers(step: ModuleStep) -> dict[str, torch.optim.Optimizer]:

@@ -1,9 +1,9 @@
-"""The device that a module computes on, and copies between it and host memory, where links are.
+"""The device that a module computes on, and copies between it and host memory for the links.
 
-On a GPU copies go through page-locked memory, on streams of their own: the host does not wait for a
-copy in, computing goes on during a copy out, and the host is never more than a batch ahead
-(PyTorch's notes on CUDA semantics, its tutorial on non_blocking and pin_memory). Where the module
-computes on the CPU nothing is copied, and nothing waits.
+On a GPU, copies go through page-locked memory, on streams of their own: the host does not wait for
+a copy in, computation continues during a copy out, and the host is never more than a batch ahead
+(PyTorch's notes on CUDA semantics, its tutorial on non_blocking and pin_memory). On the CPU nothing
+is copied, and nothing waits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dni_runtime.spec import WorkerSpec
 
 
 def choose_device(spec: WorkerSpec) -> torch.device:
-    """The device that the spec asks for.
+    """Return the device that the spec asks for.
 
     Raises:
-        UnavailableError: It asks for a GPU and there is none: never a silent fall-back.
+        UnavailableError: The GPU does not exist: never a silent fall-back.
     """
     kind, _, number = spec.device.partition(":")
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
@@ -27,9 +27,9 @@ def choose_device(spec: WorkerSpec) -> torch.device:
     index = int(number or 0)
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise UnavailableError(
-            f"module {spec.module!r} asks for device {spec.device!r}, and torch "
-            f"{torch.__version__} sees {torch.cuda.device_count()} GPUs here",
-            hint="run it where a GPU is visible, install torch for it, or set 'device: cpu'",
+            f"module {spec.module!r} asks for device {spec.device!r}, but torch "
+            f"{torch.__version__} finds {torch.cuda.device_count()} GPUs here",
+            hint="make a GPU visible, install a torch for it, or set 'device: cpu'",
         )
     return torch.device("cuda", index)
 
@@ -38,9 +38,9 @@ class Fetched:
     """A tensor on its way to host memory.
 
     Args:
-        host: Where it goes.
-        done: Fires when it is there; None: it is.
-        source: What is copied; kept until then.
+        host: The copy.
+        done: Event that fires when the copy is complete; None: it is.
+        source: The original; kept until then.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Fetched:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch has none
 
     def wait(self) -> Tensor:
-        """Sleep until it has arrived, and give it."""
+        """Sleep until it has arrived, and return it."""
         if self._done is not None:
             self._done.synchronize()
             self._done = self._source = None
@@ -64,10 +64,10 @@ class Fetched:
 
 
 class Copies:
-    """A device's copies from and to the host.
+    """Copies between a device and the host.
 
     Args:
-        device: Where the module computes.
+        device: The module's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Copies:
         self._before: torch.cuda.Event | None = None
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """The tensor where the module computes; work given to the device from now on finds it."""
+        """Copy a tensor to the device; work queued there from now on finds it."""
         if self._in is None:
             return tensor
         pinned = tensor.pin_memory()
@@ -90,7 +90,7 @@ class Copies:
         return there
 
     def to_host(self, tensor: Tensor) -> Fetched:
-        """Begin to copy what the device has been told to compute."""
+        """Start to copy a tensor to the host when the device has computed it."""
         if self._in is None:
             return Fetched(tensor)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
@@ -101,7 +101,7 @@ class Copies:
         return Fetched(host, done, tensor)
 
     def pace(self) -> None:
-        """Sleep until the device has done all but the work given to it since the last call."""
+        """Sleep until the device has done the work queued before the last call."""
         if self._in is None:
             return
         before, self._before = self._before, self._event(torch.cuda.current_stream(self._device))

@@ -1,4 +1,4 @@
-"""A module's numbers that are no numbers any more (NaN or infinite), and what is done then."""
+"""Detection of NaN and infinite values in a module, and the reaction to them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dni_runtime.errors import DivergedError
 from dni_runtime.worker.metrics import MetricsWriter
 
 WEIGHTS_SHARE = 0.01
-"""Looking through all weights takes at most this share of the time."""
+"""Largest share of the time spent on checking all weights."""
 
 
 class Divergence:
-    """Looks at what a module takes, computes and sends; does what the chain's ``on_nan`` says.
+    """Checks what a module receives, computes and sends; acts as the chain's ``on_nan`` says.
 
-    What is looked at lies in host memory, but for losses and weights: no device is waited for.
+    All but losses and weights is checked in host memory, without waiting for a device.
 
     Args:
         step: The module.
-        metrics: Shows what is found.
+        metrics: Reports what is found.
 
     Attributes:
-        skips: Whether batches are passed over that are not finite.
+        skips: Whether batches that are not finite are skipped.
     """
 
     def __init__(self, step: ModuleStep, metrics: MetricsWriter) -> None:
@@ -42,19 +42,19 @@ class Divergence:
 
         Args:
             id: The batch.
-            what: What the tensor is, for people.
-            tensor: In host memory.
+            what: Name of the tensor, for messages.
+            tensor: The tensor, in host memory.
 
         Raises:
-            DivergedError: It is not finite, and the run is to stop.
+            DivergedError: It is not finite, and the run must stop.
         """
         return finite(tensor) or self._found(id, what)
 
     def may_learn(self, id: int, g_BH: Tensor) -> bool:
-        """Whether a gradient that has come from downstream is finite; nothing else is learnt from.
+        """Whether a gradient from downstream is finite, and may be learnt from.
 
         Raises:
-            DivergedError: It is not, the module is updated by it, and the run is to stop.
+            DivergedError: It is not, it updates the module, and the run must stop.
         """
         if finite(g_BH):
             return True
@@ -64,20 +64,20 @@ class Divergence:
         return False
 
     def note_loss(self, id: int, loss: Tensor | None) -> None:
-        """Look at a batch's loss, once the next one is computed: a GPU has it by then.
+        """Keep a batch's loss, and check the one before: a GPU has computed that by now.
 
         Raises:
-            DivergedError: One is not finite, and the run is to stop.
+            DivergedError: One is not finite, and the run must stop.
         """
         (before, self._loss) = (self._loss, None if loss is None else (id, loss))
         if before is not None and not finite(before[1]):
             self._found(before[0], "the loss")
 
     def weights_finite(self, id: int) -> bool:
-        """Whether the module's state may be kept for good.
+        """Whether the module's weights and statistics are finite.
 
         Raises:
-            DivergedError: It is not finite, and the run does not go on whatever happens.
+            DivergedError: They are not, and ``on_nan`` is not ``warn``.
         """
         self.note_loss(id, None)
         fine = self._step.finite
@@ -86,7 +86,7 @@ class Divergence:
         return fine
 
     def look(self, id: int) -> None:
-        """Look at the weights now and then; the batch is the newest.
+        """Check the weights from time to time; ``id`` is the newest batch.
 
         Raises:
             DivergedError: See :meth:`weights_finite`.
@@ -98,16 +98,16 @@ class Divergence:
             self._look_at_s = ended_s + (ended_s - began_s) / WEIGHTS_SHARE
 
     def _found(self, id: int, what: str, *, mended: bool = False, lasting: bool = False) -> bool:
-        """Show it.
+        """Report a value that is not finite.
 
         Args:
             id: The batch.
             what: What is not finite.
-            mended: Whether leaving it out leaves nothing wrong.
-            lasting: Whether it will be the same with every batch to come.
+            mended: Whether leaving it out repairs everything.
+            lasting: Whether it affects every later batch.
 
         Returns:
-            Whether it is to be used all the same.
+            Whether to use it anyway.
         """
         self._times += 1
         if self._times & (self._times - 1) == 0:  # 1, 2, 4, 8, …: these become events
@@ -116,7 +116,7 @@ class Divergence:
             raise DivergedError(
                 f"module {self._step.spec.module!r} has diverged: {what} is not finite at batch "
                 f"{id}",
-                hint="the newest finite checkpoint is kept. Look at the data, lower the learning "
-                "rate or clip gradients in a new run; 'on_nan: skip' leaves such batches out",
+                hint="the newest finite checkpoint is kept. Check the data, lower the learning "
+                "rate or clip gradients in a new run; 'on_nan: skip' skips such batches",
             )
         return self._policy == "warn"

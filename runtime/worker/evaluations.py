@@ -1,4 +1,4 @@
-"""A module's evaluations: the tail's of the chain, others' of their early heads."""
+"""Evaluations of the chain at its tail, and of other modules' early heads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """Sums up one evaluation after the other, over restarts, and reports them.
+    """Adds up evaluations, also across restarts, and reports them.
 
     Args:
         step: The module.
         metrics: Where results go.
-        ledger: Keeps the sums of an evaluation that is under way.
-        cut: Where the module begins.
+        ledger: Keeps the sums of an unfinished evaluation.
+        cut: Where the module starts.
     """
 
     def __init__(self, step: ModuleStep, metrics: MetricsWriter, ledger: Ledger, cut: int) -> None:
@@ -39,7 +39,7 @@ class Evaluations:
             self._selection = Selection(metrics.run, spec.tail.selection, spec.module, cut)
 
     def add(self, h_BH: Tensor, y_BY: Tensor) -> None:
-        """Count a batch, where the module predicts anything.
+        """Count a batch, if the module makes predictions.
 
         Args:
             h_BH: The module's activation in eval mode.
@@ -54,15 +54,15 @@ class Evaluations:
         self._ledger.counts.evaluation = self._current.to_dict()
 
     def checkpoint(self, cut: int) -> None:
-        """A checkpoint is written here; the next evaluation is of these weights."""
+        """Note that a checkpoint is written: the next evaluation is of its weights."""
         if self._selection is not None:
             self._selection.checkpoint(cut)
 
     def end(self, epoch: int, *, test: bool) -> bool:
-        """Report the evaluation that is complete, if the module has one.
+        """Report the completed evaluation, if the module has one.
 
         Returns:
-            Whether there has been no better one for so long that training is to end.
+            Whether training should end, because the best evaluation is too old.
         """
         if self._current is None:
             return False

@@ -1,4 +1,4 @@
-"""The head's end of the stream: it numbers what travels, and knows what it may have to repeat."""
+"""The head's end of the stream: it numbers items, and records what it may have to resend."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 
 
 class Head:
-    """Gives the head its batches and markers, as the link from upstream does for other modules.
+    """Supplies the head's batches and markers, as the link from upstream does for other modules.
 
     Args:
-        stream: What travels, from the start's position on.
-        start: Where the head begins.
-        ledger: What it has processed in the whole run.
+        stream: The items, from the start's position on.
+        start: Where the head starts.
+        ledger: Counts of what it has processed in the whole run.
         metrics: Gets the time spent waiting for data.
         output: The link to downstream; None in a chain of one module.
 
     Attributes:
-        position: Where the stream goes on after what was given last.
+        position: The stream's position after the newest item.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Head:
         self.position = start.position
         self._stream = stream
         self._start = start
-        # A former process may have used the id after the last one that it counted, too.
+        # An earlier attempt may also have used the id after the last one that it counted.
         self._used = ledger.counts.id + start.again
         self._metrics = metrics
         self._output = output
@@ -57,11 +57,11 @@ class Head:
         self._ends_early = True
 
     def want(self, mark: Mark) -> None:
-        """Have a marker put into the stream as soon as possible."""
+        """Put a marker into the stream as soon as possible."""
         self._wanted |= mark
 
     def next(self) -> Batch | Marker:
-        """The next one, numbered.
+        """Return the next item, numbered.
 
         Raises:
             DataError: The data cannot be read.
@@ -70,7 +70,7 @@ class Head:
         self._next_id += 1
         self._remember(id)
         mark = self._start.marks.get(id)
-        # An id that a former process may have used stands for what it stood for then.
+        # An id that an earlier attempt may have used keeps its meaning.
         between = self.position.part == 0  # no marker goes between the parts of a batch
         new = id > self._used
         if mark is None and self._wanted and between and new:
@@ -97,7 +97,7 @@ class Head:
         return Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY, item.part)
 
     def oldest(self) -> tuple[int, Position] | None:
-        """The oldest id that may have to be sent again, and the position before it."""
+        """Return the oldest id that may have to be resent, and the position before it."""
         self._forget()
         return self._before[0] if self._before else None
 

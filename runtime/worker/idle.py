@@ -1,9 +1,9 @@
-"""Training on what a module has, while nothing comes from upstream.
+"""Training on replayed or synthetic inputs, while nothing comes from upstream.
 
 ``replay`` trains again on recent batches, as asynchronous decoupled greedy learning does with its
-replay buffer (Belilovsky et al. 2020, arXiv:1901.08164); ``synthetic`` trains on inputs that are
-predicted from their labels, and is the forward unlock of decoupled neural interfaces (Jaderberg et
-al. 2016, sec. 2.2). Nothing is sent on: downstream has a buffer or a model of its own.
+replay buffer (Belilovsky et al. 2020, arXiv:1901.08164); ``synthetic_inputs`` trains on inputs
+predicted from their labels, the forward unlock of decoupled neural interfaces (Jaderberg et al.
+2016, sec. 2.2). Nothing is sent on: downstream has a buffer or a model of its own.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import InputLink
 
 SILENT_S = 0.5
-"""An input that has been silent for so long may have lost its module."""
+"""Silence on the input after which the module upstream may be gone."""
 
 LABELS_KEPT = 64
 """Batches of labels that synthetic inputs are drawn for."""
 
 
 class BatchSource(Protocol):
-    """Where batches come from while none come from upstream.
+    """Source of batches while none come from upstream.
 
     Attributes:
-        replayed: Batches given out.
+        replayed: Batches returned so far.
     """
 
     replayed: int
 
     def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
-        """Take note of a batch that the module has been trained on."""
+        """Note a batch that the module has been trained on."""
         ...
 
     def choose(self) -> tuple[Tensor, Tensor] | None:
-        """A batch to train on; None where there is none yet."""
+        """Return a batch to train on; None if there is none yet."""
         ...
 
 
 class ReplayBuffer:
-    """Recent training batches, and a random one of them.
+    """Recent training batches, returned in random order.
 
     Args:
-        size: How many to keep.
-        seed: Of the choice; torch's random numbers are left alone.
+        size: Number of batches kept.
+        seed: Seed of the choice; torch's random numbers are not used.
 
     Attributes:
-        replayed: Batches given out.
+        replayed: Batches returned so far.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -66,7 +66,7 @@ class ReplayBuffer:
         self._kept.append((x_BX, y_BY))
 
     def choose(self) -> tuple[Tensor, Tensor] | None:
-        """A random batch; None where there is none."""
+        """Return a random batch; None if there is none."""
         if not self._kept:
             return None
         self.replayed += 1
@@ -74,13 +74,13 @@ class ReplayBuffer:
 
 
 class SyntheticInputs:
-    """Inputs predicted from the labels of recent batches; true ones teach the prediction.
+    """Inputs predicted from the labels of recent batches; true inputs train the prediction.
 
     Args:
         step: The module.
 
     Attributes:
-        replayed: Batches given out.
+        replayed: Batches returned so far.
     """
 
     def __init__(self, step: ModuleStep) -> None:
@@ -99,7 +99,7 @@ class SyntheticInputs:
         self._like = x_BX[:1].detach()
 
     def choose(self) -> tuple[Tensor, Tensor] | None:
-        """Synthetic inputs for the labels of a recent batch; None where there is none."""
+        """Return synthetic inputs for a recent batch's labels; None if there is none."""
         if self._like is None:
             return None
         self.replayed += 1
@@ -109,13 +109,13 @@ class SyntheticInputs:
 
 
 class Idle:
-    """Trains a module on what it has, as long as the module upstream is gone, or late.
+    """Trains a module on replayed or synthetic inputs while the module upstream is gone, or late.
 
     Args:
         step: The module.
         input: Its link from upstream.
         source: Where batches come from.
-        late: Whether to train already when the next batch is not there yet.
+        late: Whether to train whenever the next batch has not arrived yet.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Idle:
 
     @classmethod
     def of(cls, step: ModuleStep, input: InputLink | None) -> Self | None:
-        """As the module's spec wants it; None where it does not, or where that is impossible."""
+        """Make what the module's spec asks for; None if that is nothing, or is impossible."""
         links = step.spec.links
         if input is None or not step.replays:
             return None
@@ -144,19 +144,19 @@ class Idle:
 
     @property
     def count(self) -> int:
-        """Batches trained on in the meantime."""
+        """Batches trained on so far."""
         return self._source.replayed
 
     def heard(self) -> None:
-        """Something has come from upstream."""
+        """Note that something has come from upstream."""
         self._heard_s = time.monotonic()
 
     def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
-        """Take note of a batch that the module has just been trained on."""
+        """Note a batch that the module has just been trained on."""
         self._source.keep(x_BX, y_BY)
 
     def train(self) -> bool:
-        """Train on one batch, if it is time to; tells whether it did."""
+        """Train on one batch, if it is time to; return whether it did."""
         if not self._late and not self._gone():
             return False
         chosen = self._source.choose()
@@ -169,6 +169,6 @@ class Idle:
         if time.monotonic() - self._heard_s < SILENT_S:
             return False
         if self._input.reaches_peer():
-            self.heard()  # it is there, and slow
+            self.heard()  # it is alive, and slow
             return False
         return True

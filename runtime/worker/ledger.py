@@ -1,9 +1,9 @@
-"""What a module has processed in the whole run, over all its attempts.
+"""Counts of what a module has processed in the whole run, over all its attempts.
 
 A worker that is killed loses what it had learned since its last snapshot, but not the count of what
 it had acknowledged: the ledger is one small record, written before each acknowledgement into the
-same page of a file, which the kernel keeps when the process is gone (a host that goes down may take
-the newest counts with it). Sums of an evaluation that do not fit are in a file beside it.
+same page of a file, which the kernel keeps when the process is gone (a crash of the host may lose
+the newest counts). Sums of an evaluation that do not fit are in a file beside it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RECORD_BYTES = 4096
 """One page: a write of it is never seen in part."""
 
 _FILE = "file"
-"""Key of the file that an evaluation's sums are in when they are too many for the page."""
+"""Key of the file with an evaluation's sums, if they do not fit into the page."""
 
 
 @dataclass
 class Counts:
-    """What has been counted.
+    """The counts.
 
     Attributes:
         id: The last id that was processed.
@@ -37,8 +37,8 @@ class Counts:
         samples: Training samples.
         epoch: The newest training epoch.
         epoch_batches: Training batches of that epoch.
-        evaluation: Sums of an evaluation that is under way (``Evaluation.to_dict``).
-        attempt: The start of the module that has counted last.
+        evaluation: Sums of an unfinished evaluation (``Evaluation.to_dict``).
+        attempt: The attempt that has counted last.
     """
 
     id: int = 0
@@ -51,7 +51,7 @@ class Counts:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """What a record says; None where it is missing, being made, or torn."""
+        """Read a record; return None if it is missing, unfinished or damaged."""
         try:
             document = json.loads(path.read_bytes())
             known = {one.name for one in fields(cls)}
@@ -68,11 +68,11 @@ class Ledger:
 
     Args:
         path: Its file.
-        counts: What to begin with.
-        attempt: Which start of the module this is.
+        counts: The initial counts.
+        attempt: Number of this attempt.
 
     Raises:
-        WorkerError: The file cannot be made.
+        WorkerError: The file cannot be created.
     """
 
     def __init__(self, path: Path, counts: Counts, attempt: int = 1) -> None:
@@ -82,12 +82,12 @@ class Ledger:
         self._file: int | None = None
         self._complained = False
         self.write()
-        if self._complained:  # whoever follows this process has to know that it has begun
+        if self._complained:  # a later attempt must know that this one started
             raise WorkerError(f"{str(path)!r} cannot be written", hint="make room on the disk")
 
     @classmethod
     def reopen(cls, path: Path, otherwise: Counts, attempt: int = 1) -> Self:
-        """Go on with the record of a former process, where that is newer than a checkpoint's."""
+        """Continue the record of an earlier attempt, if it is newer than the checkpoint's."""
         found = Counts.read(path)
         if found is None or found.id < otherwise.id:
             found = otherwise
@@ -98,7 +98,7 @@ class Ledger:
         return id > self.counts.id
 
     def trained(self, id: int, epoch: int, samples: int, *, ends: bool = True) -> None:
-        """Count a training batch, or a part of one, unless it was before.
+        """Count a training batch, or a part of one, unless it was counted before.
 
         Args:
             id: Its position in the stream.
@@ -123,7 +123,7 @@ class Ledger:
             self.write()
 
     def write(self) -> None:
-        """Put the record into the file; a full disk is no reason to stop, nor full for ever."""
+        """Write the record into the file; if that fails, warn once and keep trying."""
         record = json.dumps(vars(self.counts)).encode()
         try:
             if self._file is None:
@@ -135,12 +135,12 @@ class Ledger:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                log.warning("counts will not outlive this process: %s", error)
+                log.warning("counts cannot be written, a restart would lose them: %s", error)
 
     def _without_evaluation(self) -> bytes:
-        """The record, with the evaluation's sums in one of two files, which take turns.
+        """Return the record, with the evaluation's sums in one of two alternating files.
 
-        What the record says until it is replaced stays where it is.
+        The file that the previous record names stays until that record is replaced.
         """
         counts = self.counts
         beside = self._path.with_name(f"{self._path.stem}.evaluation-{counts.id % 2}")

@@ -65,12 +65,12 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
 
     Args:
         options: The command line.
-        stop: Tells when to leave.
+        stop: The stop request.
         began: Unix time of the program's start.
 
     Raises:
-        StoppedError: The worker was told to stop, and left.
-        DniError: Whatever else went wrong.
+        StoppedError: The worker was told to stop, and has stopped.
+        DniError: Any other failure.
     """
     spec = load_spec(options)
     run = RunDir(options.run)
@@ -90,15 +90,15 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
         keys.leave()
     metrics.set_state(outcome.value)
     if outcome is Outcome.STOPPED:
-        raise StoppedError("stopped before the end of the run", hint="resume it to go on")
+        raise StoppedError("stopped before the end of the run", hint="resume it to continue")
 
 
 def load_spec(options: Options) -> WorkerSpec:
-    """Read the module's spec: the image's own, checked against the run's where there is one.
+    """Read the module's spec: the image's own, checked against the run's if there is one.
 
     Raises:
         UsageError: There is no spec, or no module was named.
-        ImageError: The image is of another spec than the run.
+        ImageError: The image was built from another spec than the run's.
     """
     image = options.image_spec
     if options.spec is not None:
@@ -106,7 +106,7 @@ def load_spec(options: Options) -> WorkerSpec:
     own = _read_spec(image) if image is not None and image.is_file() else None
     module = options.module or (own.module if own is not None else None)
     if module is None:
-        raise UsageError("which module?", hint="name it with --module")
+        raise UsageError("no module is named", hint="name one with --module")
     path = RunDir(options.run).spec(module)
     if not path.is_file():
         if own is None:
@@ -119,15 +119,15 @@ def load_spec(options: Options) -> WorkerSpec:
         wanted = _read_spec(path)
     if own is not None and own.hash != wanted.hash:
         raise ImageError(
-            f"the image serves module {own.module!r} of another spec (image {own.hash[:12]}, "
+            f"the image is of another spec of module {own.module!r} (image {own.hash[:12]}, "
             f"run {wanted.hash[:12]})",
-            hint="build the images again with 'dnictl build'",
+            hint="rebuild the images with 'dnictl build'",
         )
     return wanted
 
 
 def selftest(spec: WorkerSpec) -> None:
-    """Build the module and train it on two batches of zeros; what an image's ``%test`` runs."""
+    """Build the module and train it on two batches of zeros, as the ``%test`` of an image."""
     step = ModuleStep(spec)
     for id in (1, 2):
         h_BH = step.forward(id, empty_batch(spec.input, 2, "cpu"))
@@ -152,7 +152,7 @@ def _serve(
     step = ModuleStep(spec, device)
     torch.set_rng_state(step.random_state)
     record = read_json(run.record) or {}
-    # By hand nobody wrote a record: the modules are those that have been served here.
+    # A manual start has no record: the modules are those that were served here.
     chain = record.get("modules") or sorted(f.stem for f in run.worker("x").parent.glob("*.json"))
     start, ledger = begin(
         options.resume, spec, run, step, chain, attempt=options.attempt, first=options.first
@@ -178,7 +178,7 @@ def _serve(
             address = input.bind(wanted)
             publish(run, spec, options.attempt, address, keys)
             log.info("module %s listens on %s", spec.module, address)
-        # Only one worker of a module writes: another could not listen here as well.
+        # Only one worker of a module writes: a second one could not bind the address.
         with contextlib.suppress(OSError):
             remove_temporaries(run, [spec.module])
         metrics.set_state("connecting")
@@ -235,7 +235,7 @@ def _serve(
             outcome = server.serve()
         finally:
             if stream is not None:
-                stream.close()  # which ends what reads ahead
+                stream.close()  # also ends reading ahead
             writer.close()
         if writer.failure is not None:
             raise writer.failure
@@ -245,30 +245,30 @@ def _serve(
         for link in (output, input):
             if link is not None:
                 link.close()
-        if options.first is None and options.ipc is not None:  # by hand nobody else removes it
+        if options.first is None and options.ipc is not None:  # manual start: nobody else does it
             with contextlib.suppress(OSError):
                 options.ipc.rmdir()
 
 
 def _left_behind(spec: WorkerSpec, start: Start) -> Outcome:
-    """The module upstream has finished: so had this one, or the end of the stream is lost."""
+    """Finish like the module upstream, unless the end of the stream is lost."""
     if start.over:
         return Outcome.FINISHED
     raise CheckpointError(
         f"module {spec.upstream!r} has finished, but the last checkpoint of {spec.module!r} is "
-        f"of {start.cut} in the stream, before its end",
-        hint="go on from the newest complete checkpoint with 'dnictl resume'",
+        f"at {start.cut} of the stream, before its end",
+        hint="continue from the newest complete checkpoint with 'dnictl resume'",
     )
 
 
 def _links(options: Options, spec: WorkerSpec) -> LinksSpec:
-    """The chain's links, with what the command line says of the one from upstream."""
+    """The chain's links, with the command line's settings for the one from upstream."""
     given = {"transport": options.transport, "interface": options.interface}
     return spec.links.model_copy(update={k: v for k, v in given.items() if v is not None})
 
 
 def _source_root(run: RunDir) -> Path:
-    """Where user data sets are imported from: the image's sources, else the run's."""
+    """Return the folder of user data sets: the image's sources, else the run's."""
     image = Path("/opt/dni/src")
     return image if image.is_dir() else run.sources
 
@@ -281,5 +281,5 @@ def _read_spec(path: Path) -> WorkerSpec:
     except ValidationError as error:
         raise DataError(
             f"{str(path)!r} is not a module's spec: {error.errors()[0]['msg']}",
-            hint="it was written by another version; build the images again",
+            hint="it was written by another version; rebuild the images",
         ) from None

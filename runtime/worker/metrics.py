@@ -1,4 +1,4 @@
-"""What a worker measures, as JSON lines, and the state that it shows to the outside.
+"""A worker's metrics, as JSON lines, and the content of its report.
 
 Every field of a line is described in docs/metrics.md.
 """
@@ -31,15 +31,15 @@ from dni_runtime.worker.report import ReportWriter
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""A line of metrics is written about this often."""
+"""Approximate seconds between two lines of metrics."""
 
 SAMPLE_S = 0.25
-"""What costs passes over activations is measured on one batch in so many seconds."""
+"""Seconds between measurements that cost passes over activations."""
 
 
 @dataclass
 class Progress:
-    """How far a worker is.
+    """Progress of a worker.
 
     Attributes:
         id: Position in the stream.
@@ -56,23 +56,23 @@ class Progress:
 
 @dataclass
 class MetricsWriter:
-    """Writes a module's metrics about once a second, and says what its report shows.
+    """Writes a module's metrics about once a second, and composes its report.
 
     Attributes:
         run: The run directory.
         spec: The module.
-        attempt: Which start of the module this is.
+        attempt: Number of this attempt.
         began: Unix time of the program's start; by default of this object's.
         loaded_at: Unix time at which the module had its state and its address.
-        progress: Kept up to date by the server.
+        progress: How far the module is; kept up to date by the server.
         waiting_s: Seconds spent waiting, by reason: ``data`` (the head's source), ``input``,
             ``window``, ``gradient``.
         state: Its phase.
-        doing: What its computing thread does or waits for (``launch/stall.py`` knows the words);
+        doing: What its computing thread does or waits for (``launch/stall.py`` explains the words);
             set by :meth:`now`.
-        error: What ended it.
-        warning: What has gone wrong while it went on.
-        diverged: What was not finite, where anything was; see ``worker/divergence.py``.
+        error: The error that ended it.
+        warning: The newest problem that did not end it.
+        diverged: What was not finite, if anything was; see ``worker/divergence.py``.
         report: Writes the report.
     """
 
@@ -108,16 +108,16 @@ class MetricsWriter:
         self._last = self._reading(StepCounters())
 
     def go_on(self, counts: Counts, epoch: int) -> None:
-        """Begin with what former attempts have counted."""
+        """Continue from the counts of earlier attempts."""
         self.progress = Progress(counts.id, epoch, counts.step, counts.samples)
 
     def warn(self, error: CheckpointError | str) -> None:
-        """Show what has gone wrong, such as a checkpoint that could not be written."""
+        """Report a problem, such as a checkpoint that could not be written."""
         log.warning("%s", error)
         self.warning = str(error)
 
     def all_is_well(self) -> None:
-        """A checkpoint could be written (again)."""
+        """Withdraw the warning: a checkpoint could be written (again)."""
         self.warning = None
 
     def started(self) -> None:
@@ -132,10 +132,10 @@ class MetricsWriter:
         )
 
     def set_state(self, state: str, error: BaseException | None = None) -> None:
-        """Show a state: starting, connecting, running, stopping, finished, stopped or failed.
+        """Report a state: starting, connecting, running, stopping, finished, stopped or failed.
 
         Raises:
-            StoppedError: A later start of the module has taken over.
+            StoppedError: A later attempt of the module has taken over.
         """
         self.state, self.error = state, None if error is None else str(error)
         self._exit_code = getattr(error, "exit_code", DniError.exit_code) if error else None
@@ -155,14 +155,14 @@ class MetricsWriter:
         """Add to the interval's mean how much of the window is in use.
 
         Args:
-            in_flight: Messages that are under way, one just sent included.
-            window: Most that may be; where it is measured, fewer than a moment ago.
+            in_flight: Messages in flight, the one just sent included.
+            window: Largest number of these; one that is measured may just have shrunk.
         """
         self._fill += min(in_flight / window, 1.0)
         self._fills += 1
 
     def due(self, step: ModuleStep) -> bool:
-        """Ask the module for measurements when it is time to; tells whether a line is due."""
+        """Ask the module for measurements if they are due; return whether a line is due."""
         now = time.monotonic()
         if now >= self._sample_due:
             self._sample_due = now + SAMPLE_S
@@ -174,10 +174,10 @@ class MetricsWriter:
 
         Args:
             step: The module.
-            links: What the links have counted.
+            links: Counters of the links.
 
         Raises:
-            StoppedError: A later start of the module has taken over.
+            StoppedError: A later attempt of the module has taken over.
         """
         self._link = links.connected, links.in_flight
         progress, counters, then = self.progress, step.counters, self._last
@@ -231,11 +231,11 @@ class MetricsWriter:
         self._append(kind="epoch", epoch=epoch, batches=batches)
 
     def evaluated(self, result: dict[str, float], samples: int, *, test: bool = False) -> None:
-        """Write one line about an evaluation: the tail's of the chain, another's of its head.
+        """Write one line about an evaluation, of the chain (tail) or of an early head.
 
         Args:
             result: Its figures.
-            samples: How many samples it was of.
+            samples: Number of its samples.
             test: Whether these were the test set's.
         """
         progress = self.progress
@@ -265,7 +265,7 @@ class MetricsWriter:
             self._complain(error)
 
     def _complain(self, error: OSError) -> None:
-        """A full disk, or one that is away: no reason to stop training."""
+        """Warn once that the disk is full or unavailable; training continues."""
         if not self._complained:
             self._complained = True
             log.warning("the run directory cannot be written: %s", error)
@@ -293,18 +293,18 @@ class MetricsWriter:
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What a worker's links have counted.
+    """Counters of a worker's links.
 
     Attributes:
-        window: Most messages that may be under way downstream; None for the tail.
-        in_flight: How many are.
-        connected: Whether the link downstream stands; None for the tail.
+        window: Largest number of messages in flight downstream; None for the tail.
+        in_flight: Messages in flight downstream.
+        connected: Whether the link downstream is connected; None for the tail.
         gradients_dropped: Gradients that could not be sent upstream.
         refused: Messages refused, by reason.
         missed: Batches not sent, because the module downstream was gone.
         replayed: Batches trained on again, because the module upstream was gone.
-        resent: Messages sent again to a neighbour that had been restarted.
-        duplicates: Messages that had come before.
+        resent: Messages resent to a restarted neighbour.
+        duplicates: Messages that had already come.
         gaps: Ids that never came.
     """
 
@@ -321,7 +321,7 @@ class LinkFigures:
 
     @classmethod
     def of(cls, input: InputLink | None, output: OutputLink | None, replayed: int) -> Self:
-        """The figures of the links that a worker has."""
+        """Collect the figures of the links that a worker has."""
         up = LinkCounters() if input is None else input.counters
         down = LinkCounters() if output is None else output.counters
         return cls(
@@ -339,7 +339,7 @@ class LinkFigures:
 
 
 class _Reading(NamedTuple):
-    """Counters at one time; lines tell what has happened between two."""
+    """Counters at one time; lines contain differences of two readings."""
 
     time_s: float
     cpu_s: float
@@ -352,14 +352,14 @@ class _Reading(NamedTuple):
 
 
 def _memory() -> dict[str, int]:
-    """Resident memory of this process, proc_pid_statm(5), and its peak, getrusage(2)."""
+    """Return the resident memory of this process, proc_pid_statm(5), and its peak, getrusage(2)."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[1])
     except OSError:  # /proc is hidden
         return {"memory_peak_bytes": peak_bytes}
     now_bytes = pages * resource.getpagesize()
-    # The kernel counts both in bunches, each its own.
+    # The kernel updates the two at different times.
     return {"memory_bytes": now_bytes, "memory_peak_bytes": max(peak_bytes, now_bytes)}
 
 
@@ -368,5 +368,5 @@ def _share(part: float, whole: int) -> float | None:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: a diverged figure is null."""
+    """Return a rounded figure; None (null) if it is NaN, which JSON lacks."""
     return round(value, 6) if value is not None and math.isfinite(value) else None

@@ -1,9 +1,9 @@
-"""The files that a worker's lines of metrics go to: small for ever, and exact for the newest ones.
+"""A worker's files of metrics: small in long runs, and complete for the newest lines.
 
-``metrics/MODULE.jsonl`` is the whole learning curve, and only grows. Beyond ``FULL_BYTES`` it takes
-one ``train`` line a minute, besides all lines of other kinds. From then on all lines go to
-``metrics/recent/MODULE.jsonl`` too; when that has ``FULL_BYTES`` it becomes ``MODULE.jsonl.1``, in
-place of the one before. A file is appended to or renamed, never rewritten: whoever is killed at any
+``metrics/MODULE.jsonl`` is the whole learning curve, and only grows. Beyond ``FULL_BYTES`` it gets
+one ``train`` line a minute, besides all lines of other kinds. From then on all lines also go to
+``metrics/recent/MODULE.jsonl``; at ``FULL_BYTES`` that is renamed to ``MODULE.jsonl.1``, in place
+of the previous one. Files are appended to or renamed, never rewritten: a worker killed at any
 point leaves whole files.
 """
 
@@ -20,10 +20,10 @@ FULL_BYTES = 8 << 20
 """About four hours of lines."""
 
 KEPT_S = 60.0
-"""Beyond that a ``train`` line is kept for ever this often."""
+"""Seconds between ``train`` lines in the learning curve beyond that."""
 
 TRAIN = b'"kind":"train"'
-"""What is in a line about training, as ``append_line`` writes it."""
+"""Part of each line about training, as ``append_line`` writes it."""
 
 
 class MetricsFile:
@@ -44,7 +44,7 @@ class MetricsFile:
         """Add a line.
 
         Raises:
-            OSError: The disk is full, or away.
+            OSError: The disk is full or unavailable.
         """
         if self._whole_bytes is None:
             self._whole_bytes = self._go_on()
@@ -54,12 +54,12 @@ class MetricsFile:
             if train:
                 self._due_s = time.monotonic() + KEPT_S
         if full:
-            if train and self._recent_bytes >= FULL_BYTES:  # so that a line of training is in it
+            if train and self._recent_bytes >= FULL_BYTES:  # so that the new file has a train line
                 os.replace(self._recent, self._recent.with_name(f"{self._recent.name}.1"))
             self._recent_bytes = append_line(self._recent, line)
 
     def _go_on(self) -> int:
-        """Keep the last line of a former start: its counters are summed up."""
+        """Keep the last line of an earlier attempt, as its counters are sums; return the size."""
         newest, kept = last_line(self._recent, TRAIN), last_line(self._whole, TRAIN)
         if newest is not None and (kept is None or kept["time"] < newest["time"]):
             append_line(self._whole, newest)

@@ -1,4 +1,4 @@
-"""Finding the neighbours: at the start, and again when one of them has been restarted."""
+"""Connecting to the neighbours: at the start, and when one of them has been restarted."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from dni_runtime.worker.rendezvous import check_reachable, fresh_record
 log = logging.getLogger(__name__)
 
 CONNECT_SLICE_S = 3.0
-"""A neighbour's endpoint is read again this often while it does not answer."""
+"""Seconds between reads of the endpoint of a neighbour that does not answer."""
 
 LOOK_S = 0.5
-"""The same during training, while the neighbour is silent; a link that lives costs nothing."""
+"""The same during training, while the neighbour is silent; a live link costs nothing."""
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
-"""Between two looks for a record that is not there: a tenth of the time so far, within these."""
+"""Bounds of the pause between looks for a missing record: a tenth of the time so far."""
 
 QUIET_S = 2.0
-"""A neighbour that has said nothing for so long, though it has something to say, may have moved."""
+"""Silence after which a neighbour that should send something may have moved."""
 
 _SUPERVISED_S = 60.0
-"""A supervisor lives that has written the run's state within so many seconds."""
+"""A supervisor counts as alive if it wrote the run's state within this time."""
 
 _GOING_S = 5.0
 
 
 class Neighbours:
-    """The two neighbours of a module, and what the run directory says of them.
+    """The two neighbours of a module, as the run directory shows them.
 
     Args:
         spec: The module.
         run: The run directory.
-        address: Where the module downstream listens, when not in its endpoint record.
+        address: Address of the module downstream, if not from its endpoint record.
         again: Whether only this module has been restarted, so that a neighbour may have finished.
-        stop: Tells that the worker should stop.
+        stop: Returns whether the worker should stop.
     """
 
     def __init__(
@@ -69,15 +69,14 @@ class Neighbours:
         self._updated_s = -math.inf
 
     def connect(self, output: OutputLink, input: InputLink | None) -> None:
-        """Find the neighbour downstream and shake hands; it may start later, or somewhere else.
+        """Connect to the module downstream, which may start later, or on another host.
 
-        The neighbour upstream gets its answer meanwhile, so that only the one that is missing is
-        named.
+        The module upstream is answered meanwhile, so that errors only name a missing module.
 
         Raises:
-            UnavailableError: It has not answered in time, and nobody is about to start it again.
-            EncryptionError: It has, and does not fit.
-            DataError: Its address, or its key, is none.
+            UnavailableError: It has not answered in time, and is not being restarted.
+            EncryptionError: It has answered, but keys or encryption do not match.
+            DataError: Its address or its key is not valid.
         """
         spec = self._spec
         assert spec.downstream is not None
@@ -126,13 +125,13 @@ class Neighbours:
             return
 
     def wait_for_upstream(self, input: InputLink) -> bool:
-        """Wait until the module upstream has said HELLO.
+        """Wait until the module upstream has sent HELLO.
 
         Returns:
-            False where it has finished and will not come.
+            False if it has finished and will not connect.
 
         Raises:
-            UnavailableError: It has not come in time, and nobody is about to start it again.
+            UnavailableError: It has not connected in time, and is not being restarted.
             StoppedError: The worker was told to stop.
         """
         assert self._spec.upstream is not None
@@ -153,9 +152,9 @@ class Neighbours:
             return True
 
     def look(self, output: OutputLink) -> None:
-        """Follow the module downstream to where it has been started again.
+        """Reconnect to the module downstream where it has been restarted.
 
-        Reads its record at most twice a second, and only while it is silent.
+        Its record is read at most twice a second, and only while it is silent.
         """
         now_s = time.monotonic()
         if now_s < self._look_at_s:
@@ -173,20 +172,20 @@ class Neighbours:
             return
         moved = address != output.address
         if moved or (not output.connected and self._attempt != attempt):
-            log.info("module %s is looked for at %s", self._spec.downstream, address)
+            log.info("connecting to module %s at %s", self._spec.downstream, address)
             output.move(address, key)
 
     def gone_for_good(self, neighbour: str) -> bool:
-        """Whether a neighbour of a restarted module has finished: all has reached it."""
+        """Whether a neighbour of a restarted module has finished, and needs nothing more."""
         return self._again and peek_json(self._run.worker(neighbour)).get("state") == "finished"
 
     def remains(self, neighbour: str) -> bool:
-        """Whether a neighbour that is out of reach has not ended, as far as anybody has said."""
+        """Whether a neighbour that is out of reach still runs, by its report, or is restarted."""
         state = peek_json(self._run.worker(neighbour)).get("state", "failed")
         return state not in ("finished", "stopped", "failed") or self.expected(neighbour)
 
     def expected(self, neighbour: str) -> bool:
-        """Whether a supervisor is starting the neighbour again."""
+        """Whether a supervisor is restarting the neighbour."""
         state, now_s = peek_json(self._run.state), time.monotonic()
         if state.get("updated") != self._updated:  # its clock may differ from this host's
             self._updated, self._updated_s = state.get("updated"), now_s
@@ -199,7 +198,7 @@ class Neighbours:
         return str(self._run.endpoint(str(self._spec.downstream)))
 
     def _find(self) -> tuple[str | None, bytes | None]:
-        """The address of the module downstream, and its key, as far as they are known."""
+        """Return the address and the key of the module downstream, as far as they are known."""
         if self._address is not None:
             return self._address, None
         record = fresh_record(Path(self._record()))
@@ -212,7 +211,7 @@ class Neighbours:
 
 
 def publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: RunKeys) -> None:
-    """Tell the module upstream where this one listens."""
+    """Write the endpoint record, by which the module upstream finds this one."""
     public_key = keys.own.public.decode() if encrypted(spec.links, address) else None
     write_json(
         run.endpoint(spec.module),
@@ -231,6 +230,6 @@ def publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: Run
 def withdraw(run: RunDir, spec: WorkerSpec, attempt: int) -> None:
     """Remove the record, unless a later attempt has published its own."""
     path = run.endpoint(spec.module)
-    with contextlib.suppress(OSError):  # a file system that is away
+    with contextlib.suppress(OSError):  # the file system is unavailable
         if fresh_record(path).get("attempt") == attempt:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reading the endpoint records of other hosts, through a file system that may be late."""
+"""Reading the endpoint records of other hosts, through a file system that may lag."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dni_runtime.rundir import peek_json
 
 
 def fresh_record(path: Path) -> dict[str, Any]:
-    """A record as it is now; empty while there is none that can be read.
+    """Read a record as it is now; return an empty one if there is none that can be read.
 
-    A shared file system may remember for seconds that a file is not there (nfs(5), "lookupcache"):
-    opening the folder makes it ask whether that has changed, opening the file makes it compare what
-    it remembers ("close-to-open"). The folder is not read: with a thousand modules it is long.
+    A shared file system may cache for seconds that a file is missing (nfs(5), "lookupcache"):
+    opening the folder makes it revalidate that, opening the file makes it revalidate the content
+    ("close-to-open"). The folder is not read: with a thousand modules it is long.
     """
     try:
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
@@ -28,7 +28,7 @@ def fresh_record(path: Path) -> dict[str, Any]:
 
 
 def check_reachable(module: str, record: Mapping[str, Any]) -> None:
-    """Refuse an address that cannot lead to its module's host from here.
+    """Refuse an address that cannot be reached from this host.
 
     Raises:
         UnavailableError: It is another host's loopback, or a socket in another host's files.
@@ -39,7 +39,7 @@ def check_reachable(module: str, record: Mapping[str, Any]) -> None:
         raise UnavailableError(
             f"module {module!r} is on {host} and listens on {address}, which other hosts cannot "
             f"reach; this is {here}",
-            hint="name a network interface that all hosts have with 'links.interface' "
+            hint="set 'links.interface' to a network interface that all hosts have "
             "(and 'transport: tcp')",
         )
 

@@ -1,4 +1,4 @@
-"""The file that shows a worker to the outside, also while its computing thread does nothing."""
+"""A worker's report: a file that is kept up to date even if the computing thread is blocked."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dni_runtime.errors import StoppedError
 from dni_runtime.rundir import peek_json, write_json
 
 REPORT_S = 1.0
-"""The report is written this often."""
+"""Seconds between two writes of the report."""
 
 
 class ReportWriter:
-    """Writes one start's report, until a later start of the module has shown its own.
+    """Writes one attempt's report, until a later attempt of the module has written its own.
 
     Args:
         path: The file.
         module: The module.
-        attempt: Which start of it this is.
-        document: What to write; called in a thread, too.
+        attempt: Number of this attempt.
+        document: Returns the content; also called in a thread.
         on_error: Called when it could not be written.
     """
 
@@ -45,7 +45,7 @@ class ReportWriter:
 
     @contextlib.contextmanager
     def regularly(self) -> Iterator[None]:
-        """Have it written about once a second, whatever the computing thread does."""
+        """Write it about once a second, whatever the computing thread does."""
         over = threading.Event()
 
         def work() -> None:
@@ -73,11 +73,11 @@ class ReportWriter:
                 self._on_error(error)
 
     def check(self) -> None:
-        """Leave where a later start of the module has taken over.
+        """Stop if a later attempt of the module has taken over.
 
         Raises:
-            StoppedError: It has: this process was cut off, and given up. Raised once.
+            StoppedError: It has, as this process was out of reach. Raised once.
         """
         if self._later and not self._told:
             self._told = True
-            raise StoppedError(f"start {self._later} of module {self._module!r} has taken over")
+            raise StoppedError(f"attempt {self._later} of module {self._module!r} has taken over")

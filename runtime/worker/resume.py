@@ -1,10 +1,10 @@
-"""Where a worker begins: at the beginning, at a cut of the chain, or at its own newest state.
+"""Where a worker starts: at the beginning, at a cut of the chain, or at its own newest state.
 
-A number is for the start of all modules: each goes to the same cut, which the supervisor chooses.
-``auto`` lets a module that is started by hand look for the newest one itself. ``own`` is for
-one module that has been restarted while the others went on: it goes to its own newest state, takes
-from upstream all that can still be sent, and sends on what downstream may not have received. A
-module knows from its ledger whether that is so; its supervisor may not have heard of it.
+A number is for the start of all modules: each starts at the same cut, which the supervisor chooses.
+``auto`` lets a module that is started manually find the newest cut itself. ``own`` restarts one
+module while the others continue: it starts at its own newest state, takes from upstream all that
+can still be sent, and sends on what downstream may not have received. The ledger also shows that a
+module must start so: its supervisor may not know.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ OWN = "own"
 
 @dataclass
 class Start:
-    """Where a worker begins.
+    """Where a worker starts.
 
     Attributes:
-        cut: The module has been trained on everything up to this id.
+        cut: Id up to which the module has been trained.
         again: Whether only this module has been restarted.
         first_id: The first id that the head sends.
         position: The head's position before it.
         epoch: The newest epoch at the cut.
-        epochs_ended: EPOCH markers that the module has seen.
-        over: Whether the chain had ended at the cut.
-        marks: Markers that the head was asked for before, by id.
-        ends_at: The id from which on the head sent no training batches, where training ended early.
+        epochs_ended: EPOCH markers that the module has received.
+        over: Whether the stream ends at the cut.
+        marks: Requested markers that an earlier attempt of the head sent, by id.
+        ends_at: Id from which the head sends no training batches, if training ended early.
     """
 
     cut: int = 0
@@ -68,18 +68,18 @@ def begin(
     attempt: int = 1,
     first: int | None = None,
 ) -> tuple[Start, Ledger]:
-    """Put a module into the state that it begins with.
+    """Put a module into the state that it starts with.
 
     Args:
         wanted: ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``none``, or
             a cut's number.
         spec: The module.
         run: The run directory.
-        step: The module, new.
+        step: The new module.
         chain: Names of all modules.
-        attempt: Which start of the module this is.
-        first: The one that was to begin as ``wanted`` says, with the whole chain. Where that or a
-            later one has taken its place in the stream, this one goes on from its ``own`` state.
+        attempt: Number of this attempt.
+        first: Number of the attempt that was to start at ``wanted``, with the whole chain. If that
+            or a later one has started, this one resumes from its ``own`` state.
 
     Raises:
         DamagedError: The checkpoint is missing or damaged.
@@ -115,9 +115,9 @@ def begin(
 
 
 def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
-    """Remove what an earlier attempt wrote after the cut that all modules have begun at.
+    """Remove what an earlier attempt wrote after the cut that all modules start at.
 
-    It would mix with what comes now.
+    It would mix with what this attempt writes.
     """
     forget(run, [spec.module], lambda other: other > start.cut)
     run.snapshot(spec.module).unlink(missing_ok=True)
@@ -128,12 +128,12 @@ def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
 
 
 def note_mark(run: RunDir, id: int, mark: Mark) -> None:
-    """Write down a marker that is not in the stream by itself: a restarted head repeats it."""
+    """Record a marker that was requested, so that a restarted head repeats it."""
     append_line(run.marks, {"id": id, "mark": int(mark)})
 
 
 def note_end(run: RunDir, id: int) -> None:
-    """Write down that no training batches follow from here on; see :func:`note_mark`."""
+    """Record that no training batches follow from here on; see :func:`note_mark`."""
     try:
         append_line(run.marks, {"id": id, "mark": 0})
     except OSError as error:
@@ -148,15 +148,14 @@ def document(
     position: Position | None = None,
     again: tuple[int, Position] | None = None,
 ) -> dict[str, Any]:
-    """What :func:`begin` needs to know, beside the module's own state.
+    """Return what :func:`begin` needs beside the module's own state.
 
     Args:
-        start: Epochs are taken from here: they are kept up to date.
-        ledger: What has been counted.
-        over: Whether the chain ends at this cut.
+        start: Its epochs, which are kept up to date.
+        ledger: The counts.
+        over: Whether the stream ends at this cut.
         position: For the head: its position.
-        again: For the head: the oldest id that it may have to send again, and the position before
-            it.
+        again: For the head: the oldest id that it may have to resend, and the position before it.
     """
     counts = ledger.counts
     made: dict[str, Any] = {
@@ -184,17 +183,17 @@ def _at_cut(
     else:
         cut, damaged = newest_cut(run, chain)
         for problem in damaged:
-            log.warning("%s; an older checkpoint is taken", problem)
+            log.warning("%s; an older checkpoint is used", problem)
     return checkpoint.read(run.checkpoint(cut, spec.module)) if cut else None
 
 
 def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Counts]:
-    """Where a state is.
+    """Return where a module with this state starts, and its counts.
 
     Args:
         state: Its document.
-        again: Whether only this module begins there.
-        since: The cut that the whole chain has begun at: what was before it, nobody wants again.
+        again: Whether only this module starts there.
+        since: The cut that the whole chain started at: nothing before it is resent.
     """
     try:
         cut, counted = state["cut"], state["counted"]
@@ -209,7 +208,7 @@ def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Co
         if "position" in state:
             start.position = Position(**state["position"])
             if not again or since == str(cut):
-                # all modules begin, or began, an evaluation anew that the cut lies within
+                # all modules restart an evaluation that the cut lies within
                 start.position = replace(start.position, eval_batch=0)
             elif "again" in state:
                 start.first_id = state["again"]["id"]
@@ -222,5 +221,5 @@ def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Co
             epoch_batches=counted["batches"],
         )
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint lacks what a start needs: {error!r}") from None
+        raise CheckpointError(f"the checkpoint is incomplete: {error!r}") from None
     return start, counts

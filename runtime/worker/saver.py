@@ -1,4 +1,4 @@
-"""When a module's state is kept: at the cuts of its chain, and now and then for its own restart."""
+"""Saving a module's state: at the cuts of its chain, and at intervals for its own restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dni_runtime.worker.metrics import Progress
 from dni_runtime.worker.resume import Start, document
 
 SNAPSHOT_SHARE = 0.02
-"""Copying the module's state for snapshots takes at most this share of the time."""
+"""Largest share of the time spent on copying the module's state for snapshots."""
 
 
 class StateSaver:
@@ -21,8 +21,8 @@ class StateSaver:
     Args:
         step: The module.
         writer: Writes it.
-        start: Where the module began, and the epochs that have ended since.
-        ledger: What it has processed in the whole run.
+        start: Where the module started, and the epochs that have ended since.
+        ledger: Counts of what it has processed in the whole run.
         progress: How far it is.
         head: The head's end of the stream; None for other modules.
     """
@@ -47,18 +47,18 @@ class StateSaver:
         self._due_s = time.monotonic() + step.spec.snapshot_s
 
     def checkpoint(self, cut: int, *, over: bool, finite: bool) -> None:
-        """Keep the module's part of a cut.
+        """Save the module's part of a cut.
 
         Args:
             cut: Its position.
-            over: Whether the chain ends there.
-            finite: Whether the state is; one that is not takes no other cut's place.
+            over: Whether the stream ends there.
+            finite: Whether the state is finite; one that is not replaces no other cut.
         """
         tensors, own = self._state(over=over)
         self._writer.write(cut, tensors, own if finite else own | {"finite": False})
 
     def snapshot(self) -> None:
-        """Keep the module's own state for its restart, where that is due, cheap and finite."""
+        """Save the module's own state for its restart, if that is due, cheap and finite."""
         every_s, id, now_s = self._step.spec.snapshot_s, self._progress.id, time.monotonic()
         if not every_s or now_s < self._due_s or self._writer.busy or id <= self._newest:
             return
@@ -69,7 +69,7 @@ class StateSaver:
         self._due_s = now_s + max(every_s, took_s / SNAPSHOT_SHARE)
 
     def flush(self) -> None:
-        """Wait until all that was kept is on disk, or has failed."""
+        """Wait until everything saved is on disk, or has failed."""
         self._writer.flush()
 
     def _state(self, *, over: bool) -> State:

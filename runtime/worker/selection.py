@@ -1,4 +1,4 @@
-"""The best checkpoint so far, by a metric of the evaluations, and when there is no better one."""
+"""The best checkpoint so far, by a metric of the evaluations, and early stopping."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ log = logging.getLogger(__name__)
 
 
 class Selection:
-    """What the tail knows of evaluations; written down in ``checkpoints/best.json``.
+    """The tail's record of evaluations, kept in ``checkpoints/best.json``.
 
-    An evaluation goes by the checkpoint before it: one that a restart repeats is not counted again.
+    An evaluation is identified by the checkpoint before it: a repeated one is not counted again.
 
     Args:
         run: The run directory.
-        role: The metric, and for how long it may stand still.
+        role: The metric, and the patience.
         module: The tail's name.
-        cut: Where the tail begins: what was found beyond it does not count.
+        cut: Where the tail starts: later findings do not count.
     """
 
     def __init__(self, run: RunDir, role: SelectionRole, module: str, cut: int) -> None:
         self._run = run
         self._role = role
-        # A module that is restarted alone may begin at a snapshot, which is no checkpoint.
+        # A module that is restarted alone may start at a snapshot, which is not a checkpoint.
         self._cut = max((one for one in written_cuts(run, [module]) if one <= cut), default=cut)
         self._best: dict[str, Any] = {}
         self._worse: list[int] = []  # evaluations since the best one, by their checkpoints
@@ -39,14 +39,14 @@ class Selection:
                 self._best = {key: found[key] for key in ("cut", "epoch", "value")}
 
     def checkpoint(self, cut: int) -> None:
-        """A checkpoint is written here; the next evaluation is of these weights."""
+        """Note that a checkpoint is written: the next evaluation is of its weights."""
         self._cut = cut
 
     def evaluated(self, result: dict[str, float], epoch: int) -> bool:
         """Compare an evaluation with the best one.
 
         Returns:
-            Whether there has been no better one for so long that training is to end.
+            Whether training should end, because the best evaluation is too old.
         """
         value = result[self._role.metric]
         if self._better(value):
@@ -57,7 +57,7 @@ class Selection:
         try:
             write_json(self._run.best, document)
         except OSError as error:  # a full disk: no reason to stop training
-            log.warning("the best checkpoint cannot be noted: %s", error)
+            log.warning("the best checkpoint cannot be recorded: %s", error)
         patience = self._role.patience
         return patience is not None and len(self._worse) >= patience
 
@@ -71,6 +71,6 @@ class Selection:
 
 
 def best_cut(run: RunDir) -> int | None:
-    """The position of the best checkpoint, where one is selected."""
+    """Return the position of the best checkpoint, if one is selected."""
     cut = (read_json(run.best) or {}).get("cut")
     return cut if isinstance(cut, int) else None

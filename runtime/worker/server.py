@@ -1,9 +1,9 @@
-"""The module server's loop: take the next item, train, send, and learn from what comes late.
+"""The module server's loop: take the next item, train, send, and process late gradients.
 
 The loop runs in the process's main thread and is the only one that computes. It never waits for
 I/O while there is something to compute: sockets are read and written by ZeroMQ's own thread,
-checkpoints by theirs. It sleeps in one poll when the input is empty, the link's window is full, or
-its gradient interface waits for the true gradient.
+checkpoints by their writer's. It sleeps in one poll when the input is empty, the link's window is
+full, or its gradient interface waits for the true gradient.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from dni_runtime.worker.stream import Item
 log = logging.getLogger(__name__)
 
 END_EARLY = "end"
-"""What a tail asks of the head that has seen enough evaluations."""
+"""The tail's request to the head to end training early."""
 
 POLL_MS = 500
 """Longest sleep: metrics and the state file are refreshed in between."""
 
 FLUSH_SLICE_S = 0.5
-"""While it waits for downstream to have everything, a module looks around this often."""
+"""Seconds between checks of the neighbours while waiting for downstream's acknowledgements."""
 
 FAREWELL_S = 5.0
-"""Longest wait for the module upstream to hear that all has been processed."""
+"""Longest wait until the module upstream has received the last acknowledgement."""
 
 
 class Outcome(Enum):
@@ -62,15 +62,15 @@ class ModuleServer:
 
     Args:
         step: The module.
-        metrics: Where measurements go.
-        checkpoints: Where checkpoints go.
-        stop: Tells that the worker should stop.
-        start: Where the module begins.
-        ledger: What it has processed in the whole run.
+        metrics: Writes the metrics.
+        checkpoints: Writes the checkpoints.
+        stop: The stop request.
+        start: Where the module starts.
+        ledger: Counts of what it has processed in the whole run.
         stream: The head's stream from its position on; None for other modules.
         input: The link from upstream; None for the head.
         output: The link to downstream; None for the tail.
-        neighbours: Finds the module downstream again when it has been restarted; None: it stays.
+        neighbours: Reconnects to the module downstream after its restart; None: it never restarts.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ModuleServer:
         self._last: Marker | None = None
         self._goes_on_alone = step.spec.links.on_loss == "continue"
         self._idle = Idle.of(step, input)
-        # Input that cannot be taken yet must not wake the loop up again and again.
+        # Input that cannot be taken yet must not wake the loop up repeatedly.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
             poller.register(stop.wakeup, zmq.POLLIN)
@@ -129,9 +129,9 @@ class ModuleServer:
         """Run until the stream ends or the worker is told to stop.
 
         Raises:
-            HandshakeError: A neighbour turned out to be of another chain.
+            HandshakeError: A neighbour belongs to another chain.
             DataError: The head's data cannot be read.
-            DivergedError: Something is not finite, and the chain's ``on_nan`` says to stop.
+            DivergedError: A value is not finite, and ``on_nan`` does not let the run continue.
         """
         while self._outcome is None:
             stopping = self._stop()
@@ -151,10 +151,10 @@ class ModuleServer:
         return self._outcome
 
     def _part(self) -> None:
-        """Leave when both neighbours know what they have to, or are gone.
+        """Flush the link downstream, then acknowledge the end of the stream.
 
-        The end of the stream is acknowledged last: until then the module upstream stays, so that
-        whoever dies on the way finds it there.
+        That comes last: until then the module upstream keeps running, and can resend to a module
+        that is restarted meanwhile.
         """
         left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
         self._metrics.now("window")
@@ -169,7 +169,7 @@ class ModuleServer:
                 self._input.finish(min(left_s, FAREWELL_S))
 
     def _flush(self, output: OutputLink, left_s: float) -> bool:
-        """Wait until downstream has everything; at the end of the run also for its restart."""
+        """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
         end_s = time.monotonic() + left_s
         downstream = self._step.spec.downstream
         while not output.finish(min(FLUSH_SLICE_S, left_s)):
@@ -189,7 +189,7 @@ class ModuleServer:
         return self._output is None or self._output.room or self._alone(self._output)
 
     def _alone(self, output: OutputLink) -> bool:
-        """Whether training goes on without the module downstream."""
+        """Whether training continues without the module downstream."""
         return self._goes_on_alone and output.lost
 
     def _take(self) -> bool:
@@ -221,7 +221,7 @@ class ModuleServer:
             if ledger.new(batch.id):
                 self._evaluations.add(h_BH, y_BY)
             ledger.processed(batch.id)
-        elif batch.id <= self._start.cut:  # only sent on: a restarted module was trained on it
+        elif batch.id <= self._start.cut:  # only sent on: trained on before the restart
             self._send_on(batch, self._copies.to_host(step.forward_again(x_BX)))
         else:
             self._end_epochs(batch.epoch - 1)
@@ -241,14 +241,14 @@ class ModuleServer:
         self._copies.pace()
 
     def _train(self, batch: Batch, x_BX: Tensor, y_BY: Tensor) -> Tensor | None:
-        """Train on a batch, and send its activation on; gives the gradient for upstream."""
+        """Train on a batch, and send its activation on; return the gradient for upstream."""
         step, divergence = self._step, self._divergence
         if self._head is not None and not divergence.may_use(batch.id, "the data", batch.h):
             if self._output is not None:
                 self._output.miss(batch.id)
             return None
         h = self._copies.to_host(step.forward(batch.id, x_BX, batch.part))
-        # A device that has more to do need not wait for the sending.
+        # A device with more work does not wait for the sending.
         at_once = h.here or divergence.skips
         if at_once and not self._send_on(batch, h):
             return step.skip()
@@ -259,13 +259,13 @@ class ModuleServer:
         return g_BX
 
     def _end_epochs(self, epoch: int) -> None:
-        """Step schedules to the end of an epoch, past markers that a former process has had."""
+        """Step schedules to the end of an epoch, even if an earlier attempt got its marker."""
         while self._start.epochs_ended < epoch:
             self._start.epochs_ended += 1
             self._step.optimization.end_epoch()
 
     def _send_on(self, batch: Batch, h: Fetched) -> bool:
-        """Send an activation on; whether it may be learnt from."""
+        """Send an activation on; return whether it may be learnt from."""
         output = self._output
         if output is None:
             return True
@@ -285,14 +285,14 @@ class ModuleServer:
             self._send_answers()
 
     def _send_answers(self, *, wait: bool = False) -> None:
-        """Send those gradients that have arrived, or all."""
+        """Send the gradients that are in host memory; with ``wait``, all."""
         while self._answers and (wait or self._answers[0][1].here):
             assert self._input is not None
             id, g = self._answers.popleft()
             self._input.send_gradient(id, g.wait(), ack=self._metrics.progress.id)
 
     def _collect(self) -> None:
-        """Take what has come from downstream: gradients, and requests for the head."""
+        """Process what has come from downstream: gradients, and requests for the head."""
         self._send_answers()
         if self._output is None:
             return
@@ -319,20 +319,20 @@ class ModuleServer:
             self._input.tell_windows(self._output.windows)
 
     def _give_up_until(self, id: int) -> None:
-        """No true gradient of a batch up to this one will come any more."""
+        """Stop waiting for true gradients of batches up to this one: none will come."""
         self._step.give_up_waiting(id)
         if self._input is not None and self._step.spec.awaited_out:
             self._input.send_drained(id)
 
     def _give_up(self) -> None:
-        """No true gradient for a batch before the marker will come any more."""
+        """Stop waiting for true gradients of batches before the marker: none will come."""
         assert self._draining is not None
         self._step.give_up_waiting()
         marker, self._draining = self._draining, None
         self._finish_marker(marker)
 
     def _ask_upstream(self, what: str) -> None:
-        """Somebody wants something of the head: a checkpoint's marker, or an early end."""
+        """Pass on a request to the head: a checkpoint marker, or an early end."""
         if self._head is None:
             assert self._input is not None
             self._input.request(what)
@@ -363,10 +363,10 @@ class ModuleServer:
             counts = self._ledger.counts
             if new and counts.epoch == marker.epoch:
                 self._metrics.epoch_ended(marker.epoch, counts.epoch_batches)
-        # A restarted module may go past markers of evaluations that it has reported before.
+        # A restarted module may get markers of evaluations that it has already reported.
         evaluated = new and mark & (Mark.EVAL | Mark.TEST)
         if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
-            log.info("no better evaluation for a while: training ends")
+            log.info("no better evaluation within the patience: training ends")
             self._ask_upstream(END_EARLY)
         if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
             fine = self._divergence.weights_finite(marker.id)

@@ -1,4 +1,4 @@
-"""What a module does that was told to stop: it asks for a checkpoint, and leaves at it."""
+"""Graceful shutdown: request a checkpoint, then exit there."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dni_runtime.worker.signals import StopRequest
 log = logging.getLogger(__name__)
 
 REQUEST_AFTER_S = 1.0
-"""A module told to stop asks for a checkpoint only when the head has not made one by itself."""
+"""Seconds in which the head may make the checkpoint without a request."""
 
 ASK_AGAIN_S = 5.0
-"""It asks again after so long: the request may have been lost with a module that died."""
+"""Seconds between requests, which may be lost with a module that died."""
 
 
 class Shutdown:
-    """A module's way out.
+    """A module's graceful shutdown.
 
     Args:
-        stop: Tells that the worker should stop.
-        metrics: Shows that it is about to.
+        stop: The stop request.
+        metrics: Reports that the module is stopping.
         head: The head's end of the stream; None for other modules.
         input: The link from upstream; None for the head.
 
     Attributes:
-        asked: Whether the module has asked for a checkpoint to leave at.
+        asked: Whether the module has requested a checkpoint to stop at.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Shutdown:
         self._ask_again_s = 0.0
 
     def heed(self) -> bool:
-        """Do what a module has to that was told to stop; call it again until it has left.
+        """Continue the shutdown; call it repeatedly until the module has stopped.
 
         Returns:
-            Whether its patience is over: it leaves without a checkpoint.
+            Whether the grace period is over: the module stops without a checkpoint.
         """
         self._stop.drain()
         if self._metrics.state == "running":
-            log.info("told to stop: leaving at the next checkpoint")
+            log.info("told to stop: exiting at the next checkpoint")
             self._metrics.set_state("stopping")
         if self._head is not None:
             self._head.want(Mark.CHECKPOINT if self._stop.alone else Mark.CHECKPOINT | Mark.STOP)
@@ -66,15 +66,15 @@ class Shutdown:
         if self._stop.age_s <= grace_s:
             return False
         log.warning(
-            "no checkpoint marker within %.0f s: leaving without one (the last stays)", grace_s
+            "no checkpoint marker within %.0f s: exiting without one (the last is kept)", grace_s
         )
         return True
 
     def at(self, mark: Mark) -> bool:
-        """Whether the module leaves at this marker, which is no STOP.
+        """Whether the module stops at this marker, which is not a STOP.
 
-        When all modules are told to stop, a checkpoint that was on its way before is not where
-        they meet: some have passed it already.
+        When all modules are told to stop, they do not stop at a checkpoint that was already on its
+        way: some have passed it.
         """
         wanted = Mark.CHECKPOINT in mark and (self._stop.alone or Mark.ASKED in mark)
         return self.asked and wanted

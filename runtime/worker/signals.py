@@ -1,4 +1,4 @@
-"""Being told to stop: the first signal asks for a checkpoint and a clean exit, the next kills."""
+"""Stop signals: the first asks for a checkpoint and a clean exit, the next one kills."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from types import FrameType
 class StopRequest:
     """Remembers the first SIGTERM or SIGINT; the second ends the process at once.
 
-    SIGUSR1 asks for the same, but of this module alone: it will be started again. SIGUSR2 ends the
+    SIGUSR1 asks for the same of this module alone, which will be restarted. SIGUSR2 ends the
     process at once.
 
     Args:
-        patient: The second one is no news.
+        patient: Ignore repeated signals (a step of Slurm gets each one twice).
 
     Attributes:
-        alone: Whether the other modules go on.
-        wakeup: A file descriptor that becomes readable when a signal comes (signal(7) interrupts a
-            poll only where the library does not restart it).
+        alone: Whether the other modules continue.
+        wakeup: A file descriptor that becomes readable when a signal comes (a library may restart
+            a poll that a signal has interrupted: signal(7)).
     """
 
     def __init__(self, *, patient: bool = False) -> None:
@@ -34,7 +34,7 @@ class StopRequest:
         self.wakeup = self._read.fileno()
 
     def install(self) -> None:
-        """Take over the signals; only in the main thread."""
+        """Install the handlers; only in the main thread."""
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -43,7 +43,7 @@ class StopRequest:
 
     @staticmethod
     def ignore() -> None:
-        """There is nothing left to stop; Python's own handling ends before the process does."""
+        """Ignore further signals: Python's own handling ends before the process does."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
 
@@ -65,7 +65,7 @@ class StopRequest:
             pass
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         self._read.close()
         self._write.close()
 

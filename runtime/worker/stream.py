@@ -1,4 +1,4 @@
-"""The head's stream: what travels down the chain, and where it goes on after a restart."""
+"""The head's stream: what is sent down the chain, and where it resumes after a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Phase = Literal["train", "eval", "test", "end"]
 
 @dataclass(frozen=True)
 class Position:
-    """Where the stream goes on.
+    """A position at which the stream resumes.
 
     Attributes:
         epoch: The epoch, from 1.
@@ -28,7 +28,7 @@ class Position:
         batch: Training batches of this epoch that have been sent.
         step: Training batches of the whole run that have been sent.
         eval_batch: Evaluation or test batches of this evaluation that have been sent.
-        saved: Whether the checkpoint that falls on this very step has been asked for.
+        saved: Whether the checkpoint due at this step has been requested.
         part: Parts of the next training batch that have been sent.
     """
 
@@ -46,10 +46,10 @@ class Position:
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that travels: a batch, or a marker when ``x`` is None.
+    """An item of the stream: a batch, or a marker if ``x_BX`` is None.
 
     Attributes:
-        position: Where the stream goes on after this item.
+        position: The stream's position after this item.
     """
 
     epoch: int
@@ -76,7 +76,7 @@ class Stream(Iterator[Item]):
         self._early.append(True)
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop reading ahead."""
         self._items.close()
 
 
@@ -86,17 +86,17 @@ def items(
     start: Position = Position(),
     early: Callable[[], bool] = lambda: False,
 ) -> Generator[Item, None, None]:
-    """Give the stream from a position on.
+    """Yield the stream from a position on.
 
     Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
-    last evaluation, where there is a test set, test batches and a TEST marker; at the very end an
-    END marker. CHECKPOINT is added to the markers where the spec asks for one.
+    last evaluation, if there is a test set, test batches and a TEST marker; at the very end an
+    END marker. CHECKPOINT is added to the markers for which the spec asks.
 
     Args:
         source: The data.
         role: Epochs, steps and checkpoints.
-        start: Where to begin.
-        early: Tells whether training ends before that; what is left is the test set and the end.
+        start: Where to start.
+        early: Returns whether to end training now; then only the test set and the end follow.
     """
     at = start
     while at.phase != "end":
@@ -125,7 +125,7 @@ def items(
 
 
 def _evaluate(batches: Iterator[Batch], at: Position) -> Generator[Item, None, Position]:
-    """The batches of an evaluation that are still to be sent; gives the position after them."""
+    """Yield an evaluation's remaining batches; return the position after them."""
     for x_BX, y_BY in islice(batches, at.eval_batch, None):
         at = replace(at, eval_batch=at.eval_batch + 1)
         yield Item(at.epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
@@ -135,7 +135,7 @@ def _evaluate(batches: Iterator[Batch], at: Position) -> Generator[Item, None, P
 def _train(
     source: DataSource, role: HeadRole, at: Position, early: Callable[[], bool]
 ) -> Generator[Item, None, Position]:
-    """The training batches of an epoch that are still to be sent; gives the position after them."""
+    """Yield an epoch's remaining training batches; return the position after them."""
     sends, every = _left(source, role, at), role.checkpoint.every_steps
     if not sends or early():
         return at
@@ -160,7 +160,7 @@ def _train(
 
 
 def _left(source: DataSource, role: HeadRole, at: Position) -> int:
-    """Training batches that are still to be sent in this epoch."""
+    """Return the number of this epoch's remaining training batches."""
     left = max(source.train_batch_count - at.batch, 0)
     return left if role.steps is None else min(left, max(role.steps - at.step, 0))
 

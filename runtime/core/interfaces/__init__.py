@@ -40,7 +40,7 @@ __all__ = [
 
 
 def default_interface(attends: bool) -> Choice:
-    """The gradient interface of a module that names none (measured: docs/results.md).
+    """Return the gradient interface of a module that names none (measured: docs/results.md).
 
     Args:
         attends: Whether there is attention in the module.
@@ -54,8 +54,8 @@ class Resolved(NamedTuple):
     """A gradient interface's choice, checked.
 
     Attributes:
-        choice: With all options.
-        wanted: What it wants of the modules downstream.
+        choice: The choice with all options.
+        wanted: What it needs from the modules downstream.
         applies: As :attr:`GradientInterface.applies`.
         signals: As :attr:`GradientInterface.signals`.
         trains: As :attr:`GradientInterface.trains`.
@@ -87,8 +87,8 @@ def build_interface(
 
     Args:
         choice: Its name and options.
-        boundary: What stands at the module's output.
-        location: Where the choice stands in the spec.
+        boundary: The module's output.
+        location: Where the choice is in the spec.
 
     Raises:
         SpecError: Unknown interface or option, or options that do not fit the boundary.

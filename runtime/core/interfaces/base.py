@@ -1,8 +1,8 @@
-"""The protocol of gradient interfaces: what gives a module its error signal.
+"""The protocol of gradient interfaces, which supply a module's error signal.
 
-A gradient interface sits at the output of a module that is not the tail. It gives an error signal
-for a batch at once (:meth:`GradientInterface.signal`), has the module updated by the true gradient
-when that comes (``applies``), or both. True gradients may also teach it
+A gradient interface sits at the output of a module that is not the tail. It returns an error
+signal for a batch at once (:meth:`GradientInterface.signal`), lets the true gradient update the
+module when that comes (``applies``), or both. True gradients may also teach it
 (:meth:`GradientInterface.learn`). All gradients are per sample, dL_b/dh_b, not divided by the batch
 size: with the mean the targets shrink with the batch and synthesizers stop learning.
 """
@@ -21,7 +21,7 @@ from dni_runtime.spec.named import Frozen
 
 @dataclass(frozen=True)
 class Boundary:
-    """What stands at a module's output, where the interface is.
+    """A module's output, where the interface is.
 
     Attributes:
         activation: One sample of the activation h.
@@ -30,7 +30,7 @@ class Boundary:
         classes: Number of classes, when labels are class indices.
         loss: The chain's loss.
         optimizer: The module's optimizer, for parts that train like the module.
-        ahead: What the next modules are, where the interface looks at them.
+        ahead: The next modules' layers, if the interface uses them.
     """
 
     activation: TensorSpec
@@ -60,8 +60,8 @@ class Signal(NamedTuple):
 
     Attributes:
         g_BH: Per-sample gradient dL_b/dh_b, in the activation's shape.
-        loss: A local loss (mean over the batch), where the interface has one.
-        p_BP: The early head's predictions that the loss is of, detached.
+        loss: A local loss (mean over the batch), if the interface has one.
+        p_BP: The early head's predictions for that loss, detached.
     """
 
     g_BH: Tensor
@@ -70,7 +70,7 @@ class Signal(NamedTuple):
 
 
 class LateSignal(NamedTuple):
-    """What a late gradient taught, when it was measured.
+    """Quality of a prediction, measured by a late gradient.
 
     Attributes:
         error: Squared error of the prediction over the gradient's squared norm; 1 is a prediction
@@ -89,16 +89,16 @@ Keep = Literal["graph", "input", "weights"]
 
 
 class Wanted(NamedTuple):
-    """What a module wants of those downstream: which gradients, and whose layers.
+    """What a module needs from those downstream: gradients, and layers.
 
     Attributes:
-        every: Those of every n-th batch, by id; 0: none.
-        bootstrapped: Whether what the module downstream computes from its own error signal will do,
-            which it has at once; else the gradients are true.
-        micro_batches: Into how many parts each training batch is cut.
-        max_late: How many updates may be missing from the weights of a forward pass, where true
-            gradients update the module: it waits before it exceeds that. None: any number.
-        lookahead: Of how many next modules it wants to know the layers.
+        every: n, for the gradient of every n-th batch (by id); 0: none.
+        bootstrapped: Whether gradients are those that the module downstream computes at once from
+            its own error signal; else they are true.
+        micro_batches: Number of parts that each training batch is cut into.
+        max_late: Updates that may be missing from the weights of a forward pass, if true gradients
+            update the module: it waits before it exceeds that. None: any number.
+        lookahead: Number of next modules whose layers it needs.
     """
 
     every: int
@@ -116,12 +116,12 @@ class GradientInterface(nn.Module):
         trains: Whether the module is trained at all.
         signals: Whether an error signal comes at once.
         applies: Whether true gradients update the module.
-        predicts: Whether forward passes use the weights that are expected for when their gradient
+        predicts: Whether forward passes use the weights expected at the time when their gradient
             comes.
         keep: What is kept of forward passes.
-        store: How many batches are kept for true gradients; None: as many as they may be late.
-        checks: Whether its own parts do not learn where their loss is not finite. On a GPU that
-            waits for each loss.
+        store: Number of batches kept for true gradients; None: as many as they may be late.
+        checks: Whether its own parts skip a loss that is not finite. On a GPU that waits for each
+            loss.
     """
 
     Options: ClassVar[type[Frozen]] = Frozen
@@ -139,11 +139,11 @@ class GradientInterface(nn.Module):
 
     @classmethod
     def wants(cls, options: Any) -> Wanted:
-        """What it wants; the module downstream neither computes nor sends other gradients."""
+        """Return what it needs; the module downstream computes and sends no other gradients."""
         return Wanted(1)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
-        """The error signal for an activation, at once.
+        """Return the error signal for an activation, at once.
 
         Args:
             h_BH: The activation, detached.
@@ -165,7 +165,7 @@ class GradientInterface(nn.Module):
         return None
 
     def predict(self, h_BH: Tensor) -> Tensor | None:
-        """The early exit's predictions, in the shape of the chain's; None where there is none.
+        """Return the early head's predictions, in the shape of the chain's; None without a head.
 
         Changes nothing: neither statistics of BatchNorm nor random numbers.
 
@@ -175,15 +175,15 @@ class GradientInterface(nn.Module):
         return None
 
     def optimizers(self) -> dict[str, Any]:
-        """The interface's own optimizers by name, for checkpoints."""
+        """Return the interface's own optimizers by name, for checkpoints."""
         return {}
 
 
 def build_part(cls: type[GradientInterface], boundary: Boundary, options: Frozen, name: str) -> Any:
-    """An interface that is part of another one, under an option of this name.
+    """Make an interface that is part of another one, under an option of this name.
 
     Raises:
-        SpecError: It cannot be made; the place in the spec begins with the name.
+        SpecError: It cannot be made; the location starts with the name.
     """
     try:
         return cls(boundary, options)

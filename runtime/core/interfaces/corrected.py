@@ -1,4 +1,4 @@
-"""``corrected``: a local gradient at once, made good by the true one when that comes."""
+"""``corrected``: a local gradient at once, corrected by the true one when that comes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class CorrectedOptions(Frozen):
 class Corrected(GradientInterface):
     """The gradient of a local loss, and later the difference of the true gradient from it.
 
-    Over time each batch contributes its true gradient; the local one stands in for it until it is
-    there. The correction is part of the next update.
+    In the end each batch has contributed its true gradient; the local one replaces it until it
+    comes. The correction is part of the next update.
     """
 
     Options = CorrectedOptions

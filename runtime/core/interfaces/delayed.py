@@ -14,7 +14,7 @@ class ExactOptions(Frozen):
     """Options of the exact interface.
 
     Attributes:
-        micro_batches: Into how many parts each training batch is cut, so that modules work on
+        micro_batches: Number of parts that each training batch is cut into, so that modules work on
             different parts of it at the same time; there is one update for all.
     """
 
@@ -44,13 +44,13 @@ class DelayedOptions(Frozen):
 
     Attributes:
         max_late: Updates that may be missing from the weights of a forward pass; the module waits
-            before it exceeds that (default: as many as the window lets happen).
-        predict: Compute activations with the weights that are expected for when their gradient
-            comes: the newest update, continued for as many updates as are still to come.
-        micro_batches: Into how many parts each training batch is cut; there is one update for all.
-        keep: What is kept of a forward pass until its gradient comes: its ``graph`` (activations of
-            then, weights of now), its ``input`` (the pass is computed again, with the weights of
-            now), or the graph and the ``weights`` of then.
+            before it exceeds that (default: as many as the window allows).
+        predict: Compute activations with the weights expected at the time when their gradient
+            comes: the newest update is repeated for each update that is still to come.
+        micro_batches: Number of parts that each training batch is cut into, for one update.
+        keep: What is kept of a forward pass until its gradient comes: its ``graph`` (old
+            activations, current weights), its ``input`` (the pass is recomputed with the current
+            weights), or the graph and the old ``weights``.
         store: Batches that are kept for their true gradient (default: as many as it may be late,
             and a margin); when it is full the oldest is given up.
     """

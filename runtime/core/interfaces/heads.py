@@ -30,7 +30,7 @@ DEPTH = 3
 
 
 class HeadOptions(Frozen):
-    """What a head is like.
+    """Options of a head.
 
     Attributes:
         head: ``linear``, or ``mlp-sr``: 1 x 1 convolutions on a reduced map and three linear layers
@@ -52,16 +52,16 @@ def build_head(
     options: HeadOptions,
     class_axis: int | None = None,
 ) -> nn.Sequential:
-    """An auxiliary head from an activation to the chain's prediction.
+    """Build an auxiliary head from an activation to the chain's prediction.
 
-    Maps (C x H x W) and tokens (T x C) are averaged to fewer places first; where each token has a
+    Maps (C x H x W) and tokens (T x C) are averaged to fewer places first; if each token has a
     prediction of its own, the head is applied to each token.
 
     Args:
         activation: One sample of the activation.
         prediction: One sample at the chain's output.
         options: The head's kind and size.
-        class_axis: The axis of a batch of predictions that holds the classes, where one does.
+        class_axis: The axis of a batch of predictions that holds the classes, if one does.
 
     Raises:
         SpecError: The prediction has a shape that no such head produces.
@@ -77,7 +77,7 @@ def build_head(
 
 
 def build_ahead(activation: TensorSpec, ahead: AheadSpec) -> nn.Sequential:
-    """Layers like those of the next modules, with weights of their own.
+    """Build layers like those of the next modules, with weights of their own.
 
     Args:
         activation: One sample of the activation that they get.
@@ -87,7 +87,7 @@ def build_ahead(activation: TensorSpec, ahead: AheadSpec) -> nn.Sequential:
 
 
 def _linear(activation: TensorSpec, options: HeadOptions) -> tuple[int, list[nn.Module]]:
-    """What is in front of the output layer, and how many features it gives."""
+    """Return the number of features in front of the output layer, and what computes them."""
     grid = Grid(activation, options.pool)
     layers: list[nn.Module] = [grid]
     features = grid.features
@@ -135,8 +135,8 @@ def _token_head(
     numbers, predicted = prediction.shape if classes_second else prediction.shape[::-1]
     if predicted != tokens:
         raise SpecError(
-            f"no local head from {tokens} tokens, {activation}, to predictions of {predicted}, "
-            f"{prediction}",
+            f"cannot build a local head from {tokens} tokens, {activation}, to {predicted} "
+            f"predictions, {prediction}",
             hint="cut the chain where there is a token for each prediction, use 'synthetic', or "
             "bring your own interface by import path",
         )

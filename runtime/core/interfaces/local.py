@@ -30,8 +30,8 @@ class LocalOptions(HeadOptions):
     Attributes:
         similarity: Share of the loss of similarities in the local loss; 0: none, 0.99: as in the
             paper.
-        lookahead: The head begins with layers like those of so many next modules, with weights of
-            its own, which are trained with it. Where these are all, they are the head.
+        lookahead: Number of next modules whose layers the head starts with, with its own weights,
+            which are trained with it. If they include the tail's, they are the head.
         optimizer: The head's optimizer (default: the module's).
     """
 
@@ -58,7 +58,7 @@ class Local(GradientInterface):
         try:
             self._optimizer = build_optimizer(own or boundary.optimizer, trained, ("optimizer",))
         except SpecError as error:
-            hint = "the early head takes the module's optimizer unless 'optimizer' names one for it"
+            hint = "the early head uses the module's optimizer unless 'optimizer' names one for it"
             raise SpecError(
                 error.message, location=error.location, hint=error.hint if own else hint
             ) from None

@@ -26,10 +26,10 @@ from dni_runtime.spec.named import Frozen
 
 
 class MixedSyntheticOptions(SyntheticOptions):
-    """Options of the synthesizer beside a head: other defaults.
+    """Options of the synthesizer beside a head, with other defaults.
 
     Attributes:
-        bootstrapped: As in ``SyntheticOptions``. What the module downstream computes at once holds
+        bootstrapped: As in ``SyntheticOptions``. What the module downstream computes at once has
             its head's gradient here: it needs no true one, and is never late.
     """
 

@@ -2,7 +2,7 @@
 
 The control that shows how much the others learn: the modules below the tail are random features
 ("no backprop" in Jaderberg et al. 2016, sec. 3.1). Only BatchNorm's running statistics follow the
-data. True gradients that a module upstream wants pass through it.
+data. True gradients for a module upstream pass through it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dni_runtime.core.interfaces.base import GradientInterface, Wanted
 
 
 class Untrained(GradientInterface):
-    """Gives no signal and wants no gradient."""
+    """Returns no signal and needs no gradient."""
 
     trains = False
     signals = False

@@ -16,22 +16,22 @@ from dni_runtime.spec import TensorSpec
 
 _EPS = 1e-8
 _FEW_CHANNELS = 3
-"""Up to so many are too few to tell samples apart by their deviations."""
+"""Largest number that is too small to tell samples apart by their deviations."""
 
 
 class SimilarityLoss(nn.Module):
     """Mean squared difference of the similarities of activations and of one-hot labels.
 
     Activations go through a linear map of their own first, maps (C x H x W) through a 3 x 3
-    convolution, tokens (T x C) through a map of each. Of maps and tokens each channel's standard
-    deviation over the places is compared (the paper's code does so where there are several places
-    and more than three channels, and else takes all values). Samples whose label is ignored are
+    convolution, tokens (T x C) through a map of each. For maps and tokens, each channel's standard
+    deviation over the places is compared (the paper's code does so if there are several places and
+    more than three channels, and else takes all values). Samples whose label is ignored are
     left out.
 
     Args:
         activation: One sample of the activation.
         label: One sample's label.
-        classes: How many there are; None where labels are not class indices.
+        classes: Number of classes; None if labels are not class indices.
 
     Raises:
         SpecError: There is no class label for each sample.
@@ -41,7 +41,7 @@ class SimilarityLoss(nn.Module):
         super().__init__()
         if classes is None or label.shape:
             raise SpecError(
-                f"similarities are of samples with one class label each, labels are {label}",
+                f"'similarity' needs one class label for each sample, labels are {label}",
                 location=("similarity",),
                 hint="leave 'similarity' out",
             )
@@ -64,7 +64,7 @@ class SimilarityLoss(nn.Module):
             self.places = ()
 
     def forward(self, h_BH: Tensor, y_B: Tensor, valid_B: Tensor | None = None) -> Tensor:
-        """The difference, as a mean over all pairs of samples.
+        """Return the difference, as a mean over all pairs of samples.
 
         Args:
             h_BH: The activation.
@@ -83,6 +83,6 @@ class SimilarityLoss(nn.Module):
 
 
 def similarities(x_BF: Tensor) -> Tensor:
-    """Cosines between samples, each centred over its own features: ``[B, B]``."""
+    """Return cosines between samples, each centred over its own features: ``[B, B]``."""
     x_BF = F.normalize(x_BF - x_BF.mean(1, keepdim=True), dim=1, eps=_EPS)
     return x_BF @ x_BF.mT

@@ -51,7 +51,7 @@ class SyntheticOptions(Frozen):
 
 
 class Synthetic(GradientInterface):
-    """Predicts the gradient; late true gradients are what the synthesizer learns from."""
+    """Predicts the gradient; the synthesizer learns from late true gradients."""
 
     Options = SyntheticOptions
 
@@ -83,7 +83,7 @@ class Synthetic(GradientInterface):
     def learn(
         self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor, *, measure: bool
     ) -> LateSignal | None:
-        """One step along the gradient of the synthesizer's lesson, where that is finite."""
+        """Train the synthesizer one step on its lesson, if the loss is finite."""
         predicted_BH, loss = self.synthesizer.lesson(h_BH, y_BY, g_BH)
         if self.checks and not finite(loss):
             return None

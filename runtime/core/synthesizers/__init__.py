@@ -46,11 +46,11 @@ SYNTHESIZERS: dict[str, type[Synthesizer]] = {
 def auto_synthesizer(
     activation: TensorSpec, label: TensorSpec | None, classes: int | None
 ) -> Choice:
-    """The default, by shapes; docs/results.md has the measurements behind it.
+    """Return the default, by shapes; docs/results.md has the measurements behind it.
 
-    Vectors get a narrow hidden layer. Feature maps and tokens get a critic where each sample, or
+    Vectors get a narrow hidden layer. Feature maps and tokens get a critic if each sample, or
     each token, has a class label. Otherwise maps get a narrow hidden layer, and tokens a linear
-    map, of low rank where it is wide.
+    map, of low rank if it is wide.
     """
     one_each = label is not None and (not label.shape or labels_each_token(activation, label))
     if len(activation.shape) in (2, 3) and classes is not None and one_each:
@@ -76,8 +76,8 @@ def build_synthesizer(
         activation: One sample of the activation.
         label: One sample's label, or None when not conditioned.
         classes: Number of classes, when labels are class indices.
-        location: Where the choice stands in the spec.
-        loss: The chain's loss, which knows the ignored labels.
+        location: Where the choice is in the spec.
+        loss: The chain's loss, with the ignored labels.
 
     Raises:
         SpecError: Unknown synthesizer, or options that do not fit the activation.

@@ -1,4 +1,4 @@
-"""What synthesizers share: the label's part, what is to be learned, zeros to begin with."""
+"""Shared parts of synthesizers: the label's part, lessons, zeros as initial weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Zeroable = TypeVar("Zeroable", nn.Linear, nn.Conv2d)
 class LabelTerm(nn.Module):
     """What the label adds to a layer of a synthesizer: a vector per class, or a linear map.
 
-    A one-hot label through a linear map is a row of its matrix, so class labels are looked up. Of
-    several labels the mean of their vectors is taken, unless each token has its own.
+    A one-hot label through a linear map is a row of its matrix, so class labels are looked up.
+    Several labels add the mean of their vectors, unless each token has its own.
 
     Args:
         features: Length of the vectors.
@@ -43,7 +43,7 @@ class LabelTerm(nn.Module):
             nn.init.zeros_(self.map.weight)
 
     def forward(self, y_BY: Tensor, valid_BY: Tensor | None = None) -> Tensor:
-        """Give the label's part: (B, features), or (B, T, features) for a label per token.
+        """Return the label's part: (B, features), or (B, T, features) for a label per token.
 
         Args:
             y_BY: The labels.
@@ -71,11 +71,11 @@ class LabelTerm(nn.Module):
 
 
 class Lesson(NamedTuple):
-    """What a synthesizer is to learn from a true gradient.
+    """What a synthesizer learns from a true gradient.
 
     Attributes:
-        g_BH: The prediction; None where the loss does not need it.
-        loss: What to descend.
+        g_BH: The prediction; None if the loss does not need it.
+        loss: The loss to minimise.
     """
 
     g_BH: Tensor | None
@@ -93,8 +93,8 @@ class Synthesizer(nn.Module):
 
     Attributes:
         per_token: Whether each token has a label.
-        loss: The chain's loss, which knows the ignored labels; until it is told, a plain
-            cross-entropy where there are classes.
+        loss: The chain's loss, with the ignored labels; before :meth:`set_loss`, a plain
+            cross-entropy if there are classes.
     """
 
     Options: ClassVar[type[Frozen]] = Frozen
@@ -118,11 +118,11 @@ class Synthesizer(nn.Module):
         self._classes = classes
 
     def set_loss(self, loss: ChainLoss) -> None:
-        """Tell the synthesizer the chain's loss, before it is used."""
+        """Set the chain's loss, before the synthesizer is used."""
         self.loss = loss
 
     def predict(self, h_BH: Tensor, y_BY: Tensor) -> Tensor:
-        """The prediction; zero, as the true gradient is, where all labels of a sample are ignored.
+        """Return the prediction: zero, like the true gradient, if all labels are ignored.
 
         Args:
             h_BH: The activation, detached.
@@ -152,18 +152,18 @@ class Synthesizer(nn.Module):
         return LabelTerm(features, self._label, self._classes, per_token=self.per_token)
 
     def _refuse_other_labels(self) -> None:
-        """For what needs one class label for a sample or for each token.
+        """Refuse labels other than one class for each sample or each token.
 
         Raises:
-            ValueError: Labels are others.
+            ValueError: There are others.
         """
         if self._classes is None or self._label is None:
             raise ValueError("needs class labels and 'conditioned: true'")
         if self._label.shape and not self.per_token:
-            raise ValueError(f"needs one label for a sample or for each token, not {self._label}")
+            raise ValueError(f"needs one label for each sample or each token, not {self._label}")
 
     def _valid(self, y_BY: Tensor) -> Tensor | None:
-        """Which labels count; None where all do."""
+        """Return which labels count; None if all do."""
         return None if self.loss is None else self.loss.valid(y_BY)
 
     def _vectors(self, h_BH: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class Synthesizer(nn.Module):
 
 
 def zeroed(layer: Zeroable) -> Zeroable:
-    """The layer, with weights and bias zero."""
+    """Return the layer, with zero weights and bias."""
     nn.init.zeros_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)

@@ -1,4 +1,4 @@
-"""A synthesizer that is a classifier: what it predicts is the gradient of its own loss."""
+"""A synthesizer that is a classifier: it predicts the gradient of its own loss."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Critic(Synthesizer):
     def lesson(self, h_BH: Tensor, y_BY: Tensor, g_BH: Tensor) -> Lesson:
         """The label's loss, and the error of its gradient.
 
-        The error is relative to the sizes of both gradients: it is at most 2 whether the true ones
+        The error is relative to the sizes of both gradients: it is at most 2 even if the true ones
         are still zero, as from a synthesizer downstream that has not learned yet, or already small.
-        It is summed up over classes, where it takes a small part of the time. With ``d`` the
+        It is computed over classes, in a small part of the time. With ``d`` the
         difference of guess and label and ``V`` the map, ``u = d V``, and ``|spread(u) - g|^2 =
         d V pool(spread(V^T)) d^T - 2 d (pool(g) V^T)^T + |g|^2``, for each sample.
         """

@@ -78,7 +78,7 @@ class Classifier(Synthesizer):
     """``g = U (softmax(V h) - onehot(y)) + b``: the gradient of a classifier seen from below.
 
     The true gradient of a cross-entropy loss starts as softmax minus one-hot at the tail; V guesses
-    what the tail will predict from h, U takes the difference back. Two maps to and from the classes
+    what the tail will predict from h, U maps the difference back. Two maps to and from the classes
     cost far less than a full one, and follow the true gradient more closely (docs/chain.md).
     """
 

@@ -15,7 +15,7 @@ from dni_runtime.spec.named import Frozen
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm that takes a batch of one sample by its running statistics."""
+    """BatchNorm that uses its running statistics for a batch of one sample."""
 
     def forward(self, h_BH: Tensor) -> Tensor:
         if len(h_BH) > 1:

@@ -159,7 +159,7 @@ def test_the_local_loss_is_shared_between_prediction_and_similarity() -> None:
     [(TensorSpec(shape=(6,), dtype="int64"), 4), (TensorSpec(shape=(4,), dtype="float32"), None)],
 )
 def test_similarity_needs_a_class_for_each_sample(label: TensorSpec, classes: int | None) -> None:
-    with pytest.raises(SpecError, match="one class label each") as error:
+    with pytest.raises(SpecError, match="one class label for each") as error:
         build_interface(
             Choice(name="mixed", args={"local": {"similarity": 0.5}}),
             boundary(6, 5, label=label, classes=classes),

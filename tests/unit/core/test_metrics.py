@@ -187,7 +187,7 @@ NUMBERS = INFO.model_copy(
     [
         ("[acuracy]", "metrics[0]", "did you mean 'accuracy'"),
         ("[mse, F1Scor]", "metrics[1]", "did you mean 'F1Score'"),
-        ("[accuracy, accuracy]", "metrics[1]", "twice"),
+        ("[accuracy, accuracy]", "metrics[1]", "duplicate"),
         ("[{accuracy: {top_k: 2}}]", "metrics[0].accuracy", "no keywords"),
         ("[F1Score]", "metrics[0].F1Score", "task"),
         ("[{MulticlassF1Score: {num_classes: 3}}]", "metrics[0]", "does not take the chain's"),

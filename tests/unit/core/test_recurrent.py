@@ -491,6 +491,6 @@ def test_mistakes_are_told_before_anything_starts(
 def test_torchs_own_cell_is_pointed_to_the_layer() -> None:
     old = "Recurrent: {cell: LSTM, input_size: 4, hidden_size: 4, synthetic: true}"
     text = (CHAIN % ("mixed", "true")).replace(old, "LSTM: {input_size: 4, hidden_size: 4}")
-    with pytest.raises(SpecError, match="gives tuple instead of one tensor") as caught:
+    with pytest.raises(SpecError, match="returns tuple instead of one tensor") as caught:
         worker_specs(parse_chain(text), INFO)
     assert "'Recurrent'" in str(caught.value)

@@ -145,7 +145,7 @@ modules:
 """
     info = INFO.model_copy(update={"sample": TensorSpec(shape=(1, 6), dtype="float32")})
     worker_specs(parse_chain(text.replace("micro_batches: 2", "")), info)
-    with pytest.raises(SpecError, match="module 'b' has a recurrent layer; not with 'micro_b"):
+    with pytest.raises(SpecError, match="module 'b' has a recurrent layer; remove 'micro_b"):
         worker_specs(parse_chain(text), info)
 
 
@@ -183,7 +183,7 @@ def test_resolved_chain_says_everything_and_resolves_to_itself() -> None:
         (
             ("{in_features: 16", "{in_features: 32"),
             "modules[2].layers[0].Linear",
-            ["the module before sends float32[B x 16]"],
+            ["the previous module sends float32[B x 16]"],
         ),
         (
             ("{Conv2d: {in_channels: 4", "{Conv2d: {in_channels: 5"),
@@ -352,7 +352,7 @@ modules:
         sample=TensorSpec(shape=(256,), dtype="float32"),
         label=TensorSpec(shape=(), dtype="float32"),
     )
-    with pytest.raises(SpecError, match="module 'a' gives float32\\[B\\]") as caught:
+    with pytest.raises(SpecError, match="module 'a' is float32\\[B\\]") as caught:
         worker_specs(parse_chain(chain), info)
     assert caught.value.path == f"links.{field}"
     worker_specs(parse_chain(chain.replace("int8-channel", "int8")), info)
@@ -372,7 +372,7 @@ modules:
         label=TensorSpec(shape=(), dtype="int64"),
         classes=10,
     )
-    with pytest.raises(SpecError, match=r"gives int64\[B\], which has no gradient") as caught:
+    with pytest.raises(SpecError, match=r"output is int64\[B\], which has no gradient") as caught:
         worker_specs(parse_chain(chain), info)
     assert caught.value.path == "modules[0].layers"
 

@@ -87,7 +87,7 @@ def test_numbers_per_token_have_tokens_first() -> None:
 
 @pytest.mark.parametrize(("shape", "axis"), [((4, 3), 2), ((3, 4), 1), ((3, 5), None)])
 def test_each_prediction_needs_a_token(shape: tuple[int, ...], axis: int | None) -> None:
-    with pytest.raises(SpecError, match="no local head from 5 tokens"):
+    with pytest.raises(SpecError, match="cannot build a local head from 5 tokens"):
         build_head(TOKENS, TensorSpec(shape=shape, dtype="float32"), HeadOptions(), axis)
 
 

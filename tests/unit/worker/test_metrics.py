@@ -269,7 +269,7 @@ def test_a_worker_that_was_given_up_leaves_without_a_word(worker: Worker) -> Non
     write_json(path, theirs)  # of an earlier run by hand: no reason to leave
     worker.meter.set_state("running")
     write_json(path, theirs)
-    with pytest.raises(StoppedError, match="start 2 of module"):
+    with pytest.raises(StoppedError, match="attempt 2 of module"):
         worker.meter.set_state("running")
     worker.meter.set_state("stopped")
     assert read_json(path) == theirs
