@@ -291,6 +291,11 @@ class WorkerPool:
         if fresh:
             self._starter.kill_all({name: self.processes[name] for name in fresh})
 
+    def kill_gone(self, modules: Iterable[str]) -> None:
+        """End what stands here for workers that have ended elsewhere."""
+        gone = self._starter.gone([name for name in modules if name in self.processes])
+        self.kill(gone, "it has ended, and srun has not noticed")
+
     def kill_all(self, reason: str) -> None:
         """Kill all workers, and start none again."""
         self.due.clear()

@@ -64,6 +64,9 @@ class Starter(Protocol):
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         """End some workers, by module, wherever they run, at once."""
 
+    def gone(self, modules: Collection[str]) -> Collection[str]:
+        """Those modules whose workers have ended elsewhere, though their processes here go on."""
+
 
 class Hosts(Protocol):
     """The hosts that workers run on, where some may be lost."""
@@ -224,3 +227,6 @@ class LocalStarter:
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():
             process.kill()
+
+    def gone(self, modules: Collection[str]) -> Collection[str]:
+        return ()

@@ -140,6 +140,14 @@ class StallRule:
         """How often these have gone on in the stream, over all of their starts."""
         return sum(self._moves[name] for name in modules)
 
+    def silent(self, seconds: float) -> list[str]:
+        """Modules whose reports have not changed for so long, ten times that before the first."""
+        return [
+            name
+            for name, seen in self._seen.items()
+            if self._now_s - seen.changed_s >= seconds * (1 if seen.report else PATIENT)
+        ]
+
     def still_s(self, name: str) -> float:
         """Seconds for which a module has stood still."""
         seen = self._seen.get(name)

@@ -24,6 +24,7 @@ from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import COMING, RunDir, peek_json
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
+_SILENT_S = 30.0  # of a worker, which reports every few seconds
 # In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
 _BROKEN_GRACE_S = 5.0
 
@@ -75,7 +76,7 @@ class Supervisor:
         self._hosts = hosts
         self._lost: dict[str, str] = {}
         self._told: dict[tuple[str, str], Any] = {}
-        self._refresh_at = self._logs_at = 0.0
+        self._refresh_at = self._logs_at = self._ask_at = 0.0
         self._adopts = adopt is not None
         new = RunState.begin(plan.backend, plan.workers[0].attempt, self._backoff)
         self.state = new if adopt is None else adopt.taken_over()
@@ -202,6 +203,9 @@ class Supervisor:
         for name, still_s in self._watchdog.look(self._clock(), reports).items():
             self._backoff[name].stood_still(still_s)
             self._pool.kill([name], f"on_stall: restart, after {still_s:.0f} s without progress")
+        if self._clock() >= self._ask_at and (silent := self._watchdog.silent(_SILENT_S)):
+            self._ask_at = self._clock() + _SILENT_S
+            self._pool.kill_gone(silent)
 
     def _tell_of(self, name: str, report: Mapping[str, Any]) -> None:
         """Make events of what a worker has newly found amiss."""

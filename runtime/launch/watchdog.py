@@ -76,6 +76,10 @@ class Watchdog:
         self._show()
         return restart
 
+    def silent(self, seconds: float) -> list[str]:
+        """Modules whose workers have not reported for so long."""
+        return self._rule.silent(seconds)
+
     def _show(self) -> None:
         state, stalled = self._journal.state, self._journal.state.phase == "stalled"
         if self._open:

@@ -113,7 +113,7 @@ class Schedule:
         more = random.Random(f"launch {seed}")  # drawn apart: what older seeds draw stays as it is
         if more.random() < 0.1:
             at_s, index = more.uniform(0, length_s), more.randrange(made.modules)
-            made.faults.append((at_s, "unlaunched", index, 0.0))
+            made.faults.append((at_s, more.choice(("unlaunched", "unnoticed")), index, 0.0))
         made.faults.sort()
         return made
 
@@ -461,6 +461,8 @@ class Site:
         elif kind == "full":
             for one in (worker.process, self.supervision.process):
                 one.full_until_s = now_s + lasts_s
+        elif kind == "unnoticed":
+            worker.vanish()
         elif kind in ("kill", "unlaunched"):
             if kind == "unlaunched":
                 self.unlaunched.add(name)

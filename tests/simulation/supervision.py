@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,10 @@ class Worker:
     def kill(self) -> None:
         self._world.check_alive()
         self.end(-signal.SIGKILL)
+
+    def vanish(self) -> None:
+        """It is killed, and what stands for it here does not notice."""
+        self._world.kill(self.process)
 
     def end(self, code: int) -> None:
         """It has ended, or is ended so."""
@@ -118,6 +122,9 @@ class Starter:
     def kill_all(self, workers: Mapping[str, Started]) -> None:
         for one in workers.values():
             one.kill()
+
+    def gone(self, modules: Collection[str]) -> list[str]:
+        return [name for name in modules if not self.workers[name][1].process.alive]
 
 
 class Supervision:

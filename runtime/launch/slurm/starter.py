@@ -81,6 +81,14 @@ class SlurmStarter:
         for process in workers.values():
             process.kill()
 
+    def gone(self, modules: Collection[str]) -> Collection[str]:
+        """Modules without a step: an ``srun`` that was cut off may wait for its step for ever."""
+        try:
+            steps = commands.step_ids(self._job)
+        except UnavailableError:
+            return ()
+        return [one for one in modules if one not in steps]
+
     def _signal(self, modules: Collection[str], name: str) -> list[str] | None:
         """Signal the steps of some modules at once; gives the modules that have none yet.
 

@@ -396,3 +396,17 @@ def test_an_exit_code_of_0_is_not_believed(
     assert (state.phase, attempts(record, "top")) == ("finished", [1, 2])
     (again,) = [one for one in events(record) if one["event"] == "worker_restarting"]
     assert again["reason"].endswith("ended with exit code 0 before it had finished")
+
+
+def test_one_whose_step_has_gone_is_not_waited_for(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """An srun that was cut off when its step ended may never hear of that."""
+    world.reports(2.0, "running")
+    world.at.append((4.0, lambda: world.gone_elsewhere.add("middle")))
+    world.at.append((60.0, lambda: world.gone_elsewhere.clear()))
+    finish(world, 120)
+    assert supervise().run().phase == "finished"
+    assert attempts(record, "middle") == [1, 2]
+    (killed,) = [event for event in events(record) if event["event"] == "worker_killed"]
+    assert killed["reason"] == "it has ended, and srun has not noticed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ class World:
         self.processes: dict[str, FakeProcess] = {}
         self.at: list[tuple[float, Callable[[], None]]] = []
         self.refuse: str | None = None
-        self.gone: set[str] = set()
+        self.ended_meanwhile: set[str] = set()
         self.deaf_until = 0.0
         self.srun_lies = False
+        self.gone_elsewhere: set[str] = set()
         self.on_term: dict[str, Callable[[FakeProcess], None]] = {}
         self.on_start: Callable[[FakeProcess], None] = lambda process: None
 
@@ -62,7 +63,7 @@ class World:
         self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
     ) -> FakeProcess:
         process = self.processes[worker.module] = FakeProcess(self, worker)
-        process.returncode = ended() if worker.module in self.gone else None
+        process.returncode = ended() if worker.module in self.ended_meanwhile else None
         return process
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
@@ -75,6 +76,9 @@ class World:
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():
             process.kill()
+
+    def gone(self, modules: Collection[str]) -> list[str]:
+        return [name for name in modules if name in self.gone_elsewhere]
 
     def exits(self, after_s: float, **codes: int) -> None:
         """Workers that end by themselves; names with their return codes."""
@@ -454,7 +458,7 @@ def test_one_that_ended_meanwhile_has_said_how(
 ) -> None:
     state = left(record, world)
     write_json(record.run.worker("top"), {"attempt": 1, **report})
-    world.gone.add("top")
+    world.ended_meanwhile.add("top")
     world.exits(3, bottom=0, middle=0)
     assert adopting(record, plan, world, state).run().phase == phase
 
@@ -466,7 +470,7 @@ def test_one_that_died_meanwhile_is_started_again(
     kept = replace(plan, workers=(plan.workers[0], again, plan.workers[2]))
     state = left(record, world, middle=ModuleState("running", attempt=4, restarts=3))
     write_json(record.run.worker("middle"), {"attempt": 4, "state": "running"})
-    world.gone.add("middle")
+    world.ended_meanwhile.add("middle")
     world.exits(3, top=0)
     world.exits(4, bottom=0, middle=0)
     rules = replace(kept, restart=RestartPlan("on-failure"))
