@@ -39,7 +39,7 @@ def version(as_json: bool) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what makes a shell complete dnictl's commands and runs.
+    """Print the shell-completion script for dnictl's commands and runs.
 
     \b
     Example:

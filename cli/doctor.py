@@ -1,4 +1,4 @@
-"""The command ``doctor``: what this machine has of what a chain may need."""
+"""The command ``doctor``: checks of this machine."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def doctor(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Look at what this machine has of what a chain may need.
+    """Check this machine for everything that a chain may need.
 
     Ends with exit code 69 when something is missing that --backend needs, or when two nodes cannot
-    be joined; all else is for your information.
+    be joined; other findings are informational.
 
     \b
     Example:

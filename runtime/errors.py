@@ -109,7 +109,7 @@ class BuildError(DniError):
 
 
 class WorkerError(DniError):
-    """A worker ended although its run had not."""
+    """A worker exited before its run finished."""
 
 
 class CheckpointError(DniError):

@@ -14,7 +14,7 @@
       workers/MODULE.json           a worker's own state
       state.json  events.jsonl      the supervisor's state and history
       owner.json  leases/           which supervisor the run belongs to, and who took it over
-      stop.json                     somebody's wish that the run ends early
+      stop.json                     the request to stop the run
       logs/MODULE.ATTEMPT.log       what a worker printed
       logs/supervisor.log           what a detached supervisor printed
       metrics/MODULE.jsonl          what a worker measured: the whole curve
@@ -26,7 +26,7 @@
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
       ledger/marks.jsonl            markers that the head was asked for, by position
-      requests/restart-MODULE       somebody's wish that a module is started again
+      requests/restart-MODULE       a request to restart a module
       container/                    the run directory as containers see it; what they need of the
                                     rest is mounted into it
 

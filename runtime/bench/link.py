@@ -105,7 +105,7 @@ def parse_size(text: str) -> int:
         size = 0.0
     if not (4 <= size <= _LARGEST and size % 4 == 0):
         raise UsageError(
-            f"{text!r} is no size of a batch",
+            f"{text!r} is not a valid batch size",
             hint="write 64KB, 1MB or 16MB: multiples of 4 bytes, up to 1GB",
         )
     return int(size)

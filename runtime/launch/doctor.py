@@ -1,4 +1,4 @@
-"""What a machine has of what a chain may need: for ``dnictl doctor``."""
+"""Checks of this machine for everything that a chain may need: ``dnictl doctor``."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ class WorkerPool:
         self.kill(self.processes, reason)
 
     def reap(self) -> list[str]:
-        """Take leave of the workers that have ended: their modules, causes before consequences."""
+        """Collect the workers that have exited: their modules, killed ones first."""
         ended: list[str] = []
         for name, process in list(self.processes.items()):
             returncode = process.poll()

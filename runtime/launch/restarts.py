@@ -16,7 +16,7 @@ class RestartPlan:
 
     Attributes:
         policy: Whether there are any.
-        limit: Starts again of one module without a healthy stretch between.
+        limit: Consecutive restarts of one module before the run fails.
         backoff_s: Seconds before the first one; each further one waits twice as long.
         backoff_max_s: The longest wait.
         healthy_s: A worker that has run this long starts the count anew.

@@ -1,4 +1,4 @@
-"""What only living workers need in a run: their sockets, keys, endpoints and reports."""
+"""Runtime-only files of a run: sockets, keys, endpoints, reports."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Watchdog:
         state, stalled = self._journal.state, self._journal.state.phase == "stalled"
         if self._open:
             reasons = (entry.stall.message for entry in self._open.values() if entry.stall)
-            state.error = "; ".join(reasons)  # written with the next heartbeat where it is no news
+            state.error = "; ".join(reasons)  # written with the next heartbeat if it is not new
         if self._open and not stalled:
             self._before, state.phase = state.phase, "stalled"
             self._journal.write()

@@ -130,7 +130,7 @@ def _resolve(interface: str | None) -> _Ip:
         return _of_interface(interface)
     if ip.is_unspecified or ip.is_multicast:
         raise SpecError(
-            f"{interface!r} is no single address to listen on",
+            f"{interface!r} is not a single address to listen on",
             location=("links", "interface"),
             hint=f"name one interface or address. {_there()}",
         )
@@ -151,7 +151,7 @@ def _in_network(text: str) -> _Ip:
         network = ipaddress.ip_network(text)
     except ValueError as error:
         raise SpecError(
-            f"{text!r} is no network: {error}",
+            f"{text!r} is not a network: {error}",
             location=("links", "interface"),
             hint="write it as 10.0.0.0/24, or name an interface",
         ) from None

@@ -204,7 +204,7 @@ def _index(node: yaml.Node, at: Location, lines: dict[Location, int], file: str)
             name = str(getattr(key, "value", key))
             if name in seen:
                 raise SpecError(
-                    f"{name!r} stands here twice",
+                    f"duplicate key {name!r}",
                     file=file,
                     line=key.start_mark.line + 1,
                     location=(*at, name),

@@ -141,7 +141,7 @@ class LinksSpec(Frozen):
         security: ``auto`` encrypts tcp beyond loopback and lets in only the neighbour; ``curve``
             does so on loopback too; ``none`` encrypts nothing and lets everybody in.
         connect_timeout_s: Seconds to wait for a neighbour before giving up, at the start.
-        on_loss: What a module does whose neighbour downstream is gone and whose window is full:
+        on_loss: Behaviour when the downstream neighbour is gone and the window is full:
             ``wait`` for it, or ``continue`` training on its own gradient interface; the batches
             that do not fit are then not sent.
         replay: Batches that a module keeps, to train on them again while its neighbour upstream is
@@ -187,8 +187,8 @@ class CheckpointSpec(Frozen):
     """When the chain writes consistent checkpoints.
 
     Attributes:
-        every_epochs: After every so many epochs; 0 for only at the end or on request.
-        every_steps: Also after every so many training batches.
+        every_epochs: After every n-th epoch; 0 for only at the end or on request.
+        every_steps: Also after every n-th training batch.
         keep: How many complete checkpoints to keep.
     """
 
@@ -217,7 +217,7 @@ class RestartSpec(Frozen):
 
     Attributes:
         policy: ``on-failure``: its module is started again; ``never``: the run ends.
-        limit: Starts again of one module, without a healthy stretch between, before the run ends.
+        limit: Consecutive restarts of one module before the run fails; ``healthy_s`` resets them.
         backoff_s: Seconds before the first start again; each further one waits twice as long.
         backoff_max_s: The longest wait.
         healthy_s: A worker that has run this long starts the count anew.
@@ -254,7 +254,7 @@ class ChainSpec(Frozen):
         data: What the head reads.
         epochs: Passes over the training data.
         steps: Stop after so many training batches, even within an epoch.
-        eval_every: Evaluate after every so many epochs; 0 for never.
+        eval_every: Evaluate after every n-th epoch; 0 for never.
         loss: A loss of ``torch.nn``, at the tail.
         metrics: What evaluation reports beside the loss: ``PLAIN_METRICS``, or classes of
             torchmetrics.
@@ -324,7 +324,7 @@ class ChainSpec(Frozen):
                     )
             left = [name for name in names if name not in self.placement.map]
             if left:
-                raise ValueError(f"placement.map says nothing of module {left[0]!r}")
+                raise ValueError(f"placement.map does not place module {left[0]!r}")
         return self
 
     @property

@@ -128,7 +128,7 @@ def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool
         return state
     if told_to_stop and state.phase == "new":
         return replace(state, phase="stopped", exit_code=75, error=f"job {job} was cancelled")
-    how = "is gone" if info is None else f"ended as {info.state}"
+    how = "disappeared" if info is None else f"ended as {info.state}"
     reason = f" ({info.reason})" if info is not None and info.reason else ""
-    when = "before the run began" if state.phase == "new" else "before the run did"
+    when = "before the run started" if state.phase == "new" else "before the run finished"
     return replace(state, phase="lost", error=f"Slurm job {job} {how}{reason} {when}")

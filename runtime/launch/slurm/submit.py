@@ -62,7 +62,7 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
     for module in modules:
         if module not in found:
             raise UsageError(
-                f"{str(path)!r} says nothing of module {module!r}",
+                f"{str(path)!r} has no costs of module {module!r}",
                 hint="measure this chain again: 'dnictl bench module CHAIN --json > costs.json'",
             )
     return {module: found[module] for module in modules}

@@ -86,7 +86,7 @@ def test_an_address_of_another_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interface", ["0.0.0.0", "::", "224.0.0.1"])
 def test_every_interface_at_once_is_refused(tmp_path: Path, interface: str) -> None:
-    with pytest.raises(SpecError, match=r"links\.interface: .* is no single address") as caught:
+    with pytest.raises(SpecError, match=r"links\.interface: .* is not a single address") as caught:
         listen_address(tcp(interface=interface, security="none"), 0, tmp_path, "tail")
     assert "lo (127.0.0.1)" in str(caught.value.hint)
 
@@ -155,7 +155,7 @@ def test_a_network_without_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interface", ["10.0.0.5/24", "10.0.0.0/64", "eth0/24"])
 def test_what_is_no_network(tmp_path: Path, interface: str) -> None:
-    with pytest.raises(SpecError, match=r"links\.interface: .* is no network"):
+    with pytest.raises(SpecError, match=r"links\.interface: .* is not a network"):
         listen_address(tcp(interface=interface), 0, tmp_path, "tail")
 
 

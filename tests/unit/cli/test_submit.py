@@ -164,7 +164,7 @@ def test_one_format_at_a_time(dnictl: Dnictl, folder: Path) -> None:
             {"placement": "{strategy: explicit, map: {bottom: 0, top: 1}}"},
             [],
             78,
-            ["says nothing of module 'middle'"],
+            ["does not place module 'middle'"],
         ),
         ({"placement": "{strategy: tight}"}, [], 78, ["'tight'", "packed"]),
         ({"bottom": "{memory: 3 GB}"}, [], 78, ["resources.memory", "3 GB"]),

@@ -206,7 +206,7 @@ def test_compare_needs_evaluations(dnictl: Dnictl, write_chain: WriteChain, fold
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["link", "--size", "64KB,big"], ["'big' is no size of a batch", "64KB"]),
+        (["link", "--size", "64KB,big"], ["'big' is not a valid batch size", "64KB"]),
         (["link", "--transport", "upd"], ["unknown transport 'upd'", "allowed: ipc, tcp"]),
         (["module", "--module", "botom"], ["no module 'botom'", "did you mean 'bottom'?"]),
         (["chain", "--out", "."], ["'.' is not empty"]),

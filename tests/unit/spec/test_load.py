@@ -47,7 +47,7 @@ def test_exponents_are_numbers_and_words_stay_words() -> None:
         (("{Sequential: [Identity]}", "{Sequential: 3}"), 9, None, ["Sequential takes a list"]),
         (("[{import: ", "[{Linear: 3}, {import: "), 11, None, ["Linear takes keywords"]),
         (('"mine:Head"', '"mine.Head"'), 11, None, ["'mine.Head'", "package.module:Class"]),
-        (("name: mlp", "name: mlp\nname: x"), 2, "name", ["stands here twice"]),
+        (("name: mlp", "name: mlp\nname: x"), 2, "name", ["duplicate key 'name'"]),
         (("name: mlp", "name: mlp\nlinks: {window: 0}"), 2, "links.window", ["0", "greater"]),
         (("name: mlp", "name: mlp\nlinks: {transport: udp}"), 2, None, ["'udp'", "'ipc'"]),
         (

@@ -18,9 +18,9 @@ from dni_runtime.rundir import RunDir
     [
         ("new", JobInfo("PENDING", "Resources"), False, "queued", "waits: Resources"),
         ("new", JobInfo("RUNNING"), False, "starting", None),
-        ("new", JobInfo("CANCELLED"), False, "lost", "ended as CANCELLED before the run began"),
+        ("new", JobInfo("CANCELLED"), False, "lost", "ended as CANCELLED before the run started"),
         ("new", JobInfo("CANCELLED"), True, "stopped", "cancelled"),
-        ("new", None, False, "lost", "is gone before the run began"),
+        ("new", None, False, "lost", "disappeared before the run started"),
         ("stopped", JobInfo("PENDING", "BeginTime"), False, "queued", "waits: BeginTime"),
         ("stopped", JobInfo("RUNNING"), False, "stopping", None),
         ("stopped", JobInfo("COMPLETING"), False, "stopping", None),
