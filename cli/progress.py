@@ -95,7 +95,7 @@ class PlainLines:
         for module in figures.modules:
             if module.restarts > self._restarts.get(module.module, 0):
                 self._restarts[module.module] = module.restarts
-                click.echo(f"{module.module}: started again ({module.restarts})", err=True)
+                click.echo(f"{module.module}: restarted ({module.restarts})", err=True)
         if figures.state != self._phase:
             self._phase = figures.state
             why = f": {figures.error}" if figures.state == "stalled" else ""

@@ -19,7 +19,7 @@
     └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
 
 Exit codes are those of sysexits(3), which end at 78; a worker that ends with one of ``LASTING`` is
-not started again, because its next start would end the same way. Errors compose their text in
+not restarted, because its next start would end the same way. Errors compose their text in
 ``__str__`` and say what to do next in ``hint``; only ``dnictl`` and the worker's entry point print
 them.
 """

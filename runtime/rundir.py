@@ -155,7 +155,7 @@ class RunDir:
         return self.requests / f"{_RESTART}{module}"
 
     def wanted_restarts(self) -> list[str]:
-        """Modules that somebody wants to be started again; no request that is being written."""
+        """Modules that somebody wants to be restarted; no request that is being written."""
         return [path.name.removeprefix(_RESTART) for path in self.requests.glob(f"{_RESTART}*")]
 
     def snapshot(self, module: str) -> Path:

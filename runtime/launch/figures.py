@@ -34,7 +34,7 @@ class ModuleFigures:
         module: Its name.
         state: Its worker's phase.
         attempt: Which start of the module this is.
-        restarts: How often it has been started again in this attempt of the run.
+        restarts: How often it has been restarted in this attempt of the run.
         pid: Its worker's process id.
         host: Its worker's host.
         epoch: The newest epoch it has seen.

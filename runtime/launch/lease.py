@@ -50,7 +50,7 @@ class Owner:
         pid: Its process.
         born: When that process started (proc(5), starttime).
         job: The Slurm job that it is part of, or None.
-        restarts: How often that job had been started again.
+        restarts: How often that job had been restarted.
     """
 
     token: str

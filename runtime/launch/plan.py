@@ -93,7 +93,7 @@ class LaunchPlan:
         stop_grace_s: Seconds that workers told to stop have.
         workers: One per module, head first.
         keys: Whether the workers need keys, for links that may be encrypted.
-        restart: When a worker that has died is started again.
+        restart: When a worker that has died is restarted.
     """
 
     run: str

@@ -41,7 +41,7 @@ class WorkerPool:
 
     Attributes:
         processes: The workers that run, by module.
-        due: When those that are away will be started again, by module.
+        due: When those that are away will be restarted, by module.
         killed: Those that were killed from here.
         hurried: Those that were told to leave at once.
         workers: How each module is started next.
@@ -152,7 +152,7 @@ class WorkerPool:
     def start_again(
         self, name: str, delay_s: float, reason: str, *, resume: str | None = None
     ) -> None:
-        """Have a worker that has ended started again.
+        """Have a worker that has ended restarted.
 
         Args:
             name: Its module.
@@ -182,7 +182,7 @@ class WorkerPool:
         )
 
     def start_all_again(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
-        """End all, and have them started again from the newest complete cut.
+        """End all, and have them restarted from the newest complete cut.
 
         Args:
             delay_s: Seconds until then.
@@ -238,7 +238,7 @@ class WorkerPool:
         )
 
     def give_up_restarts(self) -> None:
-        """Whoever was about to be started again is not."""
+        """Whoever was about to be restarted is not."""
         for name in self.due:
             self._modules[name].state = "stopped"
         self.due.clear()

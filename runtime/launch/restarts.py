@@ -1,4 +1,4 @@
-"""When a worker that has died is started again: pure decisions, no processes."""
+"""When a worker that has died is restarted: pure decisions, no processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RestartPlan:
         healthy_s: A worker that has run this long starts the count anew.
         on_stall: Whether what has stalled (``launch/stall.py``) is restarted, or only told.
         stall_s: Seconds without progress after which that is so.
-        scope: What is started again: the module that died, or the whole chain where a gradient
+        scope: What is restarted: the module that died, or the whole chain where a gradient
             interface waits for true gradients, which would be lost with the module.
     """
 
@@ -38,7 +38,7 @@ class RestartPlan:
 
 @dataclass
 class Backoff:
-    """How often one module has been started again lately.
+    """How often one module has been restarted lately.
 
     Attributes:
         streak: Starts again without a healthy stretch between.

@@ -7,7 +7,7 @@ something waits rightly. What is left are the causes:
 ==================  ===============================================================  ==============
 the module          is                                                               stalled after
 ==================  ===============================================================  ==============
-is not there        started again, or at its end                                     never
+is not there        restarted, or at its end                                     never
 waits for ``data``  right: sources may be as slow as they like                       never
 says nothing        stopped, cut off, or held up by code that lets no thread run     its limit
 does something      hung: in one batch, a checkpoint, an evaluation's end, a start   its limit

@@ -43,7 +43,7 @@ class ModuleState:
         exit_code: As a shell reports it (128 + n after signal n), or None while it runs.
         signal: Name of the signal it died of, or None.
         log: Its log file.
-        restarts: How often it has been started again in this attempt of the run.
+        restarts: How often it has been restarted in this attempt of the run.
     """
 
     state: WorkerPhase = "new"

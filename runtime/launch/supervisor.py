@@ -32,11 +32,11 @@ _BROKEN_GRACE_S = 5.0
 class Supervisor:
     """Starts a plan's workers, watches them and keeps the run's state.
 
-    A worker that dies is started again as the plan's ``restart`` says, from its own newest state,
+    A worker that dies is restarted as the plan's ``restart`` says, from its own newest state,
     while its neighbours go on or wait for it. Where that cannot help, or has been tried too often,
     the run ends: the others are told to stop, so that they keep their checkpoints. The first
     SIGINT, SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them.
-    The workers of a host that is lost are started again on others; where those have no room, the
+    The workers of a host that is lost are restarted on others; where those have no room, the
     run stops, to be resumed.
 
     Args:
@@ -220,7 +220,7 @@ class Supervisor:
                 self._journal.event("worker_warning", module=name, warning=warning)
 
     def _heed_requests(self) -> None:
-        """Modules that somebody wants to be started again (``dnictl restart``)."""
+        """Modules that somebody wants to be restarted (``dnictl restart``)."""
         with contextlib.suppress(OSError):
             for name in self._run.wanted_restarts():
                 self._run.restart_request(name).unlink(missing_ok=True)
@@ -285,7 +285,7 @@ class Supervisor:
             self._linger_until = self._clock() + self._plan.stop_grace_s
 
     def _may_start_again(self, name: str, module: ModuleState) -> bool:
-        """Have a worker that has died started again, unless that cannot help."""
+        """Have a worker that has died restarted, unless that cannot help."""
         plan, backoff = self._plan.restart, self._backoff[name]
         assert module.exit_code is not None
         if module.signal is None and module.exit_code and not self._run.worker(name).exists():

@@ -216,7 +216,7 @@ class RestartSpec(Frozen):
     """What happens when a worker dies, or nothing goes on any more.
 
     Attributes:
-        policy: ``on-failure``: its module is started again; ``never``: the run ends.
+        policy: ``on-failure``: its module is restarted; ``never``: the run ends.
         limit: Consecutive restarts of one module before the run fails; ``healthy_s`` resets them.
         backoff_s: Seconds before the first start again; each further one waits twice as long.
         backoff_max_s: The longest wait.

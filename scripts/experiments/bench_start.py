@@ -230,7 +230,7 @@ def restart_time_s(record: Record, module: str) -> float:
         report = read_json(record.run.worker(module)) or {}
         return bool(report.get("attempt") != known.get("attempt"))
 
-    until(again, f"{module} is started again", record)
+    until(again, f"{module} is restarted", record)
     before = steps(record.run, module)
     until(lambda: steps(record.run, module) > before, f"{module} trains again", record)
     return time.time() - began

@@ -240,7 +240,7 @@ def test_images_of_another_spec_are_refused(site: Path, tmp_path: Path) -> None:
 def test_two_images_wired_by_hand(
     site: Path, tmp_path: Path, tool: Apptainer, processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    """docs/images.md, "By hand": nothing but ``apptainer run``; stopped, and started again."""
+    """docs/images.md, "By hand": nothing but ``apptainer run``; stopped, and restarted."""
     run = RunDir(tmp_path)
     run.create()
 

@@ -45,7 +45,7 @@ def steps(site: Site) -> dict[str, int]:
 
 
 def is_back(site: Site, name: str, restarts: int) -> Callable[[], bool]:
-    """Whether a module has been started again so often, and runs."""
+    """Whether a module has been restarted so often, and runs."""
 
     def back() -> bool:
         now = module(site, name)

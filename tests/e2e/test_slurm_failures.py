@@ -82,7 +82,7 @@ def finished(dnictl: Dnictl, root: RunDir) -> dict[str, Any]:
 
 
 def test_a_supervisor_is_killed_and_a_host_is_cut_off(dnictl: Dnictl, slurm: str) -> None:
-    """The next supervisor finds its workers, the links come back: nothing is started again."""
+    """The next supervisor finds its workers, the links come back: nothing is restarted."""
     root, _ = begin(dnictl, slurm)
     (killed,) = [pid for pid in processes_of(root.root) if b"supervise" in command_of(pid)]
     os.kill(killed, signal.SIGKILL)

@@ -304,7 +304,7 @@ def test_containers_are_killed_stopped_and_resumed(boxed: Site) -> None:
     assert len(containers_of(boxed)) >= 8
     os.kill(RunState.read(boxed.latest).modules["bottom"].pid or 0, signal.SIGKILL)
     eventually(
-        "it has been started again",
+        "it has been restarted",
         lambda: (
             [(m["restarts"], m["state"]) for m in boxed.json("status")["modules"]]
             == [(1, "running"), (0, "running")]

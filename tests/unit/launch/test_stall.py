@@ -148,7 +148,7 @@ def first_batch(s: int) -> Reports:
         pytest.param(slow(55), id="slow batches"),
         pytest.param(slower_and_slower, id="batches that become slower"),
         pytest.param(
-            still(bottom=(108, "window"), top=(100, "input")), id="a module that is started again"
+            still(bottom=(108, "window"), top=(100, "input")), id="a module that is restarted"
         ),
         pytest.param(lambda s: {}, id="none runs"),
         pytest.param(first_batch, id="a first batch"),

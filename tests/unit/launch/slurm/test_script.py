@@ -251,7 +251,7 @@ def test_a_supervisor_that_was_killed_is_started_again(
     done = subprocess.run(["bash", "-c", script], env=environ, timeout=20, capture_output=True)
     assert done.returncode == code
     assert (tmp_path / "starts").read_text() == f"-P -m dnictl supervise {tmp_path}\n" * starts
-    assert b"started again (2 of at most 5)" in done.stderr
+    assert b"restarted (2 of at most 5)" in done.stderr
 
 
 @pytest.mark.parametrize("code", [0, 70])
