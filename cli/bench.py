@@ -31,7 +31,7 @@ _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 def _repetitions(count: int) -> _Decorator:
     return click.option(
         "--repetitions", type=click.IntRange(1, 1000), default=count, show_default=True,
-        help="Measure so many times, in turns; figures are medians.",
+        help="Number of measurements, in turns; figures are medians.",
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def bench() -> None:
 @click.option("--window", type=click.IntRange(1, 4096), default=8, show_default=True,
               help="Unacknowledged batches.")  # fmt: skip
 @_repetitions(5)
-@_seconds(0.5, "How long each is measured each time, at least.")
+@_seconds(0.5, "Shortest time of one measurement.")
 @json_option
 def link(
     sizes: str,
@@ -114,9 +114,9 @@ def link(
 @bench.command()
 @chain_argument
 @click.option("--module", "-m", "modules", multiple=True, metavar="NAME",
-              help="Only this module (more than once: these).")  # fmt: skip
+              help="Only this module (may be given more than once).")  # fmt: skip
 @_repetitions(5)
-@_seconds(0.5, "How long each module is measured each time, at least.")
+@_seconds(0.5, "Shortest time of one measurement.")
 @data_option
 @json_option
 def module(
@@ -160,9 +160,9 @@ def module(
 
 @bench.command()
 @chain_argument
-@_seconds(8.0, "How long each is measured each time.")
+@_seconds(8.0, "Time of one measurement.")
 @click.option("--batches", type=click.IntRange(1),
-              help="End earlier, after so many batches.")  # fmt: skip
+              help="End after this number of batches, if that is earlier.")  # fmt: skip
 @click.option("--warmup", type=click.FloatRange(0), default=3.0, show_default=True,
               help="Seconds of training before that, unmeasured.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     help="One more, with options, as in a chain file: 'mlp={synthetic: {synthesizer: mlp}}'.",
 )  # fmt: skip
 @click.option("--seeds", type=click.IntRange(1, 100), default=1, show_default=True,
-              help="Train each so many times, from the chain's seed on.")  # fmt: skip
+              help="Trainings of each, from the chain's seed on.")  # fmt: skip
 @click.option(
     "--target", type=float,
     help="Take the time to this value of the metric (default: 0.01 below backprop's).",

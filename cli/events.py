@@ -19,10 +19,9 @@ from dnictl.options import chosen_run, json_option, print_json, run_argument, ru
 @runs_option
 @json_option
 def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
-    """Start a module of a run again.
+    """Restart one module of a run.
 
-    It leaves after a checkpoint, and its next attempt goes on from there. The other modules go on
-    meanwhile.
+    It stops after a checkpoint and resumes from there. The other modules keep training.
 
     \b
     Example:
@@ -39,7 +38,7 @@ def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
 @click.command()
 @run_argument
 @runs_option
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N events.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json: bool) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Private key in PEM form to sign with (implies --sign).",
 )
-@click.option("--force", is_flag=True, help="Build everything anew, the base image too.")
+@click.option("--force", is_flag=True, help="Rebuild everything, the base image too.")
 @click.option(
     "--locked",
     is_flag=True,
@@ -57,7 +57,7 @@ def build(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Make the images that are not up to date, one for each module.
+    """Build the images that are out of date, one for each module.
 
     The base image (system, Python, torch) is built once and cached; each module's image is a copy
     of it with a small layer.
@@ -114,7 +114,7 @@ def verify(
 ) -> None:
     """Compare images with dni.lock, and check their signatures.
 
-    Without IMAGE all images in --out are looked at.
+    Without IMAGE all images in --out are checked.
 
     \b
     Examples:

@@ -58,9 +58,11 @@ class Follower:
 @click.command()
 @click.argument("names", nargs=-1, metavar="[RUN] [MODULE]...", shell_complete=complete_runs)
 @runs_option
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
-@click.option("--attempt", type=click.IntRange(min=1), help="Only that start (default: the last).")
+@click.option(
+    "--attempt", type=click.IntRange(min=1), help="Only this attempt (default: the latest)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def logs(
     names: tuple[str, ...],
@@ -72,8 +74,8 @@ def logs(
 ) -> None:
     """Print what the workers of a run have logged, merged by time.
 
-    Without MODULE all modules are shown; the module 'supervisor' is what a run in the background,
-    or a job, printed itself.
+    Without MODULE all modules are shown. The module 'supervisor' is the supervisor of a run in
+    the background or of a job.
 
     \b
     Example:

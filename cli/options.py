@@ -59,7 +59,7 @@ backend_option = click.option(
     type=click.Choice(["auto", "process", "apptainer"]),
     default="auto",
     show_default=True,
-    help="What the workers are: processes here, or containers where Apptainer and images are.",
+    help="Run workers as processes, or in containers; auto: if Apptainer and images are there.",
 )
 _images_folder: dict[str, Any] = {
     "type": click.Path(path_type=Path, file_okay=False),

@@ -178,7 +178,7 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
 )  # fmt: skip
 @click.option(
     "--from", "wanted", metavar="CUT",
-    help="Which checkpoint: its number, newest or best (default: the best where the chain selects "
+    help="Which checkpoint: its number, newest or best (default: the best if the chain selects "
     "one, else the newest).",
 )  # fmt: skip
 @click.option(
@@ -191,7 +191,7 @@ def export(
 ) -> None:
     """Write the trained network to one file.
 
-    It is one plain torch model. Python gets it back with dni_runtime.load(FILE).
+    The file holds one plain torch model; dni_runtime.load(FILE) loads it.
 
     \b
     Example:

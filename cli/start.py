@@ -65,8 +65,8 @@ def up(
     """Train a chain here.
 
     One worker per module is started, and watched to the end.
-    Ctrl-C stops the run after a checkpoint (exit code 75; 'dnictl resume' goes on), a second one
-    kills it. Inside a Slurm allocation the workers are steps on its nodes, unless --backend says
+    Ctrl-C stops the run after a checkpoint (exit code 75; 'dnictl resume' continues it), a second
+    one kills it. Inside a Slurm allocation the workers are steps on its nodes, unless --backend says
     otherwise.
 
     \b
@@ -109,7 +109,7 @@ def up(
     "cut",
     default="auto",
     metavar="CUT",
-    help="Stream position of the checkpoint to go on from (default: the newest).",
+    help="Stream position of the checkpoint to resume from (default: the newest).",
 )
 @level_option
 @dry_run_option
@@ -123,9 +123,9 @@ def resume(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Go on with a run that was stopped or failed.
+    """Resume a run that was stopped or failed.
 
-    It begins with the newest complete checkpoint. A Slurm job's script is submitted again.
+    It starts from the newest complete checkpoint. A Slurm job's script is submitted again.
 
     \b
     Example:
@@ -173,14 +173,14 @@ def _resubmit(run: Run, log_level: str | None, dry_run: bool, as_json: bool) -> 
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
     required=True,
-    help="The run's directory, the same for all modules; made where it is missing.",
+    help="The run's directory, the same for all modules; created if missing.",
 )
 @backend_option
 @images_option
 @data_option
 @click.option(
     "--resume", "cut", default="auto", show_default=True, metavar="auto|own|none|CUT",
-    help="What to begin with: the newest complete checkpoint, the module's own newest state, "
+    help="What to start from: the newest complete checkpoint, the module's own newest state, "
     "nothing, or the checkpoint at this position of the stream.",
 )  # fmt: skip
 @level_option

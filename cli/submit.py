@@ -49,11 +49,11 @@ costs_option = click.option(
 @chain_argument
 @profile_option
 @nodes_option
-@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit, as sbatch has it.")
+@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit, in the format of sbatch.")
 @partition_option
 @costs_option
 @backend_option
-@click.option("--dependency", metavar="LIST", help="Start after other jobs, as sbatch has it.")
+@click.option("--dependency", metavar="LIST", help="Start after other jobs, as for sbatch.")
 @click.option("--wait", "wait_for_it", is_flag=True,
               help="Wait for the end; the exit code is the run's.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the batch script; submit and write nothing.")
@@ -188,7 +188,7 @@ def plan(
 
 @click.group()
 def profile() -> None:
-    """Site profiles: what a cluster wants of each job."""
+    """Site profiles: the settings of a cluster for all jobs."""
 
 
 @profile.command("list")

@@ -19,7 +19,7 @@ _POLL_S = 2.0
     "--logdir", type=click.Path(path_type=Path, file_okay=False),
     help="Write below DIRECTORY/RUN instead of the run's own folder.",
 )  # fmt: skip
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @json_option
 def tensorboard(
     run: str | None, runs: Path, logdir: Path | None, follow: bool, as_json: bool
