@@ -66,8 +66,8 @@ def up(
 
     One worker per module is started, and watched to the end.
     Ctrl-C stops the run after a checkpoint (exit code 75; 'dnictl resume' continues it), a second
-    one kills it. Inside a Slurm allocation the workers are steps on its nodes, unless --backend says
-    otherwise.
+    one kills it. Inside a Slurm allocation the workers are steps on its nodes, unless --backend
+    says otherwise.
 
     \b
     Example:
