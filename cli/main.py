@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _report_disk(error: OSError) -> int:
-    """A disk that is full, away, or not to be written is nobody's bug."""
+    """Report a file system that is full, away or read-only: that is not a bug."""
     where = f" {str(error.filename)!r}" if error.filename else ""
     click.echo(
         f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, or see to "

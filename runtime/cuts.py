@@ -1,7 +1,7 @@
 """The cuts of a run on disk: which there are, which are whole, and how that is told.
 
 This is the only module that lists ``checkpoints/``. A cut is a folder there whose name is a
-position in the stream, in twelve digits; whatever else lies there is somebody's own, and is left
+position in the stream, in twelve digits; all else in there is left
 alone. A module's *part* of a cut is ``MODULE.safetensors`` and ``MODULE.json``. The JSON is written
 last, and says the size of the other file (``bytes``) and a sum over both (``sha256``). Parts of
 earlier versions say neither, and are taken as they are.
@@ -50,7 +50,7 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
     """
     parts, found = {f"{module}.json" for module in modules}, []
     for cut, folder in cut_folders(run).items():
-        with contextlib.suppress(FileNotFoundError):  # somebody has just removed it
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
             if parts <= set(os.listdir(folder)):
                 found.append(cut)
     return found
@@ -259,7 +259,7 @@ def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool])
 def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
     """Remove what workers of these modules that were killed have left half-written.
 
-    Only for whoever knows that no worker of these modules writes at this moment.
+    The caller makes sure that no worker of these modules writes at this moment.
     """
     for folder in (*cut_folders(run).values(), run.root / "snapshots"):
         left = [

@@ -2,7 +2,7 @@
 
 ``RUN/keys/MODULE.key`` holds a worker's pair, ``MODULE.pub`` its public key for its neighbours, in
 Z85 (ZeroMQ RFC 32). Secrets are in no argument, environment, log or record. A file is believed only
-if nobody else can have written or read it, as ssh does with its keys.
+if no other user can have written or read it, as ssh does with its keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeyPair:
 
     Attributes:
         public: What neighbours know.
-        secret: What nobody else knows.
+        secret: The secret key.
     """
 
     public: bytes
@@ -114,7 +114,7 @@ class RunKeys:
         return public(self._run, module)
 
     def leave(self) -> None:
-        """Remove what was made here: whoever makes keys removes them."""
+        """Remove the keys that this object made."""
         if self._made:
             remove(self._run, self._module)
 
@@ -205,7 +205,7 @@ def remove(run: RunDir, module: str | None = None) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """A key file's content, if nobody else can have touched it.
+    """Return a key file's content, if no other user can have touched it.
 
     Both the folder and the file are opened without following links, and looked at when open.
     """

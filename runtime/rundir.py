@@ -108,7 +108,7 @@ class RunDir:
         return self.root / "leases"
 
     def taken(self, token: str) -> Path:
-        """Exists when somebody has taken the run over from the owner with this token."""
+        """Exists if the run has been taken over from the owner with this token."""
         return self.leases / f"{token}.taken"
 
     def beats(self, token: str) -> Path:
@@ -155,7 +155,7 @@ class RunDir:
         return self.requests / f"{_RESTART}{module}"
 
     def wanted_restarts(self) -> list[str]:
-        """Modules that somebody wants to be restarted; no request that is being written."""
+        """Modules with a restart request; requests that are being written are left out."""
         return [path.name.removeprefix(_RESTART) for path in self.requests.glob(f"{_RESTART}*")]
 
     def snapshot(self, module: str) -> Path:
@@ -234,14 +234,14 @@ def socket_folder(run: Path, folder: Path | None = None) -> Path:
     """Make the folder for the run's sockets, by default the one at :func:`socket_path`.
 
     Raises:
-        DataError: The folder's name is taken by somebody else.
+        DataError: The folder belongs to another user.
     """
     folder = folder or socket_path(run)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise DataError(
-            f"the socket folder {str(folder)!r} belongs to somebody else or is open to others",
+            f"the socket folder {str(folder)!r} belongs to another user or is open to others",
             hint="remove it, or set XDG_RUNTIME_DIR to a private folder",
         )
     return folder
@@ -291,7 +291,7 @@ def written_lately(path: Path, written: float, within_s: float) -> bool:
 
     Args:
         path: The file.
-        written: When, by the clock of whoever wrote it (Unix time).
+        written: When, by the writer's clock (Unix time).
         within_s: The seconds.
     """
     if 0 <= time.time() - written < within_s:

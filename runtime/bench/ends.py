@@ -209,7 +209,7 @@ class RawSource:
         try:
             if label == LAST:
                 self._socket.send(b"")
-            elif self._latency:  # nobody else reads the tensor now
+            elif self._latency:  # nothing else reads the tensor now
                 self._h[:2].view(torch.int64)[0] = label
                 self._socket.send(self._h.numpy().tobytes())
             else:

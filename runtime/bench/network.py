@@ -123,7 +123,7 @@ def lines_within(host: str, links: LinksSpec) -> list[Line]:
 
 
 def _measurable(links: LinksSpec) -> LinksSpec:
-    """A message's size is its size on the wire, and nobody waits as long as for a whole run."""
+    """A message's size is its size on the wire, and a wait is shorter than a whole run's."""
     narrow = {"dtype": None, "gradient_dtype": None}
     return links.model_copy(update={**narrow, "connect_timeout_s": _JOIN_S})
 

@@ -104,7 +104,7 @@ class Peer:
         return self._key.encode()
 
     def listen(self, job: Job, source: bytes) -> str:
-        """Let it receive what a job sends, and nobody but the owner of a key.
+        """Let it receive what a job sends, and only the owner of a key.
 
         Returns:
             The address to send it to.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Batch = tuple[Tensor, Tensor]
 """Samples (B, …), float32 unless the data set holds integers, and labels (B, …), int64 or float32.
 
-Both are new tensors that nobody else refers to.
+Both are new tensors without other references.
 """
 
 

@@ -224,7 +224,7 @@ def _build_full(
 
 
 def _can_ask() -> bool:
-    """Whether somebody can be asked for a passphrase."""
+    """Whether a terminal is there to ask for a passphrase."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 

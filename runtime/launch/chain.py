@@ -65,7 +65,7 @@ class Chain:
 
         Raises:
             SpecError: A module cannot be described in a file, or the chain cannot be used.
-            UsageError: The file exists, and somebody else wrote it.
+            UsageError: The file exists, and this method did not write it.
         """
         from dni_runtime.core.describe import import_path, layer_entry
         from dni_runtime.core.export import separate

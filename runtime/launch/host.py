@@ -102,7 +102,7 @@ def check_host(
 
 
 def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
-    """What somebody who turned encryption off should know; None where nothing is exposed.
+    """Return the warning for a chain without encryption; None if nothing is exposed.
 
     Args:
         links: The chain's.
@@ -112,7 +112,7 @@ def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
     if links.security != "none" or links.transport == "ipc" or interface is None:
         return None
     return (
-        f"'links.security: none': whoever can reach {interface!r} can read this chain's "
+        f"'links.security: none': anyone who can reach {interface!r} can read this chain's "
         "activations and labels, and take part in its training (docs/security.md)"
     )
 
@@ -209,7 +209,7 @@ def check_images(
                     "'dnictl build --sign'",
                 )
             verify_signature(tool, image, key=key)
-        # Where nobody has written down what it is, the image itself is looked into.
+        # Without an entry in the lock, look into the image itself.
         its_hash = entry.module_hash if entry is not None else _hash_inside(tool, image)
         if its_hash != worker.hash:
             raise ImageError(

@@ -30,7 +30,7 @@ class Journal:
         run: The run directory.
         state: What :meth:`write` writes.
         clock: Seconds that only go forward.
-        lease: The right to write; None where nobody else can be there.
+        lease: The right to write; None if no other process can exist.
 
     Attributes:
         failing: Whether the state could not be written when that was tried last.

@@ -1,13 +1,13 @@
-"""Who owns a run: one supervisor at a time, on whatever host, also over NFS.
+"""The owner of a run: one supervisor at a time, on any host, also over NFS.
 
 ``owner.json`` names the owner. It is made by link(2), which is atomic on NFS as well (open(2),
 O_EXCL), and never written again: the owner shows that it lives by a counter in a file of its own.
-Whoever takes over from an owner that is gone first makes the file ``leases/TOKEN.taken``, in the
-same way: of several that try, one succeeds, and the owner finds it when it was only slow. These
-files stay, so that nobody can take over from the same owner twice, however late it comes.
+To take over from an owner that is gone, a process first makes the file ``leases/TOKEN.taken`` in
+the same way: of several that try, one succeeds, and an owner that was only slow finds the file.
+These files stay, so that no process can take over from the same owner twice, however late.
 
 Hosts' clocks are never compared: an owner on another host is gone when its counter has not moved
-for ``SILENCE_S`` while somebody watched.
+for ``SILENCE_S`` while it was watched.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Lease:
             sleep: Waits for so many seconds.
 
         Raises:
-            UsageError: Somebody else owns it, and lives. Nothing of the run has been touched.
+            UsageError: A living process owns it. Nothing of the run has been touched.
         """
         me = Owner.me(job)
         handed = os.environ.pop(TOKEN_VARIABLE, None)
@@ -166,7 +166,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody has taken the run over."""
+        """Whether another process has taken the run over."""
         try:
             return self._run.taken(self.owner.token).exists()
         except OSError:  # a file system that is away
@@ -196,7 +196,7 @@ class Lease:
         return {TOKEN_VARIABLE: self.owner.token}
 
     def release(self) -> None:
-        """Give the run back, unless somebody has taken it over."""
+        """Release the run, unless another process has taken it over."""
         nobody = Owner(secrets.token_hex(8), "", "", 0, None)
         with contextlib.suppress(OSError):
             if _create(self._run.taken(self.owner.token), nobody):

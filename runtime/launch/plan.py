@@ -41,7 +41,7 @@ class WorkerPlan:
         module: The module that it serves.
         attempt: Which start of the module this is, from 1.
         argv: The command.
-        environment: Variables set on top of the environment of whoever starts it.
+        environment: Variables set on top of the starting process's environment.
         mounts: Folders of the host inside its container.
         image: Path of its image, or None without a container.
         log: File that gets what it prints.

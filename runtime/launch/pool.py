@@ -74,7 +74,7 @@ class WorkerPool:
         self._remind_at = 0.0
 
     def __bool__(self) -> bool:
-        """Whether any runs, or will run again."""
+        """Whether any worker runs, or will be restarted."""
         return bool(self.processes or self.due)
 
     def start(self, name: str) -> None:
@@ -91,10 +91,10 @@ class WorkerPool:
         module.state, module.pid = "starting", process.pid
         module.born = process_birth(process.pid)
         self._journal.event("worker_started", module=name, attempt=worker.attempt, pid=process.pid)
-        self._journal.write()  # whoever follows a supervisor that is killed finds the process
+        self._journal.write()  # for the supervisor that follows a killed one
 
     def start_all(self) -> None:
-        """Start all workers, where the plan leaves that open at the newest complete cut.
+        """Start all workers; by default at the newest complete cut.
 
         Raises:
             DamagedError: All checkpoints are damaged.
@@ -110,7 +110,7 @@ class WorkerPool:
             self.start(name)
 
     def adopt(self) -> None:
-        """Take over the workers that a former supervisor has started, and those that have ended."""
+        """Take over the workers that a former supervisor started, ended ones included."""
         living = []
         for name, module in self._modules.items():
             if module.state == "finished" and module.exit_code == 0:
@@ -123,7 +123,7 @@ class WorkerPool:
         self._journal.write()
 
     def _ended(self, name: str) -> int:
-        """How a worker that is nobody's child has ended, by its own last word."""
+        """Return how an adopted worker has ended, by its last report."""
         report = peek_json(self._run.worker(name))
         if report.get("attempt") == self._modules[name].attempt:
             if report["state"] == "finished":
@@ -133,12 +133,12 @@ class WorkerPool:
         return -signal.SIGKILL
 
     def keep_plan(self) -> None:
-        """Write down how each worker was started last, for a supervisor that follows."""
+        """Record how each worker was started last, for a supervisor that follows."""
         workers = tuple(self.workers.values())
         self._journal.write_json(self._run.plan, replace(self._plan, workers=workers).to_json())
 
     def start_due(self) -> dict[str, DniError]:
-        """Start those whose time has come; gives those that could not be, and why."""
+        """Start the modules that are due; return those that could not be started, and why."""
         ready = [name for name, due in self.due.items() if self._clock() >= due]
         failed = {}
         for name in ready:
@@ -152,7 +152,7 @@ class WorkerPool:
     def start_again(
         self, name: str, delay_s: float, reason: str, *, resume: str | None = None
     ) -> None:
-        """Have a worker that has ended restarted.
+        """Restart a worker that has ended.
 
         Args:
             name: Its module.
@@ -182,7 +182,7 @@ class WorkerPool:
         )
 
     def start_all_again(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
-        """End all, and have them restarted from the newest complete cut.
+        """End all workers, and restart them from the newest complete cut.
 
         Args:
             delay_s: Seconds until then.
@@ -201,10 +201,10 @@ class WorkerPool:
             self.start_again(worker.module, delay_s, reason, resume=str(cut))
 
     def fall_back(self, name: str) -> bool:
-        """Begin with all modules at an older cut, where one has found its part damaged.
+        """Restart all modules at an older cut, because one has found its part damaged.
 
         Returns:
-            False where somebody has asked for that very cut.
+            False if the user asked for that cut.
 
         Raises:
             DamagedError: There is none that is whole.
@@ -220,14 +220,14 @@ class WorkerPool:
         return True
 
     def _newest_cut(self, below: int | None) -> int:
-        """The same for all modules: found by each for itself, it might not be the same."""
+        """Choose one cut for all modules: each alone might choose another one."""
         cut, damaged = newest_cut(self._run, list(self.workers), below=below)
         for problem in damaged:
             self._journal.damaged(str(problem))
         return cut
 
     def replace(self, worker: WorkerPlan) -> None:
-        """Start a module on another host from now on."""
+        """Start a module on another host from its next attempt on."""
         old = self.workers[worker.module]
         self.workers[worker.module] = worker
         self.keep_plan()
@@ -238,39 +238,39 @@ class WorkerPool:
         )
 
     def give_up_restarts(self) -> None:
-        """Whoever was about to be restarted is not."""
+        """Cancel all restarts that are due."""
         for name in self.due:
             self._modules[name].state = "stopped"
         self.due.clear()
 
     def ask_to_leave(self, name: str) -> None:
-        """Have a worker save its state and leave; it is killed when it takes too long."""
+        """Ask a worker to save its state and leave; it is killed if it takes too long."""
         if name not in self._shutdown:
             self._journal.event("restart_requested", module=name)
             self._shutdown[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
             self._send([name], signal.SIGUSR1)
 
     def has_left(self, name: str) -> bool:
-        """Whether a worker that has ended had been asked to; forgets that it was."""
+        """Return whether a worker that has ended was asked to leave; the request is forgotten."""
         return self._shutdown.pop(name, None) is not None
 
     def see_off(self) -> None:
-        """Kill whoever was asked to leave and did not."""
+        """Kill the workers that did not leave in time."""
         now = self._clock()
         late = [name for name, kill_at in self._shutdown.items() if now >= kill_at]
         self.kill([name for name in late if name in self.processes], "it did not leave in time")
 
     def stop_all(self) -> None:
-        """Have all workers leave after a checkpoint."""
+        """Ask all workers to leave after a checkpoint."""
         self._send(self.processes, signal.SIGTERM)
 
     def hurry_all(self) -> None:
-        """Have all workers leave at once."""
+        """Ask all workers to leave at once."""
         self.hurried |= self.processes.keys()
         self._send(self.processes, signal.SIGUSR2)
 
     def remind(self) -> None:
-        """Send again what could not be sent."""
+        """Resend the signals that could not be sent."""
         if self._unsent and self._clock() >= self._remind_at:
             unsent, self._unsent = self._unsent, {}
             for number in dict.fromkeys(unsent.values()):
@@ -283,7 +283,7 @@ class WorkerPool:
             self._remind_at = self._clock() + _REMIND_S
 
     def kill(self, names: Iterable[str], reason: str) -> None:
-        """Kill some workers, each once."""
+        """Kill workers, each once."""
         fresh = [name for name in names if name not in self.killed]
         for name in fresh:
             self.killed.add(name)
@@ -292,12 +292,12 @@ class WorkerPool:
             self._starter.kill_all({name: self.processes[name] for name in fresh})
 
     def kill_gone(self, modules: Iterable[str]) -> None:
-        """End what stands here for workers that have ended elsewhere."""
+        """End the local processes of workers that have ended on other hosts."""
         gone = self._starter.gone([name for name in modules if name in self.processes])
         self.kill(gone, "it has ended, and srun has not noticed")
 
     def kill_all(self, reason: str) -> None:
-        """Kill all workers, and start none again."""
+        """Kill all workers, and restart none."""
         self.due.clear()
         self.kill(self.processes, reason)
 
@@ -311,5 +311,5 @@ class WorkerPool:
                 module = self._modules[name]
                 module.exit_code, module.signal = shell_status(returncode)
                 ended.append(name)
-        # Whoever was killed from outside comes first: its neighbours' errors are consequences.
+        # Killed ones first: their neighbours' errors are consequences.
         return sorted(ended, key=lambda name: self._modules[name].signal is None)

@@ -167,7 +167,7 @@ class Run:
             return state
         write_json(self.directory.stop_request, {"time": time.time(), "timeout_s": timeout_s})
         if state.phase == "queued" and job is not None and job.job is not None:
-            cancel(job.job)  # nobody is there to read the request
+            cancel(job.job)  # there is no supervisor to read the request
         # The supervisor looks a few times a second, and kills late workers itself.
         state = self.wait(grace_s + _STOP_TIMEOUT_S)
         if state.active:
@@ -371,7 +371,7 @@ class Run:
             What to start; None if the workers that were left have finished it.
 
         Raises:
-            UsageError: Somebody else owns it, or it has no such checkpoint.
+            UsageError: Another process owns it, or it has no such checkpoint.
         """
         from dni_runtime.launch.start import Launch, end_leftovers, take
 
@@ -399,7 +399,7 @@ class Run:
             What to start; None if it has finished.
 
         Raises:
-            UsageError: Somebody else supervises it, or this is no allocation of its job's.
+            UsageError: Another process supervises it, or this process is outside its job.
         """
         from dni_runtime.launch.slurm.allocation import plan_of_job
         from dni_runtime.launch.start import Launch, planned, take

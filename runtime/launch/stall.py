@@ -68,7 +68,7 @@ class Stall:
 
 @dataclass
 class _Seen:
-    """What has been seen of one start of a module; times in seconds in which somebody looked.
+    """What has been seen of one start of a module; times in seconds in which the supervisor looked.
 
     Attributes:
         report: The newest report; empty before the first.
@@ -187,7 +187,7 @@ class StallRule:
         name = self._modules[index]
         seen, still_s = self._seen.get(name), self.still_s(name)
         if seen is None or still_s < self._stall_s or seen.phase == "stopping":
-            return None  # whoever leaves is killed when that takes too long
+            return None  # it is killed if that takes too long
         limit_s = max(self._stall_s, SLOW * seen.longest_s)
         patient_s = max(limit_s, PATIENT * self._stall_s)
         if not seen.moves:

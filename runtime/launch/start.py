@@ -47,10 +47,10 @@ def planned(run: RunDir) -> LaunchPlan:
 
 
 def take(run: RunDir) -> Lease:
-    """Become the owner of a run, which nobody else may supervise meanwhile.
+    """Become the owner of a run: no other process may supervise it meanwhile.
 
     Raises:
-        UsageError: Somebody owns it already.
+        UsageError: Another process owns it.
     """
     job = os.environ.get("SLURM_JOB_ID")
     lease = Lease.take(run, job, told=partial(print, file=sys.stderr))
@@ -79,7 +79,7 @@ class Launch:
         """Become the owner of a run, and keep the plan in its directory.
 
         Raises:
-            UsageError: Somebody else owns the run.
+            UsageError: Another process owns the run.
         """
         lease = lease or take(run)
         write_json(run.plan, plan.to_json())
@@ -144,7 +144,7 @@ class Launch:
             if process.poll() is not None:
                 break
             time.sleep(0.1)
-        process.terminate()  # its workers would be on their own, known to nobody
+        process.terminate()  # else its workers would be unknown to all
         try:
             process.wait(_KILLED_S)
         except subprocess.TimeoutExpired:

@@ -115,7 +115,7 @@ class RunState:
 
     @property
     def active(self) -> bool:
-        """Whether somebody is (or should be) working on the run."""
+        """Whether the run has not ended."""
         return self.phase in ACTIVE
 
     @property

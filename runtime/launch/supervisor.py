@@ -208,7 +208,7 @@ class Supervisor:
             self._pool.kill_gone(silent)
 
     def _tell_of(self, name: str, report: Mapping[str, Any]) -> None:
-        """Make events of what a worker has newly found amiss."""
+        """Turn new findings of a worker into events."""
         diverged, warning = report.get("diverged"), report.get("warning")
         if self._told.get((name, "diverged")) != diverged:
             self._told[name, "diverged"] = diverged
@@ -220,7 +220,7 @@ class Supervisor:
                 self._journal.event("worker_warning", module=name, warning=warning)
 
     def _heed_requests(self) -> None:
-        """Modules that somebody wants to be restarted (``dnictl restart``)."""
+        """Obey requests to restart modules (``dnictl restart``)."""
         with contextlib.suppress(OSError):
             for name in self._run.wanted_restarts():
                 self._run.restart_request(name).unlink(missing_ok=True)
@@ -237,7 +237,7 @@ class Supervisor:
             self._journal.write()
 
     def _judge(self, name: str, module: ModuleState) -> None:
-        """Decide what the end of one worker means for the run."""
+        """Decide what the exit of one worker means for the run."""
         told = self._stop_reason is not None
         # SIGTERM ends a worker that is still importing torch, before it can catch it.
         driven = name in self._pool.killed or name in self._pool.hurried
@@ -285,7 +285,7 @@ class Supervisor:
             self._linger_until = self._clock() + self._plan.stop_grace_s
 
     def _may_start_again(self, name: str, module: ModuleState) -> bool:
-        """Have a worker that has died restarted, unless that cannot help."""
+        """Restart a worker that has died, unless that cannot help."""
         plan, backoff = self._plan.restart, self._backoff[name]
         assert module.exit_code is not None
         if module.signal is None and module.exit_code and not self._run.worker(name).exists():
@@ -298,7 +298,7 @@ class Supervisor:
         return True
 
     def _could_not_start(self, name: str, error: DniError) -> None:
-        """Try again later: a disk that is full now, or a host without room for a process."""
+        """Retry later: the disk may be full now, or the host without room for a process."""
         module = self.state.modules[name]
         module.state, module.exit_code = "failed", error.exit_code
         delay_s = self._backoff[name].delay_s(self._plan.restart, DniError.exit_code, self._clock())
@@ -316,13 +316,13 @@ class Supervisor:
             self._pool.start_all_again(delay_s, reason)
 
     def _complete(self, name: str) -> bool:
-        """Whether a worker that has ended says itself that it has finished."""
+        """Whether a worker that has exited reported that it had finished."""
         module, report = self.state.modules[name], peek_json(self._run.worker(name))
         said = (report.get("attempt"), report.get("state"))
         return module.exit_code == 0 and said == (module.attempt, "finished")
 
     def _mind_hosts(self, hosts: Hosts, ended: Sequence[str]) -> None:
-        """Find other hosts for the modules of those that are lost.
+        """Find other hosts for the modules of lost hosts.
 
         Args:
             hosts: Where they are.

@@ -268,7 +268,7 @@ class OutputLink:
         self._transmit()
 
     def miss(self, id: int) -> None:
-        """Leave a batch out, because there is no room and nobody who takes it."""
+        """Skip a batch: the window is full and the neighbour is gone."""
         self._sender.miss(id)
 
     def send_mark(

@@ -220,7 +220,7 @@ class Sender:
         if refusal.field != INVITATION:
             raise refusal.error(self.contract.source, self.contract.target)
         if self.state is State.OPEN and not self._asking:
-            self._since = self._number + 1  # it was lost, and nobody noticed
+            self._since = self._number + 1  # it was lost unnoticed
         # else a HELLO was on this connection before its invitation came
         self.state, self._asking = State.GREETING, False
         self.greeting_due = True

@@ -113,7 +113,7 @@ def encrypt_input(socket: Socket, own: KeyPair) -> None:
 
 
 def encrypt_output(socket: Socket, own: KeyPair, server: bytes) -> None:
-    """Let a socket connect by CURVE to whoever has a key, and to nobody else.
+    """Let a socket connect by CURVE, only to the owner of a key.
 
     Raises:
         DataError: That is no key.

@@ -177,7 +177,7 @@ def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
     """States of jobs: squeue while they are there, then the controller's memory, then sacct.
 
     Returns:
-        The state of each job that somebody still knows.
+        The state of each job that Slurm still knows.
 
     Raises:
         UnavailableError: Slurm does not answer: nothing is known.

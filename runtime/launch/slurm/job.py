@@ -111,7 +111,7 @@ def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool
         state: The run's own.
         job: The job's id.
         info: What Slurm says of it, or None when it does not know the job any more.
-        told_to_stop: Whether somebody has asked the run to end.
+        told_to_stop: Whether a stop was requested.
     """
     if info is not None and info.alive:
         if info.pending:

@@ -31,7 +31,7 @@ NO_KILL = "--no-kill"
 # one that the site has made for all.
 _STEP = (
     "umask 077; sockets=$1; scratch=$2; shift 2; foreign() { "
-    'echo "the folder $1 cannot be made, or belongs to somebody else" >&2; exit 69; }; '
+    'echo "the folder $1 cannot be made, or belongs to another user" >&2; exit 69; }; '
     'mkdir -p -- "$sockets" && [ -O "$sockets" ] && [ ! -L "$sockets" ] && chmod 700 "$sockets" || '
     'foreign "$sockets"; '
     '[ -z "$scratch" ] || { mkdir -p -- "$scratch" && case $(stat -L -c %u -- "$scratch") in '
