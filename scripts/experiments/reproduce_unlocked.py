@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from remember import accuracies, grid, parser, table
 from reproduce_paper import METHODS, ROOT, chain_spec, folder_of
+from unlocked import UnlockedChain
 
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
-from dni_runtime.core.unlocked import UnlockedChain
 from dni_runtime.data import describe, open_data
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import parse_choice

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from unlocked import UnlockedChain
 
-from dni_runtime.core.unlocked import UnlockedChain
 from tests.unit.core.conftest import Chain
 
 SYNTHETIC = "{synthetic: {synthesizer: {mlp: {hidden: 16}}}}"
