@@ -18,5 +18,5 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "KB", "1TB", "-1KB", "6", "0", "nan", "infGB", "2GB", "1.5"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match="no size of a batch"):
+    with pytest.raises(UsageError, match="not a valid batch size"):
         parse_size(text)

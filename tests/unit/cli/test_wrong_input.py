@@ -128,7 +128,7 @@ def test_links_without_encryption_are_warned_about(dnictl: Dnictl, write_chain: 
     for command in (["validate", path], ["up", path, "--backend", "process", "--dry-run"]):
         result = dnictl(*command)
         assert result.code == 0
-        assert "warning: 'links.security: none': whoever can reach '127.0.0.1'" in result.err
+        assert "warning: 'links.security: none': anyone who can reach '127.0.0.1'" in result.err
     path = write_chain(("epochs: 2", f"epochs: 2\n{links.replace('none', 'curve')}"))
     assert "security" not in dnictl("validate", path).err
 

@@ -140,7 +140,7 @@ def test_the_steps_shell_makes_private_folders(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     done = step(tmp_path / "s s", str(tmp_path / "t"))
     assert (done.returncode, done.stdout) == (69, "")
-    assert f"the folder {tmp_path / 't'} cannot be made, or belongs to somebody" in done.stderr
+    assert f"the folder {tmp_path / 't'} cannot be made, or belongs to another user" in done.stderr
 
 
 def test_the_script_is_sound_bash_and_quotes() -> None:
