@@ -132,3 +132,10 @@ def test_where_slurm_does_not_answer(
     starter.kill_all(workers)
     assert len(asked(bin)) == 2
     assert [ended(process) for process in workers.values()] == [-signal.SIGKILL] * 3
+
+
+def test_a_module_whose_step_has_gone(bin: Path, starter: SlurmStarter) -> None:
+    """Where Slurm does not answer, nothing is known to have gone."""
+    assert starter.gone(["bottom", "top"]) == ["top"]
+    program(bin, "squeue", SILENT)
+    assert not starter.gone(["bottom", "top"])
