@@ -1,4 +1,4 @@
-"""``up`` within an allocation of Slurm."""
+"""``up`` within a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def up_in_allocation(
     prepared: Prepared, root: Path, site: Site, log_level: str, *, dry_run: bool, as_json: bool
 ) -> Launch | None:
-    """``up`` where Slurm has given nodes already: the same steps as a submitted job's.
+    """Plan ``up`` on the nodes of an allocation, with the same steps as a submitted job.
 
     Returns:
-        What to start; None for a dry run, which prints where the modules would be.
+        The launch; None for a dry run, which prints the placement.
 
     Raises:
         UsageError: There are no nodes, or the chain cannot be placed on them.
@@ -42,7 +42,7 @@ def up_in_allocation(
     allocation = allocation_here()
     if allocation is None:
         raise UsageError(
-            "SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: this is no allocation",
+            "SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: this is not an allocation",
             hint="--backend process or apptainer starts the workers on this host",
         )
     profile_name = os.environ.get("DNICTL_PROFILE")

@@ -50,7 +50,7 @@ def bench() -> None:
     Example:
       dnictl bench module chain.yaml   which module is the slowest, and why
       dnictl bench chain chain.yaml    real workers beside plain backpropagation
-      dnictl bench link                what the transport can carry
+      dnictl bench link                throughput and latency of the transport
     """
 
 
@@ -60,7 +60,7 @@ def bench() -> None:
 @click.option("--transport", default="ipc,tcp", show_default=True, metavar="NAME,…",
               help="ipc, or tcp over loopback.")  # fmt: skip
 @click.option("--security", default="none,curve", show_default=True, metavar="NAME,…",
-              help="none, or curve: tcp as it is encrypted between hosts.")  # fmt: skip
+              help="none, or curve: tcp, encrypted as between hosts.")  # fmt: skip
 @click.option("--window", type=click.IntRange(1, 4096), default=8, show_default=True,
               help="Unacknowledged batches.")  # fmt: skip
 @_repetitions(5)
@@ -78,8 +78,8 @@ def link(
     """Measure a link between two processes, beside bare ZeroMQ with the same messages.
 
     MB are millions of bytes, one way; the link checks and acknowledges every batch. Both are
-    measured in turns, and a ratio is the median of those within a repetition. 'of plain' is an
-    encrypted link over one that is not.
+    measured in turns, and a ratio is the median of those within a repetition. 'of plain' is the
+    ratio of the encrypted link to the unencrypted one.
 
     \b
     Example:
@@ -131,7 +131,7 @@ def module(
 
     Forward pass; backward pass with the optimizer's step; the gradient interface's signal; and what
     learning from true gradients costs per batch. A chain trains as fast as its slowest module:
-    layers moved from there to a faster one make it faster.
+    move layers from that module to a faster one.
 
     \b
     Example:
@@ -164,15 +164,15 @@ def module(
 @click.option("--batches", type=click.IntRange(1),
               help="End after this number of batches, if that is earlier.")  # fmt: skip
 @click.option("--warmup", type=click.FloatRange(0), default=3.0, show_default=True,
-              help="Seconds of training before that, unmeasured.")  # fmt: skip
+              help="Seconds of unmeasured training before it.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1),
               help="Threads of plain backpropagation (default: as many as the chain's modules "
               "have).")  # fmt: skip
 @_repetitions(3)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False),
-              help="Keep the run directories here (default: nowhere).")  # fmt: skip
+              help="Keep the run directories here (default: delete them).")  # fmt: skip
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="PNG",
-              help="Draw it (needs matplotlib).")  # fmt: skip
+              help="Draw the result (needs matplotlib).")  # fmt: skip
 @data_option
 @json_option
 def chain(
@@ -189,9 +189,9 @@ def chain(
 ) -> None:
     """Run a chain with real workers for a while, beside plain backpropagation in one process.
 
-    Its modules are processes here and talk through their real links. Start, warm-up, evaluations
-    and checkpoints are left out. 'waits' are shares of a module's time without work: for its input,
-    for room in its window (the next module is the slower one), for true gradients.
+    The modules run as processes on this host, over their real links. Start, warm-up, evaluations
+    and checkpoints are not counted. 'waits' are the shares of a module's time in which it waits for
+    input, for room in its window (the next module is slower), or for true gradients.
 
     \b
     Example:
@@ -308,7 +308,7 @@ def _print_modules(costs: list[ModuleCost]) -> None:
         mean = sum(cost.step_us.median for cost in costs) / len(costs)
         click.echo(
             f"slowest: {slowest.module}, {slowest.step_us.median / mean:.2f} times the mean; "
-            f"at most {slowest.samples_per_s:,.0f} samples/s where each module has its own cores"
+            f"at most {slowest.samples_per_s:,.0f} samples/s if each module has its own cores"
         )
 
 
@@ -367,7 +367,7 @@ def _table(columns: list[str], rows: list[list[Any]]) -> None:
 
 
 def _both(spread: Spread, digits: int) -> tuple[str, str]:
-    """A median and its range."""
+    """Return a median and its range."""
     return (
         f"{spread.median:,.{digits}f}",
         f"{spread.low:,.{digits}f}-{spread.high:,.{digits}f}",

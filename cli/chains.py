@@ -19,7 +19,7 @@ def _templates() -> list[str]:
 
 
 def _files(template: str, path: Path) -> dict[Path, str]:
-    """What a template consists of: the chain file, and programs that lie beside it."""
+    """Return a template's files: the chain file, and programs beside it."""
     folder = files("dni_runtime.definitions") / "chains"
     found = {path: (folder / f"{template}.yaml").read_text("utf-8")}
     beside = folder / template
@@ -40,9 +40,9 @@ def _files(template: str, path: Path) -> dict[Path, str]:
 def init(template: str, path: Path) -> None:
     """Write a first chain file to PATH (chain.yaml).
 
-    mlp and cnn are small networks on digits that come with this package, fashion-mlp and
-    fashion-cdni (synthetic gradients alone) larger ones on Fashion-MNIST. lm is a small language
-    model, with its layers (lm.py) and a program that lets it write (generate.py) beside PATH.
+    mlp and cnn are small networks on the digits in this package, fashion-mlp and fashion-cdni
+    (synthetic gradients alone) larger ones on Fashion-MNIST. lm is a small language model, with
+    its layers (lm.py) and a program that generates text (generate.py) beside PATH.
 
     \b
     Example:
@@ -52,7 +52,7 @@ def init(template: str, path: Path) -> None:
     for target in texts:
         if target.exists():
             hint = "remove it, or name another file" if target == path else "name another folder"
-            raise UsageError(f"{str(target)!r} exists already", hint=hint)
+            raise UsageError(f"{str(target)!r} already exists", hint=hint)
     for target, text in texts.items():
         try:
             with target.open("x", encoding="utf-8") as file:

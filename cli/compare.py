@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--interface", "-i", "labelled", multiple=True, metavar="LABEL=INTERFACE",
-    help="One more, with options, as in a chain file: 'mlp={synthetic: {synthesizer: mlp}}'.",
+    help="Another one with options, as in a chain file: 'mlp={synthetic: {synthesizer: mlp}}'.",
 )  # fmt: skip
 @click.option("--seeds", type=click.IntRange(1, 100), default=1, show_default=True,
-              help="Trainings of each, from the chain's seed on.")  # fmt: skip
+              help="Runs of each method, with seeds counted from the chain's.")  # fmt: skip
 @click.option(
     "--target", type=float,
-    help="Take the time to this value of the metric (default: 0.01 below backprop's).",
+    help="Measure the time to this value of the metric (default: 0.01 below backprop's).",
 )  # fmt: skip
 @click.option(
     "--threads", type=click.IntRange(1),
@@ -57,11 +57,11 @@ def compare(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare gradient interfaces, and backpropagation.
+    """Compare gradient interfaces with each other and with backpropagation.
 
-    A chain is trained under each of several interfaces, and by backpropagation in one process.
-    Same network, data, optimizer and epochs; the chain's modules are processes here and talk
-    through their real links. Times begin with the first batch and include evaluations.
+    Trains a chain under each interface, and by backpropagation in one process, with the same
+    network, data, optimizer and epochs. The modules run as processes on this host, over their
+    real links. Times begin with the first batch and include evaluations.
 
     \b
     Example:
@@ -85,8 +85,8 @@ def compare(
     prepared = prepare(chain, data=data)
     if prepared.chain.eval_every == 0:
         raise UsageError(
-            f"{prepared.locate('eval_every')}: 0, so there is nothing to compare",
-            hint="leave it out, or set it to 1",
+            f"{prepared.locate('eval_every')}: 0, so there are no evaluations to compare",
+            hint="remove it, or set it to 1",
         )
     metric = metric_of(prepared.chain)
     numbers = range(prepared.chain.seed, prepared.chain.seed + seeds)
@@ -185,7 +185,7 @@ def _train(
     if error is not None:
         raise error
     if state.phase != "finished":
-        click.echo(f"stopped; what was finished is in {folder / 'result.json'}", err=True)
+        click.echo(f"stopped; the finished runs are in {folder / 'result.json'}", err=True)
         sys.exit(state.exit_code or 75)
     return read_trial(run.record, method, seed, metric)
 

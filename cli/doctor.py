@@ -26,11 +26,11 @@ _NEEDED = {"process": {"always"}, "apptainer": {"always", "containers"}}
     type=click.Choice(list(_NEEDED)),
     default="process",
     show_default=True,
-    help="What must be there: for plain processes, or for containers too.",
+    help="Backend to check for: plain processes, or containers too.",
 )
 @click.option("--network", is_flag=True,
-              help="Measure links instead: CHAIN's between the nodes of this Slurm allocation, "
-              "or those between all of its nodes.")  # fmt: skip
+              help="Measure links instead: CHAIN's links between the nodes of this Slurm "
+              "allocation, or without CHAIN the links between all its nodes.")  # fmt: skip
 @click.option("--interface", metavar="NAME",
               help="With --network, without CHAIN: interface or network of the links.")  # fmt: skip
 @profile_option
@@ -47,8 +47,8 @@ def doctor(
 ) -> None:
     """Check this machine for everything that a chain may need.
 
-    Ends with exit code 69 when something is missing that --backend needs, or when two nodes cannot
-    be joined; other findings are informational.
+    The exit code is 69 if something is missing that --backend needs, or if two nodes cannot
+    be connected; other findings are informational.
 
     \b
     Example:

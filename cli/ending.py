@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def conclude(run: Run, *, as_json: bool) -> NoReturn:
-    """Print how a run ended, and end the command with the run's exit code."""
+    """Print how a run ended, and exit with the run's exit code."""
     state = run.state()
     figures = run.status(state)
     if as_json:
@@ -33,7 +33,7 @@ def conclude(run: Run, *, as_json: bool) -> NoReturn:
 
 
 def summary(figures: RunFigures) -> str:
-    """One line on a run that has ended."""
+    """Return one line on a run that has ended."""
     from dnictl.show import chain_line, duration
 
     took = ""

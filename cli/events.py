@@ -1,4 +1,4 @@
-"""Commands ``restart`` and ``events``: starting a module again, and what has happened in a run."""
+"""Commands ``restart`` (one module) and ``events`` (the history of a run)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json:
     path = its.directory.events
     reader = LineReader(path, offset=0 if tail is None else offset_of_last(path, tail))
     limit = tail
-    for _ in its.states():  # the state first: what was written before the end is seen after it
+    for _ in its.states():  # the state first, to miss nothing that is written before the end
         new = reader.new()
         if limit is not None:
             new, limit = iter(deque(new, maxlen=limit)), None

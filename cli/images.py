@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     help="Install exactly the packages that dni.lock in --out names, by hash.",
 )
 @click.option("--notest", is_flag=True, help="Do not run the images' %test.")
-@click.option("--dry-run", is_flag=True, help="Say what would be built, and build nothing.")
-@click.option("--verbose", "-v", is_flag=True, help="Show every line of the builder.")
+@click.option("--dry-run", is_flag=True, help="Print what would be built; build nothing.")
+@click.option("--verbose", "-v", is_flag=True, help="Show the builder's whole output.")
 @json_option
 def build(
     chain: Path,
@@ -160,7 +160,7 @@ def verify(
 @click.argument("image", type=click.Path(path_type=Path))
 @json_option
 def inspect(image: Path, as_json: bool) -> None:
-    """Show which module an image holds: its labels and its spec.
+    """Show an image's labels, and the spec of its module.
 
     \b
     Example:
@@ -189,7 +189,7 @@ def render() -> None:
 @render.command("def")
 @chain_argument
 @data_option
-@click.option("--image", "wanted", metavar="NAME", help="Only this: 'base', or a module's name.")
+@click.option("--image", "wanted", metavar="NAME", help="Only 'base', or only this module.")
 def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
     """Print the Apptainer definitions of a chain's images.
 
@@ -309,7 +309,7 @@ def _reporting(verbose: bool) -> Iterator[Report]:
 
 
 _QUIET_S = 15.0
-"""Without a terminal: how often a line of a long build is shown, as a sign of life."""
+"""Seconds between shown lines of a long build, without a terminal."""
 
 
 def _plain(verbose: bool) -> Report:

@@ -1,4 +1,4 @@
-"""The command ``logs``: what the workers of a run have printed, merged by time."""
+"""The command ``logs``: the output of a run's workers, merged by time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Line:
 
 
 class Follower:
-    """Reads a log's lines as they come; ``tail``: at first only about so many from its end."""
+    """Reads a log's new lines; the first read begins about ``tail`` lines before the end."""
 
     def __init__(self, path: Path, module: str, attempt: int, tail: int | None = None) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Follower:
         self._stamp = ""
 
     def new(self, *, all_of_it: bool = False) -> Iterator[Line]:
-        """Lines that have been added; with ``all_of_it`` also one without its end."""
+        """Yield added lines; with ``all_of_it`` also an unfinished last one."""
         for line in self._lines.read(all_of_it=all_of_it):
             text = line.decode(errors="replace")
             match = _STAMP.match(text)
@@ -72,7 +72,7 @@ def logs(
     attempt: int | None,
     as_json: bool,
 ) -> None:
-    """Print what the workers of a run have logged, merged by time.
+    """Print the logs of a run's workers, merged by time.
 
     Without MODULE all modules are shown. The module 'supervisor' is the supervisor of a run in
     the background or of a job.
@@ -112,13 +112,13 @@ def logs(
         if not any(follower.path.exists() for follower in followers.values()):
             click.echo(f"{run.name} has no such logs", err=True)
         return
-    for state in run.states():  # the state first: what was written before the end is seen after it
+    for state in run.states():  # the state first, to miss nothing that is written before the end
         for line in look(all_of_it=not state.active):
             write(line)
 
 
 def _whose(names: tuple[str, ...], runs: Path) -> tuple[Run, Sequence[str]]:
-    """The run and the modules that are meant; RUN may be left out."""
+    """Return the run and the modules that NAMES stand for; RUN may be left out."""
     run: Run | None = None
     if names:
         try:

@@ -23,10 +23,10 @@ _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR),
 }
-"""Errors of file systems that users can do something about."""
+"""File system errors that users can fix."""
 
-# Where each command is; modules are imported when one of their commands is used. Command modules
-# import nothing heavy (torch, pydantic, rich) before they run, so that --help stays quick.
+# The module of each command, imported when the command is used. Command modules import nothing
+# heavy (torch, pydantic, rich) before they run, so that --help stays quick.
 COMMANDS = {
     "init": "dnictl.chains",
     "validate": "dnictl.chains",
@@ -88,7 +88,7 @@ class Commands(click.Group):
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done, 64 usage, 65 image, 66 data, 69 something missing, 70 a worker "
-    "failed, 75 stopped (resume goes on), 78 chain file; see docs/commands.md.",
+    "failed, 75 stopped ('dnictl resume' continues), 78 chain file, 79 diverged.",
 )
 @click.version_option(__version__, prog_name="dnictl")
 @click.option("--debug", is_flag=True, expose_value=False,
@@ -103,7 +103,7 @@ def cli() -> None:
     dnictl up chain.yaml           train it here
     dnictl submit chain.yaml       train it on a Slurm cluster
     dnictl status                  look at the latest run
-    dnictl export -o m.safetensors take the model home
+    dnictl export -o m.safetensors write the trained model to a file
     """
 
 
@@ -120,9 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         click.echo("dnictl: interrupted", err=True)
         code = 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of a pipe has left (head, less): no news for anybody.
+        # The reader of a pipe has exited (head, less): nothing to report.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1  # as click has it
+        code = 1  # as in click
     except DniError as error:
         click.echo(
             f"{click.style('dnictl: error:', fg='red', bold=True)} {error}", err=True, color=color
@@ -139,17 +139,17 @@ def _report_disk(error: OSError) -> int:
     """Report a file system that is full, away or read-only: that is not a bug."""
     where = f" {str(error.filename)!r}" if error.filename else ""
     click.echo(
-        f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, or see to "
-        "it that it can be read and written, then try again",
+        f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, "
+        "or check that it can be read and written, then try again",
         err=True,
     )
-    with contextlib.suppress(OSError, ValueError):  # what could not be printed must not be again
+    with contextlib.suppress(OSError, ValueError):  # or Python prints the rest at exit
         sys.stdout.close()
     return CheckpointError.exit_code
 
 
 def _report_bug(error: Exception) -> int:
-    """A traceback belongs into a file, unless it was asked for."""
+    """Write the traceback to a file; print it if that was requested."""
     if "--debug" in sys.argv or os.environ.get("DNICTL_DEBUG"):
         traceback.print_exception(error)
         return DniError.exit_code

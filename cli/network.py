@@ -1,4 +1,4 @@
-"""What ``doctor --network`` does: measure the links of an allocation, or of this host."""
+"""``doctor --network``: measures the links of an allocation, or of this host."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def measure_network(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure, and print what was found.
+    """Measure links and print the figures.
 
     Raises:
-        UsageError: It is not known what to measure.
-        UnavailableError: Two ends cannot be joined.
+        UsageError: The arguments do not define a link to measure.
+        UnavailableError: Two nodes cannot be connected.
     """
     from dni_runtime.bench.network import measure_lines, step_on
     from dni_runtime.bench.peer import Peer
@@ -40,7 +40,7 @@ def measure_network(
     if chain is not None and interface is not None:
         raise UsageError(
             "--interface is for measuring without a chain",
-            hint=f"say it in {str(chain)!r}: links.interface",
+            hint=f"set links.interface in {str(chain)!r}",
         )
     profile = load_profile(profile_name)
     allocation = allocation_here()
@@ -73,7 +73,7 @@ def measure_network(
     if failures:
         raise UnavailableError(
             "\n  ".join([f"{len(failures)} of {len(found)} links cannot be measured:", *failures]),
-            hint="see 'ip -brief address' on the nodes, and whether a firewall lets them talk",
+            hint="see 'ip -brief address' on the nodes, and whether a firewall blocks them",
         )
 
 
@@ -100,7 +100,7 @@ def _lines(
         return network.lines_within(allocation.hosts[0], LinksSpec())
     if interface is None:
         raise UsageError(
-            "no network interface is named, by which the nodes shall talk",
+            "no network interface is named for the links between nodes",
             hint="name one (ib0), or a network such as 10.0.0.0/16, with --interface or in the "
             "site profile",
         )

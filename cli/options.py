@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 Wanted = Literal["auto", "process", "apptainer"]
-"""Backends that may be asked for."""
+"""Backends that a user can name."""
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Names of runs that begin so, for the shell."""
+    """Return the names of runs that begin with an incomplete word, for the shell."""
     folder = Path(context.params.get("runs") or "runs")
     if not folder.is_dir():
         return []
@@ -30,7 +30,7 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 def complete_profiles(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    """Names of site profiles that begin so, for the shell."""
+    """Return the names of site profiles that begin with an incomplete word, for the shell."""
     from dni_runtime.launch.slurm.profiles import profile_files
 
     return sorted(name for name in profile_files() if name.startswith(incomplete))
@@ -59,7 +59,7 @@ backend_option = click.option(
     type=click.Choice(["auto", "process", "apptainer"]),
     default="auto",
     show_default=True,
-    help="Run workers as processes, or in containers; auto: if Apptainer and images are there.",
+    help="Run workers as processes or in containers (auto: if Apptainer and the images exist).",
 )
 _images_folder: dict[str, Any] = {
     "type": click.Path(path_type=Path, file_okay=False),
@@ -93,14 +93,14 @@ run_dir_option = click.option(
 
 
 def chosen_run(name: str | None, runs: Path) -> Run:
-    """The run that the user means; the latest by default."""
+    """Return the run of this name; by default the latest."""
     from dni_runtime.launch.run import Run
 
     return Run.find(name, runs)
 
 
 def tell(line: str) -> None:
-    """Print a line for the user beside the command's output."""
+    """Print a line to stderr, beside the command's output."""
     click.echo(line, err=True)
 
 
@@ -117,7 +117,7 @@ def site_for(
     elsewhere: bool = False,
     interface: str | None = None,
 ) -> Site:
-    """What the host, or a cluster that shares its files and names an interface, offers a chain."""
+    """Check what this host, or a cluster that shares its files, offers a chain."""
     from dni_runtime.launch.host import check_host, exposure
 
     warning = exposure(prepared.chain.links, interface)

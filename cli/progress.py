@@ -1,4 +1,4 @@
-"""A run's progress while it goes on: a live table on a terminal, sparse lines elsewhere."""
+"""Progress of a running run: a live table on a terminal, sparse lines elsewhere."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def progress(run: Run, *, quiet: bool = False) -> Iterator[Progress]:
 
 
 class _Throttled:
-    """Reads a run's figures every so many seconds and hands them on.
+    """Reads and shows a run's figures at most every ``every_s`` seconds.
 
-    A terminal or a pipe that is gone, or a figure that cannot be read, is no reason to end a run.
+    A closed terminal or pipe, or a figure that cannot be read, does not end the run.
     """
 
     def __init__(self, run: Run, every_s: float, show: Shower) -> None:
@@ -101,7 +101,7 @@ class PlainLines:
             why = f": {figures.error}" if figures.state == "stalled" else ""
             click.echo(f"{figures.run}: {figures.state}{why}", err=True)
         evaluations = figures.evaluations
-        if self._seen is None:  # what an earlier attempt has shown
+        if self._seen is None:  # shown by an earlier attempt
             earlier = [one["time"] for one in evaluations if one["attempt"] < figures.attempt]
             self._seen = max(earlier, default=0.0)
         for one in evaluations:

@@ -14,7 +14,7 @@ from dni_runtime.errors import UsageError
 from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option, tell
 
 WAIT_TIMEOUT = 124
-"""Exit code of a wait that ran out of time, as timeout(1) has it."""
+"""Exit code of a wait that ran out of time, as in timeout(1)."""
 
 
 @click.command()
@@ -104,19 +104,19 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
             found = module.diverged
             click.echo(
                 f"{module.module}: {found['what']} is not finite at batch {found['batch']} "
-                f"({found['times']} times by then)",
+                f"({found['times']} times so far)",
                 err=True,
             )
         if module.warning:
             click.echo(f"{module.module}: {module.warning}", err=True)
     if figures.state == "unsupervised":
         click.echo(
-            "its supervisor is gone, its workers go on; 'dnictl stop' ends them, 'dnictl resume' "
-            "supervises the run again",
+            "its supervisor is gone, its workers keep running; 'dnictl stop' stops them, "
+            "'dnictl resume' restarts the run with a supervisor",
             err=True,
         )
     if figures.state == "lost":
-        click.echo(f"its supervisor is gone; go on with 'dnictl resume {figures.run}'", err=True)
+        click.echo(f"its supervisor is gone; continue with 'dnictl resume {figures.run}'", err=True)
 
 
 @click.command()
@@ -124,7 +124,7 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
 @runs_option
 @click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
-    help="How long workers may take for their checkpoint (default: the chain's stop_grace_s).",
+    help="Time limit for the workers' checkpoint (default: the chain's stop_grace_s).",
 )  # fmt: skip
 @json_option
 def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
@@ -149,7 +149,7 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
 @runs_option
 @click.option(
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
-    help=f"Give up after so long (exit code {WAIT_TIMEOUT}).",
+    help=f"Stop waiting after this time (exit code {WAIT_TIMEOUT}).",
 )  # fmt: skip
 @json_option
 def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
@@ -183,7 +183,7 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
 )  # fmt: skip
 @click.option(
     "--force", is_flag=True,
-    help="Replace the file where it exists; write weights that are not finite, too.",
+    help="Replace an existing file; also write weights that are not finite.",
 )  # fmt: skip
 @json_option
 def export(
@@ -199,10 +199,10 @@ def export(
     """
     its = chosen_run(run, runs)
     if output.exists() and not force:
-        raise UsageError(f"{str(output)!r} exists already", hint="--force replaces it")
+        raise UsageError(f"{str(output)!r} already exists", hint="--force replaces it")
     cut, damaged = its.choose_cut(wanted, force=force)
     for problem in damaged:
-        click.secho(f"warning: {problem}; checkpoint {cut} is taken", err=True, fg="yellow")
+        click.secho(f"warning: {problem}; using checkpoint {cut}", err=True, fg="yellow")
     its.export(output, cut, force=force)
     if as_json:
         print_json(

@@ -1,4 +1,4 @@
-"""How figures look to people: tables, numbers, times."""
+"""Figures as text for people: tables, numbers, times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STYLES = {
 def table(
     columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], right: Set[str] = frozenset()
 ) -> Table:
-    """A plain table; columns named in ``right`` hold numbers."""
+    """Return a plain table; columns named in ``right`` hold numbers."""
     from rich.table import Table
 
     made = Table(box=None, header_style="bold", pad_edge=False)
@@ -49,7 +49,7 @@ def table(
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], right: Set[str] = frozenset()
 ) -> None:
-    """Print a table to stdout; nothing is cut off when that is no terminal."""
+    """Print a table to stdout; nothing is cut off unless that is a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -59,24 +59,24 @@ def print_table(
 
 
 def picture(path: Path, draw: Callable[[], None]) -> None:
-    """Draw a picture where matplotlib is, and say where."""
+    """Draw a picture if matplotlib is installed, and print its path."""
     try:
         draw()
     except ImportError:
-        click.echo("no picture without matplotlib: pip install 'dni-runtime[plot]'", err=True)
+        click.echo("no picture, matplotlib is missing: pip install 'dni-runtime[plot]'", err=True)
     else:
         click.echo(str(path), err=True)
 
 
 def state(word: str) -> RenderableType:
-    """A state in its colour."""
+    """Return a state in its colour."""
     from rich.text import Text
 
     return Text(word, style=STYLES.get(word, ""))
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure, or a dash."""
+    """Return a figure, or a dash."""
     if value is None:
         return "-"
     if value >= 1000:
@@ -85,12 +85,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None, digits: int = 2) -> str:
-    """A share, or a dash."""
+    """Return a share in per cent, or a dash."""
     return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def duration(seconds: float | None) -> str:
-    """A span of time in its two largest units."""
+    """Return a span of time in its two largest units."""
     if seconds is None:
         return "-"
     whole = round(seconds)
@@ -103,17 +103,17 @@ def duration(seconds: float | None) -> str:
 MODULE_COLUMNS = (
     "module", "state", "step", "samples/s", "loss", "accuracy", "cosine", "lag", "lost", "waits",
 )  # fmt: skip
-"""Accuracy: of the early head, at the tail of the chain, by evaluations; the rest: lately."""
+"""Accuracy: newest evaluation of the early head, at the tail of the chain; the rest: recent."""
 _RIGHT = frozenset(MODULE_COLUMNS[2:-1])
 _IDLE = 0.005
 
 
 TROUBLE = ("restarts", "missed", "replayed")
-"""Columns that are there once there is something in them."""
+"""Columns that are shown if a module has a count in them."""
 
 
 def modules_table(figures: RunFigures) -> Table:
-    """One row per module; with its node where the run is on a cluster."""
+    """Return a table with one row per module; on a cluster with its node."""
     tail = figures.modules[-1]
     extra = [name for name in TROUBLE if any(getattr(one, name) for one in figures.modules)]
     columns = list(MODULE_COLUMNS)
@@ -149,7 +149,7 @@ def _loss_diverged(module: ModuleFigures) -> bool:
 
 
 def waits(waiting: Mapping[str, float]) -> str:
-    """What a module waits for most, and for what share of its time."""
+    """Return what a module waits for most, and the share of its time."""
     reason = max(waiting, key=waiting.__getitem__, default="")
     if not reason or waiting[reason] < _IDLE:
         return "-"
@@ -157,7 +157,7 @@ def waits(waiting: Mapping[str, float]) -> str:
 
 
 def evaluation(one: Mapping[str, float | None]) -> list[str]:
-    """Accuracy, where there is one, and loss of an evaluation."""
+    """Return an evaluation's loss and, if it has one, accuracy."""
     parts = [f"loss {number(one.get('loss'))}"]
     if one.get("accuracy") is not None:
         parts.insert(0, f"accuracy {percent(one['accuracy'])}")
@@ -165,7 +165,7 @@ def evaluation(one: Mapping[str, float | None]) -> list[str]:
 
 
 def chain_line(figures: RunFigures) -> str:
-    """The chain in one line: epoch, accuracy, pace, time left."""
+    """Return the chain in one line: epoch, accuracy, pace, time left."""
     parts = [f"epoch {figures.epoch or 0}/{figures.epochs}"]
     if figures.step and figures.total_steps:
         parts.append(f"batch {figures.step:,}/{figures.total_steps:,}")

@@ -64,10 +64,10 @@ def up(
 ) -> None:
     """Train a chain here.
 
-    One worker per module is started, and watched to the end.
+    Starts one worker per module, and supervises them to the end.
     Ctrl-C stops the run after a checkpoint (exit code 75; 'dnictl resume' continues it), a second
     one kills it. Inside a Slurm allocation the workers are steps on its nodes, unless --backend
-    says otherwise.
+    is process or apptainer.
 
     \b
     Example:
@@ -147,7 +147,7 @@ def resume(
 
 
 def _resubmit(run: Run, log_level: str | None, dry_run: bool, as_json: bool) -> None:
-    """``resume`` for a run of Slurm: another job with the same script."""
+    """Resume a Slurm run: submit its script as another job."""
     document = {"run": run.name, "path": str(run.directory.root)}
     if dry_run:
         script = run.directory.script.read_text()
@@ -219,7 +219,7 @@ def run(
         )
     if cut not in ("auto", "own", "none") and not cut.isdecimal():
         raise UsageError(
-            f"--resume {cut!r}: there is no such checkpoint",
+            f"--resume {cut!r} is not a checkpoint",
             hint="allowed: auto, own, none, or the number of one in 'checkpoints/' of the run",
         )
     site = site_for(prepared, backend, images)

@@ -41,7 +41,7 @@ costs_option = click.option(
     "--costs",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="What 'dnictl bench module --json' measured, to balance by (default: an estimate).",
+    help="Output of 'dnictl bench module --json' to balance by (default: an estimate).",
 )
 
 
@@ -87,7 +87,7 @@ def submit(
 ) -> None:
     """Train a chain on a Slurm cluster.
 
-    One job is submitted, with a step for each module.
+    Submits one job, with a step for each module.
     Run directory, data, images and this Python must lie on a file system that the nodes share.
 
     \b
@@ -96,7 +96,7 @@ def submit(
       dnictl submit chain.yaml --dry-run      # where modules go, and the batch script
     """
     if parsable and as_json:
-        raise UsageError("--parsable and --json ask for two formats", hint="give one of them")
+        raise UsageError("--parsable and --json exclude each other", hint="give one of them")
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import new_run_id
     from dni_runtime.launch.slurm.profiles import load_profile
@@ -263,7 +263,7 @@ def _request(
 
 
 def _checked(script: str, options: list[str]) -> str:
-    """Let Slurm check a batch script; gives its answer."""
+    """Let Slurm check a batch script, and return its answer."""
     import tempfile
 
     from dni_runtime.launch.slurm.commands import check_only

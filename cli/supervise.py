@@ -1,4 +1,4 @@
-"""Watching a run to its end; the hidden command ``supervise``."""
+"""Supervision of a run to its end, and the hidden command ``supervise``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 @click.command(hidden=True)
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
 def supervise(path: Path) -> None:
-    """Start the plan in a run directory and watch it: what --detach and batch scripts run.
+    """Start and supervise the plan in a run directory, for --detach and batch scripts.
 
-    Workers that go on without a supervisor are watched from here on.
+    Workers that still run without a supervisor are taken over.
     """
     from dni_runtime.launch.run import Run
 
@@ -32,7 +32,7 @@ def supervise(path: Path) -> None:
 
 
 def go(launch: Launch, *, detached: bool = False, as_json: bool = False) -> None:
-    """Start a run, in the background or to its end; ends the command."""
+    """Start a run in the background, or supervise it to its end and exit with its code."""
     from dni_runtime.launch.run import Run
     from dnictl.progress import progress
 

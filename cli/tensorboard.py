@@ -26,8 +26,8 @@ def tensorboard(
 ) -> None:
     """Write a run's metrics for TensorBoard.
 
-    Event files are written, one folder per module. Only what is new is added, so it can be run
-    again at any time. Workers do not take part. Needs the package tensorboard:
+    Writes event files, one folder per module. It adds only what is new, so run it at any time,
+    during training or later. Needs the package tensorboard:
     pip install 'dni-runtime[tensorboard]'.
 
     \b

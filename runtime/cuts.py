@@ -1,10 +1,10 @@
-"""The cuts of a run on disk: which there are, which are whole, and how that is told.
+"""The checkpoints of a run on disk: listing, checking and removing them.
 
-This is the only module that lists ``checkpoints/``. A cut is a folder there whose name is a
-position in the stream, in twelve digits; all else in there is left
-alone. A module's *part* of a cut is ``MODULE.safetensors`` and ``MODULE.json``. The JSON is written
-last, and says the size of the other file (``bytes``) and a sum over both (``sha256``). Parts of
-earlier versions say neither, and are taken as they are.
+Only this module lists ``checkpoints/``. A cut is a folder named after a position in the stream,
+in twelve digits; everything else there is ignored. A module's *part* of a cut is
+``MODULE.safetensors`` and ``MODULE.json``. The JSON is written last; it holds the size of the other
+file (``bytes``) and a checksum over both (``sha256``). Parts of earlier versions have neither and
+are not checked.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dni_runtime.errors import CheckpointError, DamagedError, UsageError
 from dni_runtime.rundir import RunDir, read_json
 
 FORMAT = 3
-"""The format of the checkpoints that are written."""
+"""Format of the checkpoints that this version writes."""
 
 READABLE = (2, FORMAT)
-"""The formats that can be read (``worker/checkpoint.py`` knows how they differ)."""
+"""Formats that can be read (``worker/checkpoint.py`` handles the differences)."""
 
 _HEADER_BYTES = 100_000_000  # what the safetensors library allows
 _CHUNK_BYTES = 1 << 20
 
 
 def cut_folders(run: RunDir) -> dict[int, Path]:
-    """The folders of cuts, complete or not, by position, oldest first."""
+    """Return the folders of cuts, complete or not, by position, oldest first."""
     found = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(run.checkpoints) as entries:
         for entry in entries:
@@ -44,9 +44,9 @@ def cut_folders(run: RunDir) -> dict[int, Path]:
 
 
 def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
-    """Cuts at which every module has written its part, damaged or not, oldest first.
+    """Return the cuts at which every module has written its part, even if damaged, oldest first.
 
-    Each folder is listed once: in a long chain that costs less than a look at each part.
+    Each folder is listed once: in a long chain that costs less than one stat per part.
     """
     parts, found = {f"{module}.json" for module in modules}, []
     for cut, folder in cut_folders(run).items():
@@ -57,24 +57,24 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
 
 
 def complete_cuts(run: RunDir, modules: Sequence[str], known: Collection[int] = ()) -> list[int]:
-    """Cuts at which every module has a part of the right size that is finite, oldest first.
+    """Return the cuts at which every module's part is finite and of the right size, oldest first.
 
     Args:
         run: The run directory.
         modules: All modules.
-        known: Cuts that need not be looked at again.
+        known: Cuts already known to be complete.
     """
     written = written_cuts(run, modules)
     return [cut for cut in written if cut in known or not any(damage(run, cut, modules))]
 
 
 def diverged_cuts(run: RunDir, modules: Sequence[str], complete: Collection[int]) -> list[int]:
-    """Cuts that are written, but are not finite, oldest first.
+    """Return the written cuts with weights that are not finite, oldest first.
 
     Args:
         run: The run directory.
         modules: All modules.
-        complete: Cuts that are known to be.
+        complete: Cuts known to be finite.
     """
     return [
         cut
@@ -87,18 +87,18 @@ def diverged_cuts(run: RunDir, modules: Sequence[str], complete: Collection[int]
 def newest_cut(
     run: RunDir, modules: Sequence[str], *, below: int | None = None
 ) -> tuple[int, list[DamagedError]]:
-    """The cut that all modules can begin at.
+    """Return the newest cut that all modules can start from.
 
     Args:
         run: The run directory.
         modules: All modules.
-        below: Only cuts before this one count: it has been found damaged.
+        below: A damaged cut; only earlier ones count.
 
     Returns:
-        The newest complete cut, 0 where none was ever written; and what is wrong with newer ones.
+        The newest complete cut (0 if none was ever written), and the damage of newer ones.
 
     Raises:
-        DamagedError: All that were written are damaged.
+        DamagedError: All written cuts are damaged.
     """
     problems: list[DamagedError] = []
     for cut in reversed(written_cuts(run, modules)):
@@ -110,14 +110,14 @@ def newest_cut(
     if problems or below is not None:
         why = problems[-1].message if problems else f"the checkpoint at {below} is damaged"
         raise DamagedError(
-            f"{why}, and there is no older one that is whole",
+            f"{why}, and no older checkpoint is intact",
             hint="start a new run with 'dnictl up'",
         )
     return 0, []
 
 
 def damage(run: RunDir, cut: int, modules: Sequence[str]) -> Iterator[DamagedError]:
-    """What is wrong with the parts of a cut, as far as their sizes and documents tell."""
+    """Yield the damage of a cut's parts, as far as their sizes and JSON documents show it."""
     for module in modules:
         try:
             part = run.checkpoint(cut, module)
@@ -130,10 +130,10 @@ def damage(run: RunDir, cut: int, modules: Sequence[str]) -> Iterator[DamagedErr
 
 
 def verify(run: RunDir, cut: int, modules: Sequence[str]) -> None:
-    """Read all parts of a cut, and compare them with their sums.
+    """Read all parts of a cut and compare them with their checksums.
 
     Raises:
-        DamagedError: One is damaged.
+        DamagedError: A part is damaged.
     """
     for module in modules:
         part = run.checkpoint(cut, module)
@@ -145,7 +145,7 @@ def verify(run: RunDir, cut: int, modules: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def reading(part: Path) -> Iterator[None]:
-    """Say of which part something could not be read; a share that is away is no damage.
+    """Add the part's name to read errors; an unavailable file system does not count as damage.
 
     Raises:
         DamagedError: A file is missing, or the disk cannot read it.
@@ -161,10 +161,10 @@ def reading(part: Path) -> Iterator[None]:
 
 
 def read_document(part: Path) -> dict[str, Any]:
-    """What a part's JSON says.
+    """Return the content of a part's JSON file.
 
     Raises:
-        DamagedError: It is missing or no JSON object.
+        DamagedError: It is missing or not a JSON object.
         CheckpointError: It cannot be read for another reason.
     """
     with reading(part):
@@ -177,7 +177,7 @@ def read_document(part: Path) -> dict[str, Any]:
 
 
 def _is_finite(document: dict[str, Any]) -> bool:
-    """Whether the module was, as far as it said (``on_nan: warn``)."""
+    """Whether the part's weights are finite; with ``on_nan: warn`` they may not be."""
     return bool(document.get("finite", True))
 
 
@@ -192,7 +192,7 @@ def _check_size(part: Path, document: dict[str, Any]) -> None:
 
 
 def check_sum(part: Path, file: BinaryIO, document: dict[str, Any]) -> None:
-    """Compare tensors and document with their sum, where there is one.
+    """Compare tensors and document with their checksum, if they have one.
 
     Raises:
         DamagedError: They differ.
@@ -202,23 +202,23 @@ def check_sum(part: Path, file: BinaryIO, document: dict[str, Any]) -> None:
 
 
 def sealed(data: bytes, document: dict[str, Any]) -> str:
-    """A document as JSON text, with the sum of itself and its tensors.
+    """Return a document as JSON text, with a checksum over itself and its tensors.
 
     Args:
-        data: The tensors, in the format of safetensors.
-        document: The rest.
+        data: The tensors, in the safetensors format.
+        document: Everything else.
     """
-    document = json.loads(json.dumps(document))  # as it will be read: keys are texts
+    document = json.loads(json.dumps(document))  # as it will be read: keys are strings
     return json.dumps(document | {"sha256": _digest(io.BytesIO(data), document)})
 
 
 def _digest(file: BinaryIO, document: dict[str, Any]) -> str | None:
-    """SHA-256 of a header of safetensors without its metadata, a document, and the tensors' data.
+    """SHA-256 over a safetensors header without its metadata, a document, and the tensors' data.
 
     hashlib lets other threads run meanwhile.
 
     Returns:
-        The sum; None where the file is not in this format.
+        The checksum; None if the file is not in this format.
     """
     length = int.from_bytes(file.read(8), "little")
     try:
@@ -234,14 +234,14 @@ def _digest(file: BinaryIO, document: dict[str, Any]) -> str | None:
 
 
 def named(part: Path) -> str:
-    """A part's name in messages; that of a snapshot, too."""
+    """Return the name of a part, or of a snapshot, for messages."""
     if part.parent.name == "snapshots":
         return f"the snapshot of module {part.name!r} ({str(part)!r})"
     return f"the part of module {part.name!r} in checkpoint {int(part.parent.name)} ({str(part)!r})"
 
 
 def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool]) -> None:
-    """Remove some modules' parts of some cuts (JSON first, so that no half is taken for whole)."""
+    """Remove some modules' parts of some cuts (JSON first, so that no partial one looks whole)."""
     for cut, folder in cut_folders(run).items():
         if not unwanted(cut):
             continue
@@ -250,16 +250,16 @@ def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool])
             with contextlib.suppress(FileNotFoundError):
                 (folder / name).unlink()
                 found = True
-        # A folder without any of these parts may be one that another has just made for its own.
+        # Another module may just have created a folder that holds none of these parts.
         if found:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # fails while other modules' parts are there
+                folder.rmdir()  # fails while it holds other modules' parts
 
 
 def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
-    """Remove what workers of these modules that were killed have left half-written.
+    """Remove half-written files of these modules' killed workers.
 
-    The caller makes sure that no worker of these modules writes at this moment.
+    The caller makes sure that no worker of these modules is running.
     """
     for folder in (*cut_folders(run).values(), run.root / "snapshots"):
         left = [
@@ -277,7 +277,7 @@ def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
 def choose_cut(
     run: RunDir, modules: Sequence[str], wanted: str | None = None, *, force: bool = False
 ) -> tuple[int, list[DamagedError]]:
-    """The checkpoint that a user means, after a look at its files.
+    """Find the checkpoint that a user asks for, and verify its files.
 
     Args:
         run: The run directory.
@@ -287,12 +287,12 @@ def choose_cut(
         force: Take the newest even if its weights are not finite.
 
     Returns:
-        Its stream position, and what is wrong with newer ones that were passed over.
+        Its stream position, and the damage of newer checkpoints that were skipped.
 
     Raises:
-        CheckpointError: There is none yet.
+        CheckpointError: The run has no checkpoint yet.
         DamagedError: Its files are damaged.
-        UsageError: There is none of that name.
+        UsageError: There is no checkpoint of that name.
     """
     cuts = written_cuts(run, modules)
     try:
@@ -324,12 +324,12 @@ def choose_cut(
 
 
 def check_cut(run: RunDir, modules: Sequence[str], cut: str) -> None:
-    """Refuse to resume from a checkpoint that is not there, or damaged.
+    """Refuse to resume from a checkpoint that is missing or damaged.
 
     Args:
         run: The run directory.
         modules: The modules, head first.
-        cut: Its number; ``auto``, the newest, is not looked at.
+        cut: Its number; ``auto``, the newest, is not checked.
 
     Raises:
         DamagedError: Its files are damaged.

@@ -18,10 +18,9 @@
     │   └── EncryptionError      76  EX_PROTOCOL     two modules that cannot agree on encryption
     └── SpecError                78  EX_CONFIG       a chain.yaml that cannot be used
 
-Exit codes are those of sysexits(3), which end at 78; a worker that ends with one of ``LASTING`` is
-not restarted, because its next start would end the same way. Errors compose their text in
-``__str__`` and say what to do next in ``hint``; only ``dnictl`` and the worker's entry point print
-them.
+Exit codes are those of sysexits(3), which end at 78; a worker that exits with one of ``LASTING`` is
+not restarted, because it would fail in the same way again. ``__str__`` composes an error's text,
+``hint`` is what to do next; only ``dnictl`` and the worker's entry point print errors.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 LASTING = frozenset({64, 65, 66, 69, 72, 74, 76, 78, 79, 126, 127})
-"""Exit codes of failures that another start cannot mend (126, 127: there is no such program)."""
+"""Exit codes of failures that a restart cannot fix (126, 127: the program does not exist)."""
 
 
 class DniError(Exception):
@@ -53,13 +52,13 @@ class DniError(Exception):
 
 
 class UsageError(DniError):
-    """The command line asks for something that cannot be carried out."""
+    """A command line that cannot be carried out."""
 
     exit_code = 64
 
 
 class ImageError(DniError):
-    """An image is of another spec, unsigned where a signature is required, or altered."""
+    """An image belongs to another spec, lacks a required signature, or was altered."""
 
     exit_code = 65
 
@@ -71,10 +70,10 @@ class DataError(DniError):
 
 
 class UnavailableError(DniError):
-    """A program, device, network interface or port that is needed is not there.
+    """A required program, device, network interface or port is missing.
 
     Attributes:
-        location: The setting of the chain that asks for it, as keys and indices; empty for none.
+        location: The chain's setting that requires it, as keys and indices; empty for none.
     """
 
     exit_code = 69
@@ -119,19 +118,19 @@ class CheckpointError(DniError):
 
 
 class DamagedError(CheckpointError):
-    """A part of a checkpoint is missing, cut off or altered; an older one may be whole."""
+    """A part of a checkpoint is missing, cut off or altered; older checkpoints may be intact."""
 
     exit_code = 72
 
 
 class StoppedError(DniError):
-    """The run was stopped before its end; its checkpoint lets it go on."""
+    """The run was stopped before its end; it can be resumed from its checkpoint."""
 
     exit_code = 75
 
 
 class DivergedError(DniError):
-    """A loss, gradient or weight is no number any more (NaN or infinite)."""
+    """A loss, gradient or weight is not finite (NaN or infinite)."""
 
     exit_code = 79
 
@@ -157,7 +156,7 @@ class HandshakeError(DniError):
 
 
 class EncryptionError(HandshakeError):
-    """The two ends of a link do not know each other's keys, or only one of them encrypts."""
+    """The two ends of a link lack each other's keys, or only one of them encrypts."""
 
 
 class SpecError(DniError):
@@ -166,7 +165,7 @@ class SpecError(DniError):
     Attributes:
         file: The file's name, or None for a spec that was not read from a file.
         line: One-based line in the file, or None.
-        location: Where in the document, as keys and indices; ``path`` is the same as text.
+        location: Position in the document, as keys and indices; ``path`` is the same as text.
     """
 
     exit_code = 78

@@ -1,8 +1,8 @@
 """Key pairs of a run's workers: files that only their owner may read (docs/security.md).
 
 ``RUN/keys/MODULE.key`` holds a worker's pair, ``MODULE.pub`` its public key for its neighbours, in
-Z85 (ZeroMQ RFC 32). Secrets are in no argument, environment, log or record. A file is believed only
-if no other user can have written or read it, as ssh does with its keys.
+Z85 (ZeroMQ RFC 32). Secrets appear in no argument, environment, log or record. Like ssh, the
+runtime uses a key file only if no other user can have written or read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KeyPair:
     """A CURVE key pair, in Z85. Its ``repr`` does not show the secret.
 
     Attributes:
-        public: What neighbours know.
+        public: The public key.
         secret: The secret key.
     """
 
@@ -40,7 +40,7 @@ class KeyPair:
 
     @classmethod
     def new(cls) -> KeyPair:
-        """A new pair.
+        """Make a new pair.
 
         Raises:
             UnavailableError: This libzmq was built without encryption.
@@ -49,26 +49,26 @@ class KeyPair:
             return cls(*zmq.curve_keypair())
         except zmq.ZMQError as error:
             raise UnavailableError(
-                f"no keys can be made: {error.strerror}",
-                hint="install pyzmq with a libzmq that has CURVE (its wheels do), or accept "
+                f"keys cannot be made: {error.strerror}",
+                hint="install pyzmq with a libzmq that supports CURVE (its wheels do), or set "
                 "'links.security: none'",
             ) from None
 
 
 class Keyring(Protocol):
-    """What one worker knows of its run's keys."""
+    """Access of one worker to its run's keys."""
 
     @property
     def own(self) -> KeyPair:
         """Its own pair."""
 
     def public(self, module: str) -> bytes | None:
-        """A module's public key; None where it is not known (yet)."""
+        """Return a module's public key, or None if it is not known (yet)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """Keys that need no run directory, for measurements.
+    """Keys in memory, without a run directory, for measurements.
 
     Attributes:
         own: The worker's own pair.
@@ -79,12 +79,12 @@ class KnownKeys:
     publics: Mapping[str, bytes]
 
     def public(self, module: str) -> bytes | None:
-        """A module's public key; None where it is not known."""
+        """Return a module's public key, or None if it is not known."""
         return self.publics.get(module)
 
 
 class RunKeys:
-    """The keys of one worker in a run directory; nothing is read or made before it is needed.
+    """The keys of one worker in a run directory, read or made when first needed.
 
     Args:
         run: The run.
@@ -99,10 +99,10 @@ class RunKeys:
 
     @property
     def own(self) -> KeyPair:
-        """The worker's own pair; made where the launcher has made none.
+        """The worker's own pair; made here if the launcher made none.
 
         Raises:
-            DataError: It is damaged, or not its owner's alone.
+            DataError: It is damaged, or accessible to other users.
         """
         if self._own is None:
             self._made = make(self._run, self._module)
@@ -110,7 +110,7 @@ class RunKeys:
         return self._own
 
     def public(self, module: str) -> bytes | None:
-        """A module's public key, as :func:`public` gives it."""
+        """Return a module's public key; see :func:`public`."""
         return public(self._run, module)
 
     def leave(self) -> None:
@@ -120,13 +120,13 @@ class RunKeys:
 
 
 def make(run: RunDir, module: str) -> bool:
-    """Make a module's key pair, unless there is one.
+    """Make a module's key pair, unless it exists.
 
     Returns:
         Whether it was made here.
 
     Raises:
-        DataError: The folder, or the pair that is there, is not its owner's alone.
+        DataError: The folder, or the existing pair, is accessible to other users.
     """
     path = run.key(module)
     try:
@@ -144,7 +144,7 @@ def make(run: RunDir, module: str) -> bool:
 
 
 def _create(path: Path) -> bool:
-    """Write a new pair: whole at once, and never in place of another one."""
+    """Write a new pair atomically; never replace an existing one."""
     pair = KeyPair.new()
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
@@ -158,10 +158,10 @@ def _create(path: Path) -> bool:
 
 
 def load(run: RunDir, module: str) -> KeyPair:
-    """A module's own pair.
+    """Read a module's own pair.
 
     Raises:
-        DataError: It is missing, damaged, or not its owner's alone.
+        DataError: It is missing, damaged, or accessible to other users.
     """
     path = run.key(module)
     lines = _read(path).split(b"\n")
@@ -177,10 +177,10 @@ def load(run: RunDir, module: str) -> KeyPair:
 
 
 def public(run: RunDir, module: str) -> bytes | None:
-    """A module's public key, or None where there is none yet.
+    """Read a module's public key; None if there is none yet.
 
     Raises:
-        DataError: The file is damaged, or not its owner's alone.
+        DataError: The file is damaged, or accessible to other users.
     """
     path = run.public_key(module)
     try:
@@ -196,7 +196,7 @@ def public(run: RunDir, module: str) -> bytes | None:
 
 
 def remove(run: RunDir, module: str | None = None) -> None:
-    """Remove a module's keys, or those of all; what is not there is no error."""
+    """Remove a module's keys, or all keys; missing files are not an error."""
     with contextlib.suppress(OSError):
         own = None if module is None else (run.key(module), run.public_key(module))
         for path in own or run.keys.iterdir():
@@ -205,9 +205,9 @@ def remove(run: RunDir, module: str | None = None) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """Return a key file's content, if no other user can have touched it.
+    """Return a key file's content, if no other user can have accessed it.
 
-    Both the folder and the file are opened without following links, and looked at when open.
+    Both the folder and the file are opened without following links, and checked after opening.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -246,12 +246,12 @@ def _unsafe(path: Path, why: str) -> DataError:
         f"the key file {str(path)!r} is not used: it {why}"
         if path.suffix
         else f"the folder of keys {str(path)!r} is not used: it {why}",
-        hint="stop the run, remove its folder 'keys', and start it again: it gets new keys",
+        hint="stop the run, remove its folder 'keys' and resume it: it gets new keys",
     )
 
 
 def _damaged(path: Path) -> DataError:
     return DataError(
         f"the key file {str(path)!r} is damaged",
-        hint="stop the run, remove its folder 'keys', and start it again: it gets new keys",
+        hint="stop the run, remove its folder 'keys' and resume it: it gets new keys",
     )

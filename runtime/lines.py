@@ -1,4 +1,4 @@
-"""Reading files of lines that grow: what is new, and from the end; never a whole file at once."""
+"""Reading growing files of lines: new lines, and lines at the end, without reading all of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _STEP_BACK_BYTES = 1 << 13
 
 
 class NewLines:
-    """The lines that are added to a file, each once and whole.
+    """The lines that are added to a file, each once and complete.
 
     Args:
-        path: The file, which may not be there yet.
-        offset: Begin so many bytes after its beginning, where a line begins.
+        path: The file, which may not exist yet.
+        offset: Byte offset to start at; a line must begin there.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
@@ -29,7 +29,7 @@ class NewLines:
         self._read: deque[bytes] = deque()
 
     def read(self, *, all_of_it: bool = False) -> Iterator[bytes]:
-        """What has been added since the last call; with ``all_of_it`` also a line without end."""
+        """Yield the lines added since the last call; ``all_of_it``: also an unfinished one."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self._offset:  # emptied since
                 self._offset, self._rest = 0, b""
@@ -47,12 +47,12 @@ class NewLines:
 
 
 class LineReader:
-    """Reads the JSON lines that are added to a file, each once; damaged lines are passed over.
+    """The JSON lines that are added to a file, each once; damaged lines are skipped.
 
     Args:
-        path: The file, which may not be there yet.
-        offset: Begin so many bytes after its beginning, where a line begins.
-        without: Leave out lines that hold this.
+        path: The file, which may not exist yet.
+        offset: Byte offset to start at; a line must begin there.
+        without: Skip lines that contain this.
     """
 
     def __init__(self, path: Path, *, offset: int = 0, without: bytes | None = None) -> None:
@@ -60,7 +60,7 @@ class LineReader:
         self._without = without
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """What has been added since the last call."""
+        """Yield the documents added since the last call."""
         for line in self._lines.read():
             if self._without is None or self._without not in line:
                 document = _parse(line)
@@ -71,21 +71,21 @@ class LineReader:
 def offset_of_last(
     path: Path, count: int, mark: bytes = b"\n", *, within: int | None = None
 ) -> int:
-    """Where a line begins from which on ``count`` lines, or a few more, hold ``mark``.
+    """Return the offset of a line after which ``count`` lines, or a few more, contain ``mark``.
 
     Args:
-        path: The file, which may not be there.
-        count: How many.
-        mark: What is looked for.
-        within: Only so many bytes back from the end.
+        path: The file, which may not exist.
+        count: Number of lines wanted.
+        mark: Bytes to look for.
+        within: Search only this many bytes back from the end.
 
     Returns:
-        Its offset; that of the first line looked at where there are fewer.
+        The line's offset; that of the first line searched if there are fewer.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         start = file.seek(0, os.SEEK_END)
         stop = 0 if within is None else max(start - within, 0)
-        count += 1  # the first line that is met may be cut off
+        count += 1  # the first line found may be cut off
         while start > stop and count > 0:
             end, start = start, max(start - _BLOCK_BYTES, stop)
             file.seek(start)
@@ -97,13 +97,13 @@ def offset_of_last(
 def last_line(
     path: Path, mark: bytes, *, before: int | None = None, within: int | None = None
 ) -> dict[str, Any] | None:
-    """The last whole JSON line that holds ``mark``; None where there is none.
+    """Return the last complete JSON line that contains ``mark``, or None.
 
     Args:
-        path: The file, which may not be there.
-        mark: What is looked for.
-        before: Only before this offset.
-        within: Only so many bytes back from there.
+        path: The file, which may not exist.
+        mark: Bytes to look for.
+        before: Search only before this offset.
+        within: Search only this many bytes back from there.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) if before is None else before
@@ -121,12 +121,12 @@ def last_line(
 
 
 def offset_where(path: Path, reached: Callable[[dict[str, Any]], bool]) -> int:
-    """Where the first JSON line begins for which ``reached`` holds, as for all after it.
+    """Return the offset of the first JSON line for which ``reached`` holds, by binary search.
 
-    Looks at a few lines only (a binary search).
+    ``reached`` must hold for all later lines, too.
 
     Returns:
-        Its offset; that of the end where there is none.
+        The line's offset; the end of the file if there is none.
     """
     low = 0
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -143,7 +143,7 @@ def offset_where(path: Path, reached: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def last_lines(path: Path, count: int = 10) -> list[str]:
-    """The last lines of a text file; none when it is not there."""
+    """Return the last lines of a text file; none if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -154,7 +154,7 @@ def last_lines(path: Path, count: int = 10) -> list[str]:
 
 
 def _next_line(file: BinaryIO, offset: int) -> int:
-    """Where the first line begins at or after an offset; the file is there then."""
+    """Seek to the first line that begins at or after an offset, and return its offset."""
     file.seek(max(offset - 1, 0))
     if offset:
         file.readline()
@@ -162,7 +162,7 @@ def _next_line(file: BinaryIO, offset: int) -> int:
 
 
 def _line_after(file: BinaryIO, offset: int) -> dict[str, Any] | None:
-    """The first whole JSON line that begins at or after an offset."""
+    """Return the first complete JSON line that begins at or after an offset."""
     _next_line(file, offset)
     for line in file:
         if line.endswith(b"\n") and (document := _parse(line)) is not None:

@@ -1,4 +1,4 @@
-"""The run directory: the one module that knows where everything of a run lies.
+"""The run directory: the one module that defines the paths of a run's files.
 
 ::
 
@@ -6,7 +6,7 @@
       run.json                      what was started, from what, when
       chain.yaml  chain.json        the chain as written, and resolved
       plan.json                     the launch plan
-      job.json  job.sbatch          the Slurm job: what was asked for, and its batch script
+      job.json  job.sbatch          the Slurm job: what was requested, and its batch script
       specs/MODULE.json             what each worker serves
       src/                          the user's source files
       endpoints/MODULE.json         where a worker listens, its public key (published atomically)
@@ -18,17 +18,17 @@
       logs/MODULE.ATTEMPT.log       what a worker printed
       logs/supervisor.log           what a detached supervisor printed
       metrics/MODULE.jsonl          what a worker measured: the whole curve
-      metrics/recent/MODULE.jsonl   of a long run the newest lines, all of them; .1: those before
-      tensorboard/MODULE/           the same as event files, when asked for
-      initial/MODULE.safetensors    weights that a module begins with, where the chain gives some
+      metrics/recent/MODULE.jsonl   the newest lines of a long run, unthinned; .1: those before
+      tensorboard/MODULE/           the same as event files, on request
+      initial/MODULE.safetensors    a module's initial weights, if the chain specifies any
       checkpoints/ID/MODULE.*       consistent cuts, by position in the stream
-      checkpoints/best.json         which checkpoint is the best, where one is selected
+      checkpoints/best.json         which checkpoint is the best, if the chain selects one
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
-      ledger/marks.jsonl            markers that the head was asked for, by position
+      ledger/marks.jsonl            requested markers that the head inserted, by position
       requests/restart-MODULE       a request to restart a module
-      container/                    the run directory as containers see it; what they need of the
-                                    rest is mounted into it
+      container/                    the run directory as containers see it; the files and folders
+                                    that they need are mounted into it
 
 A run directory may lie on a shared file system: files appear whole (temporary name, then rename)
 and nothing relies on locks.
@@ -57,17 +57,17 @@ FOLDERS = (
 )
 
 WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
-"""What workers write to; nothing that is written there is run, or decides what is run."""
+"""Folders that workers write to; nothing in them is executed or decides what is executed."""
 
 COMING = ("restarting", "starting", "connecting")
-"""What ``state.json`` says of a module that is on its way, and has no links yet."""
+"""Module states in ``state.json`` before the module's links are open."""
 
 _RESTART = "restart-"
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run, and atomic reading and writing of its small files."""
+    """Paths of one run."""
 
     root: Path
 
@@ -112,7 +112,7 @@ class RunDir:
         return self.leases / f"{token}.taken"
 
     def beats(self, token: str) -> Path:
-        """The counter of the owner with this token."""
+        """The heartbeat counter of the owner with this token."""
         return self.leases / f"{token}.beats"
 
     @property
@@ -140,7 +140,7 @@ class RunDir:
 
     @property
     def best(self) -> Path:
-        old = self.root / "best.json"  # of runs that were made before it was a worker's folder
+        old = self.root / "best.json"  # runs of earlier versions
         return old if old.exists() else self.checkpoints / "best.json"
 
     @property
@@ -155,7 +155,7 @@ class RunDir:
         return self.requests / f"{_RESTART}{module}"
 
     def wanted_restarts(self) -> list[str]:
-        """Modules with a restart request; requests that are being written are left out."""
+        """Modules with a restart request; requests still being written are left out."""
         return [path.name.removeprefix(_RESTART) for path in self.requests.glob(f"{_RESTART}*")]
 
     def snapshot(self, module: str) -> Path:
@@ -197,16 +197,16 @@ class RunDir:
         return self.root / "tensorboard"
 
     def checkpoint(self, cut: int, module: str) -> Path:
-        """Path, without ending, of one module's part of the checkpoint at position ``cut``."""
+        """Path, without suffix, of one module's part of the checkpoint at position ``cut``."""
         return self.checkpoints / f"{cut:012d}" / module
 
     @property
     def container(self) -> RunDir:
-        """What containers see in place of this directory: empty but for what is mounted there."""
+        """The directory that containers see in its place: empty except for mounts."""
         return RunDir(self.root / "container")
 
     def create(self) -> None:
-        """Make the folders, readable by their owner alone."""
+        """Create the folders, readable by their owner only."""
         for folder in FOLDERS:
             (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         if stat.S_IMODE(self.root.stat().st_mode) != 0o700:  # in a container it cannot be changed
@@ -216,7 +216,7 @@ class RunDir:
 
 
 def socket_path(run: Path, base: Path | None = None) -> Path:
-    """Where the run's ipc sockets lie: short (unix(7) allows 107 bytes), local and private."""
+    """Return the folder of the run's ipc sockets: short (unix(7): 107 bytes), local, private."""
     if base is None:
         base = _socket_base()
     return base / f"dni-{hash_name(f'{os.getuid()}:{run.resolve()}')}"
@@ -224,14 +224,14 @@ def socket_path(run: Path, base: Path | None = None) -> Path:
 
 def _socket_base() -> Path:
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
-    # systemd's ends with the login (user-runtime-dir(5)), and a run may go on after it
+    # systemd removes its folder at logout (user-runtime-dir(5)); a run may outlive the login
     if base.is_relative_to("/run/user") or not os.access(base, os.W_OK | os.X_OK):
         base = Path("/tmp")
     return base
 
 
 def socket_folder(run: Path, folder: Path | None = None) -> Path:
-    """Make the folder for the run's sockets, by default the one at :func:`socket_path`.
+    """Create the folder for the run's sockets, by default :func:`socket_path`.
 
     Raises:
         DataError: The folder belongs to another user.
@@ -248,21 +248,21 @@ def socket_folder(run: Path, folder: Path | None = None) -> Path:
 
 
 def hash_name(text: str) -> str:
-    """Twelve hexadecimal digits that stand for ``text``."""
+    """Return twelve hexadecimal digits that identify ``text``."""
     import hashlib
 
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600, durable: bool = True) -> None:
-    """Write a file so that readers see the old content or the whole new one.
+    """Write a file so that readers see either the old content or the complete new content.
 
     Args:
         path: The file.
         data: Its content.
         mode: Its permissions.
-        durable: Wait until it is on the disk. Without that it may be empty after the host has gone
-            down, and a thread that computes does not wait for the disk.
+        durable: Wait until it is on disk. Otherwise the file may be empty after the host crashes,
+            but the calling thread does not wait for the disk.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -285,14 +285,14 @@ def write_json(path: Path, document: Any, *, durable: bool = True) -> None:
 
 
 def written_lately(path: Path, written: float, within_s: float) -> bool:
-    """Whether another host has written a file within so many seconds.
+    """Whether another host has written a file within the last ``within_s`` seconds.
 
-    Hosts' clocks may differ: where this one's says no, the file system's own clock decides.
+    Hosts' clocks may differ: if this host's clock denies it, the file system's clock decides.
 
     Args:
         path: The file.
-        written: When, by the writer's clock (Unix time).
-        within_s: The seconds.
+        written: Time of writing by the writer's clock (Unix time).
+        within_s: Age limit in seconds.
     """
     if 0 <= time.time() - written < within_s:
         return True
@@ -302,15 +302,15 @@ def written_lately(path: Path, written: float, within_s: float) -> bool:
         now = probe.stat().st_mtime
         probe.unlink()
         return now - path.stat().st_mtime < within_s
-    except OSError:  # not this user's run, or a file system that is away
+    except OSError:  # another user's run, or an unavailable file system
         return False
 
 
 def read_json(path: Path) -> Any | None:
-    """A JSON document, or None when the file is not there (yet).
+    """Return a JSON document, or None if the file does not exist (yet).
 
     Raises:
-        DataError: The file holds something else.
+        DataError: The file is not JSON.
     """
     tries = 3
     while True:
@@ -322,15 +322,15 @@ def read_json(path: Path) -> Any | None:
         except ValueError as error:
             raise DataError(f"{str(path)!r} is not JSON: {error}") from None
         except OSError as error:
-            # NFS: another host has replaced the file since it was opened here
+            # NFS: another host replaced the file after it was opened here
             if error.errno != errno.ESTALE or not tries:
                 raise
 
 
 def peek_json(path: Path) -> dict[str, Any]:
-    """A JSON object that others write; empty while there is none that can be read.
+    """Return a JSON object that another process writes, or {} if it cannot be read now.
 
-    For those who will look again: a file system may be away for a moment.
+    For callers that poll: a file system may be unavailable for a moment.
     """
     try:
         document = read_json(path)
@@ -340,10 +340,10 @@ def peek_json(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, document: dict[str, Any]) -> int:
-    """Append one JSON line; one write(2) to an O_APPEND file, so lines do not mix.
+    """Append one JSON line with one write(2) to an O_APPEND file, so lines do not mix.
 
     Returns:
-        The file's size now.
+        The file's new size.
     """
     line = json.dumps(document, separators=(",", ":")) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -355,12 +355,12 @@ def append_line(path: Path, document: dict[str, Any]) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file; one that is still being written, or was cut off, is left out."""
+    """Yield the JSON lines of a file; incomplete and damaged lines are left out."""
     try:
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    with contextlib.suppress(ValueError):  # a full disk takes a part of a line
+                    with contextlib.suppress(ValueError):  # a full disk can cut a line short
                         yield json.loads(line)
     except FileNotFoundError:
         return

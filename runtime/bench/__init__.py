@@ -1,1 +1,1 @@
-"""Measurements for users: a link, the modules of a chain, a whole chain beside plain backprop."""
+"""Benchmarks: links, the modules of a chain, and a whole chain compared with plain backprop."""

@@ -1,7 +1,7 @@
-"""A chain with real workers for a bounded time, and how fast its modules were meanwhile.
+"""The pace of a chain and its modules, with real workers, for a bounded time.
 
-Start, warm-up and end are left out: what is read are the differences between two reports of each
-worker (``metrics/MODULE.jsonl``), so nothing has to be asked while it runs.
+Start, warm-up and end do not count: figures are differences between two reports of each worker
+(``metrics/MODULE.jsonl``), so that measuring does not disturb the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dni_runtime.lines import LineReader
 from dni_runtime.rundir import RunDir, read_lines
 
 WAITS = ("input", "window", "gradient")
-"""What a worker sleeps for: a batch from upstream, room in its window, a true gradient."""
+"""Reasons why a worker waits: a batch from upstream, room in its window, a true gradient."""
 
 _ENDLESS = 1_000_000
 _PATIENCE_S = 180.0
@@ -36,16 +36,16 @@ _PATIENCE_S = 180.0
 
 @dataclass(frozen=True)
 class ModulePace:
-    """One worker between two of its reports.
+    """Pace of one worker between two of its reports.
 
     Attributes:
         module: Its name.
-        samples_per_s: Training samples a second.
+        samples_per_s: Training samples per second.
         batch_s: Seconds from one training batch to the next.
-        cpu_s: CPU seconds for one batch, all threads of the worker together.
+        cpu_s: CPU seconds per batch, of all threads of the worker together.
         cores: Cores that it kept busy.
-        waiting: Shares of the time that it slept, by reason (see ``WAITS``).
-        lag: Batches by which true gradients came late, on average; None where none came.
+        waiting: Shares of the time that it waited, by reason (see ``WAITS``).
+        lag: Batches by which true gradients came late, on average; None if none came.
     """
 
     module: str
@@ -59,14 +59,14 @@ class ModulePace:
 
 @dataclass(frozen=True)
 class ChainPace:
-    """A chain in its steady state.
+    """Pace of a chain in its steady state.
 
     Attributes:
-        seconds: How long it was watched.
-        batches: Training batches that the tail did meanwhile.
-        samples_per_s: Training samples a second at the tail.
+        seconds: Duration of the measurement.
+        batches: Training batches of the tail during that time.
+        samples_per_s: Training samples per second at the tail.
         cores: Cores that all workers together kept busy.
-        cpu_s: CPU seconds of all workers for one sample.
+        cpu_s: CPU seconds of all workers per sample.
         modules: The modules, head first.
     """
 
@@ -80,13 +80,13 @@ class ChainPace:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long a chain is watched.
+    """Duration of a measurement.
 
     Attributes:
-        warmup_s: Seconds that are left out after the tail's first report; more where the links'
-            windows have not been filled twice by then.
-        seconds: Seconds that count.
-        batches: End earlier, after so many batches at the tail.
+        warmup_s: Seconds to leave out after the tail's first report; more if the links' windows
+            have not been filled twice by then.
+        seconds: Seconds to measure.
+        batches: Number of batches at the tail after which to end earlier, or None.
     """
 
     warmup_s: float = 3.0
@@ -95,10 +95,10 @@ class Bounds:
 
 
 def endless(prepared: Prepared) -> Prepared:
-    """The chain without end, evaluations, checkpoints and schedules: training and nothing else.
+    """Return the chain without end, evaluations, checkpoints and schedules: only training.
 
     Raises:
-        SpecError: It cannot be used.
+        SpecError: The result cannot be used.
     """
     chain = prepared.written
     no_schedule = {"schedule": None, "schedule_every": None}
@@ -125,17 +125,16 @@ def measure_chain(
     """Train a chain with real workers until its pace is known, then end it.
 
     Args:
-        root: A run directory to make.
+        root: The run directory to make.
         prepared: The chain; see :func:`endless`.
         site: What this host offers.
-        bounds: How long.
-        prefixes: By module, what the worker's command is given to: a program that becomes it, such
-            as ``nsenter``.
+        bounds: Duration.
+        prefixes: By module, a command that executes the worker's command, such as ``nsenter``.
         observe: Called a few times a second with the run's state.
 
     Raises:
-        WorkerError: A worker failed, or nothing came of it in three minutes.
-        StoppedError: It was told to stop before it was done.
+        WorkerError: A worker failed, or the chain is too slow to be measured.
+        StoppedError: The run was stopped too early.
     """
     run = create_run(root, prepared, backend=site.backend)
     plan = plan_here(run.root, prepared.chain, prepared.workers, site, data=prepared.data)
@@ -147,7 +146,7 @@ def measure_chain(
             for worker in plan.workers
         ),
     )
-    launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # one would be measured, too
+    launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # restarts would be measured
     supervisor = Supervisor(run, launch.plan, LocalStarter(), lease=launch.lease)
     watch = Watch(
         run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.largest_window
@@ -169,7 +168,7 @@ def measure_chain(
 
 
 class Watch:
-    """Looks at the tail's reports until enough is known; then says so once."""
+    """Reader of the tail's reports; ``done`` returns True once, when enough is measured."""
 
     def __init__(self, path: Path, bounds: Bounds, fill: int) -> None:
         self._reader = LineReader(path)
@@ -210,7 +209,7 @@ class Watch:
 
 
 def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -> ChainPace:
-    """The chain's pace between two moments, from its run directory.
+    """Return the chain's pace between two moments, from its run directory.
 
     Args:
         run: The run directory.
@@ -224,13 +223,13 @@ def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -
     paces = []
     for module in modules:
         lines = [line for line in read_lines(run.metrics(module)) if line["kind"] == "train"]
-        # Each worker reports about once a second, but not when the others do.
+        # Each worker reports about once a second, but not at the same time as the others.
         first, last = (
             min(lines, key=lambda line: abs(line["time"] - moment), default=None)
             for moment in (since, until)
         )
         if first is None or last is None or last["step"] <= first["step"]:
-            raise WorkerError(f"module {module!r} has reported too seldom: measure for longer")
+            raise WorkerError(f"module {module!r} has reported too rarely: measure for longer")
         paces.append(module_pace(module, lines, first, last))
     tail = paces[-1]
     cores = sum(pace.cores for pace in paces)
@@ -247,7 +246,7 @@ def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -
 def module_pace(
     module: str, lines: Sequence[dict[str, Any]], first: dict[str, Any], last: dict[str, Any]
 ) -> ModulePace:
-    """A worker's pace between two of its reports.
+    """Return a worker's pace between two of its reports.
 
     Args:
         module: Its name.

@@ -1,4 +1,4 @@
-"""A chain beside plain backprop of the same network, measured in turns: the figures, and a plot."""
+"""A chain compared with plain backprop of the same network, measured in turns, and a plot."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ModuleRow:
     Attributes:
         module: Its name.
         batch_ms: Milliseconds from one batch to the next.
-        cpu_ms: CPU milliseconds for one batch.
+        cpu_ms: CPU milliseconds per batch.
         cores: Cores that it kept busy.
-        computing: Share of the time in which it did not sleep (median).
-        waiting: Shares of the time that it slept, by reason (medians).
-        lag: Batches by which true gradients came late (median); None where none came.
+        computing: Share of the time that it did not wait (median).
+        waiting: Shares of the time that it waited, by reason (medians).
+        lag: Batches by which true gradients came late (median); None if none came.
     """
 
     module: str
@@ -45,14 +45,14 @@ class Comparison:
     """A chain and plain backprop over all repetitions.
 
     Attributes:
-        repetitions: How many there were.
-        samples_per_s: The chain's training samples a second.
+        repetitions: Number of repetitions.
+        samples_per_s: The chain's training samples per second.
         cores: Cores that its workers kept busy.
-        cpu_us: CPU microseconds of its workers for one sample.
+        cpu_us: CPU microseconds of its workers per sample.
         threads: Threads of plain backprop.
-        reference_samples_per_s: The same of plain backprop.
-        reference_cores: The same.
-        reference_cpu_us: The same.
+        reference_samples_per_s: Training samples per second of plain backprop.
+        reference_cores: Cores that plain backprop kept busy.
+        reference_cpu_us: CPU microseconds of plain backprop per sample.
         ratio: The chain's pace over plain backprop's, within a repetition.
         modules: The modules, head first.
     """
@@ -85,14 +85,14 @@ def compare_paces(
         prepared: The chain; see :func:`~dni_runtime.bench.chain.endless`.
         site: What this host offers.
         folder: Where the run directories are made.
-        bounds: How long each is measured.
+        bounds: Duration of each measurement.
         threads: Threads of plain backprop.
-        repetitions: How often.
-        observe: Told what was measured, as it goes.
+        repetitions: Number of repetitions.
+        observe: Called with a line after each measurement.
 
     Raises:
         WorkerError: A worker failed.
-        StoppedError: It was told to stop.
+        StoppedError: The run was stopped.
     """
     chains: list[ChainPace] = []
     references: list[ReferencePace] = []
@@ -108,7 +108,7 @@ def compare_paces(
             references.append(measure_reference(Record.read(root), threads, bounds))
             return f"{REFERENCE}: {references[-1].samples_per_s:,.0f} samples/s"
 
-        # Who comes first changes, so that neither always follows the other.
+        # Alternate which comes first, so that neither always follows the other.
         for measure in (chain, reference) if repetition % 2 else (reference, chain):
             text = measure()
             if observe is not None:
@@ -119,12 +119,12 @@ def compare_paces(
 def summarize(
     chains: Sequence[ChainPace], references: Sequence[ReferencePace], threads: int
 ) -> Comparison:
-    """Medians and ranges over the repetitions.
+    """Return medians and ranges over the repetitions.
 
     Args:
         chains: The chain's pace in each.
-        references: Plain backprop's.
-        threads: Its threads.
+        references: Pace of plain backprop in each.
+        threads: Threads of plain backprop.
     """
     rates = [one.samples_per_s for one in chains]
     reference_rates = [one.samples_per_s for one in references]
@@ -159,7 +159,7 @@ def _row(index: int, chains: Sequence[ChainPace]) -> ModuleRow:
 
 
 def draw(found: Comparison, title: str, path: Path) -> None:
-    """Draw both paces, and what each module did with its time.
+    """Plot both paces, and how each module spent its time.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,8 +1,8 @@
-"""The two ends of a measured link, and of bare ZeroMQ beside it.
+"""The two ends of a measured link, and of bare ZeroMQ for comparison.
 
 The link is the one that modules use, with its window, acknowledgements and checks. Bare ZeroMQ is a
-pair of sockets with the same high-water mark that sends one frame without copying it. Both end in
-a tensor over the received memory, and both are encrypted where a job says so.
+pair of sockets with the same high-water mark that sends one frame without copying it. Both yield a
+tensor over the received memory, and both are encrypted if the job requires it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ LAST = -1
 
 _DEADLINE_S = 60.0
 _FIRST_PINGS = 50
-_LEAST = 20  # messages that are timed at least
+_LEAST = 20  # minimum number of timed messages
 _PINGS = 300
 _RUN = "bench"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement, as both processes know it.
+    """Settings of one measurement, the same in both processes.
 
     Attributes:
         kind: The link, or bare ZeroMQ.
         bytes: Size of a batch's activation.
-        links: Where the sink listens, whether that is encrypted, and the window.
-        latency: Whether batches go one at a time.
+        links: Address of the sink, encryption and window.
+        latency: Whether batches are sent one at a time.
     """
 
     kind: Kind
@@ -59,11 +59,11 @@ class Job:
 
     @property
     def discard(self) -> int:
-        """Batches that are not timed: more than windows and the kernel's buffers hold."""
+        """Batches that are not timed: more than fit into windows and the kernel's buffers."""
         return _FIRST_PINGS if self.latency else self.links.largest_window + 16
 
     def listen_address(self, folder: Path) -> str:
-        """Where the sink listens; ``folder`` is for ipc."""
+        """Return the address where the sink listens; ``folder`` is for ipc."""
         address = listen_address(self.links, 1, folder, "sink")
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -96,11 +96,11 @@ class Sink(End, Protocol):
     address: str
 
     def take(self) -> int:
-        """Wait for a batch, acknowledge it, and give its label."""
+        """Wait for a batch, acknowledge it, and return its label."""
 
 
 def _spec(job: Job, module: str) -> WorkerSpec:
-    """One of two modules whose link carries the job's batches, of one sample each."""
+    """Return the spec of one of two modules whose link carries batches of one sample each."""
     tensor = TensorSpec(shape=(job.floats,), dtype="float32")
     head = module == "source"
     return WorkerSpec(
@@ -231,7 +231,7 @@ class RawSink:
     def __init__(self, job: Job, folder: Path, keys: KnownKeys) -> None:
         self._context, self._socket = _pair(job.links.largest_window)
         if job.links.security == "curve":
-            # without a list of who may connect: only the encryption is measured
+            # without a list of allowed keys: only the encryption is measured
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
         self._socket.bind(job.listen_address(folder))
@@ -274,7 +274,7 @@ def _stuck() -> WorkerError:
 
 @contextlib.contextmanager
 def opened(make: Callable[..., Opened], *arguments: Any) -> Iterator[Opened]:
-    """Make an end, and close it."""
+    """Create an end, and close it afterwards."""
     end = make(*arguments)
     try:
         yield end
@@ -283,11 +283,11 @@ def opened(make: Callable[..., Opened], *arguments: Any) -> Iterator[Opened]:
 
 
 def send(source: Source, job: Job, seconds: float) -> dict[str, float]:
-    """Send what a job says for so many seconds, at least, and time it at this end.
+    """Send a job's batches for at least ``seconds``, and time it at this end.
 
     Returns:
-        Microseconds: ``round_trip_us`` and ``round_trip_p99_us``, from sending a batch to its
-        acknowledgement, for latency; else ``source_cpu_us`` of CPU for each batch.
+        Microseconds: for latency ``round_trip_us`` and ``round_trip_p99_us``, from sending a batch
+        to its acknowledgement; else ``source_cpu_us`` of CPU per batch.
     """
     trips, sent = [], 0
     least = job.discard + (_PINGS if job.latency else _LEAST)
@@ -311,11 +311,11 @@ def send(source: Source, job: Job, seconds: float) -> dict[str, float]:
 
 
 def receive(sink: Sink, job: Job) -> dict[str, float]:
-    """Take what a job sends, and time it at this end.
+    """Receive a job's batches, and time it at this end.
 
     Returns:
-        ``latency_us``, the median one way, where both ends have one clock; else ``mb_per_s``
-        (1e6 bytes) and ``sink_cpu_us`` of CPU for each batch.
+        For latency ``latency_us``, the median one way, valid if both ends share a clock; else
+        ``mb_per_s`` (1e6 bytes) and ``sink_cpu_us`` of CPU per batch.
     """
     if job.latency:
         trips: list[int] = []

@@ -1,6 +1,6 @@
-"""One link between two processes: bytes a second and latency, beside bare ZeroMQ.
+"""One link between two processes: throughput and latency, compared with bare ZeroMQ.
 
-What is measured is in ``ends``. The receiver is a process of its own (``peer``).
+``ends`` implements what is measured. The receiver is a separate process (``peer``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dni_runtime.spec import LinksSpec
 Transport = Literal["ipc", "tcp"]
 
 SMALL_BYTES = 1024
-"""The message whose latency is measured."""
+"""Size of the message whose latency is measured."""
 
 _KINDS: tuple[Kind, ...] = ("link", "raw")
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
@@ -46,12 +46,12 @@ class Throughput:
         transport: ``ipc`` or ``tcp`` (loopback).
         security: Whether it is encrypted.
         bytes: Size of a batch's activation.
-        link: Megabytes (1e6) a second through the link.
+        link: Megabytes (1e6) per second through the link.
         raw: The same through bare ZeroMQ.
         ratio: Link over bare ZeroMQ, within a repetition.
-        of_plain: An encrypted link over one that is not, within a repetition; None for others.
-        source_cpu_us: CPU microseconds of the link's sender for one batch, ZeroMQ's thread too.
-        sink_cpu_us: The same of its receiver.
+        of_plain: Encrypted link over plain link, within a repetition; None for a plain link.
+        source_cpu_us: CPU microseconds of the link's sender per batch, including ZeroMQ's thread.
+        sink_cpu_us: The same for its receiver.
     """
 
     transport: Transport
@@ -67,7 +67,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """Small batches, one at a time, from being sent to being a tensor at the other end.
+    """Latency of small batches, one at a time, from sending to a tensor at the other end.
 
     Attributes:
         transport: ``ipc`` or ``tcp`` (loopback).
@@ -76,7 +76,7 @@ class Latency:
         link: Microseconds through the link, one way.
         raw: The same through bare ZeroMQ.
         ratio: Link over bare ZeroMQ, within a repetition.
-        of_plain: An encrypted link over one that is not, within a repetition; None for others.
+        of_plain: Encrypted link over plain link, within a repetition; None for a plain link.
     """
 
     transport: Transport
@@ -89,10 +89,10 @@ class Latency:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``64KB``, ``1MB`` or ``4096`` (KB is 1024 bytes).
+    """Return the bytes of ``64KB``, ``1MB`` or ``4096`` (KB is 1024 bytes).
 
     Raises:
-        UsageError: It is no size, or one that no float32 tensor has.
+        UsageError: It is not a valid size of a float32 tensor.
     """
     number, unit = text.strip().upper(), "B"
     for name in sorted(_UNITS, key=len, reverse=True):
@@ -125,12 +125,12 @@ def measure_links(
 
     Args:
         sizes: Bytes of a batch.
-        transports: Which transports.
-        securities: Whether they are encrypted; ipc never is.
-        repetitions: How often each is measured.
-        seconds: How long each time, at least; more where few batches fit in.
+        transports: Transports to measure.
+        securities: Encryption settings to measure; ipc is never encrypted.
+        repetitions: Number of repetitions.
+        seconds: Minimum duration of each; more if few batches fit in.
         window: Unacknowledged batches, and bare ZeroMQ's high-water mark.
-        observe: Told what was measured, as it goes.
+        observe: Called with a line after each measurement.
 
     Raises:
         WorkerError: The receiver failed.
@@ -148,8 +148,8 @@ def measure_links(
         for repetition in range(repetitions):
             for transport, security in ways:
                 links = LinksSpec(transport=transport, window=window, security=security)
-                for size in (0, *sizes):  # 0: the small ones' latency
-                    # Who comes first changes, so that neither always follows the other.
+                for size in (0, *sizes):  # 0: the latency of small ones
+                    # Alternate which comes first, so that neither always follows the other.
                     for kind in _KINDS[:: -1 if repetition % 2 else 1]:
                         nbytes = size or SMALL_BYTES
                         job = Job(kind, nbytes, links, latency=size == 0)
@@ -201,7 +201,7 @@ def measure_links(
 
 
 def _run(receiver: Peer, own: KeyPair, job: Job, seconds: float) -> dict[str, float]:
-    """Send what a job says; what was measured at both ends."""
+    """Send a job's batches, and return what both ends measured."""
     address = receiver.listen(job, own.public)
     keys = KnownKeys(own, {"sink": receiver.key})
     make: Callable[..., Source] = LinkSource if job.kind == "link" else RawSource

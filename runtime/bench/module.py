@@ -1,6 +1,6 @@
 """The cost of each module's parts, one module at a time in this process, without any transport.
 
-Each module gets what it would get in the chain: activations of the modules before it for real
+Each module gets the same inputs as in the chain: activations of the modules before it for real
 batches, and true gradients of the module after it.
 
 Shape suffixes: B samples of a batch, X a module's input, H its output, Y a label.
@@ -27,30 +27,30 @@ from dni_runtime.spec.load import suggestion
 from dni_runtime.worker.device import choose_device
 
 _BATCHES = 4
-"""Different batches that are taken in turns."""
+"""Number of different batches, used in turns."""
 
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """What one module costs for a batch; microseconds unless they say otherwise.
+    """Cost of one module per batch; ``…_us`` are microseconds.
 
     Attributes:
         module: Its name.
-        device: Where it computes.
-        threads: Threads of its computations.
+        device: Its compute device.
+        threads: Its number of compute threads.
         batch: Samples in a batch.
         forward_us: Forward pass.
         backward_us: Loss (tail), backward pass and the optimizer's step.
-        signal_us: The gradient interface's answer: the synthesizer's forward pass, a local head.
-        learn_us: Learning from one late gradient; 0 where none is learned from.
-        learn_every: Every so many batches there is one to learn from; 0: never.
-        step_us: All of it, for a batch on average.
-        interface_share: Part of ``step_us`` that the gradient interface costs.
-        samples_per_s: Samples a second that a worker for this module could train at most.
-        parameters: Trainable numbers in its layers.
-        interface_parameters: The same in its gradient interface.
-        down_bytes: Activation bytes that it sends downstream for a batch.
-        up_bytes: Gradient bytes that it sends upstream for a batch, on average.
+        signal_us: The gradient interface's signal: the synthesizer's forward pass, a local head.
+        learn_us: Learning from one late gradient; 0 if it learns from none.
+        learn_every: Every n-th batch has a late gradient to learn from; 0: none.
+        step_us: Sum of all parts, on average over batches.
+        interface_share: Share of ``step_us`` that the gradient interface costs.
+        samples_per_s: Maximum samples per second that a worker for this module could train.
+        parameters: Trainable parameters in its layers.
+        interface_parameters: Trainable parameters in its gradient interface.
+        down_bytes: Activation bytes that it sends downstream per batch.
+        up_bytes: Gradient bytes that it sends upstream per batch, on average.
     """
 
     module: str
@@ -73,7 +73,7 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class _Feed:
-    """What one module is fed with, for each of a few batches."""
+    """Inputs of one module for one batch."""
 
     x_BX: Tensor
     y_BY: Tensor
@@ -82,7 +82,7 @@ class _Feed:
 
 @dataclass
 class _Sums:
-    """Seconds of one repetition, and how many times each part ran."""
+    """Seconds of each part in one repetition, and how often it ran."""
 
     forward_s: float = 0.0
     update_s: float = 0.0
@@ -104,10 +104,10 @@ def measure_modules(
 
     Args:
         prepared: The chain.
-        modules: Names of those wanted; all by default.
-        repetitions: How often each is measured.
-        seconds: How long each time, at least.
-        observe: Told what was measured, as it goes.
+        modules: Names of the modules to measure; all by default.
+        repetitions: Number of repetitions.
+        seconds: Minimum duration of each.
+        observe: Called with a line after each measurement.
 
     Raises:
         UsageError: There is no such module.
@@ -137,7 +137,7 @@ def measure_modules(
 
 
 def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]:
-    """Inputs, labels and true gradients of all modules, for a few real batches."""
+    """Return inputs, labels and true gradients of all modules, for a few real batches."""
     chain = prepared.chain
     source = open_data(chain.data.at(prepared.data), prepared.base, seed=chain.seed)
     feeds: list[list[_Feed]] = [[] for _ in steps]
@@ -154,7 +154,7 @@ def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]
             x_BX = outputs[-1]
         for index, step in enumerate(steps):
             step.give_up_waiting()
-            # A module that defers its update has no gradient yet for the one before.
+            # A module that defers its update has no gradient yet for the previous one.
             g_BH = gradients[index + 1] if index + 1 < len(steps) else None
             if g_BH is None:
                 g_BH = torch.zeros_like(outputs[index])
@@ -168,7 +168,7 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
     clock = _clock(step.device)
     spec, interface, sums = step.spec, step.interface, _Sums()
     answers = interface is not None and interface.signals
-    # Whole rounds, so that the batches whose gradients travel have their right share.
+    # Whole rounds, so that batches with gradients occur as often as in training.
     round_ids = math.lcm(_BATCHES, max(spec.gradients_in, 1), max(spec.gradients_out, 1))
     ids, until = _numbers(round_ids), time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -195,7 +195,7 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
 
 
 def _numbers(size: int) -> Iterator[range]:
-    """Ids of batches, in rounds."""
+    """Yield ids of batches, in rounds."""
     first = 1
     while True:
         yield range(first, first + size)
@@ -203,7 +203,7 @@ def _numbers(size: int) -> Iterator[range]:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, when the device has done all that it was told to do."""
+    """Return a clock in seconds that waits for the device to finish its work."""
     if device.type != "cuda":
         return time.perf_counter
 
@@ -222,7 +222,7 @@ def _cost(step: ModuleStep, measured: Sequence[_Sums], batch: int) -> ModuleCost
     update = [1e6 * sums.update_s / sums.batches for sums in measured]
     late = [1e6 * sums.late_s / sums.late if sums.late else 0.0 for sums in measured]
     every = 0 if deferred else spec.gradients_in
-    # The update asks the interface, too; where it is deferred, the late gradient makes it.
+    # The update includes the signal; a deferred update runs in the late gradient's part.
     backward = [
         a + b if deferred else max(a - c, 0.0) for a, b, c in zip(update, late, signal, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""Links between the nodes of an allocation: round trips, and bytes a second.
+"""Links between the nodes of an allocation: round trips and throughput.
 
-One small step on each node (``peer``) is told in turn to receive and to send, over the very sockets
-that modules' links use: interface, encryption and window are those of a chain.
+One small step on each node (``peer``) receives and sends in turn, over the same sockets as the
+links of modules: interface, encryption and window are those of a chain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dni_runtime.spec import ChainSpec, LinksSpec
 from dni_runtime.spec.profile import ProfileSpec
 
 SIZES_BYTES = (1 << 20, 16 << 20)
-"""The messages whose throughput is measured."""
+"""Sizes of the messages whose throughput is measured."""
 
 _JOIN_S = 10.0
 _SECONDS = 0.5
@@ -33,12 +33,12 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Line:
-    """Two hosts that a link joins.
+    """Two hosts to be connected by a link.
 
     Attributes:
-        source: Where the module upstream would be.
-        sink: Where the module downstream would be, which listens.
-        links: How they would talk.
+        source: Host of the module upstream.
+        sink: Host of the module downstream, which listens.
+        links: Link settings.
     """
 
     source: str
@@ -47,25 +47,25 @@ class Line:
 
     @property
     def ends(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Which process of which host sends, and which receives."""
+        """Host and process number of the sender and of the receiver."""
         return (self.source, 0), (self.sink, int(self.sink == self.source))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found out of a line.
+    """Result of measuring a line.
 
     Attributes:
         source: The host that sent.
         sink: The host that received.
         transport: ``ipc`` or ``tcp``.
-        interface: The interface or network that was asked for.
-        address: Where the sink listened; None if it did not.
-        encrypted: Whether by CURVE.
-        round_trip_us: Microseconds from sending 1 KB to its acknowledgement: their median.
+        interface: The requested interface or network.
+        address: Address where the sink listened; None if it did not.
+        encrypted: Whether it was encrypted by CURVE.
+        round_trip_us: Median microseconds from sending 1 KB to its acknowledgement.
         round_trip_p99_us: Their 99th percentile.
-        mb_per_s: Megabytes (1e6) a second one way, by the message's size in bytes.
-        error: Why nothing (more) was measured, or None.
+        mb_per_s: Megabytes (1e6) per second one way, by the message's size in bytes.
+        error: Why the measurement failed or is incomplete, or None.
     """
 
     source: str
@@ -83,11 +83,11 @@ class Measured:
 def lines_of_chain(
     chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int], hosts: Sequence[str]
 ) -> list[Line]:
-    """The lines that a chain's links would be, each once.
+    """Return the lines that a chain's links would use, each once.
 
     Args:
         chain: The chain.
-        profile: The site's.
+        profile: The site's profile.
         nodes: The node of each module, head first.
         hosts: Names of the nodes.
     """
@@ -106,13 +106,13 @@ def lines_of_chain(
 
 
 def lines_between(hosts: Sequence[str], interface: str) -> list[Line]:
-    """All pairs of hosts, over encrypted tcp."""
+    """Return the lines between all pairs of hosts, over encrypted tcp."""
     links = _measurable(LinksSpec(transport="tcp", interface=interface))
     return [Line(source, sink, links) for source, sink in combinations(hosts, 2)]
 
 
 def lines_within(host: str, links: LinksSpec) -> list[Line]:
-    """From one host to itself: ipc, and loopback encrypted as links between hosts are."""
+    """Return the lines of one host to itself: ipc, and loopback encrypted as between hosts."""
     plain = {"interface": None, "port": None}
     curve = "none" if links.security == "none" else "curve"
     links = _measurable(links)
@@ -123,13 +123,13 @@ def lines_within(host: str, links: LinksSpec) -> list[Line]:
 
 
 def _measurable(links: LinksSpec) -> LinksSpec:
-    """A message's size is its size on the wire, and a wait is shorter than a whole run's."""
+    """Return the settings without conversion on the wire, and with a shorter timeout."""
     narrow = {"dtype": None, "gradient_dtype": None}
     return links.model_copy(update={**narrow, "connect_timeout_s": _JOIN_S})
 
 
 def step_on(allocation: Allocation, host: str, python: str | None = None) -> Peer:
-    """A measuring process that is a step of an allocation.
+    """Return a measuring process that runs as a step of an allocation.
 
     Args:
         allocation: The allocation.
@@ -145,8 +145,8 @@ def measure_lines(lines: Sequence[Line], start: Callable[[str], Peer]) -> Iterat
     """Measure one line after the other, so that none disturbs another.
 
     Args:
-        lines: Which.
-        start: Makes a measuring process on a host.
+        lines: The lines.
+        start: Starts a measuring process on a host.
     """
     with contextlib.ExitStack() as stack:
         ends = dict.fromkeys(end for line in lines for end in line.ends)
@@ -161,7 +161,7 @@ def _measure(line: Line, source: Peer, sink: Peer) -> Measured:
     rates: dict[int, float] = {}
     address = error = None
     try:
-        for size in (0, *SIZES_BYTES):  # 0: small ones, one at a time
+        for size in (0, *SIZES_BYTES):  # 0: the latency of small ones
             job = Job("link", size or SMALL_BYTES, line.links, latency=size == 0)
             address = sink.listen(job, source.key)
             source.send(job, sink.key, address, _SECONDS)
@@ -185,7 +185,7 @@ def _measure(line: Line, source: Peer, sink: Peer) -> Measured:
 
 
 def _answers(source: Peer, sink: Peer) -> dict[str, float]:
-    """What both ends have measured; both are ready for the next job then."""
+    """Return what both ends measured, and leave both ready for the next job."""
     try:
         found = source.answer()
     except DniError:

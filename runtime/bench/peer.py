@@ -1,8 +1,8 @@
-"""A process at one end of a measured link, here or on another host, that is told what to do.
+"""A measuring process at one end of a link, on this or another host, controlled by commands.
 
-``Peer`` is the side that tells; this module as a program is the side that measures. They exchange
-JSON lines over the program's stdin and stdout, which ``srun`` carries to other hosts. Public keys
-go that way, too; secret ones stay where they were made.
+``Peer`` is the controlling side; this module as a program measures. They exchange JSON lines over
+the program's stdin and stdout, which ``srun`` forwards to other hosts. So are public keys; secret
+keys stay where they were made.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from dni_runtime.worker.memory import keep_freed_memory
 PROGRAM = (sys.executable, "-P", "-m", "dni_runtime.bench.peer")
 
 _START_S = 120.0
-"""For Python and torch to be read from a shared file system, and a step to get its place."""
+"""Time to read Python and torch from a shared file system, and for Slurm to start a step."""
 _LIMIT_S = 600.0
 
 
 class Peer:
-    """A measuring process, a context manager; it is waited for when it is first needed.
+    """A measuring process as a context manager; the first command waits for its start.
 
     Args:
         argv: Its command.
@@ -96,7 +96,7 @@ class Peer:
         """Its public key.
 
         Raises:
-            UnavailableError: It does not start in time.
+            UnavailableError: It did not start in time.
             WorkerError: It failed.
         """
         if self._key is None:
@@ -104,10 +104,10 @@ class Peer:
         return self._key.encode()
 
     def listen(self, job: Job, source: bytes) -> str:
-        """Let it receive what a job sends, and only the owner of a key.
+        """Let it receive a job's batches, only from the owner of the key ``source``.
 
         Returns:
-            The address to send it to.
+            The address to send them to.
 
         Raises:
             DniError: It cannot listen; or as :attr:`key`.
@@ -116,11 +116,11 @@ class Peer:
         return str(self.answer()["address"])
 
     def send(self, job: Job, sink: bytes, address: str, seconds: float) -> None:
-        """Let it send what a job says to an address, whose owner has a key."""
+        """Let it send a job's batches to an address, whose owner has the key ``sink``."""
         self._tell(job, sink, address=address, seconds=seconds)
 
     def answer(self, within_s: float = _LIMIT_S) -> dict[str, Any]:
-        """What it has measured.
+        """Return its next answer.
 
         Raises:
             UnavailableError: Nothing came in time, or it could not reach the other end.
@@ -129,7 +129,7 @@ class Peer:
         try:
             line = self._lines.get(timeout=within_s)
         except queue.Empty:
-            self._process.kill()  # its answers could not be told apart any more
+            self._process.kill()  # later answers could not be matched to commands
             raise UnavailableError(
                 f"no answer from the measuring process within {within_s:g} s{self._said()}"
             ) from None
@@ -161,7 +161,7 @@ class Peer:
 
 
 def _serve() -> None:
-    """What the process does: jobs come in, measurements go out."""
+    """Read jobs from stdin, and write measurements to stdout."""
     keep_freed_memory()  # as a worker does
     torch.set_num_threads(1)
     own = KeyPair.new()

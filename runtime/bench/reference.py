@@ -1,6 +1,6 @@
 """Plain backprop of a chain's network in one process, for a bounded time; see ``launch.reference``.
 
-It runs in a process of its own: this module as a program.
+It runs this module as a program in a separate process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ReferencePace:
     """Plain backprop in its steady state.
 
     Attributes:
-        seconds: How long it was timed.
-        batches: Training batches meanwhile.
-        samples_per_s: Training samples a second.
+        seconds: Duration of the measurement.
+        batches: Training batches during that time.
+        samples_per_s: Training samples per second.
         cores: Cores that it kept busy.
-        cpu_s: CPU seconds for one sample.
+        cpu_s: CPU seconds per sample.
     """
 
     seconds: float
@@ -44,9 +44,9 @@ def measure_reference(record: Record, threads: int, bounds: Bounds) -> Reference
     """Train a run's network in a new process until its pace is known.
 
     Args:
-        record: A run directory that was made for it.
-        threads: Threads of its computations.
-        bounds: How long.
+        record: A run directory made for it.
+        threads: Number of compute threads.
+        bounds: Duration.
 
     Raises:
         WorkerError: The process failed.

@@ -10,7 +10,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of several measurements, and how far they lie apart.
+    """Median and range of several measurements.
 
     Attributes:
         median: Their median.
@@ -24,14 +24,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Quotients of what was measured in the same repetition.
+    """Return the quotients of values from the same repetition.
 
-    A machine's speed changes from minute to minute: the median of such quotients says more than
-    the quotient of the medians.
+    A machine's speed changes from minute to minute: the median of such quotients is more reliable
+    than the quotient of the medians.
     """
     return [a / b for a, b in zip(values, base, strict=True)]

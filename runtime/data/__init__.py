@@ -1,8 +1,8 @@
-"""What the head reads: data sets by name, as batches in a fixed order.
+"""Data for the head: data sets by name, as batches in a fixed order.
 
-:func:`describe` tells what a data set looks like, :func:`locate` which folder the worker must see,
-:func:`open_data` gives the batches, :func:`with_defaults` fills in a data set's own options.
-``docs/data.md`` is the user's side of this.
+:func:`describe` returns a data set's shapes and sizes, :func:`locate` the folder that the worker
+must see, :func:`open_data` the batches; :func:`with_defaults` fills in a data set's own options.
+``docs/data.md`` is the documentation for users.
 """
 
 from dni_runtime.data.registry import DATASETS, describe, locate, open_data, with_defaults

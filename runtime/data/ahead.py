@@ -1,4 +1,4 @@
-"""Making batches ahead of the one in use, in a thread or in processes of their own."""
+"""Making batches ahead of the one in use, in a thread or in separate processes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dni_runtime.errors import DniError, WorkerError
 _PR_SET_PDEATHSIG = 1
 
 AHEAD = 4
-"""Batches that are read ahead of the one in use."""
+"""Number of batches that are read ahead."""
 
 LEAVE_S = 2.0
-"""How long processes that are not needed any more may take to leave."""
+"""Seconds for processes that are no longer needed to exit before they are killed."""
 
 T = TypeVar("T")
 
 
 def in_thread(batches: Iterator[T], depth: int = AHEAD) -> Generator[T, None, None]:
-    """The same batches, up to ``depth`` of them made ahead by a thread that ends with this.
+    """Yield the same batches, up to ``depth`` of them made ahead by a thread.
 
-    What making a batch raises is raised where that batch is asked for.
+    The thread ends with the generator. An error in making a batch is raised when that batch is due.
     """
     ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
     stop = threading.Event()
@@ -55,7 +55,7 @@ def in_thread(batches: Iterator[T], depth: int = AHEAD) -> Generator[T, None, No
             yield item[0]
     finally:
         stop.set()
-        # The thread puts at most one more thing after `stop`, for which this makes room.
+        # Make room for the one item that the thread may still put after `stop`.
         while not ready.empty():
             ready.get_nowait()
         thread.join(timeout=10)
@@ -64,16 +64,16 @@ def in_thread(batches: Iterator[T], depth: int = AHEAD) -> Generator[T, None, No
 def in_processes(
     make: Callable[[int], T], numbers: range, processes: int, *, seed: int
 ) -> Generator[T, None, None]:
-    """What ``make`` gives for each number, in their order, made ahead by processes.
+    """Yield the result of ``make`` for each number, in their order, made ahead by processes.
 
-    They are forks of this one and end with it, or with the generator. What ``make`` raises is
-    raised where its result is asked for. Must be used in the main thread.
+    They are forks of this one and end with it, or with the generator. Errors of ``make`` are raised
+    when its result is due. Must be used in the main thread.
 
     Args:
         make: Called in the processes; its results are tensors, or tuples of them.
-        numbers: What it is called with.
-        processes: How many there are.
-        seed: Of the global random generators of each process.
+        numbers: Its arguments.
+        processes: Number of processes.
+        seed: Seed of the global random generators of each process.
 
     Raises:
         WorkerError: A process has died.
@@ -91,7 +91,7 @@ def in_processes(
         generator=torch.Generator().manual_seed(seed),
     )
     before = set(multiprocessing.active_children())
-    # torch would raise in this thread, wherever it is, when a process dies.
+    # torch's handler would raise anywhere in this thread when a process dies.
     handler = signal.getsignal(signal.SIGCHLD)
     results = iter(loader)
     signal.signal(signal.SIGCHLD, handler)
@@ -105,7 +105,7 @@ def in_processes(
                     raise
                 raise WorkerError(
                     f"a process that makes batches ahead has died: {error}",
-                    hint="is there enough memory? each of data.workers takes its own",
+                    hint="is there enough memory? each of the data.workers needs its own",
                 ) from None
             if isinstance(result, DniError):
                 raise result
@@ -113,7 +113,7 @@ def in_processes(
     finally:
         killer = threading.Timer(LEAVE_S, _kill, [started])
         killer.start()
-        del results  # which tells them to leave, and waits for one after the other
+        del results  # stops them, and waits for one after the other
         killer.cancel()
         killer.join()
         _kill(started)
@@ -126,7 +126,7 @@ def _kill(processes: Iterable[BaseProcess]) -> None:
 
 
 class _Made(Dataset[Any]):
-    """What a function gives, as a data set."""
+    """The results of a function, as a data set."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
@@ -134,7 +134,7 @@ class _Made(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         try:
             return self._make(number)
-        except DniError as error:  # raised, torch would put a traceback into its message
+        except DniError as error:  # if raised, torch would add a traceback to its message
             return error
 
 
@@ -143,10 +143,10 @@ def _as_it_is(result: Any) -> Any:
 
 
 class _Follower:
-    """Lets a new process end with its parent alone.
+    """Set-up of a new process: ignore signals, and end only with the parent.
 
-    Whoever stops the head may signal all of its processes, as Slurm does; the head needs batches
-    until it has found a place to stop.
+    Stopping the head may signal all of its processes, as Slurm does, but the head needs batches
+    until it reaches a marker to stop at.
     """
 
     def __init__(self, parent: int) -> None:

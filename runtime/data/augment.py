@@ -1,4 +1,4 @@
-"""Augmentation of training samples by callables of the user's, batch by batch.
+"""Augmentation of training samples by a user's callables, batch by batch.
 
 Shape suffix: B samples of a batch.
 """
@@ -23,12 +23,12 @@ _LOCATION = ("data", "augment")
 class Augmentation:
     """Callables that are applied to a batch, one after the other.
 
-    They draw from torch's global generator, which is seeded for each batch, so that a restart
-    finds the same batches, and left as it was.
+    They use torch's global generator, which is seeded for each batch, so that a restart yields the
+    same batches, and restored afterwards.
 
     Args:
-        functions: The callables by their names in the spec.
-        seed: Seed of what they draw, at least 0.
+        functions: The callables, with their names in the spec.
+        seed: Seed of their random numbers, at least 0.
     """
 
     def __init__(self, functions: Sequence[tuple[str, Callable[[Tensor], Any]]], seed: int) -> None:
@@ -40,10 +40,10 @@ class Augmentation:
         Args:
             x_B: Samples (B, …), which may be changed.
             epoch: The epoch.
-            number: Of the batch in its epoch.
+            number: Number of the batch in its epoch.
 
         Raises:
-            DataError: One fails, or gives something of another shape or type.
+            DataError: A callable fails, or returns another shape or type.
         """
         with seeded(self._seed, epoch, number):
             for name, function in self._functions:
@@ -72,15 +72,15 @@ class Augmentation:
 
 
 def find_augmentation(choices: Sequence[Choice], base: Path, seed: int) -> Augmentation | None:
-    """Import and make the callables of a spec; None where there are none.
+    """Import and make the callables of a spec; return None if there are none.
 
     Args:
         choices: Import paths of classes, and their keyword arguments.
         base: Folder of ``chain.yaml``, where imports start.
-        seed: Seed of what they draw, at least 0.
+        seed: Seed of their random numbers, at least 0.
 
     Raises:
-        SpecError: An import path leads nowhere, a class cannot be made, or its object not called.
+        SpecError: An import fails, a class cannot be instantiated, or its object is not callable.
     """
     functions = []
     for number, choice in enumerate(choices):
@@ -133,5 +133,5 @@ def _apply(name: str, function: Callable[[Tensor], Any], x_B: Tensor) -> Tensor:
     )
     raise DataError(
         f"augmentation {name!r} makes {what} of a batch of float32 of shape {tuple(x_B.shape)}",
-        hint="an augmentation keeps shape and type",
+        hint="an augmentation must keep shape and type",
     )

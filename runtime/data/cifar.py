@@ -4,8 +4,8 @@ The format (https://www.cs.toronto.edu/~kriz/cifar.html): each file is a pickled
 a uint8 array (n, 3072) of 1024 red, 1024 green and 1024 blue pixels in row-major order, and
 ``labels``, a list of n numbers 0 to 9.
 
-A pickle is a program. The unpickler here runs none: the few names that these files use are stood in
-for by classes that only take down what they are given, and every other name is refused.
+A pickle is a program, but the unpickler here does not run it: stand-in classes for the few names
+that these files use only record their arguments, and every other name is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HINT = (
 
 
 def find_cifar10(spec: DataSpec, base: Path) -> Found:
-    """Find the six files; how many images they hold is known only once they are loaded.
+    """Find the six files; the number of images is known only after loading.
 
     Raises:
         DataError: Files are missing; on loading: they are not the published ones.
@@ -69,7 +69,7 @@ def _read_all(folder: Path, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
-    """Pixels (n, 3072) uint8 and labels (n,) int64 of one file."""
+    """Return the pixels (n, 3072) uint8 and labels (n,) int64 of one file."""
     try:
         with path.open("rb") as stream:
             # Python 2 wrote these files; its str is bytes (pickle.Unpickler, "encoding").
@@ -105,17 +105,17 @@ def _foreign(path: Path, what: str) -> DataError:
 
 
 class _Dtype:
-    """Stands in for ``numpy.dtype``."""
+    """Stand-in for ``numpy.dtype``."""
 
     def __init__(self, name: object = None, *_: object) -> None:
         self.name = name
 
     def __setstate__(self, state: object) -> None:
-        """Byte order and the like: without meaning for bytes."""
+        """Ignore byte order and the like, which do not matter for bytes."""
 
 
 class _Array:
-    """Stands in for ``numpy.ndarray`` and the function that remakes one."""
+    """Stand-in for ``numpy.ndarray`` and the function that reconstructs one."""
 
     def __init__(self, *_: object) -> None:
         self.state: object = None
@@ -124,7 +124,7 @@ class _Array:
         self.state = state
 
     def tensor(self, path: Path) -> Tensor:
-        """The array, if it is one of unsigned bytes (numpy.ndarray.__reduce__ for the fields)."""
+        """Return the array if it holds unsigned bytes (fields: numpy.ndarray.__reduce__)."""
         if not (isinstance(self.state, tuple) and len(self.state) == 5):
             raise _foreign(path, "an array without contents")
         _, shape, dtype, fortran, raw = self.state
@@ -141,7 +141,7 @@ class _Array:
 
 
 def _encode(text: object, encoding: object) -> bytes:
-    """Stands in for ``_codecs.encode``, by which Python 3 writes bytes in old protocols."""
+    """Stand-in for ``_codecs.encode``, which Python 3 uses for bytes in old protocols."""
     if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
         raise pickle.UnpicklingError(f"text encoded as {encoding!r}")
     return text.encode("latin-1")
@@ -163,7 +163,7 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             raise DataError(
                 f"refused: the file asks for {module}.{name}, which no CIFAR-10 batch needs",
-                hint="do not use this file: loading it elsewhere may run code of its maker's",
+                hint="do not use this file: loading it with another program may run its code",
             ) from None
 
     def persistent_load(self, pid: Any) -> Any:

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST in the IDX format that both are published in.
+"""MNIST and Fashion-MNIST in their published IDX format.
 
 The format (http://yann.lecun.com/exdb/mnist, "FILE FORMATS"): two zero bytes, the type of the
 elements (8: unsigned byte), the number of dimensions, each dimension as a big-endian 32-bit
@@ -34,7 +34,7 @@ _EVAL_PARTS = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 @dataclass(frozen=True)
 class _Published:
-    """What differs between the sets; mean and std are of the training pixels divided by 255."""
+    """Properties of one set; mean and std are of the training pixels divided by 255."""
 
     mean: float
     std: float
@@ -57,8 +57,8 @@ _SETS = {
         mean=0.2860,
         std=0.3530,
         known=("/usr/share/datasets/fashion-mnist",),  # Debian's dataset-fashion-mnist
-        hint="install Debian's package dataset-fashion-mnist, or fetch its files with "
-        "'scripts/fetch-fashion-mnist DIR' and set data.path to DIR",
+        hint="install Debian's package dataset-fashion-mnist, or download the four published IDX "
+        "files (as for mnist) and set data.path to their folder",
     ),
 }
 
@@ -103,18 +103,18 @@ def find_idx(spec: DataSpec, base: Path) -> Found:
 
 
 def _count(images: Path, labels: Path) -> int:
-    """The number of samples, by the headers of both files."""
+    """Return the number of samples, according to the headers of both files."""
     count, height, width = _shape(images, 3)
     if (height, width) != (_SIDE, _SIDE):
         raise DataError(
             f"{images}: images of {height} x {width} pixels; {_SIDE} x {_SIDE} expected",
-            hint="other images can be read as data set 'npz' or through a class of your own",
+            hint="for other images use the data set 'npz' or your own class",
         )
     (label_count,) = _shape(labels, 1)
     if label_count != count:
         raise DataError(
             f"{labels}: {label_count} labels for the {count} images of {images.name}",
-            hint="the two files belong to different sets; fetch both again",
+            hint="the two files belong to different sets; download both again",
         )
     return count
 
@@ -133,7 +133,7 @@ def _header(path: Path, stream: BinaryIO, dimensions: int) -> tuple[int, ...]:
         raise DataError(
             f"{path}: not an IDX file of {dimensions}-dimensional bytes: it begins with "
             f"0x{magic:08x} instead of 0x{expected:08x}",
-            hint="is it another file under this name? fetch it again",
+            hint="is it another file under this name? download it again",
         )
     if len(start) < 4 + 4 * dimensions:
         raise EOFError(f"it ends after {len(start)} bytes, within its header")
@@ -149,7 +149,7 @@ def _shape(path: Path, dimensions: int) -> tuple[int, ...]:
 
 
 def _read(path: Path, dimensions: int) -> Tensor:
-    """The elements as a uint8 tensor of the shape in the header."""
+    """Return the elements as a uint8 tensor of the shape in the header."""
     try:
         with closing(_open(path)) as stream:
             shape = _header(path, stream, dimensions)
@@ -160,8 +160,8 @@ def _read(path: Path, dimensions: int) -> Tensor:
     if len(elements) != size:
         what = "more" if len(elements) > size else f"only {len(elements)}"
         raise DataError(
-            f"{path}: {what} bytes of elements where its header announces {size}",
-            hint="the file is truncated or altered; fetch it again",
+            f"{path}: {what} bytes of elements, but its header announces {size}",
+            hint="the file is truncated or altered; download it again",
         )
     if not size:
         return torch.empty(shape, dtype=torch.uint8)
@@ -173,7 +173,7 @@ def _labels(path: Path) -> Tensor:
     if len(y_N) and int(y_N.max()) >= _CLASSES:
         raise DataError(
             f"{path}: label {int(y_N.max())}; labels 0 to {_CLASSES - 1} expected",
-            hint="the file is of another data set, or altered; fetch it again",
+            hint="the file is of another data set, or altered; download it again",
         )
     return y_N.to(torch.int64)
 
@@ -182,5 +182,5 @@ def _broken(path: Path, error: Exception) -> DataError:
     if isinstance(error, OSError) and error.errno is not None:
         return DataError(f"{path} cannot be read: {error.strerror}", hint="check its permissions")
     return DataError(
-        f"{path}: truncated or damaged: {error}", hint="fetch the file again; compare its size"
+        f"{path}: truncated or damaged: {error}", hint="download the file again; compare its size"
     )

@@ -16,16 +16,16 @@ def import_class(name: str, base: Path, *, what: str, location: Sequence[str | i
 
     Args:
         name: The import path.
-        base: Folder of ``chain.yaml``; it is looked in first, from here on.
-        what: What the class is, for messages.
-        location: Where the name stands in the spec.
+        base: Folder of ``chain.yaml``, searched first by this and all later imports.
+        what: Kind of the class, for messages.
+        location: Location of the name in the spec.
 
     Raises:
         SpecError: There is no such module or class, or importing it fails.
     """
     module_name, _, attribute = name.partition(":")
     root = base.resolve()
-    # Like the folder of a script, and left there: the class may import its neighbours later.
+    # Like a script's folder, and kept: the class may import neighbouring files later.
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     importlib.invalidate_caches()
@@ -37,7 +37,7 @@ def import_class(name: str, base: Path, *, what: str, location: Sequence[str | i
         raise SpecError(
             f"{what} {name!r}: there is no module {error.name!r}; {looked}"
             if own
-            else f"{what} {name!r}: {module_name!r} imports {error.name!r}, which is not there",
+            else f"{what} {name!r}: {module_name!r} imports {error.name!r}, which is missing",
             location=location,
             hint=None if own else "install it, and list it under image.requirements",
         ) from None

@@ -1,7 +1,7 @@
-"""Data sets that are held in memory: one ``index_select`` per batch.
+"""Data sets in memory: one ``index_select`` per batch.
 
-8-bit images stay 8-bit and are normalised batch by batch: a quarter of the memory of float32 and of
-the time to load, for a batch in as much time (gathering rows is bound by memory).
+8-bit images stay 8-bit and are normalised batch by batch: a quarter of the memory and loading time
+of float32, and batches take no longer (gathering rows is memory-bound).
 
 Shape suffixes: N samples of a split, B samples of a batch, C channels, H height, W width.
 """
@@ -23,10 +23,10 @@ class MemorySplit(Split):
     """Samples in memory.
 
     Attributes:
-        x: Samples (N, …): uint8 images, or float32 or int64 that are yielded as they are.
+        x: Samples (N, …): uint8 images, or float32 or int64, which stay unchanged.
         y: Labels (N, …), int64 or float32.
-        mean: What is subtracted from uint8 images, in their own units; broadcasts over a sample.
-        std: What they are then divided by.
+        mean: Subtracted from uint8 images, in their own units; broadcasts over a sample.
+        std: Divisor of uint8 images after that.
     """
 
     x: Tensor
@@ -38,7 +38,7 @@ class MemorySplit(Split):
         return len(self.x)
 
     def batch(self, order_B: Tensor) -> Batch:
-        """The samples of these numbers."""
+        """Return the samples of these numbers."""
         x = self.x.index_select(0, order_B)
         if x.dtype == torch.uint8:
             x = x.to(torch.float32)
@@ -58,7 +58,7 @@ def image_split(
     std: Sequence[float],
     largest: float = 255.0,
 ) -> MemorySplit:
-    """Images with one mean and one standard deviation per channel.
+    """Return images with one mean and one standard deviation per channel.
 
     Args:
         x_NCHW: uint8 images.
@@ -84,7 +84,7 @@ def image_info(
     train_samples: int | None,
     eval_samples: int | None,
 ) -> DataInfo:
-    """What a set of images of ``shape`` (C, H, W) with one class label each looks like."""
+    """Describe a set of images of ``shape`` (C, H, W) with one class label each."""
     return DataInfo(
         sample=TensorSpec(shape=shape, dtype="float32"),
         label=TensorSpec(shape=(), dtype="int64"),

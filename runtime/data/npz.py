@@ -1,4 +1,4 @@
-"""Arrays in a NumPy ``.npz`` file, and the digits that come with this package in one.
+"""Arrays in a NumPy ``.npz`` file, and the digits that this package includes as one.
 
 A file holds ``x_train``, ``y_train``, ``x_eval`` and ``y_eval``, samples along the first axis.
 """
@@ -39,14 +39,14 @@ _DIGITS_LARGEST = 16
 
 
 def find_digits(spec: DataSpec, base: Path) -> Found:
-    """The 8x8 digits that this package ships (source and licence: ``docs/data.md``).
+    """Return the 8x8 digits in this package (source and licence: ``docs/data.md``).
 
     Raises:
         SpecError: A path is given.
     """
     if spec.path is not None:
         raise SpecError(
-            f"data set 'digits' takes no path ({spec.path!r}): it comes with this package",
+            f"data set 'digits' takes no path ({spec.path!r}): it is part of this package",
             location=("data", "path"),
         )
 
@@ -74,8 +74,8 @@ def find_npz(spec: DataSpec, base: Path) -> Found:
     """Find a user's ``.npz`` file and check the shapes and types of its four arrays.
 
     8-bit samples are images, scaled to [0, 1]; floats become float32; both are then normalised with
-    the training set's mean and standard deviation (of each channel where samples are (C, H, W),
-    else of all values). Other integers (tokens) stay int64. Integer labels are class indices.
+    the training set's mean and standard deviation (of each channel if samples are (C, H, W),
+    else of all values). Other integers (tokens) become int64. Integer labels are class indices.
 
     Raises:
         SpecError: No path is given.
@@ -110,7 +110,7 @@ def find_npz(spec: DataSpec, base: Path) -> Found:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """An ``.npz`` file, without pickles; what reading it raises becomes a DataError."""
+    """Open an ``.npz`` file without pickles; turn errors of reading it into DataError."""
     try:
         with path.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
@@ -125,7 +125,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _header(path: Path, archive: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of an array without reading it (numpy.lib.format)."""
+    """Return the shape and type of an array without reading it (numpy.lib.format)."""
     if name not in archive.files:
         raise DataError(
             f"{path}: there is no array {name!r}, only {', '.join(archive.files) or 'nothing'}",
@@ -205,7 +205,7 @@ def _splits(
 
 
 def _moments(x: Array) -> tuple[Tensor | None, Tensor | None]:
-    """Mean and standard deviation of samples in their own units; None for indices."""
+    """Return the mean and standard deviation of samples in their units; None for indices."""
     if _is_index(x.dtype) or not x.size:
         return None, None
     axes = (0, 2, 3) if x.ndim == 4 else None

@@ -1,4 +1,4 @@
-"""Where the files of a data set lie."""
+"""Paths of data sets."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dni_runtime.spec import DataSpec
 
 
 def resolve(path: str, base: Path) -> Path:
-    """``data.path`` as an absolute path: ``~`` is expanded, relative paths start at ``base``."""
+    """Return ``data.path`` as an absolute path: expand ``~``, start relative paths at ``base``."""
     return (base / Path(path).expanduser()).resolve()
 
 
 def find_folder(
     spec: DataSpec, base: Path, *, files: Iterable[Sequence[str]], known: Sequence[str], hint: str
 ) -> Path:
-    """The folder that holds all files of a data set.
+    """Find the folder that holds all files of a data set.
 
     Args:
-        spec: The data set; its ``path`` is where to look, if it is given.
+        spec: The data set; its ``path``, if set, is the folder to search.
         base: Folder of ``chain.yaml``.
-        files: For each file the names that it may have.
-        known: Folders to look in, beside ``path`` and when there is no ``path``; relative ones are
-            subfolders of ``path``.
-        hint: Where the files come from.
+        files: Alternative names of each file.
+        known: Other folders to search: relative ones below ``path``, absolute ones if ``path`` is
+            not set.
+        hint: How to get the files.
 
     Raises:
-        DataError: No folder has them all; names the folders and the files that are missing.
+        DataError: No folder has them all; names the folders and the missing files.
     """
     if spec.path is not None:
         root = resolve(spec.path, base)
@@ -42,7 +42,7 @@ def find_folder(
     seen: list[str] = []
     for folder in folders:
         if not folder.is_dir():
-            seen.append(f"{folder} ({'is no folder' if folder.exists() else 'is not there'})")
+            seen.append(f"{folder} ({'not a folder' if folder.exists() else 'does not exist'})")
             continue
         missing = [n[0] for n in files if not any((folder / name).is_file() for name in n)]
         if not missing:
@@ -55,5 +55,5 @@ def find_folder(
 
 
 def existing(folder: Path, names: Sequence[str]) -> Path:
-    """The first of ``names`` that is a file in ``folder``."""
+    """Return the first of ``names`` that is a file in ``folder``."""
     return next(folder / name for name in names if (folder / name).is_file())

@@ -1,4 +1,4 @@
-"""The data sets by name, and the questions that are asked of them."""
+"""The data sets by name: their options, description, location and batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DataSet(NamedTuple):
 
     Attributes:
         find: Finds it, from the spec, the folder of ``chain.yaml`` and, if it has any, its options.
-        options: The model of its ``args``; None: it takes none.
+        options: Model of its ``args``; None if it takes none.
     """
 
     find: Callable[..., Found]
@@ -45,7 +45,7 @@ DATASETS: dict[str, DataSet] = {
 
 
 def with_defaults(spec: DataSpec) -> DataSpec:
-    """The same with all options of its data set; the args of a user's class stay as they are.
+    """Return the spec with all options of its data set; a user's class keeps its args.
 
     Raises:
         SpecError: There is no such data set or option, or an option's value is not allowed.
@@ -57,7 +57,7 @@ def with_defaults(spec: DataSpec) -> DataSpec:
 
 
 def describe(spec: DataSpec, base: Path) -> DataInfo:
-    """What the data looks like, without loading it.
+    """Describe the data without loading it.
 
     Args:
         spec: The data set.
@@ -65,7 +65,7 @@ def describe(spec: DataSpec, base: Path) -> DataInfo:
 
     Raises:
         SpecError: There is no such data set, class or augmentation, or they do not fit together.
-        DataError: Its files are missing, are not what they should be, or are too few for one batch.
+        DataError: Its files are missing or not valid, or its samples do not fill one batch.
     """
     info = _find(spec, base).info
     augment = find_augmentation(spec.augment, base, seed=0)
@@ -75,7 +75,7 @@ def describe(spec: DataSpec, base: Path) -> DataInfo:
 
 
 def locate(spec: DataSpec, base: Path) -> Path | None:
-    """The folder or file that the head must be able to read; None when it needs none.
+    """Return the folder or file that the head must be able to read; None if it needs none.
 
     Args:
         spec: The data set.
@@ -100,7 +100,7 @@ def open_data(spec: DataSpec, base: Path, *, seed: int) -> DataSource:
 
     Raises:
         SpecError: There is no such data set, class or augmentation.
-        DataError: Its files are missing, damaged, or too few for one batch.
+        DataError: Its files are missing or damaged, or its samples do not fill one batch.
     """
     found = _find(spec, base)
     augment = find_augmentation(spec.augment, base, seed)
@@ -117,7 +117,7 @@ def _find(spec: DataSpec, base: Path) -> Found:
 
 
 def _options(spec: DataSpec) -> Frozen | None:
-    """The options of a data set that has a name; None where it has none."""
+    """Return the options of a data set that has a name; None if it has none."""
     if spec.dataset not in DATASETS:
         raise SpecError(
             f"unknown data set {spec.dataset!r}",

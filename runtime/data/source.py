@@ -36,7 +36,7 @@ class Split(Protocol):
     """The training or the evaluation samples.
 
     Attributes:
-        slow: Whether a batch takes so long that it is worth reading ahead.
+        slow: Whether loading a batch is so slow that reading ahead pays off.
     """
 
     slow: ClassVar[bool] = False
@@ -46,25 +46,25 @@ class Split(Protocol):
         ...
 
     def batch(self, order_B: Tensor) -> Batch:
-        """The samples of these numbers (int64, (B,)), in the order given."""
+        """Return the samples of these numbers (int64, (B,)), in the order given."""
         ...
 
     def in_epoch(self, rng: np.random.Generator) -> Split:
-        """The samples as they are in one epoch, which may draw something of its own."""
+        """Return the samples as one epoch uses them, possibly varied with ``rng``."""
         return self
 
     def held_out(self) -> Split:
-        """The samples as they are when the last ones are held out for validation."""
+        """Return the samples as evaluations use those held out for validation."""
         return self
 
 
 @dataclass(frozen=True)
 class Found:
-    """A data set that is there but is not loaded yet.
+    """A data set that exists but is not loaded yet.
 
     Attributes:
-        info: What it looks like, before ``flatten``; all samples counted, or None for not known.
-        path: The folder or file that it lies in; None when it needs none.
+        info: Its description before ``flatten``, with all samples; None for unknown counts.
+        path: Its folder or file; None if it needs none.
         load: Reads the training and the evaluation samples.
     """
 
@@ -74,11 +74,11 @@ class Found:
 
 
 def used(info: DataInfo, spec: DataSpec) -> DataInfo:
-    """What is used of a data set: its parts within the limits, samples as vectors where wanted.
+    """Return a data set's description after limits, validation part and ``flatten``.
 
     Args:
-        info: What it looks like, all samples counted.
-        spec: What is wanted of it.
+        info: Its description, with all samples.
+        spec: The settings to apply.
 
     Raises:
         DataError: The training samples do not fill one batch.
@@ -125,10 +125,10 @@ class DataSource:
     """Training and evaluation batches of one data set.
 
     Attributes:
-        info: What the data looks like; its counts are those used (``train_limit``, ``eval_limit``,
-            ``validation``).
+        info: Description of the data, with the numbers of samples that are used (``train_limit``,
+            ``eval_limit``, ``validation``).
         train_batch_count: Batches in one epoch.
-        has_test: Whether evaluations are of held-out training samples, so that a test set is left.
+        has_test: Whether evaluations use held-out training samples, so that there is a test set.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class DataSource:
         """Wrap two splits.
 
         Args:
-            info: What the data looks like.
-            train: Training samples, with those that are held out for validation.
-            evaluation: Evaluation samples; the test set where there is a validation part.
+            info: Description of the data.
+            train: Training samples, including those held out for validation.
+            evaluation: Evaluation samples; the test set if there is a validation part.
             spec: Batch sizes, limits and order.
             seed: Seed of the order of the training samples, at least 0.
-            augment: What is done to training samples; None for nothing.
+            augment: Augmentation of training samples, or None.
 
         Raises:
             DataError: The samples do not fill one training batch.
@@ -171,12 +171,12 @@ class DataSource:
             )
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The training batches of one epoch.
+        """Yield the training batches of one epoch.
 
         Args:
-            epoch: Number of the epoch; with the seed it alone decides the order, so that batch *k*
+            epoch: Number of the epoch; only it and the seed determine the order, so that batch *k*
                 of an epoch is the same after a restart.
-            start: How many batches at the beginning to skip, without reading them.
+            start: Number of batches to skip at the beginning, without reading them.
         """
         samples, spec, split = self.info.train_samples or 0, self._spec, self._train
         orders_B: Sequence[Tensor]
@@ -193,7 +193,7 @@ class DataSource:
             return self._read(split, orders_B, epoch=epoch, start=start)
 
         def make(number: int) -> Batch:
-            # Here torch's global generator is nobody else's, so that a data set may draw from it.
+            # Nothing else in this process uses torch's global generator: data sets may use it.
             with seeded(self._seed, epoch, number, 1):
                 batch = split.batch(orders_B[number])
             return self._finished(batch, epoch, number)
@@ -203,9 +203,9 @@ class DataSource:
         return in_processes(make, numbers, spec.workers, seed=seed)
 
     def eval_batches(self) -> Iterator[Batch]:
-        """The batches of each evaluation, in the data set's own order; the last may be smaller.
+        """Yield the batches of one evaluation, in the data set's order; the last may be smaller.
 
-        Streams are as many as the samples allow, up to ``eval_batch_size``, and of one length.
+        There are as many streams as samples allow, up to ``eval_batch_size``, all of one length.
         """
         samples = self.info.eval_samples or 0
         if not self.has_test:
@@ -213,7 +213,7 @@ class DataSource:
         return self._in_order(self._train.held_out(), len(self._train) - samples, samples)
 
     def test_batches(self) -> Iterator[Batch]:
-        """The batches of the test set, likewise; none where there is no validation part."""
+        """Yield the batches of the test set, likewise; none if there is no validation part."""
         return self._in_order(self._evaluation, 0, self.info.test_samples or 0)
 
     def _in_order(self, split: Split, first: int, samples: int) -> Iterator[Batch]:
@@ -233,7 +233,7 @@ class DataSource:
         epoch: int | None = None,
         start: int = 0,
     ) -> Iterator[Batch]:
-        """The batches of these numbers from ``start`` on; those of an epoch are augmented."""
+        """Yield the batches of these numbers from ``start`` on; augment those of an epoch."""
         numbers = range(start, len(orders_B))
         loaded = (split.batch(orders_B[number]) for number in numbers)
         with closing(in_thread(loaded)) if split.slow else nullcontext(loaded) as batches:
@@ -241,7 +241,7 @@ class DataSource:
                 yield self._finished(batch, epoch, number)
 
     def _finished(self, batch: Batch, epoch: int | None, number: int) -> Batch:
-        # Never in the thread that reads ahead: torch's global generator is the model's, too.
+        # Never in the thread that reads ahead: the model uses torch's global generator, too.
         x, y = batch
         if self._augment is not None and epoch is not None:
             x = self._augment(x, epoch, number)
@@ -249,6 +249,6 @@ class DataSource:
 
 
 def _dealt(samples: int, rows: int) -> tuple[Tensor, ...]:
-    """Sample numbers dealt to contiguous streams: in row b of batch k b * (samples // rows) + k."""
+    """Split sample numbers into streams: row b of batch k is b * (samples // rows) + k."""
     length = samples // rows
     return torch.arange(rows * length).reshape(rows, length).t().contiguous().unbind()

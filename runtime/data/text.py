@@ -1,4 +1,4 @@
-"""Text as bytes: a sample is a window of it, its label the same window one byte further on.
+"""Text as bytes: a sample is a window of bytes, its label the same window shifted by one byte.
 
 Shape suffixes: L bytes of a text, B windows of a batch, T tokens (bytes) of a window.
 """
@@ -23,17 +23,17 @@ from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 from dni_runtime.spec.named import Frozen
 
 CLASSES = 256
-"""Values of a byte."""
+"""Number of values of a byte."""
 
 ENDINGS = frozenset(
     {".bib", ".c", ".cc", ".cpp", ".css", ".csv", ".go", ".h", ".hpp", ".html", ".java", ".js"}
     | {".json", ".jsonl", ".md", ".py", ".pyi", ".rs", ".rst", ".sh", ".tex", ".toml", ".ts"}
     | {".txt", ".xml", ".yaml", ".yml"}
 )
-"""Files of a folder that are read."""
+"""Suffixes of the files that are read from a folder."""
 
 STDLIB_BYTES = 2_000_000
-"""So much of Python's standard library is the default text: the same size on all machines."""
+"""Bytes of Python's standard library in the default text: the same size on all machines."""
 
 
 class TextOptions(Frozen):
@@ -41,7 +41,7 @@ class TextOptions(Frozen):
 
     Attributes:
         context: Tokens per sample.
-        eval_share: The last part of the text, for evaluation.
+        eval_share: Share of the text for evaluation, taken from its end.
     """
 
     context: Annotated[int, Field(ge=1, le=1 << 20)] = 64
@@ -53,9 +53,9 @@ class TextSplit(Split):
     """Windows of a text that do not overlap.
 
     Attributes:
-        text_L: uint8.
+        text_L: The text, uint8.
         context: T, bytes per window.
-        spare: Bytes at the end that no window needs, so that all can be moved on by as many.
+        spare: Bytes at the end outside of all windows, so that windows can be shifted by as many.
         offset: Bytes before the first window, at most ``spare``.
     """
 
@@ -68,22 +68,22 @@ class TextSplit(Split):
         return _windows(len(self.text_L), self.context, self.spare)
 
     def batch(self, order_B: Tensor) -> Batch:
-        """Windows and their next bytes, both int64 (B, T)."""
+        """Return windows and their next bytes, both int64 (B, T)."""
         starts_B1 = (order_B * self.context + self.offset).unsqueeze(1)
         bytes_BU = self.text_L[starts_B1 + torch.arange(self.context + 1)].to(torch.int64)
         return bytes_BU[:, :-1].contiguous(), bytes_BU[:, 1:].contiguous()
 
     def in_epoch(self, rng: np.random.Generator) -> TextSplit:
-        """The windows begin anywhere within the first one."""
+        """Shift the windows by a random offset of less than one window."""
         return replace(self, offset=int(rng.integers(self.spare))) if self.spare else self
 
     def held_out(self) -> TextSplit:
-        """The windows begin where those of training cannot reach, wherever they begin."""
+        """Shift the windows so that those of training never overlap them, whatever their offset."""
         return replace(self, offset=self.spare)
 
 
 def find_text(spec: DataSpec, base: Path, options: TextOptions) -> Found:
-    """Find a text and cut it into a part for training and one for evaluation.
+    """Find a text and split it into a part for training and one for evaluation.
 
     Raises:
         DataError: There is no text, or a part is shorter than one window.
@@ -129,7 +129,7 @@ def find_text(spec: DataSpec, base: Path, options: TextOptions) -> Found:
 
 
 def _windows(size: int, context: int, spare: int) -> int:
-    # The last byte of a text is nothing but a label.
+    # The last byte of a text is only a label.
     return max((size - 1 - spare) // context, 0)
 
 
@@ -138,7 +138,7 @@ def _train_size(size: int, options: TextOptions) -> int:
 
 
 def _standard_library() -> list[tuple[Path, int]]:
-    """Modules of Python's standard library, those that differ between machines left out."""
+    """List modules of Python's standard library, except those that differ between machines."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = (path for path in sorted(folder.glob("*.py")) if path.is_file())
     own = ("_sysconfigdata", "sitecustomize", "usercustomize")
@@ -153,13 +153,13 @@ def _files(path: Path) -> list[tuple[Path, int]]:
         if not found:
             raise DataError(
                 f"there are no texts in the folder {str(path)!r}",
-                hint=f"read are files that end in {', '.join(sorted(ENDINGS))}; name a single file "
-                "to read it whatever its name is",
+                hint=f"files with these endings are read: {', '.join(sorted(ENDINGS))}; to read "
+                "another file, set data.path to the file itself",
             )
     try:
         return [(file, file.stat().st_size) for file in found]
     except FileNotFoundError:
-        raise DataError(f"there is no file or folder {str(path)!r}", hint="see data.path") from None
+        raise DataError(f"no file or folder {str(path)!r}", hint="correct data.path") from None
     except OSError as error:
         raise _unreadable(path, error) from None
 
@@ -172,7 +172,7 @@ def _texts(folder: Path) -> Iterator[Path]:
 
 
 def _read(files: list[Path], limit: int | None) -> Tensor:
-    """The bytes of some files, one after the other, as a uint8 tensor (L,)."""
+    """Return the concatenated bytes of some files as a uint8 tensor (L,)."""
     text = bytearray()
     for file in files:
         try:

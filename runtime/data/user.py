@@ -1,7 +1,7 @@
 """A user's own ``torch.utils.data.Dataset``.
 
-The class is made twice, with ``train=True`` and with ``train=False``. It is read in an order of our
-own, so that a restart finds the same batches.
+The class is instantiated twice, with ``train=True`` and with ``train=False``. The runtime chooses
+the order of samples, so that a restart yields the same batches.
 
 Shape suffixes: N samples of a split, B samples of a batch.
 """
@@ -23,11 +23,11 @@ from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 
 
 def find_user(spec: DataSpec, base: Path) -> Found:
-    """Import a user's class, make its two data sets, and look at one sample.
+    """Import a user's class, make its two data sets, and read one sample.
 
     Raises:
-        SpecError: The import path leads nowhere, or not to a data set.
-        DataError: The class fails, or does not give (sample, label) pairs of numbers.
+        SpecError: The import fails, or the class is not a data set.
+        DataError: The class fails, or does not return (sample, label) pairs of numbers.
     """
     name = spec.dataset
     cls = import_class(name, base, what="data set", location=("data", "dataset"))
@@ -60,7 +60,7 @@ class UserSplit(Split):
         Args:
             name: Its import path, for messages.
             dataset: A data set with ``__len__`` and ``__getitem__``.
-            info: What each batch must look like, or None for no check.
+            info: Shapes and types that each batch must have, or None for no check.
         """
         self._name, self._dataset, self._info = name, dataset, info
 
@@ -68,14 +68,14 @@ class UserSplit(Split):
         return _length(self._dataset)
 
     def batch(self, order_B: Tensor) -> Batch:
-        """The samples of these numbers.
+        """Return the samples of these numbers.
 
         Raises:
-            DataError: The data set fails, or gives what it did not give at first.
+            DataError: The data set fails, or returns other shapes or types than at first.
         """
         order = order_B.tolist()
         try:
-            # What torch.utils.data.DataLoader does: several at once where the data set can.
+            # As in torch.utils.data.DataLoader: several at once if the data set supports it.
             several = getattr(self._dataset, "__getitems__", None)
             samples = several(order) if several else [self._dataset[index] for index in order]
             batch = default_collate(samples)
@@ -92,7 +92,7 @@ class UserSplit(Split):
     def _checked(self, batch: object) -> Batch:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             raise DataError(
-                f"data set {self._name!r} gives {_kind(batch)}, not (sample, label) pairs",
+                f"data set {self._name!r} returns {_kind(batch)}, not (sample, label) pairs",
                 hint="return a sample and a label from __getitem__",
             )
         x, y = (_number(self._name, what, part) for what, part in zip(_PARTS, batch, strict=True))
@@ -103,14 +103,14 @@ class UserSplit(Split):
                 found = TensorSpec(shape=tuple(part.shape[1:]), dtype=_dtype_name(part))
                 if found != expected:
                     raise DataError(
-                        f"data set {self._name!r}: {what}s of {found} where the first was "
+                        f"data set {self._name!r}: {what}s of {found}, but the first was "
                         f"{expected}",
                         hint="all samples need one shape and one type",
                     )
             classes = self._info.classes
             if classes is not None and int(y.max()) >= classes:
                 raise DataError(
-                    f"data set {self._name!r}: label {int(y.max())}, but it tells of {classes} "
+                    f"data set {self._name!r}: label {int(y.max())}, but it declares {classes} "
                     "classes",
                     hint="labels are numbered from 0; see its 'classes' or 'num_classes'",
                 )
@@ -125,11 +125,11 @@ def _length(dataset: Dataset[Any]) -> int:
 
 
 def _number(name: str, what: str, part: object) -> Tensor:
-    """float32 or int64, without a copy where it is so already."""
+    """Convert to float32 or int64, without a copy if it has that type."""
     if not isinstance(part, Tensor) or part.is_complex():
         raise DataError(
             f"data set {name!r}: a {what} is {_kind(part)}, not numbers",
-            hint="give tensors, NumPy arrays or numbers",
+            hint="return tensors, NumPy arrays or numbers",
         )
     return part.to(torch.float32 if part.is_floating_point() else torch.int64)
 
@@ -147,7 +147,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _classes(dataset: object) -> int | None:
-    """The number of classes, where the data set tells (as torchvision's do: ``classes``)."""
+    """Return the number of classes, if the data set declares it (torchvision: ``classes``)."""
     told = getattr(dataset, "num_classes", None) or getattr(dataset, "classes", None)
     if isinstance(told, int):
         return told
@@ -164,14 +164,14 @@ def _make(name: str, cls: type[Any], args: dict[str, Any], *, train: bool) -> Da
         raise DataError(
             f"data set {name!r} cannot be made: {cls.__name__}({shown}) raises "
             f"{type(error).__name__}: {error}",
-            hint="it is called with 'train', with 'path' where data.path is given, and data.args",
+            hint="it is called with 'train', with 'path' if data.path is set, and with data.args",
         ) from error
     if isinstance(dataset, IterableDataset) or not all(
         hasattr(dataset, method) for method in ("__len__", "__getitem__")
     ):
         raise DataError(
             f"data set {name!r} has no __len__ and __getitem__",
-            hint="only such data sets can be shuffled and taken up again after a restart; "
+            hint="only such data sets can be shuffled and resumed after a restart; "
             "derive it from torch.utils.data.Dataset",
         )
     try:

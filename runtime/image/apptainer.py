@@ -1,8 +1,7 @@
-"""The one module that knows the ``apptainer`` (or ``singularity``) program.
+"""Interface to the ``apptainer`` (or ``singularity``) program; no other module depends on it.
 
 Functions named ``…_argv`` are pure: they return a command as a list. :func:`stream` and
-:func:`capture` run one. Flags are those of apptainer(1) 1.1 and newer; each that is not obvious
-has its reason beside it.
+:func:`capture` run one. Flags are those of apptainer(1) 1.1 and newer.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ SETUP_PREFIXES = (
     Path("/opt/dni-apptainer"),
     Path("~/.local/share/dni-runtime/apptainer"),
 )
-"""Where ``scripts/setup-apptainer`` unpacks Apptainer as root and as an ordinary user."""
+"""Where ``scripts/setup-apptainer`` unpacks Apptainer, for root and for an ordinary user."""
 
 SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
-"""Homes of debootstrap and mke2fs, which the PATH of ordinary users often lacks."""
+"""Folders of debootstrap and mke2fs, which are often not in the PATH of ordinary users."""
 
 LEAKING = re.compile(
     r"PYTHON(HOME|PATH|STARTUP|USERBASE|EXECUTABLE|PLATLIBDIR|WARNINGS|BREAKPOINT)"
     r"|VIRTUAL_ENV.*|CONDA_.*|LD_(PRELOAD|AUDIT)|BASH_ENV|ENV|BASH_FUNC_.*"
 )
-"""Host variables that would change how the image's Python starts (the others are passed on)."""
+"""Host variables that would affect the start of the image's Python; others are passed on."""
 
 _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r"requesting capability set|while unpacking.*/dev/|mknod.*not permitted", re.I),
-        "run Apptainer as an ordinary user, not as root (scripts/as-user in the source tree)",
+        "run Apptainer as an ordinary user, not as root",
     ),
     (
         re.compile(r"no space left on device|disk quota exceeded", re.I),
@@ -55,7 +54,7 @@ _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(r"user namespace|failed to create.*namespace", re.I),
-        "this machine forbids user namespaces to ordinary users: see 'dnictl doctor'",
+        "this machine denies user namespaces to ordinary users: see 'dnictl doctor'",
     ),
     (
         re.compile(r"debootstrap.*(not found|not in)|find debootstrap", re.I),
@@ -71,7 +70,7 @@ _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Apptainer:
-    """A container program and what it can do.
+    """A container program and its features.
 
     Attributes:
         path: The program.
@@ -88,12 +87,12 @@ class Apptainer:
 
     @property
     def has_no_eval(self) -> bool:
-        """Whether ``--no-eval`` is there (Apptainer 1.1, SingularityCE 3.10)."""
+        """Whether it has ``--no-eval`` (Apptainer 1.1, SingularityCE 3.10)."""
         return self.version >= ((1, 1, 0) if self.name == "apptainer" else (3, 10, 0))
 
     @property
     def has_mksquashfs_args(self) -> bool:
-        """Whether ``build --mksquashfs-args`` is there (Apptainer 1.4)."""
+        """Whether it has ``build --mksquashfs-args`` (Apptainer 1.4)."""
         return self.name == "apptainer" and self.version >= (1, 4, 0)
 
 
@@ -112,7 +111,7 @@ class Mount:
     read_only: bool = True
 
     def __str__(self) -> str:
-        """The value of ``--mount``: CSV, so that paths may hold ``:``, ``,`` and quotes."""
+        """Return the value of ``--mount``: CSV, so that paths may hold ``:``, ``,`` and quotes."""
         for path in (self.source, self.target):
             if not path.startswith("/") or any(c in path for c in "\n\r\0"):
                 raise UsageError(f"{path!r} cannot be mounted: not an absolute path of one line")
@@ -123,13 +122,13 @@ class Mount:
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:
-    """The version in the output of ``apptainer version`` or ``--version``."""
+    """Return the version in the output of ``apptainer version`` or ``--version``."""
     match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
 
 
 def candidates(environ: Mapping[str, str]) -> list[Path]:
-    """Programs that may be the one to use, best first."""
+    """Return the container programs that may exist, best first."""
     if chosen := environ.get("DNI_APPTAINER"):
         return [Path(chosen)]
     path = environ.get("PATH", os.defpath)
@@ -146,7 +145,7 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
     Raises:
         UnavailableError: There is none, or it does not run or is too old.
     """
-    hint = "install Apptainer 1.1 or newer, or run scripts/setup-apptainer of the source tree"
+    hint = "install Apptainer 1.1 or newer, or set DNI_APPTAINER to its program"
     problem = "Apptainer is not installed: no 'apptainer' or 'singularity' was found"
     for path in candidates(os.environ if environ is None else environ):
         try:
@@ -156,20 +155,20 @@ def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
             problem = f"{path} does not run: {error}"
             continue
         version = parse_version(answer) or (0, 0, 0)
-        # Apptainer 1.x also answers to singularity's name, and counts from 1 again.
+        # Apptainer 1.x also installs a 'singularity', with Apptainer's version numbers.
         ce = path.name == "singularity" and version >= (2, 0, 0)
         if version < ((3, 8, 0) if ce else (1, 1, 0)):
-            problem = f"{path} is too old: {answer.strip() or 'it names no version'}"
+            problem = f"{path} is too old: {answer.strip() or 'it prints no version'}"
             continue
         return Apptainer(path, "singularity" if ce else "apptainer", version)
     raise UnavailableError(problem, hint=hint)
 
 
 def build_argv(tool: Apptainer, image: str, definition: str, *, test: bool = True) -> list[str]:
-    """Build ``image`` from a definition file (apptainer-build(1)); paths are as seen from the cwd.
+    """Return the command that builds ``image`` from a definition file (apptainer-build(1)).
 
-    An ordinary user's build implies ``--fakeroot``. zstd packs a torch image 6 times faster than
-    the default gzip, for 2 % more bytes.
+    A build by an ordinary user implies ``--fakeroot``. zstd packs a torch image 6 times faster than
+    the default gzip, for 2 % more bytes. Paths are relative to the current folder.
     """
     argv = [str(tool.path), "build", "--force"]
     if tool.has_mksquashfs_args:
@@ -188,9 +187,9 @@ def _start_argv(
 ) -> list[str]:
     argv = [str(tool.path), "--quiet", action]
     if tool.has_no_eval:
-        argv.append("--no-eval")  # values with $, ` or quotes stay as they are
-    # ~/.local and the folder that the command was given in are nothing to the image; a cwd below
-    # $HOME would be mounted in spite of --no-home.
+        argv.append("--no-eval")  # values with $, ` or quotes stay unchanged
+    # Keep ~/.local and the current folder out of the image; a cwd below $HOME would be mounted in
+    # spite of --no-home.
     argv += ["--no-home", "--no-mount", "cwd", "--pwd", "/"]
     if nv:
         argv.append("--nv")
@@ -211,20 +210,20 @@ def run_argv(
     rocm: bool = False,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Run an image's runscript, which execs the worker, so that signals reach it.
+    """Return the command that runs an image's runscript; it execs the worker, which gets signals.
 
     Never ``--compat`` or ``--no-init``: as PID 1 the worker would ignore signals without a handler.
-    Start it with :func:`host_environment`.
+    Run it with :func:`host_environment`.
 
     Args:
         tool: The container program.
         image: The image.
         args: The worker's arguments.
-        mounts: What the container sees of the host beside /dev, /proc, /sys and /tmp.
-        nv: Bring the host's NVIDIA devices and driver. Where there are none, Apptainer only warns:
-            the worker itself must refuse to start.
+        mounts: Mounts of the host beside /dev, /proc, /sys and /tmp.
+        nv: Mount the host's NVIDIA devices and driver. If there are none, Apptainer only warns: the
+            worker itself must refuse to start.
         rocm: The same for AMD.
-        extra: Further options of ``run``, from a site.
+        extra: Further options of ``run``, from a site profile.
     """
     start = _start_argv(tool, "run", mounts, nv, rocm)
     return [*start, *extra, str(image), *args]
@@ -237,34 +236,34 @@ def exec_argv(
     *,
     mounts: Sequence[Mount] = (),
 ) -> list[str]:
-    """Run a command in an image; see :func:`run_argv`."""
+    """Return the command that runs another one in an image; see :func:`run_argv`."""
     return [*_start_argv(tool, "exec", mounts), str(image), *command]
 
 
 def sign_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:
-    """Sign all objects of an image with the user's PGP key, or with a private key in PEM form."""
+    """Return the command that signs an image with the user's PGP key or a private PEM key."""
     argv = [str(tool.path), "sign"]
     return [*argv, *(["--key", str(key)] if key else []), str(image)]
 
 
 def verify_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:
-    """Verify an image's signature with the local PGP keyring, or with a public key in PEM form.
+    """Return the command that verifies an image with the local PGP keyring or a public PEM key.
 
-    ``--local`` keeps verification off the network: a key server answers nothing about trust.
+    ``--local`` keeps verification off the network: key servers do not establish trust.
     """
     argv = [str(tool.path), "verify"]
     return [*argv, *(["--key", str(key)] if key else ["--local"]), str(image)]
 
 
 def sif_argv(tool: Apptainer, action: str, *args: str) -> list[str]:
-    """Work on the objects in a SIF file (apptainer-sif(1))."""
+    """Return a command for the objects in a SIF file (apptainer-sif(1))."""
     return [str(tool.path), "sif", action, *args]
 
 
 def host_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The host's environment without what would break the image's Python.
+    """Return the host's environment without variables that would break the image's Python.
 
-    Apptainer hands the host's variables to the container (``--cleanenv`` would drop SLURM_* and
+    Apptainer passes the host's variables to the container (``--cleanenv`` would drop SLURM_* and
     CUDA_VISIBLE_DEVICES too). The system folders are added to PATH for the builder's helpers.
     """
     kept = {k: v for k, v in environ.items() if LEAKING.fullmatch(k) is None}
@@ -274,7 +273,7 @@ def host_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def hint_for(lines: Sequence[str]) -> str | None:
-    """What to do about a failure that the program's last lines tell of."""
+    """Return a hint for a failure, from the program's last lines."""
     text = "\n".join(lines)
     return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
 
@@ -289,16 +288,16 @@ def stream(
     environ: Mapping[str, str] | None = None,
     tail_lines: int = 20,
 ) -> None:
-    """Run a program to its end, handing on each line that it prints.
+    """Run a program to its end, passing on each line that it prints.
 
     Args:
         argv: The command.
-        what: What it does, for the error: ``building the base image``.
+        what: Its purpose, for the error: ``building the base image``.
         on_line: Called with each line of its output and its errors.
-        cwd: Where to run it.
-        log: File that gets the whole output.
+        cwd: Folder to run it in.
+        log: File for the whole output.
         environ: Its environment (default: this process's, cleaned).
-        tail_lines: How many of the last lines an error carries.
+        tail_lines: Number of last lines in an error.
 
     Raises:
         UnavailableError: The program cannot be started.
@@ -313,7 +312,7 @@ def stream(
             stderr=subprocess.STDOUT,
             cwd=cwd,
             env=host_environment(os.environ if environ is None else environ),
-            umask=0o022,  # what an image holds is read by others than its builder
+            umask=0o022,  # users other than the builder read the image
             text=True,
             errors="replace",
         )
@@ -350,7 +349,7 @@ def capture(argv: Sequence[str], *, what: str, timeout_s: float = 120) -> str:
 def capture_bytes(
     argv: Sequence[str], *, what: str, timeout_s: float = 120, most_bytes: int = 16 << 20
 ) -> bytes:
-    """Run a short program and return what it prints, which may be up to an untrusted file.
+    """Run a short program and return its output, which an untrusted file may determine.
 
     Raises:
         UnavailableError: The program cannot be started.
@@ -385,7 +384,7 @@ def capture_bytes(
         if time.monotonic() >= until_s and process.returncode != 0:
             raise BuildError(f"{what} took longer than {timeout_s:g} s")
         if len(printed) > most_bytes:
-            raise BuildError(f"{what} gave more than {most_bytes} bytes")
+            raise BuildError(f"{what} printed more than {most_bytes} bytes")
         if process.returncode != 0:
             errors.seek(0)
             text = (printed + b"\n" + errors.read(most_bytes)).decode(errors="replace")

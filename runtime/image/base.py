@@ -28,15 +28,15 @@ _LOCAL_SOURCE = "source.sif"
 
 @dataclass(frozen=True, slots=True)
 class BasePlan:
-    """A base image as it will be, or already is, in the cache.
+    """The plan of a base image, which may already be in the cache.
 
     Attributes:
         definition: Its definition file.
-        content: Hash of all that it is made from; None while its wheels are not resolved.
+        content: Hash of its inputs; None while its wheels are not resolved.
         house: Its wheels; None while they are not resolved.
         torch: torch's version, ``base``, or the requirement while it is not resolved.
         source: The image to start from, for ``localimage``.
-        image: Where it is or will be in the cache; None while ``content`` is.
+        image: Its path in the cache; None while ``content`` is None.
         mirror: The Debian mirror, for debootstrap.
     """
 
@@ -55,7 +55,7 @@ class BasePlan:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where wheels and base images are kept: ``$XDG_CACHE_HOME/dnictl`` (XDG base directories)."""
+    """Return the folder of wheels and base images: ``$XDG_CACHE_HOME/dnictl`` (XDG base dirs)."""
     variables = os.environ if environ is None else environ
     root = variables.get("XDG_CACHE_HOME", "")
     folder = Path(root) if root.startswith("/") else Path.home() / ".cache"
@@ -70,20 +70,20 @@ def plan_base(
     house: Wheelhouse | None = None,
     lock: ImageLock | None = None,
 ) -> BasePlan:
-    """Say what the base image is made from; builds and downloads nothing.
+    """Plan the base image without building or downloading anything.
 
     Args:
         image: The chain's image settings.
         cache: The cache folder.
-        folder: The chain's folder, from which relative paths count.
-        house: The wheels, when they were prepared; else the cache is looked up.
-        lock: Make exactly the base image that it describes.
+        folder: The chain's folder, base of relative paths.
+        house: The wheels, if prepared; by default they are looked up in the cache.
+        lock: Lock whose base image to reproduce exactly.
 
     Raises:
         SpecError: A setting cannot be used.
-        ImageError: The settings, or the image to start from, are not those of the lock.
+        ImageError: The settings, or the image to start from, differ from the lock's.
         DataError: The local base image does not exist.
-        UnavailableError: debootstrap is wanted and not installed.
+        UnavailableError: debootstrap is required but not installed.
     """
     house = house or wheelhouse.cached(image, cache, locked=_wheels(lock))
     requirements = wheelhouse.requirements_of(image)
@@ -130,12 +130,12 @@ def _wheels(lock: ImageLock | None) -> list[Wheel] | None:
 
 
 def _another_base(plan: BasePlan, lock: ImageLock) -> ImageError:
-    """The wheels are those of the lock: what else the base image is made from is not."""
+    """Return the error for inputs other than the wheels that differ from the lock's."""
     if hashlib.sha256(plan.definition.encode()).hexdigest() != lock.base.definition_sha256:
         return ImageError(
-            f"--locked: the chain's image settings are not those of {LOCK_NAME}",
+            f"--locked: the chain's image settings differ from those of {LOCK_NAME}",
             hint=f"use the settings and the version of dnictl ({lock.runtime_version}) that it was "
-            "made with, or build without --locked, which resolves the packages anew",
+            "made with, or build without --locked, which resolves the packages again",
         )
     return ImageError(
         f"--locked: {plan.source} is not the image that {LOCK_NAME} was made from",
@@ -160,11 +160,11 @@ def build_base(
         tool: The container program.
         image: The chain's image settings.
         cache: The cache folder.
-        folder: The chain's folder, from which relative paths count.
-        report: Told what happens.
+        folder: The chain's folder, base of relative paths.
+        report: Called with each event.
         test: Run the image's ``%test``.
-        force: Build it although it is there.
-        lock: Make exactly the base image that it describes.
+        force: Build it even if it exists.
+        lock: Lock whose base image to reproduce exactly.
 
     Raises:
         DniError: See :func:`plan_base`, :func:`download.prepare` and :func:`apptainer.stream`.
@@ -223,7 +223,7 @@ def _build(
 
 
 def _recorded(image: Path) -> LockedBase | None:
-    """What was written beside a cached base image when it was built."""
+    """Return the record beside a cached base image, or None."""
     try:
         record = LockedBase.model_validate_json(image.with_suffix(".json").read_bytes())
     except (OSError, ValueError):
@@ -235,7 +235,7 @@ def _recorded(image: Path) -> LockedBase | None:
 def _one_at_a_time(path: Path) -> Iterator[None]:
     """Hold a lock while building: a second build waits and finds the first one's base image.
 
-    Only a matter of speed, since files are replaced at once; so a file system without locks does.
+    This only saves time, since files are replaced atomically; file systems without locks work, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -1,6 +1,6 @@
-"""Builds a chain's images: the base once, each module as a layer on a copy of it.
+"""Building a chain's images: the base once, each module as a layer on a copy of it.
 
-What is built, and why, is ``plan``'s to say; the result is written to ``dni.lock``.
+``plan`` decides what is built and why; the result is written to ``dni.lock``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dni_runtime.spec import ImageSpec
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """What a build did.
+    """Result of a build.
 
     Attributes:
         lock: The lock that describes all images.
-        path: Where it lies.
+        path: Its file.
         built: Names of the modules whose images were built or signed.
     """
 
@@ -51,22 +51,22 @@ def build_images(
     tool: Apptainer,
     report: Report = silent,
 ) -> BuildResult:
-    """Build a chain's images, as far as they are not there.
+    """Build those of a chain's images that are missing or outdated.
 
     Args:
         modules: The chain's modules.
         image: The chain's image settings.
-        options: How to build.
+        options: Options of the build.
         tool: The container program.
-        report: Told what happens, possibly from several threads.
+        report: Called with each event, possibly from several threads.
 
     Raises:
-        DniError: Something cannot be built; images built before that stay, and are in the lock.
+        DniError: An image cannot be built; images built before that stay, and are in the lock.
     """
     if os.geteuid() == 0:
         raise UnavailableError(
             "images are not built as root: Apptainer builds them in a user namespace",
-            hint="run this as an ordinary user (scripts/as-user in the source tree)",
+            hint="run this as an ordinary user",
         )
     if options.key is not None and not options.key.is_file():
         raise DataError(
@@ -78,14 +78,14 @@ def build_images(
 
 @contextlib.contextmanager
 def _disk_trouble(options: BuildOptions) -> Iterator[None]:
-    """A full disk or a folder that cannot be written is no bug."""
+    """Report a full disk or a read-only folder as an error instead of a bug."""
     try:
         yield
     except OSError as error:
         raise BuildError(
             f"{error.filename or options.out}: {error.strerror or error}",
-            hint=f"there must be space, and the right to write, in {options.out} and "
-            f"{options.cache} (XDG_CACHE_HOME)",
+            hint=f"check free space and write permission in {options.out} and {options.cache} "
+            "(XDG_CACHE_HOME)",
         ) from error
 
 
@@ -151,7 +151,7 @@ def _make(
     options: BuildOptions,
     report: Report,
 ) -> LockedImage:
-    """Build one module's image, or only sign it, or leave it alone."""
+    """Build one module's image, or only sign it, or keep it."""
     name = plan.module.name
     final = options.out / f"{name}.sif"
     if plan.reason is None and plan.locked is not None:
@@ -224,15 +224,15 @@ def _build_full(
 
 
 def _can_ask() -> bool:
-    """Whether a terminal is there to ask for a passphrase."""
+    """Return whether a terminal can ask for a passphrase."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def sign(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:
     """Sign an image in place.
 
-    On a terminal the program may ask for the key's passphrase there; it writes to stderr, since
-    stdout is for results.
+    On a terminal the program may ask for the key's passphrase; it writes to stderr, since stdout is
+    for results.
 
     Raises:
         BuildError: There is no key, or its passphrase is wrong.

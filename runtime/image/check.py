@@ -1,4 +1,4 @@
-"""Looking at finished images: are they what the lock says, who signed them, what is in them."""
+"""Checks of finished images: hash, signature, labels and content."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dni_runtime.image.wheelhouse import sha256_file
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found to be true of an image.
+    """Result of verifying an image.
 
     Attributes:
         image: The image.
         sha256: Hash of the file, as in the lock.
-        signed: Whether a signature was checked and found good.
+        signed: Whether a signature was checked and is valid.
     """
 
     image: Path
@@ -32,7 +32,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """What an image says of itself.
+    """Labels and spec of an image.
 
     Attributes:
         image: The image.
@@ -46,7 +46,7 @@ class Inspected:
 
 
 def locked_images(folder: Path) -> list[Path]:
-    """All module images that a folder's lock names.
+    """Return all module images that a folder's lock names.
 
     Raises:
         DataError: The folder has no lock.
@@ -60,7 +60,7 @@ def locked_images(folder: Path) -> list[Path]:
 
 
 def lock_entry(image: Path) -> LockedImage:
-    """What the lock beside an image says of it.
+    """Return an image's entry in the lock beside it.
 
     Raises:
         DataError: There is no such image or no lock beside it.
@@ -90,16 +90,16 @@ def verify_image(
     key: Path | None = None,
     require_signature: bool = False,
 ) -> Verified:
-    """Compare an image with its lock, and check its signature when it has, or must have, one.
+    """Compare an image with its lock, and check its signature if it has, or must have, one.
 
     Args:
         tool: The container program, which checks signatures.
-        image: The image; its lock lies beside it.
+        image: The image, with its lock in the same folder.
         key: Public key in PEM form (default: the local PGP keyring).
         require_signature: Refuse unsigned images.
 
     Raises:
-        ImageError: It was altered, or its signature is missing, not good or of an unknown key.
+        ImageError: It was altered, or its signature is missing, invalid or of an unknown key.
         DataError: The image or its lock is missing.
     """
     entry = lock_entry(image)
@@ -118,16 +118,16 @@ def verify_image(
 
 
 def verify_hash(image: Path, entry: LockedImage) -> str:
-    """Compare an image's SHA-256 with its lock; gives it.
+    """Compare an image's SHA-256 with its lock, and return it.
 
     Raises:
-        ImageError: It is another one.
+        ImageError: They differ.
     """
     sha256 = sha256_file(image)
     if sha256 != entry.sha256:
         raise ImageError(
             f"{image} is not the image that was built: its SHA-256 is {sha256[:16]}…, "
-            f"{LOCK_NAME} says {entry.sha256[:16]}…",
+            f"in {LOCK_NAME} it is {entry.sha256[:16]}…",
             hint="copy it again from where it was built, or build it: dnictl build",
         )
     return sha256
@@ -137,7 +137,7 @@ def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -
     """Check an image's signature.
 
     Raises:
-        ImageError: It is missing, not good, or of an unknown key.
+        ImageError: It is missing, invalid, or of an unknown key.
     """
     try:
         apptainer.capture(apptainer.verify_argv(tool, image, key=key), what="verifying")
@@ -146,17 +146,17 @@ def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -
         why = why.removeprefix("FATAL:").strip() or error.message
         raise ImageError(
             f"the signature of {image} cannot be confirmed: {why}",
-            hint="the signer's public key must be known here: apptainer key import FILE, "
-            "or --key public.pem",
+            hint="import the signer's public key: apptainer key import FILE; or pass it: "
+            "--key public.pem",
         ) from error
 
 
 def inspect_image(tool: Apptainer, image: Path) -> Inspected:
-    """Read an image's labels and the spec of its module; nothing of the image is run.
+    """Read an image's labels and the spec of its module, without running the image.
 
     Raises:
         DataError: There is no such image.
-        ImageError: It is not one of ours.
+        ImageError: It is not a module image.
     """
     if not image.is_file():
         raise DataError(f"{image} does not exist", hint="build it: dnictl build")

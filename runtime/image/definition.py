@@ -1,8 +1,8 @@
 """Apptainer definition files, rendered fully literal from the templates in ``definitions/``.
 
-Apptainer has a template language of its own since 1.2 (``{{ name }}``, an error when unused) and
-finds sections by the first word of a line, indented or not. So each value that is rendered must be
-one line without braces, and no template line begins with a value.
+Since 1.2 Apptainer has its own template language (``{{ name }}``, an error when unused), and it
+finds sections by the first word of a line, indented or not. So each rendered value must be one line
+without double braces, and no template line begins with a value.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dni_runtime.errors import SpecError
 from dni_runtime.spec import ImageSpec
 
 LABEL_PREFIX = "io.dni-runtime."
-"""Own prefix: a label that a base image has already would silently win (apptainer-build(1))."""
+"""Prefix of our labels: a base image's label of the same name would win (apptainer-build(1))."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._:=~-]*")
 
 
 def _literal(value: object) -> object:
-    """Refuse whatever could end its line or call Apptainer's own templates (every value passes)."""
+    """Refuse values that could end their line or use Apptainer's templates."""
     text = str(value)
     if any(not c.isprintable() for c in text) or "{{" in text or "}}" in text:
         raise SpecError(
-            f"{text!r} cannot stand in an image definition",
+            f"{text!r} is not allowed in an image definition",
             location=("image",),
             hint="use one line of printable characters without '{{' and '}}'",
         )
@@ -37,7 +37,7 @@ def _literal(value: object) -> object:
 
 
 def _shell(value: object) -> str:
-    """One word for the shell of ``%post`` and ``%environment``."""
+    """Quote a value as one shell word for ``%post`` and ``%environment``."""
     return shlex.quote(str(_literal(value)))
 
 
@@ -65,17 +65,17 @@ def render_base(
     requirements: Sequence[str],
     torch: str,
 ) -> str:
-    """The base image's definition, to be built in a folder that holds ``wheelhouse/``.
+    """Return the base image's definition, to be built in a folder that holds ``wheelhouse/``.
 
     Args:
         image: The chain's image settings.
-        source: What to start from; for ``localimage`` its name in that folder.
+        source: Image or suite to start from; for ``localimage`` its name in that folder.
         mirror: Package mirror, for debootstrap.
-        requirements: What to install of the wheelhouse.
+        requirements: Requirements to install from the wheelhouse.
         torch: Version of torch, for the label.
 
     Raises:
-        SpecError: A value cannot stand in a definition.
+        SpecError: A value is not allowed in a definition.
     """
     for index, package in enumerate(image.packages):
         if _PACKAGE.fullmatch(package) is None:
@@ -104,14 +104,14 @@ def render_base(
 
 
 def render_module(labels: Mapping[str, str], help_text: str) -> str:
-    """A module image's own definition, to be built in a folder with ``base.sif`` and ``layer/``.
+    """Return a module image's definition, to be built beside ``base.sif`` and ``layer/``.
 
     Args:
         labels: Label names without prefix, and values.
-        help_text: What ``apptainer run-help`` prints.
+        help_text: Text that ``apptainer run-help`` prints.
 
     Raises:
-        SpecError: A value cannot stand in a definition.
+        SpecError: A value is not allowed in a definition.
     """
     return _render(
         "module.def.j2",
@@ -122,7 +122,7 @@ def render_module(labels: Mapping[str, str], help_text: str) -> str:
 
 
 def module_help(chain: str, module: str, *, runtime_version: str, image: str) -> str:
-    """How to use a module's image by hand."""
+    """Return the help text of a module's image: how to use it by hand."""
     return f"""\
 Module {module!r} of the DNI chain {chain!r}, served by dni-runtime {runtime_version}.
 
@@ -130,6 +130,6 @@ apptainer run {image} --help       the worker's arguments
 apptainer test {image}             build the module, one forward and one backward pass
 apptainer inspect {image}          labels (prefix {LABEL_PREFIX})
 
-The module's spec lies in /opt/dni/module.json, the user's sources in /opt/dni/src, the runtime in
+The module's spec is /opt/dni/module.json, the user's sources are in /opt/dni/src, the runtime is in
 /opt/dni/runtime. A run's folder is mounted at /dni/run, the data at /dni/data.
 """

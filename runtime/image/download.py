@@ -1,8 +1,8 @@
-"""Downloading an image's Python packages with pip: what is wanted today, or what a lock names.
+"""Downloading an image's Python packages with pip: newly resolved, or as a lock names them.
 
-An index of torch builds (``image.torch_index``) is asked for :data:`TORCHS_OWN` and what they pin,
-and nothing else is asked for those: a package of the same name elsewhere cannot take their place,
-and that index cannot replace other packages.
+Only the index of torch builds (``image.torch_index``) is queried for :data:`TORCHS_OWN` and what
+they pin, and it is queried for nothing else: a package of the same name elsewhere cannot replace
+them, and that index cannot replace other packages.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from dni_runtime.image.wheelhouse import (
 from dni_runtime.spec import ImageSpec
 
 INSTALLER = "pip"
-"""Travels in the wheelhouse, so that the image needs no pip of its own."""
+"""Included in the wheelhouse, so that the image needs no pip of its own."""
 
 TORCHS_OWN = frozenset({"torch", "torchvision", "torchaudio"})
-"""What an index of torch builds is for, beside what these need in one version only."""
+"""Packages from an index of torch builds, beside the dependencies that these pin."""
 
 _ROUNDS = 5
 
@@ -61,9 +61,9 @@ def prepare(
     Args:
         image: The chain's image settings.
         cache: The cache folder; the wheels go to ``wheels/<key>`` below it.
-        report: Told what happens.
-        machine: The images' machine (default: this one's).
-        locked: Exactly these wheels, by hash, rather than what the requirements resolve to today.
+        report: Called with each event.
+        machine: The images' machine type (default: this host's).
+        locked: Download exactly these wheels, by hash, instead of resolving the requirements.
 
     Raises:
         SpecError: A requirement is malformed.
@@ -117,11 +117,11 @@ def _download(
         own = [r for r in wanted if canonicalize_name(Requirement(r).name) in TORCHS_OWN]
         wanted = [r for r in wanted if r not in own]
         while own:
-            # Whatever pip's settings name beside it: elsewhere it is another build, or a newer one.
+            # Override pip's other indexes: they hold other builds, or newer versions.
             argv = download_argv(own, folder, target, only_index=index, dependencies=False)
             _run_pip(argv, report, PIP_EXTRA_INDEX_URL=index, PIP_FIND_LINKS=str(folder))
             own = [r for r in missing_requirements(folder, target) if "==" in r]
-        # As files: no other index is asked for them.
+        # As files, so that no other index is queried for them.
         wanted += [f"{wheel.name} @ {(folder / wheel.file).as_uri()}" for wheel in scan(folder)]
     missing = wanted
     for _round in range(1 + _ROUNDS):
@@ -138,7 +138,7 @@ def _download(
 def _download_locked(
     locked: Sequence[Wheel], image: ImageSpec, folder: Path, target: Target, report: Report
 ) -> None:
-    """Download these wheels alone; pip compares each with its hash, whichever index it is from."""
+    """Download only these wheels; pip compares each with its hash, whichever index it is from."""
     lines = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n" for wheel in locked]
     hashes = folder.with_name("requirements.txt")
     hashes.write_text("".join(lines), encoding="utf-8")
@@ -150,8 +150,8 @@ def _download_locked(
     if set(found := scan(folder)) != set(locked):
         others = sorted({wheel.file for wheel in set(found) ^ set(locked)})
         raise BuildError(
-            f"these are not the wheels that dni.lock names: {', '.join(others)}",
-            hint="build without --locked, which resolves the packages anew",
+            f"the downloaded wheels differ from those in dni.lock: {', '.join(others)}",
+            hint="build without --locked, which resolves the packages again",
         )
 
 
@@ -165,16 +165,16 @@ def download_argv(
     dependencies: bool = True,
     hashes: Path | None = None,
 ) -> list[str]:
-    """``pip download`` for another Python than the one it runs on (pip's documentation).
+    """Return ``pip download`` for another Python than the one it runs on (pip's documentation).
 
     Args:
-        requirements: What to download.
-        folder: Where to.
-        target: The Python.
+        requirements: Packages to download.
+        folder: Folder for the wheels.
+        target: The Python that the wheels are for.
         indexes: Indexes beside pip's own.
         only_index: The only index.
-        dependencies: Whether to download what the packages need, too.
-        hashes: A file of further requirements; nothing is taken whose hash is not in it.
+        dependencies: Whether to download dependencies, too.
+        hashes: File of further requirements with hashes; only wheels with these are accepted.
     """
     argv = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"]
     argv += ["--progress-bar", "off", "--only-binary=:all:", "--dest", str(folder)]
@@ -196,9 +196,9 @@ def download_argv(
 
 
 def missing_requirements(folder: Path, target: Target) -> list[str]:
-    """What the wheels in a folder need under the image's Python and the folder lacks.
+    """Return the requirements of a folder's wheels, under the image's Python, that it lacks.
 
-    pip judges markers such as ``python_version < "3.13"`` by the Python that it runs on.
+    pip evaluates markers such as ``python_version < "3.13"`` for the Python that it runs on.
     """
     present: set[str] = set()
     needed: list[Requirement] = []

@@ -1,7 +1,7 @@
 """A module's layer: its spec, the user's sources and the runtime, as a reproducible squashfs.
 
-The layer's root is the image's root. The runtime lies here and not in the base image, so that a
-new version of it never rebuilds the base.
+The layer's root is the image's root. The runtime is here and not in the base image, so that a new
+version of it never rebuilds the base.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ ROOT = "opt/dni"
 MODULE_JSON = f"{ROOT}/module.json"
 
 _NOT_IN_IMAGES = frozenset({"image", "launch", "bench", "definitions", "__pycache__"})
-"""Packages above the worker (imports point only downward): a change there rebuilds no image."""
+"""Packages above the worker (imports point only downward): changes there rebuild no image."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleBuild:
-    """What distinguishes one module's image.
+    """Inputs of one module's image.
 
     Attributes:
         name: The module's name; the image is ``<name>.sif``.
         chain: The chain's name.
-        module_json: The worker's spec, as it will lie in ``/opt/dni/module.json``.
-        module_hash: Changes when, and only when, the image must.
-        sources: The user's source files: path below ``/opt/dni/src``, and where they are.
+        module_json: The worker's spec, as stored in ``/opt/dni/module.json``.
+        module_hash: Hash that changes if and only if the image must.
+        sources: The user's source files: path below ``/opt/dni/src`` -> file.
         runtime_version: Version of the runtime, for labels.
         wire_protocol: Version of the wire protocol, for labels.
     """
@@ -59,7 +59,7 @@ class ModuleBuild:
 
 
 def runtime_files(package: Path | None = None) -> dict[str, Path]:
-    """The worker's part of the installed runtime: path below ``/opt/dni/runtime``, and source."""
+    """Return the worker's part of the runtime: path below ``/opt/dni/runtime`` -> file."""
     root = package or Path(str(resources.files("dni_runtime")))
     found = {}
     for path in sorted(root.rglob("*")):
@@ -70,7 +70,7 @@ def runtime_files(package: Path | None = None) -> dict[str, Path]:
 
 
 def layer_files(module: ModuleBuild, runtime: Mapping[str, Path]) -> dict[str, bytes]:
-    """All files of a module's layer, by path without the leading slash.
+    """Return all files of a module's layer, by path without the leading slash.
 
     Raises:
         SpecError: A source's path leaves its folder, or it cannot be read.
@@ -96,7 +96,7 @@ def _read(path: Path) -> bytes:
 
 
 def layer_digest(files: Mapping[str, bytes], module_hash: str) -> str:
-    """SHA-256 over a layer's content; ``module_hash`` stands for the bytes of ``module.json``."""
+    """Return the SHA-256 of a layer's content, with ``module_hash`` in place of ``module.json``."""
     digest = hashlib.sha256()
     for path in sorted(files):
         content = module_hash.encode() if path == MODULE_JSON else files[path]
@@ -106,7 +106,7 @@ def layer_digest(files: Mapping[str, bytes], module_hash: str) -> str:
 
 
 def write_layer(files: Mapping[str, bytes], root: Path) -> None:
-    """Write a layer's files below ``root``, readable for everybody."""
+    """Write a layer's files below ``root``, readable by all users."""
     root.mkdir(mode=0o755)
     for inner, content in files.items():
         path = root / inner
@@ -117,7 +117,7 @@ def write_layer(files: Mapping[str, bytes], root: Path) -> None:
 
 
 def squashfs_argv(program: str, root: Path, target: Path) -> list[str]:
-    """Pack a folder so that the same content gives the same bytes (mksquashfs(1))."""
+    """Return the command that packs a folder reproducibly (mksquashfs(1))."""
     argv = [program, str(root), str(target), "-noappend", "-all-root", "-no-xattrs"]
     return [*argv, "-no-progress", "-quiet", "-mkfs-time", "0", "-all-time", "0"]
 

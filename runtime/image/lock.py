@@ -1,4 +1,4 @@
-"""``dni.lock``: what a build made, beside the images, to be compared before they are trusted."""
+"""``dni.lock``: a record of a build, beside the images, to verify them before use."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class LockedBase(_Frozen):
     """The base image.
 
     Attributes:
-        content: Hash of what it was made from (definition, wheels); names it in the cache.
+        content: Hash of its inputs (definition, wheels); its name in the cache.
         sha256: Hash of the image file.
         definition_sha256: Hash of its definition.
         torch: Version of torch, or ``base`` for the base's own.
-        wheels: What was installed.
+        wheels: The installed wheels.
         mirror: The Debian mirror, for debootstrap.
     """
 
@@ -54,11 +54,11 @@ class LockedImage(_Frozen):
         image: File name, in the lock's folder.
         sha256: Hash of the file.
         size_bytes: Its size.
-        content: Hash of what it was made from (base, layer, way of building).
+        content: Hash of its inputs (base, layer, build method).
         module_hash: The module's spec hash.
         method: ``layer`` on a copy of the base, or ``full`` build from its own definition.
         definition_sha256: Hash of its definition, for ``full``.
-        signed: ``pgp`` or ``pem`` when it was signed.
+        signed: ``pgp`` or ``pem`` if it is signed.
     """
 
     image: str
@@ -83,10 +83,10 @@ class ImageLock(_Frozen):
 
 
 def read_lock(folder: Path) -> ImageLock | None:
-    """The lock in a folder of images, or None when there is none.
+    """Return the lock in a folder of images, or None if there is none.
 
     Raises:
-        ImageError: It cannot be understood.
+        ImageError: It cannot be read.
     """
     path = folder / LOCK_NAME
     try:
@@ -95,13 +95,13 @@ def read_lock(folder: Path) -> ImageLock | None:
         return None
     except (OSError, ValidationError) as error:
         raise ImageError(
-            f"{path} cannot be understood: {error}",
+            f"{path} cannot be read: {error}",
             hint=f"remove it and build the images again: rm {path} && dnictl build",
         ) from error
 
 
 def write_lock(folder: Path, lock: ImageLock) -> Path:
-    """Write the lock at once: readers see the old one or the new one."""
+    """Write the lock atomically: readers see the old one or the new one."""
     path = folder / LOCK_NAME
     with tempfile.NamedTemporaryFile(
         "w", dir=folder, prefix=".dni.lock-", delete=False, encoding="utf-8"

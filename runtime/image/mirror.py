@@ -95,7 +95,7 @@ def debian_mirror(
     if program is None:
         raise UnavailableError(
             "debootstrap is not installed, and image.base.bootstrap asks for it",
-            hint="install it (scripts/setup-apptainer does), or start from another base: "
+            hint="install it with the package manager, or start from another base: "
             "image.base.bootstrap docker, oras, library or localimage",
         )
     found: str | None = None

@@ -1,7 +1,7 @@
-"""What a build will do: each image is compared with what ``dni.lock`` says of the last one.
+"""Build plans: which images differ from the last build that ``dni.lock`` records.
 
-What an image is made from is hashed (base, layer, labels, way of building); an image whose hash is
-in the lock already is left alone.
+The inputs of an image (base, layer, labels, build method) are hashed; an image whose hash is
+already in the lock is not rebuilt.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How to build.
+    """Options of a build.
 
     Attributes:
         out: Folder of the module images and of ``dni.lock``.
         cache: Folder of wheels and base images.
-        folder: The chain's folder, from which relative paths in the spec count.
+        folder: The chain's folder, base of relative paths in the spec.
         full: Build each module from its own definition instead of appending a layer.
-        force: Build everything anew.
-        test: Run the ``%test`` of what is built from a definition.
+        force: Rebuild everything.
+        test: Run the ``%test`` of images built from a definition.
         sign: Sign the module images.
         key: Private key in PEM form (default: the user's PGP key).
         locked: Install exactly the packages that the lock in ``out`` names.
@@ -64,15 +64,15 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """One module's image as it will be.
+    """The plan of one module's image.
 
     Attributes:
         module: The module.
         files: Its layer.
-        content: Hash of what the image is made from; None while the base's is not known.
+        content: Hash of the image's inputs; None while the base's hash is not known.
         definition: Its own definition, for ``full``.
-        reason: Why it is built, or None when the image there is up to date.
-        locked: What the lock says of it.
+        reason: Why it is built, or None if the existing image is up to date.
+        locked: Its entry in the lock.
     """
 
     module: ModuleBuild
@@ -85,7 +85,7 @@ class ModulePlan:
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What a build will do."""
+    """The plan of all images."""
 
     base: BasePlan
     modules: tuple[ModulePlan, ...]
@@ -94,10 +94,10 @@ class BuildPlan:
 def plan_build(
     modules: Sequence[ModuleBuild], image: ImageSpec, options: BuildOptions
 ) -> BuildPlan:
-    """Say what a build would do; downloads, builds and writes nothing.
+    """Plan a build without downloading, building or writing anything.
 
     Raises:
-        DniError: A setting cannot be used, or the lock cannot be understood.
+        DniError: A setting cannot be used, or the lock cannot be read.
     """
     old = read_lock(options.out)
     base = plan_base(image, options.cache, folder=options.folder, lock=lock_to_keep(old, options))
@@ -105,17 +105,17 @@ def plan_build(
 
 
 def lock_to_keep(old: ImageLock | None, options: BuildOptions) -> ImageLock | None:
-    """The lock that a build must not go beyond, or None when it makes a new one.
+    """Return the lock that a build must reproduce, or None if it makes a new one.
 
     Raises:
-        DataError: There is no lock to keep.
+        DataError: There is no lock.
     """
     if not options.locked:
         return None
     if old is None:
         raise DataError(
             f"--locked: {options.out / LOCK_NAME} does not exist",
-            hint=f"copy the {LOCK_NAME} to build by there, or build without --locked",
+            hint=f"copy the {LOCK_NAME} of the build to reproduce there, or omit --locked",
         )
     return old
 
@@ -123,13 +123,13 @@ def lock_to_keep(old: ImageLock | None, options: BuildOptions) -> ImageLock | No
 def plan_modules(
     modules: Sequence[ModuleBuild], base: BasePlan, old: ImageLock | None, options: BuildOptions
 ) -> tuple[ModulePlan, ...]:
-    """Compare each module with what the lock says of its image.
+    """Compare each module with its image's entry in the lock.
 
     Args:
         modules: The chain's modules.
         base: Their base image.
         old: The lock of the last build.
-        options: How to build.
+        options: Options of the build.
     """
     runtime = layers.runtime_files()
     plans = []
@@ -154,7 +154,7 @@ def plan_modules(
 
 
 def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str | None:
-    """Why an image must be built, or None when it is up to date."""
+    """Return why an image must be built, or None if it is up to date."""
     if locked is None:
         return "not built yet"
     if content != locked.content:
@@ -165,8 +165,8 @@ def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str |
         lock_time_ns = (out / LOCK_NAME).stat().st_mtime_ns
     except FileNotFoundError:
         return "missing"
-    # An image that is no newer than the lock is the one that the lock was written for; a copied or
-    # altered one is read in full.
+    # An image no newer than the lock is the one that the lock records; a copied or altered one is
+    # read in full.
     if state.st_size != locked.size_bytes or (
         state.st_mtime_ns > lock_time_ns and sha256_file(path) != locked.sha256
     ):
@@ -175,16 +175,16 @@ def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str |
 
 
 def definition_of(module: ModuleBuild) -> str:
-    """A module image's own definition, for a ``full`` build.
+    """Return a module image's own definition, for a ``full`` build.
 
     Raises:
-        SpecError: A value cannot stand in a definition.
+        SpecError: A value is not allowed in a definition.
     """
     return render_module(module.labels, help_of(module))
 
 
 def help_of(module: ModuleBuild) -> str:
-    """What ``apptainer run-help`` prints of a module's image."""
+    """Return the text that ``apptainer run-help`` prints for a module's image."""
     return module_help(
         module.chain,
         module.name,

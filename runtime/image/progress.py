@@ -1,4 +1,4 @@
-"""How the library tells what it is doing; printing is the command line's."""
+"""Progress reports of the library; the command line prints them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something that happened during a build.
+    """An event during a build.
 
     Attributes:
-        subject: What it is about: ``wheels``, ``base`` or a module's name.
-        state: ``start`` and ``done`` of work, ``same`` when there was nothing to do, or one
+        subject: ``wheels``, ``base`` or a module's name.
+        state: ``start`` and ``done`` of work, ``same`` if there was nothing to do, or one
             ``line`` that a program printed.
-        text: What is being done, what came out of it, or the line.
+        text: The work, its result, or the line.
     """
 
     subject: str

@@ -1,7 +1,7 @@
-"""SIF files: copying a base image, appending a layer, reading and writing what describes it.
+"""SIF files: copying a base image, appending a layer, reading and writing its metadata.
 
-Nothing here runs an image: what is read may come from anybody. ``apptainer inspect`` is not used,
-because it starts the image's shell where an image has no metadata object.
+Nothing here runs an image, because images may be untrusted. ``apptainer inspect`` is not used: it
+starts the image's shell if an image has no metadata object.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LABELS = ".singularity.d/labels.json"
 _METADATA_TYPE, _PARTITION_TYPE, _SQUASHFS_TYPE = "JSON.Generic", "FS (", "FS (Squashfs/"
 
 MOST_READ_BYTES = 16 << 20
-"""A module's spec has some kilobytes; what is larger is none."""
+"""Maximum size of a file to read; a module's spec has some kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class SifObject:
 
     Attributes:
         id: Its number.
-        start: Where it begins in the file, in bytes.
-        type: As ``apptainer sif list`` names it.
+        start: Offset in the file, in bytes.
+        type: Type as ``apptainer sif list`` prints it.
     """
 
     id: int
@@ -54,7 +54,7 @@ class SifObject:
 
 
 def copy_image(source: Path, target: Path) -> None:
-    """Copy a large file inside the kernel, sharing its blocks where the file system can."""
+    """Copy a large file inside the kernel, sharing its blocks if the file system can."""
     with source.open("rb") as reader, target.open("wb") as writer:
         left = os.fstat(reader.fileno()).st_size
         try:
@@ -73,14 +73,14 @@ def copy_image(source: Path, target: Path) -> None:
 
 
 def parse_list(text: str) -> list[SifObject]:
-    """The objects in the output of ``apptainer sif list``."""
+    """Return the objects in the output of ``apptainer sif list``."""
     pattern = re.compile(r"(\d+)\s*\|.*\|\s*(\d+)-\d+\s*\|\s*(\S.*?)\s*$")
     rows = (pattern.match(line) for line in text.splitlines())
     return [SifObject(int(row[1]), int(row[2]), row[3]) for row in rows if row is not None]
 
 
 def objects(tool: Apptainer, image: Path) -> list[SifObject]:
-    """The objects in a SIF file.
+    """Return the objects in a SIF file.
 
     Raises:
         ImageError: It is not a SIF file.
@@ -97,7 +97,7 @@ def append_layer(tool: Apptainer, image: Path, layer: Path, *, machine: str) -> 
     """Append a squashfs file as an overlay partition, which Apptainer mounts over the base.
 
     Raises:
-        BuildError: The container program refuses.
+        BuildError: The container program fails.
     """
     architecture = _ARCHITECTURES.get(machine)
     if architecture is None:
@@ -110,7 +110,7 @@ def append_layer(tool: Apptainer, image: Path, layer: Path, *, machine: str) -> 
 
 
 def edit_metadata(document: dict[str, Any], labels: Mapping[str, str], help_text: str) -> None:
-    """Put a module's labels and help into the metadata that a build wrote."""
+    """Add a module's labels and help to the metadata that a build wrote."""
     attributes = document["data"]["attributes"]
     attributes.setdefault("labels", {}).update(
         {LABEL_PREFIX + name: value for name, value in labels.items()}
@@ -121,13 +121,13 @@ def edit_metadata(document: dict[str, Any], labels: Mapping[str, str], help_text
 def relabel(
     tool: Apptainer, image: Path, labels: Mapping[str, str], help_text: str, *, scratch: Path
 ) -> bool:
-    """Give a copied base image the module's labels and help, for ``inspect`` and ``run-help``.
+    """Write the module's labels and help into a copied base image, for ``inspect``, ``run-help``.
 
-    Files in the layer cannot do it: where a SIF holds the metadata object that Apptainer writes at
+    Files in the layer would not do: if a SIF holds the metadata object that Apptainer writes at
     each build, ``inspect`` and ``run-help`` read only that.
 
     Returns:
-        False when the image has no such object (built by an old Singularity).
+        False if the image has no such object (built by an old Singularity).
     """
     found = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
     if not found:
@@ -152,10 +152,10 @@ def relabel(
 
 
 def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
-    """An image's own labels (those with our prefix), without the prefix.
+    """Return an image's labels with our prefix, without the prefix.
 
     Raises:
-        ImageError: It is not an image whose labels can be read.
+        ImageError: The image's labels cannot be read.
         UnavailableError: unsquashfs is missing.
     """
     labels: Any = {}
@@ -180,15 +180,15 @@ def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
 
 
 def _printable(text: str) -> str:
-    """A label for a terminal, which could be told to do other things than to show it."""
+    """Replace unprintable characters of a label, which could control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def read_module_json(tool: Apptainer, image: Path) -> bytes:
-    """The worker's spec in a module image, whichever layer it is in.
+    """Return the worker's spec in a module image, whichever layer it is in.
 
     Raises:
-        ImageError: The image holds none, or none that can be read.
+        ImageError: The image holds no spec, or it cannot be read.
         UnavailableError: unsquashfs is missing.
     """
     content = read_file(tool, image, MODULE_JSON)
@@ -201,15 +201,15 @@ def read_module_json(tool: Apptainer, image: Path) -> bytes:
 
 
 def read_file(tool: Apptainer, image: Path, path: str) -> bytes | None:
-    """A small file of an image, read out of its squashfs partitions, the topmost first.
+    """Read a small file of an image from its squashfs partitions, the topmost first.
 
-    unsquashfs writes it to a pipe, so that no path and no link of the image counts on this host.
+    unsquashfs writes it to a pipe, so that paths and links of the image do not affect this host.
 
     Returns:
-        None when no partition holds it.
+        Its content; None if no partition holds it.
 
     Raises:
-        ImageError: It is no plain file, is too large, or lies where it cannot be read.
+        ImageError: It is not a plain file, is too large, or cannot be read.
         UnavailableError: unsquashfs is missing or too old.
     """
     program = shutil.which("unsquashfs", path=apptainer.host_environment(os.environ)["PATH"])
@@ -220,9 +220,9 @@ def read_file(tool: Apptainer, image: Path, path: str) -> bytes | None:
     for partition in reversed(partitions):
         if not partition.type.startswith(_SQUASHFS_TYPE):
             raise ImageError(
-                f"{image} cannot be looked into: it has a partition that is no squashfs "
+                f"{image} cannot be read: it has a partition that is not a squashfs "
                 f"({partition.type})",
-                hint="use an image as 'dnictl build' makes it",
+                hint="use an image made by 'dnictl build'",
             )
         argv = [program, "-offset", str(partition.start), "-cat", str(image.absolute()), path]
         try:
@@ -235,7 +235,7 @@ def read_file(tool: Apptainer, image: Path, path: str) -> bytes | None:
                 continue
             if any("SYNTAX:" in line for line in error.tail):
                 raise UnavailableError(
-                    f"{program} cannot print files: too old", hint=hint
+                    f"{program} is too old: it cannot print files", hint=hint
                 ) from None
             raise ImageError(
                 f"/{path} of {image} cannot be read: {last}",

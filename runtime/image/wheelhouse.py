@@ -1,9 +1,9 @@
-"""The Python packages of an image: what is wanted, and what was downloaded and locked by hash.
+"""The Python packages of an image: requirements, and downloaded wheels locked by hash.
 
-Inside a build there is often no network, no proxy setting or no CA bundle, and air-gapped clusters
-have none at all. So wheels are resolved here, for the image's Python and platform rather than the
-host's, and installed from a folder. The same requirements give the same wheels until the cache is
-emptied: nothing is resolved anew behind the user's back. ``download`` gets them.
+Builds often lack a network, proxy settings or a CA bundle, and air-gapped clusters lack all of
+them. So wheels are resolved on the host, for the image's Python and platform, and installed from a
+folder. The same requirements yield the same wheels until the cache is emptied: nothing is resolved
+again unnoticed. ``download`` downloads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUNTIME_REQUIREMENTS = (
     "PyYAML>=6.0",
     "safetensors>=0.4.3",
 )
-"""What a worker imports beside torch; a part of the distribution's own dependencies."""
+"""Packages that a worker imports beside torch; some of the distribution's dependencies."""
 
 LOCK_NAME = "wheels.json"
 _FORMAT = 1
@@ -65,13 +65,13 @@ class Target:
 
     @property
     def platforms(self) -> list[str]:
-        """Platform tags that glibc 2.28 and newer run, newest first (PEP 600)."""
+        """Platform tags that work with glibc 2.28 and newer, newest first (PEP 600)."""
         tags = [f"manylinux_2_{minor}_{self.machine}" for minor in range(28, 16, -1)]
         return [*tags, f"manylinux2014_{self.machine}", f"linux_{self.machine}"]
 
     @property
     def markers(self) -> dict[str, str]:
-        """The environment in which requirements' markers are judged (PEP 508)."""
+        """The environment in which requirements' markers are evaluated (PEP 508)."""
         environment = {k: str(v) for k, v in default_environment().items()}
         return environment | {
             "python_version": self.python,
@@ -87,12 +87,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Wheelhouse:
-    """A folder of wheels and what is in it.
+    """A folder of wheels.
 
     Attributes:
-        folder: Where they lie.
-        requirements: What to install.
-        wheels: What is there, sorted by name.
+        folder: The folder.
+        requirements: Requirements to install.
+        wheels: The wheels, sorted by name.
     """
 
     folder: Path
@@ -100,13 +100,13 @@ class Wheelhouse:
     wheels: tuple[Wheel, ...]
 
     def version(self, name: str) -> str | None:
-        """The version of a package, or None when it is not there."""
+        """Return the version of a package, or None if it is not included."""
         wanted = canonicalize_name(name)
         return next((w.version for w in self.wheels if w.name == wanted), None)
 
 
 def requirements_of(image: ImageSpec) -> tuple[str, ...]:
-    """What an image installs, in its own words.
+    """Return the requirements that an image installs, as written.
 
     Raises:
         SpecError: A requirement is malformed (PEP 508).
@@ -129,7 +129,7 @@ def requirements_of(image: ImageSpec) -> tuple[str, ...]:
 
 
 def host_machine() -> str:
-    """The machine that images are built for: this one's kind."""
+    """Return the machine type that images are built for: that of this host."""
     return platform.machine()
 
 
@@ -139,7 +139,7 @@ def cache_key(
     target: Target,
     locked: Sequence[Wheel] | None = None,
 ) -> str:
-    """Names a resolved set of wheels in the cache."""
+    """Return the name of a resolved set of wheels in the cache."""
     document = [_FORMAT, sorted(requirements), index, target.python, target.machine]
     if locked is not None:
         document.append(sorted(wheel.sha256 for wheel in locked))
@@ -147,13 +147,13 @@ def cache_key(
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, as hex."""
+    """Return the SHA-256 of a file, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def scan(folder: Path) -> tuple[Wheel, ...]:
-    """The wheels in a folder."""
+    """Return the wheels in a folder."""
     wheels = []
     for path in sorted(folder.glob("*.whl")):
         name, version, _build, _tags = parse_wheel_filename(path.name)
@@ -162,7 +162,7 @@ def scan(folder: Path) -> tuple[Wheel, ...]:
 
 
 def read_lock(folder: Path, requirements: Sequence[str]) -> Wheelhouse | None:
-    """The wheelhouse in a folder if it is whole, else None."""
+    """Return the wheelhouse in a folder if it is complete, else None."""
     try:
         document = json.loads((folder / LOCK_NAME).read_text(encoding="utf-8"))
         wheels = tuple(Wheel(**entry) for entry in document["wheels"])
@@ -180,7 +180,7 @@ def cached(
     machine: str | None = None,
     locked: Sequence[Wheel] | None = None,
 ) -> Wheelhouse | None:
-    """The image's wheels, or those named, if they were downloaded before; touches no network."""
+    """Return the image's wheels, or the ``locked`` ones, if they were downloaded before."""
     requirements = requirements_of(image)
     target = Target(image.base.python, machine or host_machine())
     for names in (None,) if locked is None else (None, locked):

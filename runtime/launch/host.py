@@ -113,7 +113,7 @@ def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
         return None
     return (
         f"'links.security: none': anyone who can reach {interface!r} can read this chain's "
-        "activations and labels, and take part in its training (docs/security.md)"
+        "activations and labels, and take part in its training"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the two ends of a link agree on, derived from each end's own spec."""
+"""The contract between the two ends of a link, derived from each end's own spec."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ End = Literal["input", "output"]
 
 @dataclass(frozen=True, slots=True)
 class LinkContract:
-    """One link as both ends must see it.
+    """Properties of one link that both ends must agree on.
 
     Attributes:
         source: The module upstream.
         target: The module downstream.
-        activation: What travels down as ``h``.
-        label: What travels down as ``y``.
-        gradient: What travels up as ``g``; None where upstream wants no true gradients.
-        dtype: The type that the module at this end computes with.
-        agreement: What HELLO compares, field by field, in this order.
+        activation: Contract of activations, sent downstream as ``h``.
+        label: Contract of labels, sent downstream as ``y``.
+        gradient: Contract of gradients, sent upstream as ``g``; None if upstream needs none.
+        dtype: Compute type of the module at this end.
+        agreement: Fields that HELLO compares, in this order.
     """
 
     source: str
@@ -35,7 +35,7 @@ class LinkContract:
 
     @classmethod
     def of(cls, spec: WorkerSpec, end: End) -> Self:
-        """The contract of the link at this end of a module.
+        """Return the contract of the link at this end of a module.
 
         Raises:
             ValueError: The module has no link there (a bug of the caller).
@@ -78,22 +78,22 @@ class LinkContract:
 
     @property
     def down(self) -> Limits:
-        """Limits of what travels down."""
+        """Limits of messages sent downstream."""
         tensors = len(self.activation.names) + len(self.label.names)
         return Limits(tensors, max(self.activation.buffer_bytes, self.label.buffer_bytes))
 
     @property
     def up(self) -> Limits:
-        """Limits of what travels up."""
+        """Limits of messages sent upstream."""
         if self.gradient is None:
             return Limits(0, 0)
         return Limits(len(self.gradient.names), self.gradient.buffer_bytes)
 
     def frame_limit(self, end: End) -> int:
-        """MAXMSGSIZE of the socket at this end: well above the contract.
+        """Return the MAXMSGSIZE of the socket at this end: well above the contract.
 
-        What is too large by little is then refused and counted; what is far too large never
-        reaches memory, because libzmq ends the connection (zmq_setsockopt(3)).
+        A message that is a little too large is then refused and counted; one that is far too large
+        is never read into memory, because libzmq ends the connection (zmq_setsockopt(3)).
         """
         limits = self.down if end == "input" else self.up
         return max(4 * max(limits.buffer_bytes, HEADER_BYTES), 1 << 20)
@@ -102,7 +102,7 @@ class LinkContract:
 def _on_the_wire(
     name: str, wire: Dtype | None, tensor: TensorSpec, batch_limit: int
 ) -> TensorContract:
-    """The contract of activations or gradients that travel as a type of ``links``."""
+    """Return the contract of activations or gradients with a wire type of ``links``."""
     scale: tuple[int, ...] | None = None
     dtype = wire or tensor.dtype
     if wire == "int8":
@@ -113,6 +113,6 @@ def _on_the_wire(
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of one scale per channel: the last dimension of tokens (T x C), else the first."""
+    """Return the sizes for one scale per channel: the last dimension of (T, C), else the first."""
     channel = 1 if len(shape) == 2 else 0
     return tuple(size if index == channel else 1 for index, size in enumerate(shape))

@@ -1,4 +1,4 @@
-"""What a link has counted; the worker's metrics report it."""
+"""Counters of a link, reported in the worker's metrics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LinkCounters:
     """Counts of one end of a link since it was made.
 
     Attributes:
-        refused: Messages and connections that were refused, by reason (docs/wire.md, "Checks").
-        resent: Messages that were transmitted again, to a new connection.
-        duplicates: Messages that were dropped because they had come before.
+        refused: Refused messages and connections, by reason (docs/wire.md, "Checks").
+        resent: Messages transmitted again, on a new connection.
+        duplicates: Messages dropped because they had come before.
         gaps: Ids that never came.
         gradients: Gradients received (output end) or sent (input end).
         gradients_dropped: Gradients not sent because the neighbour was slow or gone.
@@ -38,12 +38,12 @@ class LinkCounters:
 
 
 class Refusals:
-    """Counts refused messages and logs the first one, then at most one line in ten seconds.
+    """Counter of refused messages that logs at most one line in ten seconds.
 
     Args:
-        counters: Where they are counted.
-        link: The link's name in log lines.
-        log: Where they are logged.
+        counters: The link's counters.
+        link: Name of the link in log lines.
+        log: Logger for the lines.
     """
 
     def __init__(self, counters: LinkCounters, link: str, log: logging.Logger) -> None:
@@ -53,7 +53,7 @@ class Refusals:
         self._quiet_until_s = 0.0
 
     def __call__(self, error: WireError, count: int = 1) -> None:
-        """Count one, or several alike."""
+        """Count one refusal, or several of one kind."""
         refused = self._counters.refused
         refused[error.reason] += count
         now_s = time.monotonic()

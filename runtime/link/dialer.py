@@ -1,7 +1,7 @@
-"""Connects an output end, and tells why its handshakes fail: libzmq tries again, or gives up.
+"""The connection of an output end, with the reasons why its handshakes fail.
 
-It does both silently. After a handshake that failed for good (a mechanism or a key that does not
-fit) it does not connect again (session_base.cpp, ``engine_error``): the owner of the socket has to.
+libzmq retries or gives up silently. After a permanent failure (another mechanism, a wrong key) it
+does not reconnect (session_base.cpp, ``engine_error``): the owner of the socket must.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _OTHER_MECHANISM = 0x11000002  # zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMAT
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the newest handshake failed.
+    """The reason why the newest handshake failed.
 
     Attributes:
         reason: A word for counters.
-        message: What the other end did.
-        final: Whether libzmq will not try again by itself.
+        message: Behaviour of the other end.
+        final: Whether libzmq will not retry by itself.
     """
 
     reason: str
@@ -49,15 +49,15 @@ class Dialer:
 
     Args:
         context: The socket's context.
-        socket: The socket, which has not been connected.
+        socket: The socket, not yet connected.
         contract: The link's contract.
         links: The module's link settings.
-        keys: The module's keys, for addresses that want encryption.
+        keys: The module's keys, for addresses that require encryption.
 
     Attributes:
-        address: Where the module downstream listens; None before :meth:`dial`.
-        failure: Why handshakes fail, since the last one that succeeded; None where they do not.
-            What says most is kept when less follows.
+        address: Address of the module downstream; None before :meth:`dial`.
+        failure: Why handshakes have failed since the last successful one; None if none failed.
+            A final failure is not replaced by one that is not final.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Dialer:
         )
 
     def dial(self, address: str, server_key: bytes | None = None) -> bool:
-        """Start to connect to an address; leaves another one.
+        """Start to connect to an address; disconnect from a previous one.
 
         Args:
-            address: Where the module downstream listens.
+            address: Address of the module downstream.
             server_key: Its public key; by default the keyring's.
 
         Returns:
-            Whether that is another address, or another key, than before.
+            Whether the address or the key differs from before.
 
         Raises:
-            DataError: That is no address, or the key is none.
+            DataError: The address or the key is not valid.
         """
         if (address, server_key) == (self.address, self._server_key):
             return False
@@ -105,13 +105,13 @@ class Dialer:
         return True
 
     def look(self, *, connected: bool) -> Failure | None:
-        """Take what has happened, without waiting; dial again where libzmq has given up.
+        """Process monitor events, without waiting; redial if libzmq has given up.
 
         Args:
             connected: Whether the link is in use: then once a second is enough.
 
         Returns:
-            The newest failure that came now, or None.
+            The newest failure among these events, or None.
         """
         now_s = time.monotonic()
         if self.address is None or (connected and now_s < self._look_s):
@@ -136,20 +136,20 @@ class Dialer:
         return newest
 
     def dial_again(self) -> None:
-        """Leave the connection, and start to connect to the same address."""
+        """Disconnect, and start to connect to the same address."""
         if self.address is not None:
             self._redial_s = None
             sockets.disconnect(self._socket, self.address)
             self._dial(self.address, self._server_key)
 
     def error(self, failure: Failure) -> EncryptionError:
-        """What a failure means for the module."""
+        """Return the error that a failure means for the module."""
         source, target = self._contract.source, self._contract.target
         return EncryptionError(
             f"modules {source!r} and {target!r} cannot agree on encryption at {self.address}: "
             f"{failure.message}",
             hint="both must read the same run directory, with the keys of this run, and have the "
-            "same 'links.security' (docs/security.md)",
+            "same 'links.security'",
         )
 
     def close(self) -> None:
@@ -163,13 +163,13 @@ class Dialer:
         if not self._encrypted:
             sockets.leave_plain(self._socket)
         elif not self._encrypt(server_key):
-            self.failure = Failure("encryption", "its public key is not there", final=True)
+            self.failure = Failure("encryption", "its public key is missing", final=True)
             self._redial_s = time.monotonic() + _REDIAL_S  # it may appear late
             return
         sockets.connect(self._socket, address)
 
     def _encrypt(self, server_key: bytes | None) -> bool:
-        """Use the neighbour's key from now on; False where it is not known."""
+        """Use the neighbour's key from now on; return False if it is not known."""
         if self._keys is None:
             return False
         key = server_key or self._keys.public(self._contract.target)
@@ -180,20 +180,20 @@ class Dialer:
 
 
 def _failure(kind: int, value: int, encrypted: bool) -> Failure | None:
-    """What an event says about encryption; None for a plain connection that came to nothing."""
+    """Return the encryption failure behind an event; None for a failed plain connection."""
     if kind == _FAILED_AUTH:
         return Failure("unauthorised", "it refused our key", final=True)
     if kind == _FAILED_PROTOCOL and value == _OTHER_MECHANISM:
-        what = "it speaks without encryption" if encrypted else "it speaks only with encryption"
+        what = "it does not use encryption" if encrypted else "it requires encryption"
         return Failure("encryption", what, final=True)
     if kind == _FAILED_PROTOCOL:
-        return Failure("encryption", "its answer does not fit its public key", final=True)
+        return Failure("encryption", "its answer does not match its public key", final=True)
     if not encrypted:
         return None
     if value == errno.EAGAIN:
         return Failure("silent", "it does not answer", final=False)
     what = (
-        "it ended the handshake: it has another key than its public one here, or speaks without "
+        "it ended the handshake: its key does not match its public key here, or it does not use "
         "encryption"
     )
     return Failure("connection", what, final=False)

@@ -1,9 +1,9 @@
-"""Who may connect to an input end: answers ZeroMQ's authentication requests, bounds connections.
+"""Admission to an input end: ZeroMQ authentication, and a limit on connections.
 
-ZeroMQ asks for each CURVE handshake whether the peer's key is welcome (ZAP, ZeroMQ RFC 27) and
-holds the connection until somebody answers. The computing thread may be busy for seconds, so a
-thread of its own does; it sleeps until there is something to do. The same thread reads the
-socket's monitor, whose queue would otherwise fill up and hold ZeroMQ's I/O thread.
+For each CURVE handshake ZeroMQ asks whether to accept the peer's key (ZAP, ZeroMQ RFC 27) and
+holds the connection until it gets an answer. A separate thread answers, because the computing
+thread may be busy for seconds. It also reads the socket's monitor, whose queue would otherwise fill
+up and block ZeroMQ's I/O thread.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dni_runtime.link import sockets
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 256
-"""Connections that one input end keeps. There is one peer; the others have not said who they are
-yet, and the oldest of them makes room for a new one, as in a defence against SYN floods."""
+"""Maximum connections of one input end. One is the peer's; the others are not identified yet, and
+the oldest of them is closed for a new one, as in a defence against SYN floods."""
 
 REASONS = {
-    "unauthorised": "a connection with a key that is not the module's upstream",
+    "unauthorised": "a connection with a key that is not the upstream module's",
     "encryption": "a connection without encryption, or with another key than this module's",
-    "silent": "a connection that did not speak",
+    "silent": "a connection that sent nothing",
     "crowd": f"more than {CONNECTIONS} connections at once",
-    "connection": "a connection that ended in its handshake, or sent what no link sends",
+    "connection": "a connection that ended in its handshake, or broke the protocol",
 }
-"""What is refused before there is a message, in words."""
+"""Reasons to refuse a connection before it has sent a message, in words."""
 
 _ZAP = "inproc://zeromq.zap.01"
 _KEY_BYTES = 32
@@ -53,10 +53,10 @@ _EVENTS = sum(_FAILED) | _ACCEPTED | _GONE
 
 
 class AllowList:
-    """The one key that may connect, read again when another one comes: it may appear late.
+    """The one key that may connect, reread when another key comes, since it may appear late.
 
     Args:
-        read: Gives the key in Z85, or None while there is none.
+        read: Returns the key in Z85, or None while there is none.
     """
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
@@ -65,11 +65,11 @@ class AllowList:
         self._again_s = 0.0
 
     def __call__(self, key: bytes) -> bool:
-        """Whether a peer with this key (32 bytes) may connect."""
+        """Return whether a peer with this key (32 bytes) may connect."""
         if key == self._key:
             return True
         now_s = time.monotonic()
-        if now_s < self._again_s:  # strangers do not make this process read files all the time
+        if now_s < self._again_s:  # strangers must not cause file reads all the time
             return False
         self._again_s = now_s + _LOOK_AGAIN_S
         try:
@@ -82,17 +82,17 @@ class AllowList:
 
 
 class Guard:
-    """Watches the socket of one input end.
+    """Authentication and connection limit of one input end's socket.
 
     Args:
-        context: The socket's context; only one encrypted input end may live in it.
+        context: The socket's context; only one encrypted input end may use it.
         socket: The socket, before it listens.
-        allowed: Whether a key may connect; None where the link is not encrypted.
-        connections: Connections to keep.
+        allowed: Returns whether a key may connect; None if the link is not encrypted.
+        connections: Maximum number of connections.
 
     Attributes:
-        encrypted: Whether the link is.
-        alarmed: Whether something was refused since the last :meth:`take`.
+        encrypted: Whether the link is encrypted.
+        alarmed: Whether a connection was refused since the last :meth:`take`.
     """
 
     def __init__(
@@ -125,24 +125,24 @@ class Guard:
         self._thread = threading.Thread(target=self._run, name="link guard", daemon=True)
 
     def start(self, port: int) -> None:
-        """Begin, when the socket listens on a port; on another one, too, if called again."""
+        """Start the thread when the socket listens on a port; later calls add ports."""
         self._ports.add(port)
         if self._thread.ident is None:
             self._thread.start()
 
     def keep(self, descriptor: int) -> None:
-        """Connection ``descriptor`` is the accepted peer's: it does not make room for others."""
+        """Keep connection ``descriptor``, the accepted peer's: never close it for others."""
         self._kept.append(descriptor)
 
     def take(self) -> Counter[str]:
-        """What was refused since the last time, by reason (docs/wire.md, "Checks")."""
+        """Return what was refused since the last call, by reason (docs/wire.md, "Checks")."""
         with self._lock:
             taken, self._refused = self._refused, Counter()
             self.alarmed = False
         return taken
 
     def close(self) -> None:
-        """Stop, before the socket is closed."""
+        """Stop the thread; call before the socket is closed."""
         self._watched.disable_monitor()
         os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None:
@@ -182,13 +182,13 @@ class Guard:
         self._zap.send_multipart([b"1.0", frames[1], status, text, b"", b""])
 
     def _look(self) -> None:
-        """Take all events, then make room."""
+        """Process all events, then enforce the limit."""
         refused: Counter[str] = Counter()
         kept = [self._kept.popleft() for _ in range(len(self._kept))]
         while (event := sockets.next_event(self._monitor)) is not None:
             kind, value = event
             if kind == _ACCEPTED:
-                self._peers.discard(value)  # the system gives numbers again
+                self._peers.discard(value)  # the system reuses descriptors
                 self._open[value] = None
             elif kind == _GONE:
                 reason = self._why_gone(value)
@@ -207,10 +207,10 @@ class Guard:
                 self.alarmed = True
 
     def _why_gone(self, descriptor: int) -> str | None:
-        """Why a connection has ended; None for a peer's.
+        """Return why a connection ended; None for the peer's.
 
-        A failed handshake's event comes before, but does not say which connection it means. What
-        sends no ZMTP, or too much, is ended without one.
+        The event of a failed handshake comes earlier, but does not name the connection. A peer that
+        sends no ZMTP, or too much, is disconnected without such an event.
         """
         self._open.pop(descriptor, None)
         reason = self._failed.popleft() if self._failed else None
@@ -223,7 +223,7 @@ class Guard:
         return reason or "connection"
 
     def _drop_oldest(self) -> bool:
-        """End the oldest connection that is no peer's; False where there is none."""
+        """Close the oldest connection that is not the peer's; return False if there is none."""
         oldest = next((one for one in self._open if one not in self._peers), None)
         if oldest is None:
             return False

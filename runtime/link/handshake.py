@@ -1,4 +1,4 @@
-"""Bodies of HELLO, WELCOME and REFUSE, and what follows from them (docs/wire.md, "Handshake")."""
+"""Bodies of HELLO, WELCOME and REFUSE, and their checks (docs/wire.md, "Handshake")."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CUT = "cut"
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What an output end says of itself.
+    """Content of an output end's HELLO.
 
     Attributes:
-        session: A random word of its process's link.
+        session: Random identifier of its process's link.
         first: The lowest id that it can still send.
-        link: What both ends must agree on.
-        number: How many its session has said, this one included: a connection that has ended may
-            be read after its successor.
+        link: Properties that both ends must agree on.
+        number: Number of this HELLO in its session, from 1: a connection that has ended may be
+            read after its successor.
         newest: The highest id that it has sent, or left out while the other end was gone.
-        cut: The chain's cut that its module began at; None where that was restarted alone.
-        attempt: Which start of its module the process is.
+        cut: The cut at which the whole chain started; None if only its module was restarted.
+        attempt: Number of its module's attempt.
     """
 
     session: str
@@ -76,12 +76,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an input end does not accept a HELLO.
+    """The reason why an input end does not accept a HELLO.
 
     Attributes:
-        field: What differs; ``hello`` invites HELLO, ``session`` says that another one took over.
-        mine: The value of the end that refuses.
-        yours: The value of the end that is refused.
+        field: Field that differs; ``hello``: send HELLO; ``session``: another session took over.
+        mine: Value at the end that refuses.
+        yours: Value at the end that is refused.
     """
 
     field: str
@@ -97,13 +97,13 @@ class Refusal:
         """Read a REFUSE.
 
         Raises:
-            WireError: ``body``: it lacks a field, or one is not what it should be.
+            WireError: ``body``: a field is missing or not valid.
         """
         body = message.body
         return cls(_text(body, "field"), _text(body, "mine"), _text(body, "yours"))
 
     def error(self, me: str, neighbour: str) -> HandshakeError:
-        """What it means for the module that was refused."""
+        """Return the error for the module that was refused."""
         if self.field == REPLACED:
             return HandshakeError(
                 f"module {neighbour!r} has accepted another process as module {me!r}",
@@ -113,11 +113,11 @@ class Refusal:
 
 
 def mismatch(me: str, neighbour: str, field: str, *, mine: str, yours: str) -> HandshakeError:
-    """The error of two modules that do not fit together."""
+    """Return the error of two modules that do not fit together."""
     if field == "run":
         hint = "another run's worker listens there: stop it, or remove its stale endpoint"
     elif field == CUT:
-        hint = "start both from the same one: 'dnictl resume' does, '--resume CUT' by hand"
+        hint = "start both from the same cut: use 'dnictl resume', or '--resume CUT' by hand"
     elif field == "protocol version":
         hint = "the images hold different versions of dni-runtime: build both with one version"
     else:
@@ -132,7 +132,7 @@ def mismatch(me: str, neighbour: str, field: str, *, mine: str, yours: str) -> H
 def compare(
     run: str, agreement: Mapping[str, str], theirs: Hello, their_run: str
 ) -> Refusal | None:
-    """The first field in which the ends differ, or None where they fit."""
+    """Return a refusal for the first field in which the ends differ, or None if they agree."""
     if their_run != run:
         return Refusal("run", run, their_run)
     for field, mine in agreement.items():
@@ -143,24 +143,24 @@ def compare(
 
 
 def other_version(version: int) -> Refusal:
-    """The refusal of a peer that speaks another protocol version."""
+    """Return the refusal of a peer that uses another protocol version."""
     return Refusal("protocol version", str(PROTOCOL_VERSION), str(version))
 
 
 def number_of(message: Message) -> int:
-    """The number of a HELLO, or of the one that a WELCOME answers.
+    """Return the number of a HELLO, or of the one that a WELCOME answers.
 
     Raises:
-        WireError: ``body``: it is not there, or not what it should be.
+        WireError: ``body``: it is missing or not valid.
     """
     return _natural(message.body, "number", 1)
 
 
 def received_of(message: Message) -> int:
-    """The last id that the input end has accepted, from its WELCOME.
+    """Return the last id that the input end has accepted, from its WELCOME.
 
     Raises:
-        WireError: ``body``: it is not there, or not what it should be.
+        WireError: ``body``: it is missing or not valid.
     """
     return _natural(message.body, "received", 0)
 

@@ -1,7 +1,7 @@
-"""The input end of a link: gets activations and markers, sends gradients.
+"""The input end of a link: receives activations and markers, sends gradients.
 
-One thread uses it, and nothing in it waits except :meth:`InputLink.wait_for_peer`, which has a
-deadline.
+For use by one thread. Only :meth:`InputLink.wait_for_peer` and :meth:`InputLink.finish` wait, and
+both have a deadline.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class InputLink:
         run: The run.
         received: Everything up to this id was processed before (a checkpoint's cut).
         keys: Its keys, for addresses where links are encrypted.
-        again: Whether only this module has been restarted: it takes all that the module upstream
-            can still send, also what it has processed before.
+        again: Whether only this module was restarted: it takes all that the module upstream can
+            still send, also what it has processed before.
 
     Attributes:
-        counters: What has been counted.
+        counters: Counts of this end.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class InputLink:
         self._socket = sockets.input_socket(
             self._context,
             window=spec.links.largest_window
-            * (1 + ADJACENT_FAILURES),  # what is retained may come, too
+            * (1 + ADJACENT_FAILURES),  # retained messages may come, too
             frame_limit=self._contract.frame_limit("input"),
         )
         self._links = spec.links
@@ -85,7 +85,7 @@ class InputLink:
         self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
         self._handshakes = 0
         self._windows: tuple[int, ...] = ()
-        # Of gradients that are waited for: the newest, and those to send before anything else.
+        # Gradients that upstream waits for: the newest, and those to send before anything else.
         self._gradients: deque[list[Buffer]] = deque(maxlen=spec.resend_out)
         self._unsent: deque[list[Buffer]] = deque(maxlen=spec.resend_out)
         self._session = ""
@@ -103,7 +103,7 @@ class InputLink:
 
     @property
     def socket(self) -> sockets.Socket:
-        """For ``zmq.Poller``: readable when :meth:`receive` has something to do."""
+        """The socket, for ``zmq.Poller``: readable when :meth:`receive` has something to do."""
         return self._socket
 
     @property
@@ -123,7 +123,7 @@ class InputLink:
             The actual address, with the port that was chosen for ``:*``.
 
         Raises:
-            UnavailableError: It is taken, too long, or not this machine's; or links are encrypted
+            UnavailableError: It is in use, too long, or not this machine's; or links are encrypted
                 there, and the module has no keys.
         """
         secret = encrypted(self._links, address)
@@ -148,7 +148,7 @@ class InputLink:
             raise UnavailableError(
                 f"links at {address} are encrypted, and module {self._contract.target!r} has no "
                 "keys",
-                hint="give it a run directory; 'links.security: none' does without encryption",
+                hint="give it a run directory, or set 'links.security: none'",
             )
         sockets.encrypt_input(self._socket, keys.own)
         return Guard(self._context, self._socket, AllowList(lambda: keys.public(source)))
@@ -157,8 +157,8 @@ class InputLink:
         """Wait until the module upstream has completed HELLO.
 
         Raises:
-            UnavailableError: It has not in time.
-            StoppedError: ``stop``, asked a few times a second, said so.
+            UnavailableError: It did not connect in time.
+            StoppedError: ``stop``, called a few times a second, returned True.
         """
         end_s = time.monotonic() + deadline_s
         while not self.greet():
@@ -168,7 +168,7 @@ class InputLink:
                 raise UnavailableError(
                     f"module {source!r} did not connect within {deadline_s:g} s"
                     + (f"; refused meanwhile: {dict(refused)}" if refused else ""),
-                    hint=f"see 'dnictl logs {source}'; a slow start needs a longer "
+                    hint=f"see 'dnictl logs {source}'; if it starts slowly, raise "
                     "'links.connect_timeout_s'",
                 )
             if stop is not None and stop():
@@ -176,10 +176,10 @@ class InputLink:
             sockets.wait(self._socket, min(left_s, _POLL_S))
 
     def greet(self) -> bool:
-        """Answer who wants to shake hands, without waiting, while there is no peer yet.
+        """Answer handshakes, without waiting, while there is no peer.
 
         Returns:
-            Whether there is one.
+            Whether there is a peer.
         """
         for _ in range(MESSAGES_PER_CALL):
             if self.connected or not self._take():
@@ -187,10 +187,10 @@ class InputLink:
         return self.connected
 
     def receive(self) -> Batch | Marker | None:
-        """The next message of the stream, without waiting; also keeps the link going.
+        """Return the next message of the stream, without waiting; also send what is due.
 
         Returns:
-            The message, or None when there is none (or only refused ones: call again).
+            The message, or None if there is none (or only refused ones: call again).
         """
         self._send_due()
         for _ in range(MESSAGES_PER_CALL):
@@ -202,7 +202,7 @@ class InputLink:
         return None
 
     def ack(self, id: int) -> None:
-        """Everything up to ``id`` has been processed; upstream may forget it."""
+        """Acknowledge everything up to ``id``: it has been processed, upstream may drop it."""
         self._receiver.order.acknowledge(id)
         self._ack_due = True
         self._send_due()
@@ -210,8 +210,8 @@ class InputLink:
     def send_gradient(self, id: int, g: Tensor, ack: int) -> None:
         """Send a true gradient upstream if that is possible now, else drop and count it.
 
-        Where a module upstream takes no other batch before it has come, it is sent as soon as that
-        is possible, and again after a connection was lost. Where the module upstream wants no
+        If an upstream module takes no other batch before it has the gradient, the gradient is sent
+        as soon as possible, and again after a connection was lost. If the module upstream needs no
         gradients, only the acknowledgement is sent. The tensor MUST NOT be changed afterwards: its
         memory is sent.
 
@@ -252,7 +252,7 @@ class InputLink:
             self.counters.gradients_dropped += 1
 
     def send_drained(self, id: int) -> None:
-        """No gradient of a batch before marker ``id`` will follow; sent until it has arrived."""
+        """Announce that no gradient of a batch before marker ``id`` will follow."""
         self._drained = max(self._drained, id)
         self._send_control(Message(Kind.DRAINED, self._receiver.run, self._contract.target, id=id))
 
@@ -263,7 +263,7 @@ class InputLink:
         )
 
     def tell_windows(self, windows: tuple[int, ...]) -> None:
-        """Tell the module upstream how many messages further down may be lost with this module."""
+        """Report the windows of the links further down to the module upstream."""
         if windows != self._windows:
             self._windows = windows
             body: dict[str, Body] = {"what": WINDOWS, WINDOWS: list(windows)}
@@ -271,19 +271,19 @@ class InputLink:
             self._send_control(request)
 
     def reaches_peer(self) -> bool:
-        """Whether the module upstream is connected now: an acknowledgement can be sent."""
+        """Return whether the module upstream is connected now, by sending an acknowledgement."""
         self._ack_due = True
         self._send_due()
         return not self._ack_due
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait until the module upstream knows what has been processed, and has said BYE.
+        """Wait until the module upstream has received all acknowledgements and sent BYE.
 
-        A connection that ends takes with it what the other end has not read yet: whoever leaves
-        right after its last acknowledgement may leave its neighbour waiting for it.
+        When a connection ends, unread messages are lost: a module that exits right after its last
+        acknowledgement may leave its neighbour waiting for it.
 
         Returns:
-            Whether it has said BYE; False when the deadline came.
+            Whether BYE came before the deadline.
         """
         end_s = time.monotonic() + deadline_s
         while not self._receiver.left:
@@ -299,7 +299,7 @@ class InputLink:
         return True
 
     def close(self) -> None:
-        """Stop listening; waits a second at most for acknowledgements to leave."""
+        """Stop listening; wait at most a second for acknowledgements to be sent."""
         self._send_due()
         if self._guard is not None:
             self._guard.close()
@@ -309,7 +309,7 @@ class InputLink:
         sockets.close(self._socket, self._context)
 
     def _take(self) -> Message | bool:
-        """Take one message: a new one of the stream, else whether there was any."""
+        """Read one message: return a new one of the stream, else whether there was any."""
         if self._guard is not None and self._guard.alarmed:
             for reason, count in self._guard.take().items():
                 self._refuse(WireError(reason, REASONS[reason]), count)
@@ -346,11 +346,11 @@ class InputLink:
         replies = self._receiver.replies
         while replies:
             identity, frames = replies.popleft()
-            # a peer that does not read its answer has to ask again
+            # a peer that does not read its answer must ask again
             sockets.send(self._socket, [identity, *frames])
         if self.counters.handshakes != self._handshakes:
             self._handshakes = self.counters.handshakes
-            self._ack_due = False  # WELCOME has told it
+            self._ack_due = False  # WELCOME carried it
             if self._session != self._receiver.session:  # another process, which waits for none
                 self._session = self._receiver.session
                 self._gradients.clear()

@@ -1,4 +1,4 @@
-"""What modules give to and get from their links."""
+"""Values that modules exchange with their links."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Batch:
         id: Its position.
         epoch: Its epoch.
         mode: What to do with it.
-        h: Activations ``[B, *input]``, in the type that the module computes with.
+        h: Activations ``[B, *input]``, in the module's compute type.
         y: Labels ``[B, *label]``.
-        part: Which part of a training batch it is; None: all of it.
+        part: Part of a training batch; None: all of it.
     """
 
     id: int
@@ -41,9 +41,9 @@ class Marker:
 
     Attributes:
         id: Its position.
-        epoch: The epoch that it speaks of.
-        mark: What it says.
-        body: What the head adds.
+        epoch: The epoch that it refers to.
+        mark: Its meaning.
+        body: Further fields, from the head.
     """
 
     id: int
@@ -54,11 +54,11 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A true gradient that came late, or in time.
+    """A true gradient.
 
     Attributes:
         id: The batch that it belongs to.
-        g: ``dL_b/dh_b`` per sample ``[B, *output]``, in the type that the module computes with.
+        g: ``dL_b/dh_b`` per sample ``[B, *output]``, in the module's compute type.
     """
 
     id: int
@@ -78,7 +78,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A module downstream asks the head for something.
+    """A request of a module downstream to the head.
 
     Attributes:
         what: ``checkpoint``: put a checkpoint marker into the stream.

@@ -1,7 +1,7 @@
-"""The output end of a link: sends activations and markers, gets gradients.
+"""The output end of a link: sends activations and markers, receives gradients.
 
-One thread uses it, nothing in it waits except :meth:`OutputLink.connect` and
-:meth:`OutputLink.flush`, and both have a deadline.
+For use by one thread. Only :meth:`OutputLink.connect` and :meth:`OutputLink.flush` wait, and both
+have a deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESSAGES_PER_CALL = 64
 _POLL_S = 0.2
 _GREET_S = 1.0
 _ASK_S = 5.0
-"""A neighbour that is silent for so long is asked what it has got."""
+"""Silence after which a neighbour is asked which messages it has received."""
 
 
 class OutputLink:
@@ -45,12 +45,12 @@ class OutputLink:
         run: The run.
         next_id: The first id that will be sent.
         keys: Its keys, for addresses where links are encrypted.
-        cut: The chain's cut that the module began at; None where it was restarted alone.
-        attempt: Which start of the module this is.
+        cut: The cut at which the whole chain started; None if only the module was restarted.
+        attempt: Number of the module's attempt.
 
     Attributes:
-        counters: What has been counted.
-        heard_s: When something last came from downstream (``time.monotonic``).
+        counters: Counts of this end.
+        heard_s: Time of the last message from downstream (``time.monotonic``).
     """
 
     def __init__(
@@ -108,22 +108,22 @@ class OutputLink:
 
     @property
     def socket(self) -> sockets.Socket:
-        """For ``zmq.Poller``: readable when :meth:`receive` has something to do."""
+        """The socket, for ``zmq.Poller``: readable when :meth:`receive` has something to do."""
         return self._socket
 
     @property
     def window(self) -> int:
-        """Most messages that may be unacknowledged."""
+        """Maximum number of unacknowledged messages."""
         return self._sender.window.size
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Windows of this link and of those after it that a neighbour's restart may concern."""
+        """Windows of this link and of the next ones that a neighbour's restart may affect."""
         return (self.window, *self._sender.below)[:ADJACENT_FAILURES]
 
     @property
     def drained(self) -> int:
-        """No gradient of a batch up to this id will come, even if the batch is sent again."""
+        """Id up to which no more gradients will come, even if a batch is sent again."""
         return self._sender.drained
 
     @property
@@ -133,27 +133,27 @@ class OutputLink:
 
     @property
     def first(self) -> int:
-        """The lowest id that a neighbour which restarts may ask for."""
+        """The lowest id that can still be sent to a restarted neighbour."""
         return self._sender.window.first
 
     @property
     def address(self) -> str | None:
-        """Where the module downstream is connected, or looked for."""
+        """Address of the module downstream, connected or not; None before :meth:`connect`."""
         return self._dialer.address
 
     @property
     def in_flight(self) -> int:
-        """Messages that are not acknowledged."""
+        """Number of unacknowledged messages."""
         return len(self._sender.window)
 
     @property
     def connected(self) -> bool:
-        """Whether the neighbour has said WELCOME; a lost connection shows at the next sending."""
+        """Whether WELCOME has come; a lost connection is noticed at the next send."""
         return self._sender.state is State.OPEN
 
     @property
     def lost(self) -> bool:
-        """Whether the neighbour is gone: its connection has ended, and no other one stands."""
+        """Whether the neighbour is gone: its connection has ended and was not replaced."""
         if self.connected and not self._dismissed and not sockets.has_peer(self._socket):
             self._lose()
         return not self.connected and not self._dismissed
@@ -169,18 +169,18 @@ class OutputLink:
         """Connect and shake hands; with another address than before, move the link there.
 
         Args:
-            address: Where the module downstream listens.
+            address: Address of the module downstream.
             deadline_s: Seconds to wait for it.
-            server_key: Its public key, where the link is encrypted (default: the keyring's).
-            stop: Asked a few times a second whether to give up.
+            server_key: Its public key, if the link is encrypted (default: the keyring's).
+            stop: Called a few times a second; returns whether to give up.
 
         Raises:
             HandshakeError: The neighbour does not fit.
             EncryptionError: It refused our key, has another one, or only one end encrypts; raised
-                when the time is over, because keys and addresses may appear late.
+                only at the deadline, because keys and addresses may appear late.
             UnavailableError: It did not answer in time.
-            DataError: That is no address, or the key is none.
-            StoppedError: ``stop`` said so.
+            DataError: The address or the key is not valid.
+            StoppedError: ``stop`` returned True.
         """
         if self._dialer.dial(address, server_key):
             self._lose()
@@ -198,7 +198,7 @@ class OutputLink:
                 raise UnavailableError(
                     f"module {target!r} did not answer at {address} within {deadline_s:g} s "
                     f"({self._sender.state.value})",
-                    hint=f"see 'dnictl logs {target}'; a slow start needs a longer "
+                    hint=f"see 'dnictl logs {target}'; if it starts slowly, raise "
                     "'links.connect_timeout_s'",
                 )
             if stop is not None and stop():
@@ -206,21 +206,21 @@ class OutputLink:
             sockets.wait(self._socket, min(left_s, _POLL_S))
 
     def move(self, address: str, server_key: bytes | None = None) -> None:
-        """Connect anew, here or elsewhere, without waiting for the other end.
+        """Reconnect, to the same or another address, without waiting for the other end.
 
         Args:
-            address: Where the module downstream listens.
-            server_key: Its public key, where the link is encrypted (default: the keyring's).
+            address: Address of the module downstream.
+            server_key: Its public key, if the link is encrypted (default: the keyring's).
 
         Raises:
-            DataError: That is no address, or the key is none.
+            DataError: The address or the key is not valid.
         """
         if not self._dialer.dial(address, server_key):
             self._dialer.dial_again()
         self._lose()
 
     def dismiss(self) -> None:
-        """The module downstream has finished: it has everything, and sends no gradient any more."""
+        """Note that the module downstream has finished: it has all, and sends no more gradients."""
         if not self._dismissed:
             self._events.append(Drained(ID_LIMIT))
         self._dismissed, self._sender.drained = True, ID_LIMIT
@@ -240,11 +240,11 @@ class OutputLink:
             mode: What to do with it.
             h: Activations ``[B, *output]``.
             y: Labels ``[B, *label]``.
-            part: Which part of a training batch this is; None: all of it.
+            part: Part of a training batch; None: all of it.
 
         Raises:
             WireError: A tensor breaks the contract (a bug of the caller).
-            ValueError: There is no room, or the id does not grow (a bug of the caller).
+            ValueError: The window is full, or the id does not grow (a bug of the caller).
         """
         h_entries, h_buffers = to_buffers(h, self._contract.activation)
         y_entries, y_buffers = to_buffers(y, self._contract.label)
@@ -276,10 +276,10 @@ class OutputLink:
     ) -> None:
         """Send a marker downstream, without waiting; it takes room in the window like a batch.
 
-        It goes into a full window, too: markers are never left out.
+        A full window accepts it, too: markers are never left out.
 
         Raises:
-            WireError: The body is too large, or there is no mark (a bug of the caller).
+            WireError: The body is too large, or the mark is empty (a bug of the caller).
             ValueError: The id does not grow (a bug of the caller).
         """
         message = Message(
@@ -295,7 +295,7 @@ class OutputLink:
         self._transmit()
 
     def receive(self) -> list[Event]:
-        """What has come from downstream, without waiting; also keeps the link going.
+        """Return what has come from downstream, without waiting; also resend and reconnect.
 
         Raises:
             HandshakeError: A restarted neighbour does not fit, or has accepted another process.
@@ -307,7 +307,7 @@ class OutputLink:
         """Wait until everything is acknowledged; events that come meanwhile are kept.
 
         Returns:
-            Whether everything is acknowledged; False when the deadline came.
+            Whether everything was acknowledged before the deadline.
 
         Raises:
             HandshakeError: As :meth:`receive`.
@@ -323,7 +323,7 @@ class OutputLink:
             sockets.wait(self._socket, min(left_s, _POLL_S))
 
     def finish(self, deadline_s: float) -> bool:
-        """As :meth:`flush`, then say BYE: the module downstream need not answer any more."""
+        """Do :meth:`flush`, then send BYE: the module downstream need not answer any more."""
         flushed = self.flush(deadline_s)
         if flushed and not self._dismissed:
             sockets.send(self._socket, self._sender.bye())
@@ -357,9 +357,9 @@ class OutputLink:
         return events
 
     def _greet(self) -> None:
-        """Say HELLO when invited, once more a second when no answer comes, and when all is quiet.
+        """Send HELLO when invited, once a second until it is answered, and after long silence.
 
-        An open link is asked, too: whatever was lost, and for whatever reason, is sent again.
+        An open link is checked, too, so that lost messages are sent again, whatever the reason.
         """
         now_s = time.monotonic()
         if self.connected:
@@ -390,13 +390,13 @@ class OutputLink:
             return
         while (frames := self._sender.pending()) is not None:
             if not sockets.send(self._socket, frames):
-                # high-water marks lie above the window: the connection has gone
+                # high-water marks lie above the window: the connection is gone
                 self._lose()
                 return
             self._sender.transmitted()
 
     def _lose(self) -> None:
         if self._tuner is not None and self.connected:
-            self._tuner = WindowTuner(self._tuner.limit)  # the next line may be another one
+            self._tuner = WindowTuner(self._tuner.limit)  # the next path may differ
         self._sender.lose()
         self._greet_again_s = time.monotonic() + _GREET_S

@@ -1,7 +1,7 @@
 """The input end of a link as pure state: frames in, messages and replies out.
 
-It accepts one peer at a time, known by the identity of its connection. A peer becomes the accepted
-one by a HELLO that fits; whatever others send is refused and counted (docs/wire.md, "Handshake").
+It accepts one peer at a time, identified by its connection. A matching HELLO makes a peer the
+accepted one; messages of others are refused and counted (docs/wire.md, "Handshake").
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from dni_runtime.wire import (
 log = logging.getLogger(__name__)
 
 STRANGERS_HEADER_BYTES = 1 << 13
-"""What is read of a header of a peer that has not completed HELLO."""
+"""Maximum size of a header from a peer that has not completed HELLO."""
 
 REPLACED_KEPT = 64
 INVITED_KEPT = 64
 
 
 def part_of(message: Message) -> Part | None:
-    """Which part of a training batch a BATCH holds; None: all of it.
+    """Return which part of a training batch a BATCH holds; None: all of it.
 
     Raises:
-        WireError: The body is not one that a BATCH has.
+        WireError: The body is not valid in a BATCH.
     """
     if not message.body:
         return None
@@ -71,16 +71,16 @@ class Receiver:
         contract: The link's contract.
         run: The run.
         received: Everything up to this id was accepted and processed before.
-        counters: Where to count.
-        again: Whether this module has been restarted, while its neighbours went on: it takes all
-            that the first peer can still send, and sends it on again.
+        counters: Counters of this end.
+        again: Whether this module was restarted while its neighbours kept running: it takes all
+            that the first peer can still send, and passes it on again.
 
     Attributes:
         peer: Identity of the accepted peer's connection, or None.
-        replies: Handshake messages to send, each with the identity that gets it.
-        order: Which messages have been accepted and processed.
-        session: The random word of the accepted peer's process.
-        left: Whether the peer has said BYE.
+        replies: Handshake messages to send, each with the identity of its receiver.
+        order: Which messages were accepted and processed.
+        session: Random identifier of the accepted peer's process.
+        left: Whether the peer has sent BYE.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Receiver:
         self._invited: deque[bytes] = deque(maxlen=INVITED_KEPT)
 
     def handle(self, identity: bytes, frames: Sequence[Buffer]) -> Message | None:
-        """Take a message.
+        """Process a message.
 
         Returns:
-            A BATCH or MARK that is new, in the stream's order; None for what is settled here.
+            A new BATCH or MARK, in the stream's order; None if nothing is left to do.
 
         Raises:
             WireError: The message cannot be accepted; nothing has changed.
@@ -173,7 +173,7 @@ class Receiver:
         if message.kind is not Kind.HELLO:
             ours = message.kind in (Kind.BATCH, Kind.MARK) and message.run == self.run
             if ours and identity not in self._invited:
-                # the neighbour takes the link for open: it was forgotten, and has to be told once
+                # the neighbour believes that the link is open: invite it once to send HELLO
                 self._invited.append(identity)
                 self._refuse(identity, Refusal(INVITATION))
             raise WireError("stranger", f"{message.kind.name} before HELLO")
@@ -193,14 +193,12 @@ class Receiver:
             raise WireError(
                 "handshake",
                 f"{refusal.field} is {refusal.mine!r} here but {refusal.yours!r} for a peer that "
-                f"calls itself module {message.source!r}",
+                f"claims to be module {message.source!r}",
             )
         if hello.session != self.session:
             self._replace(hello)
         elif hello.number <= self._number:
-            raise WireError(
-                "handshake", "a HELLO of a connection that has been followed by another"
-            )
+            raise WireError("handshake", "a HELLO of a connection that a newer one has replaced")
         self._number, self._newest = hello.number, hello.newest
         if identity != self.peer:
             self.peer = identity
@@ -210,8 +208,8 @@ class Receiver:
         if lost:
             self.counters.gaps = self.order.gaps
             log.warning(
-                "link %s: %d messages before %d were processed by a former process of this module "
-                "and will not come again",
+                "link %s: %d messages before %d were processed by an earlier process of this "
+                "module and will not come again",
                 self.contract,
                 lost,
                 hello.first,
@@ -220,7 +218,7 @@ class Receiver:
         self._reply(identity, Kind.WELCOME, body, ack=self.order.acked)
 
     def _replace(self, hello: Hello) -> None:
-        """Another process of the module upstream takes the link over."""
+        """Let another process of the module upstream take the link over."""
         if self.session:
             self._replaced.append(self.session)
             log.info("link %s: the module upstream has been restarted", self.contract)

@@ -45,14 +45,14 @@ from dni_runtime.wire import (
 )
 
 SIZES_KEPT = 1 << 14
-"""Batches whose size is remembered, so that late gradients can be checked against it."""
+"""Batches whose size is kept, to check late gradients against it."""
 
 WINDOWS = "windows"
-"""What a module tells its neighbour upstream: the windows of its own link and of the next ones."""
+"""Request that reports the windows of the sending module's output link and of the next ones."""
 
 
 class State(Enum):
-    """How far the handshake is."""
+    """Progress of the handshake."""
 
     SILENT = "no connection"
     GREETING = "connected, but it does not answer HELLO"
@@ -65,21 +65,21 @@ class Sender:
     Args:
         contract: The link's contract.
         run: The run.
-        window: Unacknowledged messages that are allowed.
+        window: Maximum number of unacknowledged messages.
         next_id: The first id that will be sent.
-        counters: Where to count.
+        counters: Counters of this end.
         retain: Acknowledged messages to keep for a neighbour that restarts.
-        largest_window: Most messages that may be unacknowledged on any link of the chain.
-        cut: The chain's cut that the module began at; None where it was restarted alone.
-        attempt: Which start of the module this is.
+        largest_window: Maximum number of unacknowledged messages on any link of the chain.
+        cut: The cut at which the whole chain started; None if only the module was restarted.
+        attempt: Number of the module's attempt.
 
     Attributes:
-        state: How far the handshake is.
-        greeting_due: Whether HELLO has to be sent.
-        window: What is not acknowledged.
-        below: Windows of the next links, as far as downstream has told.
-        drained: No gradient of a batch up to this id will come: downstream has said so, or had the
-            batch from a former process of this module.
+        state: Progress of the handshake.
+        greeting_due: Whether HELLO must be sent.
+        window: The unacknowledged messages.
+        below: Windows of the next links, as far as downstream has reported them.
+        drained: Id up to which no more gradients will come: downstream has sent DRAINED, or had
+            the batches from an earlier process of this module.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Sender:
         self._cut = cut
         self._attempt = attempt
         self._newest = next_id - 1
-        self._number = 0  # HELLOs that were said
-        self._since = 1  # the first of them on this connection
+        self._number = 0  # of the newest HELLO
+        self._since = 1  # of the first HELLO on this connection
         self._asking = False
         self._welcomed = False
         self._retains = retain > 0
@@ -117,7 +117,7 @@ class Sender:
         self._sizes: OrderedDict[int, int] = OrderedDict()
 
     def hello(self) -> list[Buffer]:
-        """The frames of HELLO."""
+        """Return the frames of HELLO."""
         self._number += 1
         hello = Hello(
             self._session,
@@ -131,26 +131,26 @@ class Sender:
         return encode(Message(Kind.HELLO, self.run, self.contract.source, body=hello.body()))
 
     def ask(self) -> list[Buffer]:
-        """The frames of a HELLO on an open link: is all there that was sent?
+        """Return the frames of a HELLO on an open link, to ask what has arrived.
 
-        Nothing more is sent until the answer has come, and then what has not arrived.
+        Until the answer comes nothing else is sent; then all that has not arrived is sent again.
         """
         if not self._asking:
             self._asking, self._since = True, self._number + 1
         return self.hello()
 
     def lose(self) -> None:
-        """The connection has ended."""
+        """Note that the connection has ended."""
         self.state, self._asking = State.SILENT, False
         self._since = self._number + 1
 
     def miss(self, id: int) -> None:
-        """A batch is left out: the other end is gone, and the window full."""
+        """Leave a batch out: the other end is gone, and the window is full."""
         self._newest = id
         self.counters.missed += 1
 
     def bye(self) -> list[Buffer]:
-        """The frames of BYE."""
+        """Return the frames of BYE."""
         return encode(Message(Kind.BYE, self.run, self.contract.source))
 
     def add(self, message: Message, samples: int | None = None, *, force: bool = False) -> None:
@@ -159,10 +159,10 @@ class Sender:
         Args:
             message: A BATCH or MARK.
             samples: Samples in a batch.
-            force: Whether it goes in where there is no room, too.
+            force: Whether to add it even to a full window.
 
         Raises:
-            ValueError: There is no room, or its id does not grow (a bug of the caller).
+            ValueError: The window is full, or its id does not grow (a bug of the caller).
         """
         self.window.add(message.id, encode(message), force=force)
         self._newest = message.id
@@ -172,22 +172,22 @@ class Sender:
                 self._sizes.popitem(last=False)
 
     def pending(self) -> Sequence[Buffer] | None:
-        """Frames to transmit next, or None."""
+        """Return the frames to transmit next, or None."""
         if self.state is not State.OPEN or self._asking:
             return None
         sent = self.window.pending()
         return None if sent is None else sent.frames
 
     def transmitted(self) -> None:
-        """The frames that :meth:`pending` gave have been handed over."""
+        """Mark the frames of :meth:`pending` as transmitted."""
         if self.window.advance():
             self.counters.resent += 1
 
     def handle(self, frames: Sequence[Buffer]) -> Message | None:
-        """Take a message from downstream.
+        """Process a message from downstream.
 
         Returns:
-            A GRADIENT, DRAINED or REQUEST for the module; None for what is settled here.
+            A GRADIENT, DRAINED or REQUEST for the module; None if nothing is left to do.
 
         Raises:
             HandshakeError: The other end does not fit.
@@ -220,8 +220,8 @@ class Sender:
         if refusal.field != INVITATION:
             raise refusal.error(self.contract.source, self.contract.target)
         if self.state is State.OPEN and not self._asking:
-            self._since = self._number + 1  # it was lost unnoticed
-        # else a HELLO was on this connection before its invitation came
+            self._since = self._number + 1  # the connection was lost unnoticed
+        # else a HELLO was sent on this connection before the invitation came
         self.state, self._asking = State.GREETING, False
         self.greeting_due = True
 
@@ -256,7 +256,7 @@ class Sender:
         if not self._since <= number <= self._number or (
             self.state is State.OPEN and not self._asking
         ):
-            return  # of a connection that has ended, or a second answer
+            return  # from a connection that has ended, or a second answer
         if not self._welcomed:
             self._welcomed = True
             self.drained = received
@@ -270,7 +270,7 @@ class Sender:
             raise WireError("id", f"id {id} is acknowledged, but {self.window.last} is the last")
 
     def _note_drained(self, message: Message) -> Message | None:
-        # It may be ahead: a restarted neighbour has had what this restarted module sends again.
+        # It may be ahead: the neighbour has already had what this restarted module sends again.
         last = max(self.window.last, self.window.received)
         if message.id > last + JUMP_LIMIT:
             raise WireError("id", f"id {message.id} is drained, but {last} is the last")
@@ -291,10 +291,10 @@ class Sender:
 
     def _check_gradient(self, message: Message) -> None:
         if self.contract.gradient is None:
-            raise WireError("kind", "a gradient, though this module wants none")
+            raise WireError("kind", "a gradient, though this module accepts none")
         samples = self.contract.gradient.check(message.tensors, message.buffers)
         due = self._sizes.get(message.id)
         if due is None:
-            raise WireError("id", f"a gradient of batch {message.id}, which is not known here")
+            raise WireError("id", f"a gradient of batch {message.id}, which is unknown here")
         if samples != due:
             raise WireError("shape", f"a gradient of {samples} samples for a batch of {due}")

@@ -1,4 +1,4 @@
-"""Files of ``ipc://`` sockets: libzmq removes what lies in its way and leaves its own behind."""
+"""Files of ``ipc://`` sockets: libzmq overwrites existing files and does not remove its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PATH_BYTES = 107
 
 
 def check(path: Path) -> None:
-    """Whether a Unix socket can be made here; a dead process's file is no obstacle.
+    """Check that a Unix socket can be made here; a dead process's file is no obstacle.
 
-    libzmq removes whatever lies at the path, so this must look first.
+    libzmq removes whatever lies at the path, so this must run first.
 
     Raises:
-        UnavailableError: The path is too long, its folder is missing, or something lies there that
-            is not a dead process's own socket.
+        UnavailableError: The path is too long, its folder is missing, or it exists and is not a
+            socket that a dead process of this user left.
     """
     if len(os.fsencode(path)) > PATH_BYTES:
         raise UnavailableError(
@@ -41,17 +41,17 @@ def check(path: Path) -> None:
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        # a full backlog (EAGAIN) is a sign of life too
+        # a full backlog (EAGAIN) means that it is alive, too
         if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
             raise UnavailableError(
                 f"another process listens on {str(path)!r}",
-                hint="a worker of this run is still alive: 'dnictl ps' and 'dnictl stop' show and "
-                "end it",
+                hint="a worker of this run is still alive: see 'dnictl ps', end it with "
+                "'dnictl stop'",
             )
 
 
 def file_id(address: str) -> tuple[int, int] | None:
-    """What tells the file of an ipc address from any other one, or None where there is none."""
+    """Return what identifies the file of an ipc address, or None if there is none."""
     if not address.startswith("ipc://"):
         return None
     try:
@@ -62,7 +62,7 @@ def file_id(address: str) -> tuple[int, int] | None:
 
 
 def remove(address: str, mine: tuple[int, int] | None) -> None:
-    """Remove an ipc address's file, unless it is another process's by now (libzmq leaves it)."""
+    """Remove an ipc address's file, unless another process has replaced it."""
     if mine is not None and file_id(address) == mine:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(address.removeprefix("ipc://"))

@@ -1,6 +1,6 @@
-"""Tensors as buffers and back, without copies where none is needed.
+"""Tensors as buffers and back, with as few copies as possible.
 
-Bytes travel as they lie in memory: C-contiguous and little-endian (docs/wire.md, "Message").
+Bytes are sent as they lie in memory: C-contiguous and little-endian (docs/wire.md, "Message").
 
 Shapes: B batch, X a sample's own sizes.
 """
@@ -31,14 +31,14 @@ _TINY = torch.finfo(torch.float32).tiny
 def to_buffers(
     tensor: Tensor, contract: TensorContract
 ) -> tuple[tuple[TensorEntry, ...], tuple[memoryview, ...]]:
-    """A tensor as rows of the tensor table and views of their bytes.
+    """Return a tensor as rows of the tensor table and views of their bytes.
 
-    Narrows it to the contract's type and brings it to the CPU where that is needed; else the bytes
-    are the tensor's own, which then MUST NOT change until the message has been acknowledged.
+    Converts it to the contract's type and moves it to the CPU if necessary; else the bytes are the
+    tensor's own, which then MUST NOT change until the message has been acknowledged.
 
     Args:
         tensor: ``[B, *sample]`` on any device.
-        contract: What the link expects.
+        contract: The tensor's contract.
 
     Raises:
         WireError: The tensor breaks the contract (a bug of the sender).
@@ -61,15 +61,15 @@ def to_buffers(
 
 
 def from_buffers(entries: Sequence[TensorEntry], buffers: Sequence[Buffer], dtype: str) -> Tensor:
-    """A tensor over buffers whose table rows have been checked against its contract.
+    """Return a tensor over buffers whose table rows have been checked against its contract.
 
-    The tensor shares the buffer's memory, and keeps it alive, unless it has to be widened to
+    The tensor shares the buffer's memory, and keeps it alive, unless it must be converted to
     ``dtype`` or the buffer is misaligned.
 
     Args:
-        entries: The rows of the table: the tensor's, and that of its scales where it has some.
+        entries: Rows of the table: the tensor's, and that of its scales if it has any.
         buffers: Their bytes, writable.
-        dtype: The type to give it as.
+        dtype: Type of the result.
 
     Returns:
         The tensor, on the CPU.
@@ -84,14 +84,14 @@ def quantize(x_BX: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Symmetric 8-bit quantization: integers and their scales, ``x`` being about ``q * scale``.
 
     The scale is the largest magnitude over 127; integers are rounded to the nearest, ties to even.
-    Where there is a NaN or an infinity the scale is NaN, and all that shares it comes back as NaN.
+    A NaN or an infinity makes the scale NaN, and with it all values that share the scale.
 
-    Plain operations: torch's own quantized tensors are deprecated (pytorch/pytorch#184982), and
-    theirs with a scale per channel are several times slower.
+    Uses plain operations: torch's quantized tensors are deprecated (pytorch/pytorch#184982), and
+    those with a scale per channel are several times slower.
 
     Args:
         x_BX: A tensor of floating-point numbers.
-        sizes: Of the scales; they broadcast to a sample's: none for one scale.
+        sizes: Sizes of the scales, which broadcast to a sample's; empty for one scale.
 
     Returns:
         ``int8[B, *X]`` and ``float32[*sizes]``.
@@ -103,12 +103,12 @@ def quantize(x_BX: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     largest = torch.maximum(x_BX.amax(shared), x_BX.amin(shared).neg_())
     scale = largest.div_(_STEPS).reshape(sizes)
     scale.add_(scale.mul(0))  # an infinity becomes NaN
-    scale.clamp_min_(_TINY)  # what has no finite inverse, such as zero, is no scale
+    scale.clamp_min_(_TINY)  # a scale needs a finite inverse: not zero, for example
     return x_BX.mul(scale.reciprocal()).round_().to(torch.int8), scale
 
 
 def dequantize(q_BX: Tensor, scale: Tensor) -> Tensor:
-    """What :func:`quantize` made, as float32."""
+    """Return the result of :func:`quantize` as float32."""
     return q_BX.to(torch.float32).mul_(scale)
 
 
@@ -118,7 +118,7 @@ def _view(name: str, dtype: str, tensor: Tensor) -> tuple[TensorEntry, memoryvie
         tensor = tensor.to(device="cpu", dtype=wanted)
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    # numpy knows neither bfloat16 nor the difference: plain bytes do
+    # numpy does not support bfloat16: use plain bytes
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     return TensorEntry(name, dtype, tuple(tensor.shape)), data
 
@@ -129,7 +129,7 @@ def _tensor(entry: TensorEntry, buffer: Buffer) -> Tensor:
         return torch.empty(entry.shape, dtype=wire)
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
     if wire is torch.bool:
-        tensor = tensor != 0  # a bool of any other byte than 0 and 1 is undefined
+        tensor = tensor != 0  # a bool of a byte other than 0 and 1 is undefined
     else:
         if tensor.data_ptr() % wire.itemsize:
             tensor = tensor.clone()

@@ -1,16 +1,16 @@
 """Finding the window of a link by measuring: pure state, no sockets and no clock.
 
-The method is TCP Vegas' (Brakmo and Peterson 1995, doi:10.1109/49.464716): of the messages under
-way those that wait in a queue are ``window * (1 - base / round trip)``, where the base is the round
-trip without a queue. The window grows while fewer than one wait, and shrinks while more than two
-do. The base is measured now and then with one message under way, as BBR does (Cardwell et al. 2016,
-ACM Queue 14:5).
+The method is TCP Vegas' (Brakmo and Peterson 1995, doi:10.1109/49.464716): of the messages in
+flight, ``window * (1 - base / round trip)`` wait in a queue, where the base is the round trip
+without a queue. The window grows while fewer than one wait, and shrinks while more than two do. The
+base is measured periodically with one message in flight, as BBR does (Cardwell et al. 2016, ACM
+Queue 14:5).
 """
 
 from __future__ import annotations
 
 PROBES = 3
-"""Round trips that the base is the shortest of."""
+"""Measured round trips; the base is the shortest of them."""
 
 PROBE_EVERY_S = 30.0
 
@@ -18,14 +18,14 @@ FEWEST_WAITING, MOST_WAITING = 1.0, 2.0
 
 
 class WindowTuner:
-    """Chooses how many messages may be under way.
+    """Choice of how many messages may be in flight.
 
     Args:
-        limit: The most.
+        limit: Maximum size of the window.
 
     Attributes:
-        size: How many.
-        limit: The most.
+        size: Size of the window.
+        limit: Maximum size of the window.
     """
 
     def __init__(self, limit: int) -> None:
@@ -42,22 +42,22 @@ class WindowTuner:
         self._full = False
 
     def sent(self, id: int, now_s: float, in_flight: int) -> None:
-        """A training batch has been sent.
+        """Note that a training batch has been sent.
 
         Args:
             id: Its position in the stream.
             now_s: The time.
-            in_flight: Messages that are under way, this one included.
+            in_flight: Messages in flight, including this one.
         """
         self._sent[id] = now_s, in_flight == 1
         self._full |= in_flight >= self.size
 
     def acknowledged(self, id: int, now_s: float) -> None:
-        """Everything up to ``id`` has been acknowledged."""
+        """Note that everything up to ``id`` has been acknowledged."""
         done = [one for one in self._sent if one <= id]
         for one in done:
             sent_s, alone = self._sent.pop(one)
-            if one == id:  # of others the acknowledgement may have come late
+            if one == id:  # others may have been acknowledged late
                 self._measured(one, now_s - sent_s, alone, now_s)
 
     def _measured(self, id: int, trip_s: float, alone: bool, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Both ends' idea of the stream: pure state, no sockets (docs/wire.md, "Window")."""
+"""Each end's state of the stream: pure state, no sockets (docs/wire.md, "Window")."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from dni_runtime.wire import Buffer
 
 JUMP_LIMIT = 1 << 20
-"""A restarted module may leave a gap in the stream; a larger one is a broken message."""
+"""Largest gap that a restarted module may leave; a larger one means a broken message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message that is kept until it is acknowledged, or longer for a neighbour that restarts.
+    """A message kept until it is acknowledged, or longer for a neighbour that restarts.
 
     Attributes:
         id: Its position in the stream.
@@ -26,16 +26,16 @@ class Sent:
 
 
 class SendWindow:
-    """Messages that are not acknowledged yet, and which of them the connection has already had.
+    """Unacknowledged messages, and which of them were transmitted on this connection.
 
     Args:
-        size: How many there may be.
+        size: Maximum number of unacknowledged messages.
         next_id: The first id that will be added.
-        retain: Acknowledged messages that are kept all the same: a neighbour that restarts has lost
-            what it had sent on and its own neighbour had not got yet.
+        retain: Acknowledged messages to keep nevertheless: a neighbour that restarts has lost the
+            messages that it had passed on but its own neighbour had not received.
 
     Attributes:
-        size: How many there may be.
+        size: Maximum number of unacknowledged messages.
         last: The highest id that was added, or the one before the first.
         acked: Everything up to this id is acknowledged.
         received: Everything up to this id has reached the other end.
@@ -48,9 +48,9 @@ class SendWindow:
         self.acked = 0
         self.received = 0
         self._kept: deque[Sent] = deque()
-        self._retained = 0  # of the kept ones, counted from the oldest
-        self._transmitted = 0  # of the kept ones, counted from the oldest
-        self._high = 0  # the highest id that was ever transmitted
+        self._retained = 0  # acknowledged ones at the start of _kept
+        self._transmitted = 0  # transmitted ones at the start of _kept
+        self._high = 0  # the highest id ever transmitted
 
     def __len__(self) -> int:
         return len(self._kept) - self._retained
@@ -66,15 +66,15 @@ class SendWindow:
         return self._kept[0].id if self._kept else self.last + 1
 
     def add(self, id: int, frames: Sequence[Buffer], *, force: bool = False) -> None:
-        """Keep a message; :meth:`pending` gives it out.
+        """Add a message, to be returned by :meth:`pending`.
 
         Args:
             id: Its position in the stream; grows.
             frames: Its frames.
-            force: Whether it goes in where there is no room, too.
+            force: Whether to add it even to a full window.
 
         Raises:
-            ValueError: The id does not grow, or there is no room (a bug of the caller).
+            ValueError: The id does not grow, or the window is full (a bug of the caller).
         """
         if id <= self.last:
             raise ValueError(f"id {id} after {self.last}")
@@ -85,9 +85,9 @@ class SendWindow:
         self._settle()
 
     def pending(self) -> Sent | None:
-        """The next message to transmit, or None.
+        """Return the next message to transmit, or None.
 
-        What was forced into a full window waits for acknowledgements of what came before.
+        Messages forced into a full window wait until earlier ones are acknowledged.
         """
         while self._transmitted < len(self._kept):
             sent = self._kept[self._transmitted]
@@ -97,7 +97,7 @@ class SendWindow:
         return None
 
     def advance(self) -> bool:
-        """What :meth:`pending` gave has been transmitted; returns whether it was before, too."""
+        """Mark the message of :meth:`pending` as transmitted; return whether it was before."""
         id = self._kept[self._transmitted].id
         self._transmitted += 1
         again = id <= self._high
@@ -108,7 +108,7 @@ class SendWindow:
         """Forget everything up to ``id``.
 
         Returns:
-            False, with nothing changed, where the other end cannot have processed ``id``.
+            False, with nothing changed, if the other end cannot have processed ``id``.
         """
         if id > max(self.last, self.received):
             return False
@@ -117,12 +117,12 @@ class SendWindow:
         return True
 
     def rewind(self, received: int) -> None:
-        """A new connection: what lies above ``received`` has to be transmitted (again)."""
+        """Transmit everything above ``received`` (again), on a new connection."""
         self.received = received
         self._transmitted = 0
 
     def _settle(self) -> None:
-        """Count what is acknowledged, and forget what is no longer retained."""
+        """Count acknowledged messages, and drop those no longer retained."""
         while self._retained < len(self._kept) and self._kept[self._retained].id <= self.acked:
             self._retained += 1
         while self._retained > self.retain:
@@ -132,7 +132,7 @@ class SendWindow:
 
 
 class ReceiveOrder:
-    """Which messages of the stream have been accepted, and which have been processed.
+    """Which messages of the stream were accepted, and which were processed.
 
     Args:
         received: Everything up to this id was accepted and processed before.
@@ -149,7 +149,7 @@ class ReceiveOrder:
         self.gaps = 0
 
     def accept(self, id: int) -> bool:
-        """Whether a message is new; it then counts as accepted."""
+        """Accept a message if it is new; return whether it is."""
         if id <= self.received:
             return False
         self.gaps += id - self.received - 1
@@ -157,7 +157,7 @@ class ReceiveOrder:
         return True
 
     def acknowledge(self, id: int) -> None:
-        """Everything up to ``id`` has been processed.
+        """Note that everything up to ``id`` has been processed.
 
         Raises:
             ValueError: It has not been accepted (a bug of the caller).
@@ -167,20 +167,20 @@ class ReceiveOrder:
         self.acked = max(self.acked, id)
 
     def start_at(self, first: int) -> int:
-        """A restarted module takes all that the other end can still send, and has partly had.
+        """Accept all that the other end can still send, even again, after a restart.
 
         Returns:
-            How many ids are lost, as :meth:`skip_to`.
+            Number of ids that are lost, as :meth:`skip_to`.
         """
         if first <= self.received:
             self.received = self.acked = first - 1
         return self.skip_to(first)
 
     def skip_to(self, first: int) -> int:
-        """The other end cannot send anything below ``first`` any more.
+        """Skip to ``first``, the lowest id that the other end can still send.
 
         Returns:
-            How many ids are lost thereby.
+            Number of ids that are lost.
         """
         lost = max(0, first - 1 - self.received)
         if lost:

@@ -1,4 +1,4 @@
-"""The chain specification: what a user writes in ``chain.yaml`` and what one worker gets of it.
+"""The chain specification: what a user writes in ``chain.yaml``, and one worker's part of it.
 
 Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """

@@ -1,4 +1,4 @@
-"""Reading ``chain.yaml``: YAML with line numbers, then the models, with errors that say where."""
+"""Reading ``chain.yaml``: YAML with line numbers, then the models; errors name the line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_chain(path: str | Path) -> ChainSpec:
         path: The ``chain.yaml``.
 
     Returns:
-        The checked spec. Names and keywords of layers are checked later, where torch is.
+        The checked spec. Names and keywords of layers are checked later, with torch.
 
     Raises:
         SpecError: The file is missing, is not YAML, or breaks the schema; names file, line, path,
@@ -65,7 +65,7 @@ def load_chain(path: str | Path) -> ChainSpec:
     except FileNotFoundError:
         raise SpecError(
             f"there is no file {str(path)!r}",
-            hint="name your chain file, or write one with 'dnictl init'",
+            hint="give the path of your chain file, or create one with 'dnictl init'",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{str(path)!r} cannot be read: {error}") from None
@@ -86,10 +86,10 @@ def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
 
 
 def parse_choice(text: str) -> Choice:
-    """A name with keywords, written as in a chain file.
+    """Parse a name with keywords, written as in a chain file.
 
     Raises:
-        SpecError: It is not one.
+        SpecError: The text is not a name with keywords.
     """
     try:
         return Choice.model_validate(_parse_yaml(text, text)[0])
@@ -98,13 +98,13 @@ def parse_choice(text: str) -> Choice:
 
 
 def line_of(text: str, location: Location) -> int | None:
-    """The one-based line where ``location`` (keys and indices) stands in a YAML text."""
+    """Return the one-based line of ``location`` (keys and indices) in a YAML text."""
     return _nearest(_parse_yaml(text, "chain.yaml")[1], location)
 
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Add the chain's file and line to errors that only know the place in the document."""
+    """Add the chain's file and line to errors that hold only a location in the document."""
     try:
         yield
     except SpecError as error:
@@ -115,18 +115,18 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
-    """The user's Python files that the chain needs, by their path relative to an import root.
+    """Find the user's Python files that the chain needs, by path relative to an import root.
 
     Args:
         chain: The chain.
         base: Folder of ``chain.yaml``, where import paths start.
 
     Returns:
-        Relative POSIX path -> file. Import paths that are not found below ``base`` are taken for
+        Relative POSIX path -> file. Import paths not found below ``base`` are assumed to be
         installed packages and left out.
 
     Raises:
-        SpecError: A file listed under ``sources`` is missing or lies outside of ``base``.
+        SpecError: A file listed under ``sources`` is missing or lies outside ``base``.
     """
     root = base.resolve()
     found: dict[str, Path] = {}
@@ -154,7 +154,7 @@ def _collect(path: Path, root: Path, found: dict[str, Path]) -> None:
 
 
 def import_paths(node: object) -> Iterator[str]:
-    """Yield the import paths (``package.module:Class``) in a spec: all that is not built in."""
+    """Yield the import paths (``package.module:Class``) in a spec."""
     if isinstance(node, LayerSpec | Choice):
         name = node.type if isinstance(node, LayerSpec) else node.name
         if ":" in name:
@@ -233,8 +233,8 @@ def _explain(error: ValidationError, lines: dict[Location, int], file: str) -> S
 def explain_details(
     error: ValidationError, model: type[BaseModel]
 ) -> tuple[Location, str, str | None]:
-    """Where the first error of a pydantic model is, a sentence that names the value, and a hint."""
-    # A misspelt key is the cause where a key is missing beside it.
+    """Return the location of a pydantic model's first error, a message with the value, a hint."""
+    # A misspelt key is often the cause of a missing one: report it first.
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     location = tuple(details[0]["loc"])
     message, hint = _message(details[0], model)
@@ -258,13 +258,13 @@ def _message(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
     if kind == "string_pattern_mismatch" and location and location[-1] == "name":
         return (
             f"{value!r} is not a name",
-            "names hold lower-case letters, digits and inner dashes, 40 at most: they become paths",
+            "use at most 40 lower-case letters, digits and inner dashes: names become paths",
         )
     return f"{value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}", None
 
 
 def suggestion(word: str, allowed: list[str]) -> str | None:
-    """``did you mean …?`` with what is allowed, or None when nothing is known."""
+    """Return ``did you mean …?`` with the allowed words, or None if there are none."""
     if not allowed:
         return None
     close = difflib.get_close_matches(word, allowed, n=1)
@@ -275,7 +275,7 @@ def suggestion(word: str, allowed: list[str]) -> str | None:
 
 
 def _fields_at(model: Any, location: Location) -> list[str]:
-    """Names of the fields of the model at a location of the document."""
+    """Return the field names of the model at a location of the document."""
     for part in location:
         if isinstance(part, int):
             continue

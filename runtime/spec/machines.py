@@ -1,4 +1,4 @@
-"""Models of what ``chain.yaml`` says of machines: images, mounts, resources, placement."""
+"""Models of the machine settings in ``chain.yaml``: images, mounts, resources, placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dni_runtime.spec.named import Frozen, Name
 
 
 class BaseSpec(Frozen):
-    """What the base image is made from (apptainer-build, "definition files").
+    """Origin of the base image (apptainer-build, "definition files").
 
     Attributes:
         bootstrap: Apptainer's bootstrap agent.
@@ -42,18 +42,18 @@ def _own_torch() -> str:
 
 
 class ImageSpec(Frozen):
-    """What the module images hold.
+    """Content of the module images.
 
     Attributes:
-        base: What the base image is made from.
+        base: Origin of the base image.
         torch: A requirement such as ``torch==2.13.0``, or ``base`` to keep the base image's own.
             Default: the version installed here, so that containers compute as this host does.
-        torch_index: Index URL of the torch build wanted (CPU, CUDA or ROCm).
+        torch_index: Package index URL of the torch build (CPU, CUDA or ROCm).
         requirements: Further Python requirements, for user layers and data sets.
         packages: Further distribution packages.
         environment: Environment variables set in the image.
-        require_signed: Start only images whose signature is good: by the local PGP keyring, or by
-            the public key in PEM form at this path.
+        require_signed: Start only images with a valid signature, checked with the local PGP
+            keyring, or with the public key in PEM form at this path.
     """
 
     base: BaseSpec = BaseSpec()
@@ -87,13 +87,13 @@ class MountSpec(Frozen):
 
 
 class ResourcesSpec(Frozen):
-    """What a cluster gives to one module's worker.
+    """Cluster resources of one module's worker.
 
     Attributes:
-        cpus: Processors, and threads of its computations.
-        gpus: GPUs.
+        cpus: Number of processors, and of compute threads.
+        gpus: Number of GPUs.
         memory: Memory, such as ``800M`` or ``16G`` (powers of 1024, as Slurm counts).
-        partition: The Slurm partition that it needs.
+        partition: Slurm partition.
     """
 
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -103,21 +103,21 @@ class ResourcesSpec(Frozen):
 
     @property
     def memory_mib(self) -> int | None:
-        """The memory in MiB, or None where it is not given."""
+        """The memory in MiB, or None if it is not set."""
         if self.memory is None:
             return None
         return int(self.memory[:-1]) * (1024 if self.memory.endswith("G") else 1)
 
 
 class PlacementSpec(Frozen):
-    """On which nodes of an allocation the modules are.
+    """Placement of the modules on the nodes of an allocation.
 
     Attributes:
         strategy: ``packed`` fills one node before the next; ``spread`` gives each node the same
             number of modules; ``auto`` the same amount of work; ``explicit`` follows ``map``.
-            Neighbours stay together, but for ``explicit``.
-        nodes: How many nodes (default: one, or what the map names).
-        per_node: Most modules on one node.
+            Neighbours stay together, except with ``explicit``.
+        nodes: Number of nodes (default: one, or as many as the map names).
+        per_node: Maximum number of modules on one node.
         map: For ``explicit``: each module's node, from 0.
     """
 

@@ -12,42 +12,44 @@ from dni_runtime.spec.modules import ModuleDefaults, ModuleSpec
 from dni_runtime.spec.named import Choice, Frozen, Name
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int8-channel"]
-OnNan = Literal["stop", "skip", "warn"]
 """Types on the wire; ``int8`` is quantized with one scale per tensor, or one per channel."""
 
+OnNan = Literal["stop", "skip", "warn"]
+"""Behaviour when a loss, gradient or weight is not finite."""
+
 PLAIN_METRICS = frozenset({"accuracy", "top5", "mae", "mse", "perplexity", "bits_per_character"})
-"""Metrics that are not of torchmetrics."""
+"""Metrics that do not need torchmetrics."""
 
 TORCHMETRICS = "torchmetrics>=1.4"
-"""What the others need."""
+"""Requirement of all other metrics."""
 
 
 class DataSpec(Frozen):
-    """Which data the head reads.
+    """The data that the head reads.
 
     Attributes:
         dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, ``text``, or the
             import path (``package.module:Class``) of a ``torch.utils.data.Dataset``.
-        path: Folder or file of the data; found by itself where a package installs it.
+        path: Folder or file of the data; not needed if a system package installs it.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per evaluation batch (default: four training batches).
-        flatten: Give samples as vectors.
-        normalize: Scale images to zero mean and unit variance with the training set's figures.
-        shuffle: A new order of the samples each epoch, drawn from the chain's seed.
-        streams: Instead deal the samples to ``batch_size`` contiguous streams, one for each row of
-            the batches, so that each row goes on from batch to batch.
+        flatten: Pass samples as vectors.
+        normalize: Scale images to zero mean and unit variance of the training set.
+        shuffle: Draw a new order of the samples each epoch, from the chain's seed.
+        streams: Instead split the samples into ``batch_size`` contiguous streams, one for each row
+            of the batches, so that each row continues from batch to batch.
         drop_last: Leave out a last, smaller batch.
-        train_limit: Use only so many training samples.
-        eval_limit: Use only so many evaluation samples.
-        validation: Hold out the last training samples, so many or such a share of them: the
-            evaluations during training are of these, and the data set's own evaluation samples
-            are the test set, evaluated once, at the end of the run.
-        augment: Import paths of classes, with their keyword arguments, whose objects are called
-            with each batch of training samples, in this order.
-        workers: Processes that load and augment training batches beside training; 0: loaded in a
-            thread where that takes long, and augmented in between.
-        args: The data set's own options. For a user's class its keyword arguments; it is made
-            twice: with ``train=True`` and with ``train=False``.
+        train_limit: Maximum number of training samples.
+        eval_limit: Maximum number of evaluation samples.
+        validation: Number or share of the last training samples to hold out: evaluations during
+            training use these, and the data set's own evaluation samples become the test set,
+            evaluated once, at the end of the run.
+        augment: Import paths of classes, with keyword arguments; their objects are called in this
+            order with each batch of training samples.
+        workers: Processes that load and augment training batches in parallel to training; 0: a
+            thread loads them if loading is slow, and the main thread augments them.
+        args: Options of the data set. A user's class gets them as keyword arguments and is
+            instantiated twice: with ``train=True`` and with ``train=False``.
     """
 
     dataset: str = "digits"
@@ -86,33 +88,33 @@ class DataSpec(Frozen):
     def _one_order(self) -> Self:
         if self.streams and self.shuffle:
             raise ValueError(
-                "'streams: true' beside 'shuffle: true': streams keep the data's order"
+                "'streams: true' excludes 'shuffle: true': streams keep the data's order"
             )
         return self
 
     def at(self, path: object | None) -> Self:
-        """The same data at another place; None: where it is."""
+        """Return the same data at another path; None keeps the path."""
         return self if path is None else self.model_copy(update={"path": str(path)})
 
     def train_batches(self, samples: int) -> int:
-        """Batches in one epoch of so many samples.
+        """Return the number of batches in one epoch of ``samples`` samples.
 
-        A last one of a single sample is left out, because BatchNorm cannot normalise over one value
-        per channel (``torch.nn.BatchNorm1d`` raises); batches of size 1 by choice stay. Streams
-        are all of one length.
+        A last batch of a single sample is left out, because BatchNorm cannot normalise over one
+        value per channel (``torch.nn.BatchNorm1d`` raises); with ``batch_size: 1`` none is. All
+        streams have one length.
         """
         whole, rest = divmod(samples, self.batch_size)
         return whole + (rest > 1 and not self.drop_last and not self.streams)
 
     def held_out(self, samples: int) -> int:
-        """How many of so many training samples are held out for validation."""
+        """Return how many of ``samples`` training samples are held out for validation."""
         if isinstance(self.validation, float):
             return max(int(samples * self.validation), 1)
         return self.validation or 0
 
     @property
     def largest_batch(self) -> int:
-        """Samples in the largest batch that can travel."""
+        """Samples in the largest batch that can be sent."""
         return max(self.batch_size, self.eval_size)
 
     @property
@@ -122,32 +124,32 @@ class DataSpec(Frozen):
 
 
 AUTO_WINDOW_LIMIT = 64
-"""The most that a window which is found by measuring becomes."""
+"""Upper limit of a window found by measuring."""
 
 
 class LinksSpec(Frozen):
-    """How neighbouring modules talk.
+    """Communication between neighbouring modules.
 
     Attributes:
-        transport: ``ipc`` (same host), ``tcp``, or ``auto`` (ipc where both ends share a host).
+        transport: ``ipc`` (same host), ``tcp``, or ``auto`` (ipc if both ends share a host).
         interface: For tcp: the network interface, address or network (``10.0.0.0/24``: the host's
-            address in it) to listen on (default: loopback). With ``auto`` it is for links that
-            cross hosts.
-        port: For tcp: first port; module *i* listens on ``port + i``. Default: one that is free.
-        window: Batches that may be under way on a link before the sender waits; ``auto``: as many
-            as fill the line and keep the other end busy, and no more, found by measuring.
-        dtype: Type of activations on the wire (default: the type the module computes).
+            address in it) to listen on (default: loopback). With ``auto`` only for links between
+            hosts.
+        port: For tcp: first port; module *i* listens on ``port + i``. Default: a free port.
+        window: Batches in flight on a link before the sender waits; ``auto``: measure how many fill
+            the connection and keep the other end busy.
+        dtype: Type of activations on the wire (default: the module's compute type).
         gradient_dtype: Type of gradients on the wire (default: the activations' type).
-        security: ``auto`` encrypts tcp beyond loopback and lets in only the neighbour; ``curve``
-            does so on loopback too; ``none`` encrypts nothing and lets everybody in.
-        connect_timeout_s: Seconds to wait for a neighbour before giving up, at the start.
+        security: ``auto`` encrypts tcp beyond loopback and accepts only the neighbour; ``curve``
+            does so on loopback too; ``none`` encrypts nothing and accepts every peer.
+        connect_timeout_s: Seconds to wait for a neighbour at the start.
         on_loss: Behaviour when the downstream neighbour is gone and the window is full:
-            ``wait`` for it, or ``continue`` training on its own gradient interface; the batches
-            that do not fit are then not sent.
-        replay: Batches that a module keeps, to train on them again while its neighbour upstream is
+            ``wait`` for it, or ``continue`` training with the module's own gradient interface,
+            without sending the batches that do not fit.
+        replay: Batches that a module keeps and trains on again while its upstream neighbour is
             gone; 0 for none.
-        synthetic_inputs: Train on inputs predicted from labels instead, while the neighbour
-            upstream is ``gone``, or whenever the next batch is ``late``.
+        synthetic_inputs: Instead train on inputs predicted from labels, while the upstream
+            neighbour is ``gone``, or whenever the next batch is ``late``.
     """
 
     transport: Literal["auto", "ipc", "tcp"] = "auto"
@@ -171,7 +173,7 @@ class LinksSpec(Frozen):
 
     @property
     def largest_window(self) -> int:
-        """Batches that may be under way at most."""
+        """Maximum number of batches in flight."""
         return AUTO_WINDOW_LIMIT if self.window == "auto" else self.window
 
     @model_validator(mode="after")
@@ -179,7 +181,7 @@ class LinksSpec(Frozen):
         if self.transport == "ipc" and (self.interface is not None or self.port is not None):
             raise ValueError("'interface' and 'port' are for 'transport': 'tcp' or 'auto'")
         if self.replay and self.synthetic_inputs is not None:
-            raise ValueError("'replay' and 'synthetic_inputs' are for the same time: choose one")
+            raise ValueError("'replay' and 'synthetic_inputs' exclude each other: choose one")
         return self
 
 
@@ -187,9 +189,9 @@ class CheckpointSpec(Frozen):
     """When the chain writes consistent checkpoints.
 
     Attributes:
-        every_epochs: After every n-th epoch; 0 for only at the end or on request.
-        every_steps: Also after every n-th training batch.
-        keep: How many complete checkpoints to keep.
+        every_epochs: Checkpoint after every n-th epoch; 0: only at the end or on request.
+        every_steps: Checkpoint after every n-th training batch, too.
+        keep: Number of complete checkpoints to keep.
     """
 
     every_epochs: Annotated[int, Field(ge=0)] = 1
@@ -198,13 +200,13 @@ class CheckpointSpec(Frozen):
 
 
 class SelectionSpec(Frozen):
-    """Keeping the best checkpoint, and stopping when it gets no better.
+    """Keeping the best checkpoint, and early stopping.
 
     Attributes:
-        metric: What evaluations are compared by: ``loss`` or one of the chain's metrics (default:
-            the first of them, else the loss).
-        patience: End the run after so many evaluations in a row without a better one; None: never.
-        min_delta: By how much an evaluation must be better to count.
+        metric: Figure by which evaluations are compared: ``loss`` or one of the chain's metrics
+            (default: the first of them, else the loss).
+        patience: Evaluations in a row without improvement before the run ends; None: any number.
+        min_delta: Smallest difference that counts as an improvement.
     """
 
     metric: str | None = None
@@ -213,20 +215,20 @@ class SelectionSpec(Frozen):
 
 
 class RestartSpec(Frozen):
-    """What happens when a worker dies, or nothing goes on any more.
+    """Behaviour when a worker dies, or training stalls.
 
     Attributes:
-        policy: ``on-failure``: its module is restarted; ``never``: the run ends.
+        policy: ``on-failure``: restart its module; ``never``: end the run.
         limit: Consecutive restarts of one module before the run fails; ``healthy_s`` resets them.
-        backoff_s: Seconds before the first start again; each further one waits twice as long.
-        backoff_max_s: The longest wait.
-        healthy_s: A worker that has run this long starts the count anew.
-        snapshot_s: A module keeps a snapshot of its own state at most so often, to go on from when
-            it is restarted; 0 for none (it goes on from its newest checkpoint).
-        on_stall: What happens when training stands still and nothing that is waited for explains
-            it: ``warn`` in state and events, or ``restart`` the module that is named there, too.
-        stall_s: Seconds without progress after which that is so; 20 times a module's longest batch
-            where that is longer.
+        backoff_s: Seconds before the first restart; the wait doubles with each further one.
+        backoff_max_s: Longest wait in seconds.
+        healthy_s: Seconds of uptime after which a worker's restarts count from 0 again.
+        snapshot_s: Minimum seconds between snapshots of a module's own state, from which a
+            restarted module resumes; 0 for none (it resumes from its newest checkpoint).
+        on_stall: Behaviour when training makes no progress and no known wait explains it: ``warn``
+            in state and events, or also ``restart`` the module named there.
+        stall_s: Seconds without progress that count as a stall; 20 times a module's longest batch
+            if that is longer.
     """
 
     policy: Literal["on-failure", "never"] = "on-failure"
@@ -241,7 +243,7 @@ class RestartSpec(Frozen):
     @model_validator(mode="after")
     def _restarts_at_all(self) -> Self:
         if self.on_stall == "restart" and self.policy == "never":
-            raise ValueError("'on_stall: restart' beside 'policy: never': choose one")
+            raise ValueError("'on_stall: restart' excludes 'policy: never': choose one")
         return self
 
 
@@ -251,27 +253,27 @@ class ChainSpec(Frozen):
     Attributes:
         name: Name of the chain.
         seed: Seed of the initial weights, of the order of the samples and of dropout.
-        data: What the head reads.
+        data: Data that the head reads.
         epochs: Passes over the training data.
-        steps: Stop after so many training batches, even within an epoch.
+        steps: Training batches after which the run ends, even within an epoch.
         eval_every: Evaluate after every n-th epoch; 0 for never.
         loss: A loss of ``torch.nn``, at the tail.
-        metrics: What evaluation reports beside the loss: ``PLAIN_METRICS``, or classes of
+        metrics: Figures that evaluation reports beside the loss: ``PLAIN_METRICS``, or classes of
             torchmetrics.
-        defaults: Settings of the modules that do not say otherwise.
+        defaults: Defaults of the modules' settings.
         modules: The modules, head first.
-        links: How neighbours talk.
-        placement: Where the modules are on a cluster.
+        links: Communication between neighbours.
+        placement: Placement of the modules on a cluster.
         checkpoint: When checkpoints are written.
-        selection: Keep the checkpoint with the best evaluation, too, and when to stop early.
-        restart: What happens when a worker dies.
-        image: What the images hold.
+        selection: Whether to keep the best checkpoint, too, and when to stop early.
+        restart: Behaviour when a worker dies.
+        image: Content of the images.
         mounts: Host folders inside the containers.
         infiniband: Whether containers get the host's InfiniBand devices.
-        on_nan: What happens when a loss, gradient or weight is not finite: ``stop`` the run;
-            ``skip`` the batch, and count it; or ``warn``, and go on. Weights that are not finite
-            stop the run under ``skip``, too.
-        stop_grace_s: Seconds that a worker told to stop has for its checkpoint.
+        on_nan: Behaviour when a loss, gradient or weight is not finite: ``stop`` the run; ``skip``
+            the batch and count it; or ``warn`` and continue. Weights that are not finite stop the
+            run with ``skip``, too.
+        stop_grace_s: Seconds for the final checkpoint when the run is stopped.
         sources: Further source files for user classes, relative to ``chain.yaml``.
     """
 
@@ -329,7 +331,7 @@ class ChainSpec(Frozen):
 
     @property
     def image_to_build(self) -> ImageSpec:
-        """The image, with torchmetrics where a metric needs it and no requirement names it."""
+        """The image, with torchmetrics if a metric needs it and no requirement names it."""
         given = [re.split(r"[^A-Za-z0-9._-]", one.strip())[0] for one in self.image.requirements]
         needed = any(metric.name not in PLAIN_METRICS for metric in self.metrics)
         if not needed or "torchmetrics" in map(str.lower, given):
@@ -338,12 +340,12 @@ class ChainSpec(Frozen):
         return self.image.model_copy(update={"requirements": more})
 
     def setting(self, index: int, field: str) -> Any:
-        """A module's own setting, else the chain's default, else None."""
+        """Return a module's own setting, else the chain's default, else None."""
         own = getattr(self.modules[index], field)
         return own if own is not None else getattr(self.defaults, field)
 
     def resources(self, index: int) -> ResourcesSpec:
-        """A module's resources, each its own or else the chain's default; at least one CPU."""
+        """Return a module's resources, each its own or the chain's default; at least one CPU."""
         given: dict[str, Any] = {"cpus": 1}
         for one in (self.defaults, self.modules[index]):
             own = one.resources.model_dump(exclude_none=True)

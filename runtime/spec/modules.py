@@ -1,4 +1,4 @@
-"""pydantic models of the modules in ``chain.yaml``: layers, and how each of them is trained."""
+"""pydantic models of the modules in ``chain.yaml``: their layers and training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ClipSpec(Frozen):
     """Gradient clipping, of each module by itself.
 
     Attributes:
-        norm: Longest gradient of all the module's parameters together.
-        value: Largest magnitude of an element.
+        norm: Maximum norm of the gradient of all the module's parameters together.
+        value: Maximum magnitude of an element.
     """
 
     norm: Annotated[float, Field(gt=0)] | None = None
@@ -28,10 +28,10 @@ class GroupSpec(Frozen):
     """Parameters with options, or an optimizer, of their own.
 
     Attributes:
-        parameters: Which: ``norms``, ``biases``, ``embeddings``, ``vectors``, ``matrices`` (of
-            layers that are no embeddings), or patterns of names as in ``*.attn.*``. A parameter
-            belongs to the first group that names it.
-        options: Of the module's optimizer, such as ``weight_decay``.
+        parameters: ``norms``, ``biases``, ``embeddings``, ``vectors``, ``matrices`` (except those
+            of embeddings), or name patterns such as ``*.attn.*``. A parameter belongs to the first
+            group that matches it.
+        options: Options of the module's optimizer, such as ``weight_decay``.
         optimizer: Another optimizer.
     """
 
@@ -47,19 +47,19 @@ class GroupSpec(Frozen):
     @model_validator(mode="after")
     def _options_or_optimizer(self) -> Self:
         if bool(self.options) == (self.optimizer is not None):
-            raise ValueError("a group has either 'options' or an 'optimizer' of its own")
+            raise ValueError("a group needs either 'options' or an 'optimizer'")
         return self
 
 
 class InitSpec(Frozen):
-    """Initial weights that are not drawn.
+    """Initial weights from a file.
 
     Attributes:
-        file: A file of safetensors, or the directory of a run (its newest complete checkpoint).
-        names: The module's prefixes of parameters' names, and what they are in the file, as in
-            ``{"0": transformer.wte, "1": transformer.h.0}``; ``""`` stands for all (default: the
-            module's name, as in what ``dnictl export`` writes). What has no prefix here is drawn.
-        strict: Whether all that has a prefix must be in the file.
+        file: A safetensors file, or the directory of a run (its newest complete checkpoint).
+        names: Map from prefixes of the module's parameter names to prefixes in the file, as in
+            ``{"0": transformer.wte, "1": transformer.h.0}``; ``""`` matches all (default: the
+            module's name, as ``dnictl export`` writes it). Other parameters are random.
+        strict: Whether the file must hold all parameters that have a prefix.
     """
 
     file: str
@@ -68,7 +68,7 @@ class InitSpec(Frozen):
 
 
 class ModuleDefaults(Frozen):
-    """Settings of one module, or of all modules that do not say otherwise.
+    """Settings of one module, or the defaults of all modules.
 
     Attributes:
         interface: The gradient interface at the module's output (the tail has the loss instead).
@@ -77,14 +77,14 @@ class ModuleDefaults(Frozen):
         schedule: A class of ``torch.optim.lr_scheduler`` and its keywords.
         schedule_every: Whether the schedule steps once an epoch or once a batch.
         clip: Gradient clipping.
-        accumulate: Batches in one update of the weights.
+        accumulate: Batches per update of the weights.
         ema: Decay of an exponential moving average of the weights, which is evaluated and exported.
-        init: Initial weights that are not drawn.
-        freeze: Whether the weights stay as they are; gradients pass through.
+        init: Initial weights from a file.
+        freeze: Whether to keep the weights unchanged; gradients pass through.
         device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
         precision: Type of the module's matrix products (``bfloat16``: torch.autocast).
-        cpus: Threads of the worker's computations; the same as ``resources.cpus``.
-        resources: What a cluster gives to the worker.
+        cpus: Compute threads of the worker; the same as ``resources.cpus``.
+        resources: Cluster resources of the worker.
     """
 
     interface: Choice | None = None
@@ -105,7 +105,7 @@ class ModuleDefaults(Frozen):
     @model_validator(mode="after")
     def _one_number_of_cpus(self) -> Self:
         if None not in (self.cpus, self.resources.cpus) and self.cpus != self.resources.cpus:
-            raise ValueError(f"cpus {self.cpus} beside resources.cpus {self.resources.cpus}")
+            raise ValueError(f"cpus {self.cpus} contradicts resources.cpus {self.resources.cpus}")
         return self
 
 

@@ -1,9 +1,8 @@
-"""What all models of ``chain.yaml`` rest on, and what has a name and keyword arguments.
+"""Base of all models of ``chain.yaml``, and models of names with keyword arguments.
 
 A layer, an optimizer, a gradient interface … is written as ``Name`` or as ``Name: {keyword:
-value}``; the models here keep that form both ways, so that ``dnictl config`` prints what a user may
-write. Names and keywords are looked up later, where the classes are (``dni_runtime.core``): this
-package knows structure only.
+value}``; the models here read and write that form, so that ``dnictl config`` prints valid input.
+``dni_runtime.core`` looks up names and keywords later: this package checks structure only.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _unnamed(name: str, arguments: Any) -> Any:
 
 
 class Choice(Frozen):
-    """Something chosen by name, with keyword arguments: ``Adam: {lr: 0.001}``."""
+    """A name with keyword arguments: ``Adam: {lr: 0.001}``."""
 
     name: str
     args: dict[str, Any] = Field(default_factory=dict)
@@ -98,7 +97,7 @@ class LayerSpec(Frozen):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of this layer and of all inside it."""
+        """Types of this layer and of all layers inside it."""
         inside = (*self.layers, *self.shortcut)
         return (self.type, *(type for layer in inside for type in layer.types))
 

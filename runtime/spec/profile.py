@@ -1,4 +1,4 @@
-"""Site profiles: what a cluster wants beside the chain, one file for each cluster."""
+"""Site profiles: a cluster's own settings, one file for each cluster."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from pydantic import Field, StringConstraints, field_validator
 from dni_runtime.spec.named import Frozen
 
 Word = Annotated[str, StringConstraints(pattern=r"^[^\s'\"\\$`]{1,128}$")]
-"""One word of a directive."""
+"""One word of an ``#SBATCH`` directive."""
 
 Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]{1,1024}$")]
 
 
 class ProfileSpec(Frozen):
-    """How jobs are submitted to one cluster.
+    """Settings for submitting jobs to one cluster.
 
     Attributes:
-        account: Whom the time is charged to (``--account``).
-        partition: Where jobs go that do not say otherwise (``--partition``).
+        account: Account that is charged (``--account``).
+        partition: Default partition (``--partition``).
         qos: Quality of service (``--qos``).
-        constraint: Features that nodes must have (``--constraint``).
-        reservation: A reservation to run in (``--reservation``).
-        time: Time limit of jobs that do not say otherwise (``--time``).
+        constraint: Required node features (``--constraint``).
+        reservation: Reservation to run in (``--reservation``).
+        time: Default time limit (``--time``).
         directives: Further ``#SBATCH`` directives, such as ``--mail-type=FAIL``.
-        suppress: Directives to leave out, such as ``mem`` where a site refuses ``--mem``.
+        suppress: Directives to leave out, such as ``mem`` if a site refuses ``--mem``.
         prologue: Shell lines before the workers start, such as ``module load apptainer``.
-        gpu_request: How GPUs are asked for.
+        gpu_request: Slurm option that requests GPUs.
         gpu_type: Type of the GPUs (``--gres=gpu:TYPE:N``).
         interface: Network interface, or network as ``10.0.0.0/24``, of links between nodes.
         scratch: Folder on each node's own disk, for temporary files; the shell of the batch script
             expands variables in it, on the job's first node.
-        binds: Folders that containers get, at the same path; ``PATH:ro`` for reading only.
+        binds: Folders mounted into containers at the same path; ``PATH:ro`` for read-only.
         container_args: Further arguments of ``apptainer run``.
-        python: The Python with dnictl on the nodes (default: the submitting one).
-        max_requeues: How often a job that ran out of time, or was preempted, goes on by itself.
+        python: Python with dnictl on the nodes (default: the submitting one).
+        max_requeues: How often a job that ran out of time or was preempted resumes automatically.
     """
 
     account: Word | None = None

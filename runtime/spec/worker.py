@@ -1,7 +1,7 @@
-"""What one worker needs to know: the part of a resolved chain that lies in its module's image.
+"""One worker's spec: the part of a resolved chain that is stored in its module's image.
 
-A module image carries its own module's spec and nothing of the others', so that changing one layer
-changes one image. What the worker needs of its neighbours is the contract of its two links.
+A module image holds only its own module's spec, so that changing one layer changes one image. Of
+its neighbours a worker needs only the contracts of its two links.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from dni_runtime.spec.modules import ClipSpec, GroupSpec
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec
 
 ADJACENT_FAILURES = 3
-"""So many neighbouring modules may be gone at once without a batch being lost between them."""
+"""Neighbouring modules that may be gone at once without losing a batch between them."""
 
 
 def retained(chain: ChainSpec, index: int) -> int:
-    """Messages that a module keeps though the next one has acknowledged them.
+    """Return how many acknowledged messages a module keeps for the restart of the next ones.
 
-    A module that dies takes with it what it has acknowledged and the one after it has not received
-    yet: at most a window; and a window more for each further module that is gone at the same time.
+    A module that dies loses the messages that it has acknowledged but the one after it has not
+    received: at most a window, and one more window for each further module gone at the same time.
     """
     if chain.restart.policy == "never":
         return 0
     links_beyond = max(len(chain.modules) - 2 - index, 0)
     window = chain.links.window
-    first = LinksSpec.model_fields["window"].default  # one that is measured is told later
+    first = LinksSpec.model_fields["window"].default  # until the measured window is reported
     return (first if window == "auto" else window) * min(links_beyond, ADJACENT_FAILURES)
 
 
 class TensorSpec(Frozen):
-    """Shape and type of one sample's tensor; the batch dimension comes on top.
+    """Shape and type of one sample's tensor.
 
     Attributes:
         shape: Sizes without the batch dimension.
@@ -50,15 +50,15 @@ class TensorSpec(Frozen):
 
 
 class DataInfo(Frozen):
-    """What the head's data looks like.
+    """Shapes, types and sizes of the head's data.
 
     Attributes:
         sample: One input.
         label: One label.
-        classes: Number of classes, or None where labels are not class indices.
-        train_samples: Number of training samples, or None when it is not known yet.
-        eval_samples: Number of samples of each evaluation, or None when it is not known yet.
-        test_samples: Number of test samples, where evaluations are of others; else None.
+        classes: Number of classes, or None if labels are not class indices.
+        train_samples: Number of training samples, or None if not known yet.
+        eval_samples: Number of samples of each evaluation, or None if not known yet.
+        test_samples: Number of test samples; None without a separate test set.
     """
 
     sample: TensorSpec
@@ -73,10 +73,10 @@ class SelectionRole(Frozen):
     """How the tail finds the best evaluation.
 
     Attributes:
-        metric: Which of its figures counts.
+        metric: Figure that is compared.
         rises: Whether more is better.
-        patience: Evaluations without a better one before the run ends; None: any number.
-        min_delta: By how much one must be better to count.
+        patience: Evaluations without improvement before the run ends; None: any number.
+        min_delta: Smallest difference that counts as an improvement.
     """
 
     metric: str
@@ -86,11 +86,11 @@ class SelectionRole(Frozen):
 
 
 class HeadRole(Frozen):
-    """What only the first module needs.
+    """Settings that only the first module needs.
 
     Attributes:
         selects: Whether each evaluation needs a checkpoint before it.
-        micro_batches: Into how many parts each training batch is cut.
+        micro_batches: Number of parts into which each training batch is split.
     """
 
     data: DataSpec
@@ -103,19 +103,19 @@ class HeadRole(Frozen):
 
 
 class TailRole(Frozen):
-    """What only the last module needs."""
+    """Settings that only the last module needs."""
 
     metrics: tuple[Choice, ...]
     selection: SelectionRole | None = None
 
 
 class AheadSpec(Frozen):
-    """What the next modules are, for a local head that begins with layers like theirs.
+    """The next modules, for a local head that begins with layers like theirs.
 
     Attributes:
         layers: Their layers.
-        output: One sample at the last one's output.
-        ends: Whether the last one is the chain's last module.
+        output: One sample at the output of the last of them.
+        ends: Whether the last of them is the chain's last module.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -132,48 +132,48 @@ class WorkerSpec(Frozen):
         index: Position in the chain, from 0.
         layers: The module's layers.
         interface: The gradient interface at its output; None for the tail.
-        ahead: The next modules' layers, where the interface looks at them.
+        ahead: The next modules' layers, if the interface uses them.
         optimizer: Class of ``torch.optim`` with keywords.
         schedule: Class of ``torch.optim.lr_scheduler`` with keywords, or None.
         schedule_every: When the schedule steps.
         groups: Parameters with options, or an optimizer, of their own.
         clip: Gradient clipping.
-        accumulate: Batches in one update.
+        accumulate: Batches per update.
         ema: Decay of the average of the weights, or None.
-        freeze: Whether the weights stay as they are.
-        initial: Whether the run directory holds weights that the module begins with.
+        freeze: Whether to keep the weights unchanged.
+        initial: Whether the run directory holds the module's initial weights.
         loss: The chain's loss; local gradient interfaces use it too.
         seed: The chain's seed.
-        device: Where the module computes.
+        device: Compute device.
         precision: Type of its matrix products.
-        cpus: Threads of its computations.
+        cpus: Number of compute threads.
         input: One sample at the module's input.
         output: One sample at its output.
         label: One sample's label.
         prediction: One sample at the chain's output (what a local head must produce).
         classes: Number of classes, or None.
         batch_limit: Samples in the largest batch.
-        upstream: Name of the module before, or None.
-        downstream: Name of the module after, or None.
-        gradients_in: Of which batches gradients come from downstream: every n-th by id; 0: of none.
+        upstream: Name of the previous module, or None.
+        downstream: Name of the next module, or None.
+        gradients_in: Downstream sends gradients of every n-th batch (by id); 0: of none.
         late: Batches by which they may come late.
-        gradients_out: The same for what the module upstream wants.
-        bootstrapped_out: Whether those come from the module's own error signal, at once; else they
-            are true ones.
+        gradients_out: The same for gradients that this module sends upstream.
+        bootstrapped_out: Whether those are computed at once from the module's own error signal
+            instead of true gradients.
         awaited_out: Whether an update upstream waits for them.
-        resend_out: How many of the newest are sent again after a connection was lost, because a
-            module upstream takes no other batch before they have come.
-        links: How to talk to the neighbours.
+        resend_out: Newest gradients to send again after a lost connection, because an upstream
+            module takes no other batch before it has them.
+        links: Communication with the neighbours.
         retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
-        max_late: How many updates may be missing from the weights of a forward pass; the module
-            waits for true gradients before it exceeds that. None: any number.
-        attends: Whether there is attention in the module's layers.
-        snapshot_s: Seconds between snapshots of the module's own state; 0 for none.
-        keep: How many complete checkpoints to keep.
-        on_nan: What it does when something is not finite; see ``ChainSpec``.
-        stop_grace_s: Seconds for a checkpoint when told to stop.
-        head: What only the head needs.
-        tail: What only the tail needs.
+        max_late: Maximum number of updates missing from the weights of a forward pass; at that
+            number the module waits for true gradients. None: any number.
+        attends: Whether the module's layers contain attention.
+        snapshot_s: Minimum seconds between snapshots of the module's own state; 0 for none.
+        keep: Number of complete checkpoints to keep.
+        on_nan: Behaviour when a value is not finite; see ``ChainSpec``.
+        stop_grace_s: Seconds for the final checkpoint when the run is stopped.
+        head: Settings that only the head needs; None for the others.
+        tail: Settings that only the tail needs; None for the others.
     """
 
     format: Literal[1] = 1
@@ -223,7 +223,7 @@ class WorkerSpec(Frozen):
     tail: TailRole | None
 
     def to_json(self) -> str:
-        """The spec as canonical JSON (sorted keys), as stored in the module's image."""
+        """Return the spec as canonical JSON (sorted keys), as stored in the module's image."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
 
     @model_validator(mode="before")
@@ -235,7 +235,7 @@ class WorkerSpec(Frozen):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse what :meth:`to_json` wrote.
+        """Parse the output of :meth:`to_json`.
 
         Raises:
             pydantic.ValidationError: The text is not a worker's spec.
@@ -244,12 +244,12 @@ class WorkerSpec(Frozen):
 
     @property
     def exact(self) -> bool:
-        """Whether no true gradient may be missed: a batch that is lost cannot be given up."""
+        """Whether no true gradient may be missed, so that lost batches must be sent again."""
         return self.max_late == 0
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what the image must hold: host paths and timing are left out."""
+        """SHA-256 of the settings that the image depends on, without host paths and timing."""
         document = self.model_dump(mode="json")
         for name in (
             "stop_grace_s", "on_nan", "late", "retain", "attends", "snapshot_s", "initial",
@@ -262,7 +262,7 @@ class WorkerSpec(Frozen):
         return _digest(document)
 
     def link_hash(self, *, end: Literal["input", "output"]) -> str:
-        """SHA-256 of what both ends of a link must agree on; HELLO compares it."""
+        """Return the SHA-256 of what both ends of a link must agree on; HELLO compares it."""
         ends: tuple[str | None, str | None]
         if end == "input":
             ends, tensor, gradients = (self.upstream, self.module), self.input, self.gradients_out

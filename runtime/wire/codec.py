@@ -1,7 +1,7 @@
 """Messages to frames and back: pure, strict and without copies (docs/wire.md).
 
-The header is msgpack without extension types, with every length bounded; buffers pass through
-untouched. ``decode`` returns a message only when all of it has been checked.
+The header is msgpack without extension types, with every length bounded; buffers are passed on
+unchanged. ``decode`` returns a message only after checking all of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Uses:
     mark: bool = False
     ack: bool = False
     body: bool = False
-    tensors: tuple[tuple[str, ...], ...] = ((),)  # each way in which they may come
+    tensors: tuple[tuple[str, ...], ...] = ((),)  # each allowed sequence of names
 
 
 _USES = {
@@ -78,7 +78,7 @@ _STRICT: dict[str, Any] = {
 
 
 def encode(message: Message) -> list[Buffer]:
-    """Frames of a message: its header, then its buffers as they are.
+    """Return the frames of a message: its header, then its buffers unchanged.
 
     Raises:
         WireError: The message breaks the format (a bug of the sender), or its body is too large.
@@ -111,10 +111,10 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
-    """The message in these frames, completely checked against the format and the limits.
+    """Return the message in these frames, completely checked against the format and the limits.
 
     Raises:
-        WireError: It cannot be accepted; ``reason`` is one of docs/wire.md's table.
+        WireError: It cannot be accepted; docs/wire.md lists the reasons.
     """
     if not frames:
         raise WireError("truncated", "a message without frames")
@@ -163,7 +163,7 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
 
 
 def header_version(header: Buffer) -> int | None:
-    """The protocol version that a header claims, or None where it has none that can be read."""
+    """Return the protocol version in a header, or None if it cannot be read."""
     if nbytes(header) > HEADER_BYTES:
         return None
     try:
@@ -189,7 +189,7 @@ def _unpack(header: Buffer, limits: Limits) -> list[Any]:
         raise WireError("header", f"the header is {brief(fields)}")
     if fields[0] != PROTOCOL_VERSION:
         raise WireError(
-            "version", f"protocol version {fields[0]}; this side speaks {PROTOCOL_VERSION}"
+            "version", f"protocol version {fields[0]}; this side uses {PROTOCOL_VERSION}"
         )
     if len(fields) != FIELDS:
         raise WireError("header", f"the header has {len(fields)} fields, not {FIELDS}")
@@ -197,7 +197,7 @@ def _unpack(header: Buffer, limits: Limits) -> list[Any]:
 
 
 def _incomplete(header: Buffer) -> bool:
-    """Whether more bytes could complete the header (looked at only when it failed)."""
+    """Return whether more bytes could complete the header (only called after a failure)."""
     unpacker = msgpack.Unpacker(**_STRICT)
     unpacker.feed(header)
     try:
@@ -238,7 +238,7 @@ def _check_body(value: object, depth: int) -> None:
 
 
 def _table(table: object, frames: Sequence[Buffer], limits: Limits) -> tuple[TensorEntry, ...]:
-    """The tensor table, with each row checked against its buffer."""
+    """Return the tensor table, with each row checked against its buffer."""
     if type(table) is not list:
         raise WireError("header", f"the tensor table is {brief(table)}")
     rows, buffers = len(table), len(frames) - 1

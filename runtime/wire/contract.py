@@ -1,4 +1,4 @@
-"""What a link lets through: sizes that any message may have, and one tensor's contract."""
+"""Limits that every message of a link must keep, and one tensor's contract."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dni_runtime.errors import WireError
 from dni_runtime.wire.message import Buffer, TensorEntry, nbytes
 
 HEADER_BYTES = 1 << 16
-"""The largest header."""
+"""Maximum size of a header."""
 
 ITEM_BYTES = {
     "float32": 4,
@@ -26,19 +26,19 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element of each dtype that can travel (torch's names)."""
+"""Bytes of one element of each dtype that can be sent (torch's names)."""
 
 SCALE_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes beyond which a message is refused unread.
+    """Sizes above which a message is refused unread.
 
     Attributes:
-        tensors: Tensors in one message.
-        buffer_bytes: Bytes in one tensor's buffer.
-        header_bytes: Bytes in the header.
+        tensors: Number of tensors in one message.
+        buffer_bytes: Size of one tensor's buffer.
+        header_bytes: Size of the header.
     """
 
     tensors: int
@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TensorContract:
-    """What one tensor of a link looks like.
+    """Type and sizes of one tensor of a link.
 
     Attributes:
         name: Its name in the tensor table.
@@ -69,7 +69,7 @@ class TensorContract:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The rows that it takes in the tensor table."""
+        """Names of its rows in the tensor table."""
         return (self.name,) if self.scale is None else (self.name, scale_name(self.name))
 
     @property
@@ -87,7 +87,7 @@ class TensorContract:
         """Compare a tensor, and its scales, with the contract, before its bytes are viewed.
 
         Args:
-            entries: Their rows of the table.
+            entries: Rows of the tensor table.
             buffers: Their bytes.
 
         Returns:
@@ -99,7 +99,7 @@ class TensorContract:
         """
         names = tuple([entry.name for entry in entries])
         if names != self.names:
-            raise WireError("count", f"tensors {names} where {self.names} are due")
+            raise WireError("count", f"tensors {names} instead of {self.names}")
         entry, size = entries[0], nbytes(buffers[0])
         if entry.dtype != self.dtype:
             raise WireError("dtype", f"{self} comes as {entry.dtype!r}")
@@ -115,10 +115,10 @@ class TensorContract:
         return samples
 
     def samples(self, shape: tuple[int, ...]) -> int:
-        """The number of samples in a tensor of these sizes.
+        """Return the number of samples in a tensor of these sizes.
 
         Raises:
-            WireError: ``shape``: they are not the contract's.
+            WireError: ``shape``: the sizes break the contract.
         """
         if not shape or shape[1:] != self.shape or not 1 <= shape[0] <= self.batch_limit:
             raise WireError(
@@ -146,5 +146,5 @@ class TensorContract:
 
 
 def scale_name(name: str) -> str:
-    """The row in which a tensor's scales travel."""
+    """Return the name of the row for a tensor's scales."""
     return f"{name}_scale"

@@ -1,4 +1,4 @@
-"""What a message can be: kinds, modes and markers (docs/wire.md, "Message")."""
+"""Kinds of messages, modes of batches, and markers (docs/wire.md, "Message")."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PROTOCOL_VERSION = 2
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """Purpose of a message."""
 
     HELLO = 1
     WELCOME = 2
@@ -23,7 +23,7 @@ class Kind(IntEnum):
 
 
 class Mode(IntEnum):
-    """What a module does with a batch."""
+    """Use of a batch by the modules."""
 
     TRAIN = 0
     EVAL = 1
@@ -31,15 +31,15 @@ class Mode(IntEnum):
 
 
 class Mark(IntFlag):
-    """What a marker says; several may be said at once.
+    """Meanings of a marker, which can be combined.
 
     Attributes:
         EPOCH: A training epoch is complete.
         EVAL: Its evaluation is complete.
         CHECKPOINT: Write a checkpoint at this cut.
-        STOP: Leave after this; the run can be resumed.
+        STOP: Exit after this marker; the run can be resumed.
         END: Training has finished.
-        ASKED: The checkpoint is one that a module has asked for, which may leave at it.
+        ASKED: A module has requested the checkpoint and may exit there.
         TEST: The evaluation of the test set is complete.
     """
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 from dni_runtime.wire.kinds import Kind, Mark, Mode
 
 Body: TypeAlias = "bool | int | float | str | list[Body] | dict[str, Body] | None"
-"""What a body may hold: what JSON can say."""
+"""Content of a body: any JSON value."""
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -17,23 +17,23 @@ NO_MARK = Mark(0)
 
 
 def nbytes(buffer: Buffer) -> int:
-    """Bytes in a buffer (a memoryview's length counts its items)."""
+    """Return the bytes in a buffer (a memoryview's length counts its items)."""
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
 class Part(NamedTuple):
-    """Which samples of a training batch travel together (a micro-batch).
+    """Samples of a training batch that are sent together (a micro-batch).
 
     Attributes:
-        first: Number of the first one, from 0.
-        samples: Samples in the whole batch.
+        first: Number of the first sample, from 0.
+        samples: Number of samples in the whole batch.
     """
 
     first: int
     samples: int
 
     def ends_with(self, count: int) -> bool:
-        """Whether so many samples from the first one on are the batch's last."""
+        """Return whether a part of ``count`` samples is the batch's last."""
         return self.first + count >= self.samples
 
 
@@ -42,7 +42,7 @@ class TensorEntry:
     """One row of a message's tensor table.
 
     Attributes:
-        name: What the tensor is: ``h``, ``y`` or ``g``; ``h_scale`` or ``g_scale``.
+        name: ``h``, ``y`` or ``g``; ``h_scale`` or ``g_scale``.
         dtype: torch's name of the type.
         shape: Sizes, the batch dimension included.
     """
@@ -54,16 +54,16 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of any kind; docs/wire.md says which kind uses which field.
+    """A message of any kind; docs/wire.md lists the fields that each kind uses.
 
     Attributes:
-        kind: What it is for.
+        kind: Its purpose.
         run: The run that it belongs to.
         source: Name of the module that sends it.
-        id: Position in the stream, from 1; 0 where there is none.
+        id: Position in the stream, from 1; 0 if it has none.
         epoch: Epoch of a batch or marker.
         mode: What to do with a batch.
-        mark: What a marker says.
+        mark: Meaning of a marker.
         ack: Everything up to this id has been processed.
         tensors: Table of the tensors.
         buffers: Their bytes, in the table's order.

@@ -175,7 +175,7 @@ def test_modules_that_disagree_about_encryption(site: Site) -> None:
     )
     assert done.returncode == 76, done.stderr
     assert "cannot agree on encryption" in done.stderr
-    assert "it speaks only with encryption" in done.stderr
+    assert "it requires encryption" in done.stderr
     top.terminate()
     assert top.wait(30) == 75
 

@@ -103,7 +103,7 @@ def test_a_cut_is_looked_at_once_where_that_is_enough(run: RunDir) -> None:
 
 def test_there_may_be_no_older_one(run: RunDir) -> None:
     """A run whose checkpoints are all damaged does not begin from scratch by itself."""
-    with pytest.raises(DamagedError, match="checkpoint at 10 is damaged, and there is no older"):
+    with pytest.raises(DamagedError, match="checkpoint at 10 is damaged, and no older"):
         cuts.newest_cut(run, MODULES, below=10)
     for cut in (10, 20, 30):
         cut_off(run.checkpoint(cut, "a").with_suffix(".safetensors"))

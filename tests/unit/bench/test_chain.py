@@ -81,7 +81,7 @@ def test_a_pace_is_the_difference_of_two_reports(run: RunDir) -> None:
 def test_too_few_reports(run: RunDir, steps: list[int]) -> None:
     for moment, step in enumerate(steps):
         append_line(run.metrics("a"), report(moment, step))
-    with pytest.raises(WorkerError, match="'a' has reported too seldom"):
+    with pytest.raises(WorkerError, match="'a' has reported too rarely"):
         read_pace(run, ["a"], 0, 5)
 
 

@@ -23,7 +23,7 @@ def test_init_overwrites_nothing(dnictl: Dnictl, folder: Path) -> None:
     (folder / "chain.yaml").write_text("mine")
     result = dnictl("init")
     assert result.code == 64
-    assert "exists already" in result.err
+    assert "already exists" in result.err
     assert (folder / "chain.yaml").read_text() == "mine"
 
 
@@ -41,7 +41,7 @@ def test_a_template_is_written_as_a_whole(dnictl: Dnictl, folder: Path, existing
     (folder / existing).write_text("mine")
     result = dnictl("init", "--template", "lm")
     assert result.code == 64
-    assert f"'{existing}' exists already" in result.err
+    assert f"'{existing}' already exists" in result.err
     assert [entry.name for entry in folder.iterdir()] == [existing]
     assert (folder / existing).read_text() == "mine"
 

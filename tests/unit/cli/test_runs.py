@@ -165,7 +165,7 @@ def test_resume_without_a_whole_checkpoint(dnictl: Dnictl, record: Record) -> No
     tensors.write_bytes(b"")
     result = dnictl("resume")
     assert result.code == 72
-    assert f"top.safetensors has 0 bytes, not {size}, and there is no older one" in result.err
+    assert f"has 0 bytes, not {size}, and no older checkpoint is intact" in result.err
     assert not record.run.events.exists()
 
 
@@ -178,7 +178,7 @@ def test_export_of_a_damaged_checkpoint(dnictl: Dnictl, record: Record) -> None:
     assert "take another one with --from: 10" in result.err
     record.run.checkpoint(20, "top").with_suffix(".safetensors").unlink()
     result = dnictl("export", "-o", "m.safetensors")
-    assert "top.safetensors'; checkpoint 10 is taken" in result.err
+    assert "top.safetensors'; using checkpoint 10" in result.err
 
 
 def test_resume_of_a_run_of_another_version(dnictl: Dnictl, record: Record) -> None:

@@ -194,7 +194,7 @@ def test_wrong_input_says_what_and_where(
     [
         ("links: {interface: ib0}", "links: {transport: ipc}", ["'bottom' and 'middle'", "ipc"]),
         ("links: {interface: ib0}\n", "", ["no network interface is named", "site profile"]),
-        ("resources: {cpus: 4}", "cpus: 2\n    resources: {cpus: 4}", ["cpus 2 beside"]),
+        ("resources: {cpus: 4}", "cpus: 2\n    resources: {cpus: 4}", ["cpus 2 contradicts"]),
     ],
 )
 def test_links_and_cpus_that_cannot_be(

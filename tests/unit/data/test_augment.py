@@ -158,7 +158,7 @@ def test_a_data_set_of_ones_own(make: MakeSpec, user_module, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("x[:, 0]", r"makes float32 of shape \(2, 8, 8\) of a batch of .*\(2, 1, 8, 8\)\n.*keeps"),
+        ("x[:, 0]", r"makes float32 of shape \(2, 8, 8\) of a batch of .*\(2, 1, 8, 8\)\n.*keep"),
         ("x.double()", r"makes float64 of shape"),
         ("(x, x)", r"makes a tuple of a batch"),
         ("1 // 0", r"fails on a batch of shape .*: ZeroDivisionError"),

@@ -75,7 +75,7 @@ def test_missing_folder_names_where_it_looked(tmp_path) -> None:
     with pytest.raises(DataError) as caught:
         describe(DataSpec(dataset="fashion-mnist", path="nowhere"), tmp_path)
     text = str(caught.value)
-    assert f"{tmp_path / 'nowhere'} (is not there)" in text
+    assert f"{tmp_path / 'nowhere'} (does not exist)" in text
     assert "'fashion-mnist'" in text
     assert "dataset-fashion-mnist" in text
 

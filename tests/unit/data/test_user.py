@@ -174,13 +174,13 @@ def test_samples_of_different_shapes(user_module, tmp_path, sample: str) -> None
     source = SQUARES.replace("torch.full((2, 3), float(index**2))", sample)
     batches = open_data(make(user_module, source, shuffle=False), tmp_path, seed=0).train_batches(0)
     next(batches)
-    with pytest.raises(DataError, match=r"equal size|samples of (float32|int64)\[B . \d\] where"):
+    with pytest.raises(DataError, match=r"equal size|samples of (float32|int64)\[B . \d\], but"):
         next(batches)
 
 
 def test_labels_beyond_the_classes(user_module, tmp_path) -> None:
     spec = make(user_module, SQUARES.replace("index % 2", "index"), shuffle=False)
-    with pytest.raises(DataError, match="label 3, but it tells of 2 classes"):
+    with pytest.raises(DataError, match="label 3, but it declares 2 classes"):
         next(open_data(spec, tmp_path, seed=0).train_batches(0))
 
 
@@ -197,7 +197,7 @@ def test_missing_class_and_broken_modules(user_module, tmp_path) -> None:
     with pytest.raises(SpecError, match=r"userdata_.*\.py has no class 'Cubes'"):
         describe(spec, tmp_path)
     user_module("import userdata_dependency", "userdata_lacking")
-    with pytest.raises(SpecError, match="imports 'userdata_dependency', which is not there"):
+    with pytest.raises(SpecError, match="imports 'userdata_dependency', which is missing"):
         describe(DataSpec(dataset="userdata_lacking:Data"), tmp_path)
     user_module("1 +", "userdata_syntax")
     with pytest.raises(SpecError, match="importing 'userdata_syntax' failed: SyntaxError"):

@@ -103,7 +103,7 @@ def test_host_python_settings_do_not_reach_the_image() -> None:
 
 
 def test_missing_program_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="setup-apptainer"):
+    with pytest.raises(UnavailableError, match="install Apptainer"):
         apptainer.find_apptainer({"DNI_APPTAINER": str(tmp_path / "none"), "PATH": ""})
 
 
@@ -129,7 +129,7 @@ def test_too_old_program_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("FATAL: while requesting capability set: operation not permitted", "as-user"),
+        ("FATAL: while requesting capability set: operation not permitted", "ordinary user"),
         ("write /tmp/x: no space left on device", "APPTAINER_TMPDIR"),
         ("could not use fakeroot: no mapping entry found in /etc/subuid", "add-subuids"),
         ("dial tcp: lookup registry: no such host", "localimage"),
@@ -175,5 +175,5 @@ def test_program_that_takes_too_long_is_ended() -> None:
 
 def test_program_that_prints_too_much_is_ended() -> None:
     code = "import sys\nwhile True: sys.stdout.write('x' * 4096)"
-    with pytest.raises(BuildError, match="testing gave more than 10000 bytes"):
+    with pytest.raises(BuildError, match="testing printed more than 10000 bytes"):
         apptainer.capture_bytes([sys.executable, "-c", code], what="testing", most_bytes=10_000)
