@@ -275,7 +275,7 @@ def test_a_run_without_a_whole_checkpoint_fails(
     """It does not begin from scratch without being told to."""
     write_cuts(record.run, 100)
     world.exits(2, middle=72)
-    with pytest.raises(DamagedError, match="checkpoint at 100 is damaged, and there is no older"):
+    with pytest.raises(DamagedError, match="checkpoint at 100 is damaged, and no older"):
         supervise().run()
     state = RunState.read(record.run)
     assert (state.phase, state.exit_code) == ("failed", 72)
