@@ -1,1 +1,1 @@
-"""From a checked chain to running workers: plan, backends, supervisor, and the state of runs."""
+"""Starting and supervising the workers of a chain: plan, backends, supervisor, state of runs."""

@@ -1,15 +1,15 @@
-"""Starts a command that is told when its parent is gone; run as a file, by path.
+"""Starts a command that gets a signal when its parent dies; run as a file, by path.
 
 ::
 
     python -I -S child.py exec  PARENT SIGNAL COMMAND [ARGUMENT…]
     python -I -S child.py watch PARENT SIGNAL COMMAND [ARGUMENT…]
 
-SIGNAL is what it gets when its parent dies; 0: nothing, it goes on.
+SIGNAL is sent when the parent dies; 0: the command continues.
 
-``exec`` becomes the command. ``watch`` stays beside it, passes signals on and ends as it does: for
-programs that lose a parent-death signal, as Apptainer's starter does when it changes its
-credentials (prctl(2), PR_SET_PDEATHSIG).
+``exec`` is replaced by the command. ``watch`` runs it as a child, forwards signals and exits with
+its status: for programs that lose a parent-death signal, as Apptainer's starter does when it
+changes its credentials (prctl(2), PR_SET_PDEATHSIG).
 
 A wrapper instead of ``preexec_fn``: code between fork and exec is unsafe in a parent with threads,
 and torch starts some. It imports the standard library only and starts in about 10 ms.
@@ -59,7 +59,7 @@ def become(command: list[str]) -> NoReturn:
 
 
 def watch(command: list[str]) -> NoReturn:
-    """Run the command, pass signals on, and end as it does."""
+    """Run the command, forward signals, and exit with its status."""
     awaited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""One network under several gradient interfaces, beside plain backpropagation."""
+"""Comparison of gradient interfaces on one network, with plain backpropagation as reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dni_runtime.spec import ChainSpec, Choice
 from dni_runtime.spec.load import parse_choice, suggestion
 
 TARGET_BELOW = 0.01
-"""Without a target of the user's, the time is taken to one point below the reference."""
+"""Distance of the default target below the reference: one point."""
 
 
 class Point(NamedTuple):
@@ -40,9 +40,9 @@ class Trial:
         method: The gradient interface's label, or ``backprop``.
         seed: The chain's seed.
         points: The evaluations.
-        samples_per_s: Training samples a second over the whole training, evaluations included.
+        samples_per_s: Training samples per second over the whole training, evaluations included.
         path: The run directory.
-        test: The metric on the test set, where evaluations are of a validation part; else None.
+        test: The metric on the test set, if evaluations use a validation part; else None.
     """
 
     method: str
@@ -60,11 +60,11 @@ class Row:
     Attributes:
         method: The gradient interface's label, or ``backprop``.
         mean: Mean of the last evaluations' metric.
-        low: The smallest of them.
-        high: The largest.
-        samples_per_s: Median.
-        reached: In how many trainings the target was reached.
-        trials: How many there were.
+        low: Smallest of them.
+        high: Largest of them.
+        samples_per_s: Median of the trainings' samples per second.
+        reached: Number of trainings that reached the target.
+        trials: Number of trainings.
         target_s: Median of the seconds to the target; None unless all reached it.
         test: Mean of the metric on the test set; None without one.
     """
@@ -81,14 +81,14 @@ class Row:
 
 
 def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str | Choice]:
-    """What to compare, by label.
+    """Return the interfaces to compare, by label.
 
     Args:
-        names: Names of gradient interfaces, each its own label.
-        labelled: ``LABEL=INTERFACE``, where the interface is written as in a chain file.
+        names: Names of gradient interfaces, used as labels.
+        labelled: ``LABEL=INTERFACE``, with the interface as in a chain file.
 
     Raises:
-        UsageError: An interface is unknown or not readable, or a label stands twice.
+        UsageError: An interface is unknown or malformed, or a label is used twice.
     """
     methods: dict[str, str | Choice] = {}
     for text in (*names, *labelled):
@@ -97,7 +97,7 @@ def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str
             choice = parse_choice(value) if value else Choice(name=label)
         except SpecError:
             raise UsageError(
-                f"{value!r} is not a gradient interface", hint="as in 'mlp={synthetic: {…: …}}'"
+                f"{value!r} is not a valid interface", hint="write 'mlp={synthetic: {…: …}}'"
             ) from None
         if choice.name not in INTERFACES and ":" not in choice.name:
             raise UsageError(
@@ -105,16 +105,16 @@ def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str
                 hint=suggestion(choice.name, list(INTERFACES)),
             )
         if label in methods or label == REFERENCE:
-            raise UsageError(f"there is another method {label!r}", hint="choose another label")
+            raise UsageError(f"duplicate method {label!r}", hint="choose another label")
         methods[label] = choice if value else label
     return methods
 
 
 def variant(prepared: Prepared, interface: str | Choice, seed: int) -> Prepared:
-    """The chain with one gradient interface at every cut, and a seed.
+    """Return the chain with one gradient interface at every cut, and a seed.
 
-    Where only its name is given, a module whose own interface is of that name keeps its options;
-    ``mixed`` and its parts, ``synthetic`` and ``local``, hand theirs to each other.
+    If only its name is given, a module whose own interface has that name keeps its options;
+    ``mixed`` and its parts, ``synthetic`` and ``local``, pass their options to each other.
 
     Raises:
         SpecError: The interface does not fit the chain.
@@ -145,11 +145,11 @@ def _choice(own: Choice | None, name: str) -> Choice:
 
 
 class Compared(NamedTuple):
-    """What is compared.
+    """The compared metric.
 
     Attributes:
-        name: A metric's, or ``loss``.
-        rises: Whether more is better.
+        name: Its name, or ``loss``.
+        rises: Whether larger is better.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Compared(NamedTuple):
 
 
 def metric_of(chain: ChainSpec) -> Compared:
-    """The chain's first metric, else its loss."""
+    """Return the chain's first metric, or its loss if it has none."""
     if not chain.metrics:
         return Compared("loss", False)
     metric = chain.metrics[0]
@@ -165,7 +165,7 @@ def metric_of(chain: ChainSpec) -> Compared:
 
 
 def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Trial:
-    """What a finished run has measured.
+    """Read the measurements of a finished run.
 
     Raises:
         DataError: It has no evaluation.
@@ -200,13 +200,13 @@ def _number(value: float | None) -> float:
 
 
 def default_target(trials: Sequence[Trial], metric: Compared) -> float | None:
-    """One point below the reference's mean; None for metrics that fall."""
+    """Return one point below the reference's mean; None for metrics that fall."""
     last = [trial.points[-1].value for trial in trials if trial.method == REFERENCE]
     return statistics.mean(last) - TARGET_BELOW if last and metric.rises else None
 
 
 def seconds_to(trial: Trial, metric: Compared, target: float) -> float | None:
-    """Seconds of training until an evaluation first reached the target."""
+    """Return the seconds of training until an evaluation reached the target, or None."""
     for point in trial.points:
         if point.value >= target if metric.rises else point.value <= target:
             return point.seconds
@@ -214,7 +214,7 @@ def seconds_to(trial: Trial, metric: Compared, target: float) -> float | None:
 
 
 def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -> list[Row]:
-    """One row per method, in the order of the trials."""
+    """Return one row per method, in the order of the trials."""
     rows = []
     for method in dict.fromkeys(trial.method for trial in trials):
         mine = [trial for trial in trials if trial.method == method]

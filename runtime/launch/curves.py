@@ -1,4 +1,4 @@
-"""A run's learning curves as a figure."""
+"""Figure of a run's learning curves."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ _REMOTE = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|smb|cifs|panfs|afs|9p|fuse\.s
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: What.
-        status: ``ok``, ``warning`` (works, but) or ``missing``.
-        detail: What was found.
-        need: Who needs it: every run, containers, builds of images, or only some chains.
-        hint: What to do, or None.
+        name: Name of the check.
+        status: ``ok``, ``warning`` (works with limits) or ``missing``.
+        detail: The finding.
+        need: Needed by every run, by containers, by image builds, or by some chains only.
+        hint: Advice, or None.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Check:
 
 
 def examine() -> Iterator[Check]:
-    """Look at this machine; each check comes as soon as it is done (torch takes seconds)."""
+    """Check this machine; yield each result as soon as it is known (torch takes seconds)."""
     steps: tuple[Callable[[], Iterator[Check]], ...] = (
         _python,
         _apptainer,
@@ -80,7 +80,7 @@ def _apptainer() -> Iterator[Check]:
         return
     if os.geteuid() == 0:
         yield Check(
-            "apptainer", "missing", f"{tool}, {tool.path}, but this is root", "containers",
+            "apptainer", "missing", f"{tool}, {tool.path}, but not as root", "containers",
             "run containers as an ordinary user",
         )  # fmt: skip
     else:
@@ -88,15 +88,15 @@ def _apptainer() -> Iterator[Check]:
 
 
 def _namespaces() -> Iterator[Check]:
-    """Try it: whether user namespaces work depends on four settings and the security module."""
+    """Try user namespaces: four settings and the security module decide whether they work."""
     name: str = "user namespaces"
     unshare = shutil.which("unshare")
     if unshare is None:
-        yield Check(name, "warning", "cannot be tried: no unshare program", "containers")
+        yield Check(name, "warning", "cannot be checked: no unshare program", "containers")
         return
     done = _ask([unshare, "--user", "--map-root-user", "true"])
     if done is not None:
-        yield Check(name, "ok", "they work for this user", "containers")
+        yield Check(name, "ok", "available to this user", "containers")
         return
     causes = [
         f"{setting} = {value}"
@@ -149,7 +149,7 @@ def _folders() -> Iterator[Check]:
         ("runs folder", Path(os.environ.get("DNICTL_RUNS") or ".")),
     ):
         if not folder.is_dir():
-            yield Check(name, "warning", f"{folder} is not there", hint="make it")
+            yield Check(name, "warning", f"{folder} does not exist", hint="create it")
             continue
         kind, options = mount_of(folder)
         free = shutil.disk_usage(folder).free
@@ -173,11 +173,11 @@ def _folders() -> Iterator[Check]:
 
 
 def mount_of(path: Path, mounts: str | None = None) -> tuple[str, frozenset[str]]:
-    """File system type and mount options of the file system that holds ``path``.
+    """Return type and mount options of the file system of ``path``.
 
     Args:
         path: A file or folder.
-        mounts: What proc(5) calls mountinfo (default: this process's).
+        mounts: Text of a mountinfo file (proc(5); default: this process's).
     """
     if mounts is None:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
@@ -195,8 +195,8 @@ def mount_of(path: Path, mounts: str | None = None) -> tuple[str, frozenset[str]
 def _build_tools() -> Iterator[Check]:
     for name, why in (
         ("mksquashfs", "packs the modules' layers; package squashfs-tools"),
-        ("unsquashfs", "reads the spec of an image that no lock names; package squashfs-tools"),
-        ("debootstrap", "makes Debian base images; package debootstrap"),
+        ("unsquashfs", "reads the spec of an image without a lock; package squashfs-tools"),
+        ("debootstrap", "builds Debian base images; package debootstrap"),
         ("newuidmap", "fakeroot builds; package uidmap"),
     ):
         path = _tool(name)
@@ -240,10 +240,10 @@ def _slurm() -> Iterator[Check]:
         return
     version = (_ask([path, "--version"]) or "").strip()
     if not version:
-        yield Check("slurm", "warning", f"{path} does not answer", hint="see 'sinfo --version'")
+        yield Check("slurm", "warning", f"{path} fails", hint="see 'sinfo --version'")
         return
     job = os.environ.get("SLURM_JOB_ID")
-    yield Check("slurm", "ok", f"{version}{f', inside of job {job}' if job else ''}")
+    yield Check("slurm", "ok", f"{version}{f', inside job {job}' if job else ''}")
 
 
 def _torch() -> Iterator[Check]:
@@ -268,7 +268,7 @@ def _torch() -> Iterator[Check]:
         yield Check("gpu", "ok", ", ".join(names))
     elif nvidia or amd:
         yield Check(
-            "gpu", "warning", f"{', '.join(nvidia) or '/dev/kfd'} is there, torch cannot use it",
+            "gpu", "warning", f"{', '.join(nvidia) or '/dev/kfd'} exists, but torch cannot use it",
             hint="install a torch build for it, or check the driver (nvidia-smi, rocminfo)",
         )  # fmt: skip
     else:
@@ -280,7 +280,7 @@ def _tool(name: str) -> str | None:
 
 
 def _ask(argv: list[str]) -> str | None:
-    """What a short program prints; None when it fails."""
+    """Return the output of a short program; None if it fails."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=True

@@ -1,4 +1,4 @@
-"""What a run's workers have measured, gathered from its directory: the figures of ``status``."""
+"""Measurements of a run's workers, read from its directory: the figures of ``status``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dni_runtime.rundir import RunDir, read_json
 from dni_runtime.worker.metrics_file import TRAIN
 
 EVALUATIONS = 1000
-"""Most evaluations that are shown; the others are in the tail's file of metrics."""
+"""Most evaluations shown; earlier ones are in the tail's metrics file."""
 
 _EVALUATION = b'"kind":"eval"'
 _NEWEST_BYTES, _SEARCHED_BYTES = 1 << 18, 1 << 26  # of months, as workers write them
@@ -25,50 +25,50 @@ _LINK_COUNTS = ("missed", "replayed", "resent", "duplicates", "gaps")
 
 @dataclass(frozen=True)
 class ModuleFigures:
-    """Figures of one module; None where not known or not applicable.
+    """Figures of one module; None if unknown or not applicable.
 
     "Lately" is the interval of the newest line of metrics (docs/metrics.md): about a second, or one
-    batch where that takes longer.
+    batch if that takes longer.
 
     Attributes:
         module: Its name.
         state: Its worker's phase.
-        attempt: Which start of the module this is.
-        restarts: How often it has been restarted in this attempt of the run.
+        attempt: Number of this start of the module.
+        restarts: Number of its restarts in this attempt of the run.
         pid: Its worker's process id.
         host: Its worker's host.
         epoch: The newest epoch it has seen.
         step: Training batches so far.
         samples: Training samples so far.
-        batches_per_s: Training batches a second, lately.
-        samples_per_s: Training samples a second, lately.
+        batches_per_s: Training batches per second, lately.
+        samples_per_s: Training samples per second, lately.
         loss: Mean training loss lately: the tail's, or an early head's.
-        head_loss: Of the early head, in the newest evaluation.
-        head_accuracy: The same.
-        head_train_accuracy: Of the early head on training batches, lately.
+        head_loss: Loss of the early head in the newest evaluation.
+        head_accuracy: Accuracy of the early head in the newest evaluation.
+        head_train_accuracy: Accuracy of the early head on training batches, lately.
         synthesizer_error: Error of the synthesizer, relative to the true gradient, lately.
         synthesizer_cosine: Cosine between predicted and true gradient, lately.
-        lag: Batches by which true gradients come late, on average, lately.
-        lag_max: The same of the latest one.
+        lag: Mean delay of true gradients in batches, lately.
+        lag_max: Largest delay of a true gradient in batches, lately.
         gradients_lost: Share of true gradients that came too late or never, lately.
-        window: Most batches that may be under way to the next module.
+        window: Most batches in flight to the next module.
         window_fill: Mean share of the window in use, lately.
-        in_flight: Batches that are under way to the next module, while it runs.
+        in_flight: Batches in flight to the next module, while it runs.
         waiting: Share of the time spent waiting, by reason, lately.
-        cpu: CPU time over time, lately.
+        cpu: CPU time per wall time, lately.
         memory_bytes: Resident memory.
-        memory_peak_bytes: The largest it has been.
+        memory_peak_bytes: Peak resident memory.
         refused: Messages refused, by reason.
-        missed: Batches that it did not send on, because the module downstream was gone.
-        replayed: Batches that it trained on again, because the module upstream was gone.
-        resent: Messages sent again to a module that had been restarted.
-        duplicates: Messages that had come before.
-        gaps: Ids that never came.
-        exit_code: How the worker ended.
-        signal: Name of the signal it died of.
+        missed: Batches not sent on, because the module downstream was gone.
+        replayed: Batches trained on again, because the module upstream was gone.
+        resent: Messages sent again to a restarted module.
+        duplicates: Messages received more than once.
+        gaps: Ids that never arrived.
+        exit_code: Exit code of the worker.
+        signal: Name of the signal that killed it.
         error: The worker's last error.
-        warning: What went wrong while it went on, such as a checkpoint that cannot be written.
-        diverged: What was not finite (NaN or infinite), at which batch, how often by then; or None.
+        warning: Problem that did not stop the worker, such as a checkpoint that cannot be written.
+        diverged: Non-finite value (NaN or infinite), its batch and count; or None.
         log: Its log file.
     """
 
@@ -121,24 +121,24 @@ class RunFigures:
         run: The run's name.
         path: Its directory.
         chain: The chain's name.
-        backend: What its workers are processes of.
-        state: Where the run stands.
-        attempt: Which start of the run this is.
-        created: Unix time.
+        backend: Backend of its workers.
+        state: Phase of the run.
+        attempt: Number of this start of the run.
+        created: Unix time of its creation.
         started: Unix time of this attempt's start, or None.
         ended: Unix time of the end, or None.
-        exit_code: How the run ended.
-        error: What went wrong, or None.
-        epoch: Epochs evaluated, or the tail's epoch where none was.
-        epochs: Epochs asked for.
-        step: Training batches that the tail has done.
+        exit_code: Exit code of the run.
+        error: Error message, or None.
+        epoch: Epochs evaluated, or the tail's epoch before the first evaluation.
+        epochs: Epochs requested.
+        step: Training batches completed by the tail.
         total_steps: Training batches of the whole run, if known.
-        accuracy: Of the last evaluation.
-        loss: Of the last evaluation.
+        accuracy: Accuracy of the last evaluation.
+        loss: Loss of the last evaluation.
         evaluations: The last evaluations (up to ``EVALUATIONS``): epoch, step, loss, metrics.
-        samples_per_s: Training samples a second at the tail, from the attempt's first to its last
-            measurement.
-        eta_s: Seconds left, by the pace of this attempt.
+        samples_per_s: Training samples per second at the tail, from the attempt's first to its
+            last measurement.
+        eta_s: Seconds left, at the pace of this attempt.
         modules: The modules, head first.
         job: Its Slurm job, or None.
         test: The evaluation of the test set, as in ``evaluations``; None before or without it.
@@ -170,20 +170,20 @@ class RunFigures:
 
 
 def newest_train(run: RunDir, module: str) -> dict[str, Any] | None:
-    """The newest line about a module's training; None where none is near its file's end."""
+    """Return the newest line about a module's training; None if none is near its file's end."""
     paths = (run.metrics(module), run.recent_metrics(module))
     found = [last_line(path, TRAIN, within=_NEWEST_BYTES) for path in paths]
     return max((line for line in found if line), key=lambda line: line["time"], default=None)
 
 
 class MetricsReader:
-    """Follows the figures of one run; :meth:`read` is cheap enough to be called every second.
+    """Reads the figures of one run; :meth:`read` is cheap enough to be called every second.
 
-    Files of metrics are read from their end: a run of months costs what one of minutes does.
+    Metrics files are read from their end: a run of months costs no more than one of minutes.
 
     Args:
         record: The run.
-        evaluations: How many of the last evaluations are wanted.
+        evaluations: Number of last evaluations to read.
     """
 
     def __init__(self, record: Record, *, evaluations: int = EVALUATIONS) -> None:
@@ -197,10 +197,10 @@ class MetricsReader:
         self._test: dict[str, Any] | None = None
 
     def read(self, state: RunState | None = None) -> RunFigures:
-        """The figures now.
+        """Return the current figures.
 
         Args:
-            state: The run's state, where the caller has it.
+            state: The run's state, if the caller has it.
         """
         record = self._record
         state = state or read_state(record.run)
@@ -238,7 +238,7 @@ class MetricsReader:
         )
 
     def _follow(self, name: str, state: RunState, *, is_tail: bool) -> None:
-        """Read a module's newest line; those of earlier attempts of the run are left out."""
+        """Read a module's newest line; ignore earlier attempts of the run."""
         since = state.attempt
         if is_tail:  # others report their early heads
             for line in self._news(name):
@@ -255,7 +255,7 @@ class MetricsReader:
             self._first = self._first_train(name, since) or newest
 
     def _news(self, tail: str) -> Iterator[dict[str, Any]]:
-        """The tail's new lines, but those about training; first the last few evaluations."""
+        """Return the tail's new lines except those about training; first the last evaluations."""
         if self._lines is None:
             path = self._record.run.metrics(tail)
             offset = offset_of_last(path, self._most, _EVALUATION, within=_SEARCHED_BYTES)
@@ -269,7 +269,7 @@ class MetricsReader:
         return next((line for line in lines if line.get("kind") == "train"), None)
 
     def _former_counts(self, name: str, since: int, attempt: int) -> dict[str, int]:
-        """Counters begin anew with each start of a module; the sums of the starts before this."""
+        """Return the sums of counters over earlier attempts: each attempt resets them."""
         kept = dict.fromkeys(_LINK_COUNTS, 0)
         path = self._record.run.metrics(name)
         while attempt > since:
@@ -283,7 +283,7 @@ class MetricsReader:
         return kept
 
     def _evaluated(self, line: dict[str, Any]) -> None:
-        # After a resume the chain goes over some ground again: what it says last counts.
+        # After a resume the chain repeats some batches: the last result counts.
         step = int(line.get("step", 0))
         for later in [key for key in self._evaluations if key > step]:
             del self._evaluations[later]
@@ -343,7 +343,7 @@ class MetricsReader:
         )
 
     def _pace(self, what: str) -> float | None:
-        """Growth of a counter of the tail per second, over this attempt."""
+        """Return the growth of a counter of the tail per second, over this attempt."""
         last = self._train.get(self._record.modules[-1])
         if self._first is None or last is None:
             return None
@@ -362,5 +362,5 @@ class MetricsReader:
 
 
 def _of_start(attempt: int, line: dict[str, Any]) -> bool:
-    """Whether a line is of this start of its module, or a later one."""
+    """Return whether a line is of this attempt of its module or a later one."""
     return int(line.get("attempt", 0)) >= attempt

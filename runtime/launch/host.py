@@ -1,4 +1,4 @@
-"""What this host must have before a run may start there: data, devices, Apptainer, images."""
+"""Checks that this host has what a run needs: data, devices, Apptainer, images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dni_runtime.launch.plan import Backend
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 
 Locator = Callable[..., str]
-"""Gives ``file:line: path`` of a location in the chain file."""
+"""Returns ``file:line: path`` of a location in the chain file."""
 
 # In front of the container's own libraries, where --nv puts the host's (apptainer, "GPU support").
 _LIBRARY_TARGET = "/.singularity.d/libs"
@@ -33,20 +33,20 @@ _VERBS_LIBRARIES = (
     "libnl-3.so.200",
     "libnl-route-3.so.200",
 )
-_MOST_HASHED = 8  # images at once: a shared file system serves others, too
+_MOST_HASHED = 8  # images at once, to spare a shared file system
 _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 
 
 @dataclass(frozen=True)
 class Site:
-    """What was found on this host for a run.
+    """Resources of this host for a run.
 
     Attributes:
-        backend: What its workers will be processes of.
+        backend: Backend of the workers.
         tool: The container program, for containers.
         images: Image of each module, for containers.
-        mounts: What the host adds to containers.
-        notice: What the user should know about the choice, or None.
+        mounts: Mounts that the host adds to containers.
+        notice: Message to the user about the choice of backend, or None.
     """
 
     backend: Backend
@@ -66,27 +66,26 @@ def check_host(
     locate: Locator,
     elsewhere: bool = False,
 ) -> Site:
-    """Find out whether a run can start here, and how.
+    """Check whether a run can start on this host, and choose its backend.
 
     Args:
         chain: The chain.
-        workers: What each worker serves.
-        wanted: The backend that the user asks for; ``auto`` takes Apptainer where it and the images
-            are there.
+        workers: The workers' specs.
+        wanted: The requested backend; ``auto`` takes Apptainer if it and the images are available.
         images: Folder of the module images.
         data: Folder or file of the data, or None.
-        locate: Says where in the chain file something stands.
-        elsewhere: The workers will be on other hosts, whose devices and addresses are not looked
-            at; files are on a file system that they share.
+        locate: Returns the location of a setting in the chain file.
+        elsewhere: Whether the workers run on other hosts: their devices and addresses are not
+            checked; all files are on a shared file system.
 
     Raises:
-        DataError: The data is not there.
-        ImageError: An image is of another spec.
+        DataError: The data does not exist.
+        ImageError: An image was built from another spec.
         UnavailableError: A device, port, interface, image or program is missing.
     """
     if data is not None and not data.exists():
         raise DataError(
-            f"{locate('data')}: {str(data)!r} is not there", hint="set data.path, or give --data"
+            f"{locate('data')}: {str(data)!r} does not exist", hint="set data.path, or use --data"
         )
     site = _choose(workers, wanted, images, chain.image.require_signed)
     if not elsewhere:
@@ -105,8 +104,8 @@ def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
     """Return the warning for a chain without encryption; None if nothing is exposed.
 
     Args:
-        links: The chain's.
-        interface: Of links between hosts, where the chain names none.
+        links: The chain's ``links``.
+        interface: Interface of links between hosts if the chain names none.
     """
     interface = links.interface or interface
     if links.security != "none" or links.transport == "ipc" or interface is None:
@@ -118,7 +117,7 @@ def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
 
 
 def _check_addresses(workers: Sequence[WorkerSpec], locate: Locator) -> None:
-    from dni_runtime.link.address import check_address  # zmq: only where links matter
+    from dni_runtime.link.address import check_address  # zmq: only if links matter
 
     for worker in workers:
         if worker.upstream is None:
@@ -135,7 +134,7 @@ def _chain_mounts(chain: ChainSpec, locate: Locator) -> Iterator[Mount]:
         source = Path(mount.source).expanduser().absolute()
         if not source.exists():
             raise UnavailableError(
-                f"{locate('mounts', index)}: {str(source)!r} is not there to be mounted",
+                f"{locate('mounts', index)}: {str(source)!r} does not exist and cannot be mounted",
                 hint="name a file or folder of this host",
             )
         yield Mount(str(source), mount.target or str(source), mount.read_only)
@@ -155,10 +154,10 @@ def _choose(
             ) from None
         return Site("process", notice=f"{error.message}: using the process backend")
     if wanted == "auto" and not any(_image(images, worker).exists() for worker in workers):
-        problem = f"no images in {str(images)!r} ('dnictl build' makes them)"
+        problem = f"no images in {str(images)!r} (build them with 'dnictl build')"
         return Site("process", notice=f"{problem}: using the process backend")
     if os.geteuid() == 0:
-        problem = "Apptainer is not run as root here: its containers would be root's"
+        problem = "dnictl does not run Apptainer as root: its containers would run as root"
         if wanted == "auto":
             return Site("process", notice=f"{problem}: using the process backend")
         raise UnavailableError(
@@ -177,17 +176,17 @@ def check_images(
     folder: Path,
     require_signed: bool | str = False,
 ) -> dict[str, Path]:
-    """The image of each module, of this very spec, and as it was built; none of them is run.
+    """Return the image of each module after checking spec, hash and signature; run none.
 
     Args:
         tool: The container program.
-        workers: What each worker serves.
-        folder: Where the images are, and their lock.
-        require_signed: Whether each image must have a good signature, or the public key for it.
+        workers: The workers' specs.
+        folder: Folder of the images and their lock.
+        require_signed: Whether each image needs a valid signature, or the public key for it.
 
     Raises:
         UnavailableError: An image is missing.
-        ImageError: An image is of another spec, is not what the lock says, or lacks a signature.
+        ImageError: An image has another spec, differs from the lock, or lacks a signature.
     """
     lock = read_lock(folder)
     key = Path(require_signed).expanduser() if isinstance(require_signed, str) else None
@@ -196,15 +195,15 @@ def check_images(
         image = _image(folder, worker)
         if not image.is_file():
             raise UnavailableError(
-                f"module {worker.module!r} has no image: {str(image)!r} is not there",
+                f"module {worker.module!r} has no image: {str(image)!r} does not exist",
                 hint="build the images with 'dnictl build', or use --backend process",
             )
         entry = None if lock is None else lock.modules.get(worker.module)
         if require_signed:
             if entry is None:
                 raise ImageError(
-                    f"{str(image)!r} is not in {str(folder / LOCK_NAME)!r}, and the chain says "
-                    "'image.require_signed'",
+                    f"{str(image)!r} is not in {str(folder / LOCK_NAME)!r}, which the chain's "
+                    "'image.require_signed' needs",
                     hint=f"copy {LOCK_NAME} together with the signed images, or build them with "
                     "'dnictl build --sign'",
                 )
@@ -213,36 +212,36 @@ def check_images(
         its_hash = entry.module_hash if entry is not None else _hash_inside(tool, image)
         if its_hash != worker.hash:
             raise ImageError(
-                f"{str(image)!r} is an image of another spec of module {worker.module!r} "
+                f"{str(image)!r} was built from another spec of module {worker.module!r} "
                 f"(image {its_hash[:12]}, chain {worker.hash[:12]})",
-                hint="build the images again with 'dnictl build'",
+                hint="rebuild the images with 'dnictl build'",
             )
         if entry is not None:
             verify_hash(image, entry)
         return image.absolute()
 
-    # hashing takes most of the time, and other threads can run meanwhile
+    # hashing takes most of the time and releases the GIL
     with ThreadPoolExecutor(min(_MOST_HASHED, len(os.sched_getaffinity(0)))) as pool:
         return {w.module: path for w, path in zip(workers, pool.map(check, workers), strict=True)}
 
 
 def _hash_inside(tool: Apptainer, image: Path) -> str:
-    """The hash of the spec that an image holds."""
+    """Return the hash of the spec inside an image."""
     try:
         return WorkerSpec.model_validate(inspect_image(tool, image).module).hash
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the document"
         raise ImageError(
-            f"/{MODULE_JSON} in {str(image)!r} is not a module's spec: {where}: {first['msg']}",
-            hint="it was built by another version: build the images again with 'dnictl build'",
+            f"/{MODULE_JSON} in {str(image)!r} is not a valid module spec: {where}: {first['msg']}",
+            hint="it was built by another version: rebuild the images with 'dnictl build'",
         ) from None
 
 
 def check_devices(
     chain: ChainSpec, workers: Sequence[WorkerSpec], backend: Backend, locate: Locator
 ) -> None:
-    """Refuse a chain that asks for a GPU that is not there; never a silent fall-back to the CPU.
+    """Refuse a chain that requests a missing GPU, instead of silently using the CPU.
 
     Raises:
         UnavailableError: Names the module, its setting and what is missing.
@@ -257,15 +256,15 @@ def check_devices(
             own = chain.modules[worker.index].device is not None
             where = ("modules", worker.index) if own else ("defaults",)
             raise UnavailableError(
-                f"{locate(*where, 'device')}: module {worker.module!r} asks for "
+                f"{locate(*where, 'device')}: module {worker.module!r} requests "
                 f"device {worker.device!r}, but {problem}",
-                hint="run it on a host with that GPU, or set 'device: cpu' (or 'auto': a GPU where "
+                hint="run it on a host with that GPU, or set 'device: cpu' (or 'auto': a GPU if "
                 "there is one)",
             )
 
 
 def _devices_for_torch(kind: str, index: int) -> str | None:
-    """What keeps this Python's torch from a GPU, or None."""
+    """Return why this Python's torch cannot use a GPU, or None."""
     import torch
 
     build = torch.version.hip if kind == "rocm" else torch.version.cuda
@@ -278,7 +277,7 @@ def _devices_for_torch(kind: str, index: int) -> str | None:
 
 
 def _devices_for_containers(kind: str, index: int, dev: Path = Path("/dev")) -> str | None:
-    """What this host lacks for a GPU in a container, or None; the image brings its own torch."""
+    """Return what is missing for a GPU in a container, or None; the image has its own torch."""
     if kind == "rocm":
         return None if (dev / "kfd").exists() else "this host has no AMD GPU (no /dev/kfd)"
     if (dev / "dxg").exists():  # Windows Subsystem for Linux
@@ -292,14 +291,14 @@ def _devices_for_containers(kind: str, index: int, dev: Path = Path("/dev")) -> 
 def infiniband_mounts(
     wanted: Literal["auto", "required", "off"], root: Path = Path("/")
 ) -> tuple[Mount, ...]:
-    """The host's InfiniBand devices, providers and libraries, for containers.
+    """Return mounts of the host's InfiniBand devices, providers and libraries.
 
     Args:
-        wanted: ``auto`` takes what is there.
+        wanted: ``auto`` mounts what exists.
         root: The host's root folder.
 
     Raises:
-        UnavailableError: It is required, and there is none.
+        UnavailableError: InfiniBand is required but missing.
     """
     if wanted == "off":
         return ()
@@ -307,7 +306,7 @@ def infiniband_mounts(
     if not devices.is_dir():
         if wanted == "required":
             raise UnavailableError(
-                "the chain says 'infiniband: required', and this host has no /dev/infiniband",
+                "the chain sets 'infiniband: required', but this host has no /dev/infiniband",
                 hint="run it on a host with InfiniBand, or set 'infiniband: auto'",
             )
         return ()

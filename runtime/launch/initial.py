@@ -1,4 +1,4 @@
-"""Initial weights from a file or another run, by the names that the original model has."""
+"""Initial weights from a file or another run, by the original model's parameter names."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
 
 _LAYERS = "layers."
-"""Where a module's own tensors lie in its checkpoint."""
+"""Prefix of a module's own tensors in its checkpoint."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file of safetensors.
+    """A tensor in a safetensors file.
 
     Attributes:
         file: The file.
         key: Its name there.
-        shape: Its sizes.
+        shape: Its shape.
     """
 
     file: Path
@@ -36,16 +36,16 @@ class Stored:
 
 
 Found = dict[str, dict[str, Stored]]
-"""For each module that begins with given weights: where each of its tensors lies."""
+"""Locations of given initial weights, by module and tensor name."""
 
 
 def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) -> Found:
-    """Look for the initial weights that a chain asks for; reads headers only.
+    """Find the initial weights that a chain requests; reads headers only.
 
     Args:
         chain: The chain as written.
-        workers: What each worker serves.
-        base: Folder of ``chain.yaml``, where relative paths start.
+        workers: The workers' specs.
+        base: Folder of ``chain.yaml``, the base of relative paths.
 
     Raises:
         SpecError: A file is missing or unreadable, lacks a tensor, or has one of another shape.
@@ -65,10 +65,10 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
 
 
 def write_initial(run: RunDir, found: Found) -> None:
-    """Copy the initial weights into a run directory, a file for each module.
+    """Copy the initial weights into a run directory, one file per module.
 
     Raises:
-        DataError: A file has gone, such as an old checkpoint of a run that goes on.
+        DataError: A file is gone, such as an old checkpoint of a run that is still active.
     """
     for module, tensors in found.items():
         loaded = {}
@@ -79,19 +79,19 @@ def write_initial(run: RunDir, found: Found) -> None:
             except (OSError, SafetensorError) as error:
                 raise DataError(
                     f"initial weights {str(one.file)!r} cannot be read any more: {error}",
-                    hint="try again; of a run that goes on, export the weights to a file first",
+                    hint="try again; if its run is active, export the weights to a file first",
                 ) from None
         write_atomic(run.initial(module), save(loaded))
 
 
 def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored]]:
-    """The tensors of a file, or of the newest checkpoint of a run, by their names."""
+    """Yield the tensors of a file, or of a run's newest checkpoint, with their names."""
     if path.is_dir():
         run = RunDir(path)
         modules = (read_json(run.record) or {}).get("modules")
         cuts = complete_cuts(run, modules) if modules else []
         if not modules or not cuts:
-            what = "has no complete checkpoint" if modules else "is no run directory"
+            what = "has no complete checkpoint" if modules else "is not a run directory"
             raise SpecError(f"{str(path)!r} {what}", location=at)
         for module in modules:
             file = run.checkpoint(cuts[-1], module).with_suffix(".safetensors")
@@ -112,18 +112,18 @@ def _header(file: Path, at: tuple[str | int, ...]) -> list[tuple[str, tuple[int,
         raise SpecError(
             f"{str(file)!r} cannot be read: {error}",
             location=at,
-            hint="name a .safetensors file, or the directory of a run",
+            hint="use a .safetensors file or a run directory",
         ) from None
 
 
 def _matched(
     worker: WorkerSpec, init: InitSpec, stored: Mapping[str, Stored], at: tuple[str | int, ...]
 ) -> dict[str, Stored]:
-    """Where each of a module's tensors lies."""
+    """Return the location of each of a module's tensors."""
     names = init.names or {"": worker.module}
     found: dict[str, Stored] = {}
     needed = tensors_of(worker)
-    for prefix in init.names if at[0] == "modules" else ():  # defaults name those of all modules
+    for prefix in init.names if at[0] == "modules" else ():  # defaults map names of all modules
         if not any(_under(name, prefix) for name in needed):
             raise SpecError(
                 f"module {worker.module!r} has no parameters {prefix!r}",
@@ -146,8 +146,8 @@ def _matched(
             )
         if one.shape != shape:
             raise SpecError(
-                f"{theirs!r} in {init.file!r} has the shape {list(one.shape)}, but {own!r} of "
-                f"module {worker.module!r} {list(shape)}",
+                f"{theirs!r} in {init.file!r} has shape {list(one.shape)}, but {own!r} of "
+                f"module {worker.module!r} has {list(shape)}",
                 location=at,
             )
         found[own] = one
@@ -159,7 +159,7 @@ def _matched(
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str | None:
-    """A parameter's name in the file, by the longest prefix that is mapped; None: by none."""
+    """Return a parameter's name in the file, by the longest mapped prefix; None without one."""
     for prefix in sorted(names, key=len, reverse=True):
         if _under(name, prefix):
             rest = name.removeprefix(prefix).removeprefix(".")

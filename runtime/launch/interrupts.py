@@ -1,4 +1,4 @@
-"""The signals that ask a supervisor to stop."""
+"""The signals that stop a supervisor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def catching_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Have ``note`` called with the number of each signal; only a main thread can catch any."""
+    """Call ``note`` with the number of each signal; only the main thread can catch signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -21,7 +21,7 @@ def catching_signals(note: Callable[[int], None]) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         note(number)
 
-    # What the caller ignores stays ignored (nohup, background jobs of a shell script).
+    # Signals that the caller ignores stay ignored (nohup, background jobs of a shell script).
     caught = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
     previous = {one: signal.signal(one, handle) for one in caught}
     try:

@@ -1,4 +1,4 @@
-"""What a supervisor writes down of its run: the state and the events."""
+"""A supervisor's records of its run: the state and the events."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from dni_runtime.rundir import RunDir, append_line, peek_json, write_json
 _log = logging.getLogger(__name__)
 
 LOG_BYTES = 64 << 20
-"""A worker's log is emptied when it is longer; what it held is in ``LOG.1``."""
+"""Size at which a worker's log is copied to ``LOG.1`` and emptied."""
 
 
 class Journal:
-    """The state and the events of a run, on a disk that may be full.
+    """Writes the state and the events of a run; tolerates a full disk.
 
     Args:
         run: The run directory.
-        state: What :meth:`write` writes.
-        clock: Seconds that only go forward.
-        lease: The right to write; None if no other process can exist.
+        state: The state, written by :meth:`write`.
+        clock: Monotonic time in seconds.
+        lease: The ownership of the run; None if no other supervisor can exist.
 
     Attributes:
-        failing: Whether the state could not be written when that was tried last.
+        failing: Whether the last write of the state failed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Journal:
         self.failing = False
 
     def check(self) -> None:
-        """Make sure that the run still belongs to this supervisor; else nothing is written again.
+        """Check that the run still belongs to this supervisor; if not, never write again.
 
         Raises:
             LeaseError: It does not. Raised once.
@@ -75,8 +75,8 @@ class Journal:
             append_line(self._run.events, {"time": time.time(), "event": event, **details})
 
     def damaged(self, problem: str) -> None:
-        """Tell that a checkpoint is damaged, so that an older one is taken."""
-        _log.warning("%s; an older checkpoint is taken", problem)
+        """Record that a checkpoint is damaged and an older one is used."""
+        _log.warning("%s; an older checkpoint is used", problem)
         self.event("checkpoint_damaged", reason=problem)
 
     def write(self) -> None:
@@ -100,7 +100,7 @@ class Journal:
                 write_json(path, document)
 
     def heartbeat(self) -> None:
-        """Write the state when that has not been done for a while."""
+        """Write the state if the last write is ``HEARTBEAT_S`` ago."""
         if self._clock() - self._written_at >= HEARTBEAT_S:
             self.write()
 
@@ -115,7 +115,7 @@ class Journal:
 
 
 def bound_log(path: Path) -> None:
-    """Keep a worker's log from growing without end: its process appends to it and need not know."""
+    """Limit the size of a worker's log, to which its process continues to append."""
     with contextlib.suppress(OSError):
         if path.stat().st_size >= LOG_BYTES:
             shutil.copy2(path, path.with_name(f"{path.name}.1"))
@@ -123,7 +123,7 @@ def bound_log(path: Path) -> None:
 
 
 def how_it_ended(name: str, module: ModuleState, error: str | None = None) -> str:
-    """One clause on the end of a worker; its own where it has diverged."""
+    """Return a clause on the end of a worker; its own error if it has diverged."""
     if module.exit_code == DivergedError.exit_code and error:
         return error.partition("\n")[0]
     if module.signal is not None:
@@ -137,7 +137,7 @@ def how_it_ended(name: str, module: ModuleState, error: str | None = None) -> st
 
 
 def failure(run: RunDir, state: RunState) -> DniError | None:
-    """The error that a run ended with; None if it did not fail."""
+    """Return the error that a run ended with; None if it did not fail."""
     name = state.failed
     if state.phase == "lost":
         return WorkerError(

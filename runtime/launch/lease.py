@@ -1,13 +1,13 @@
 """The owner of a run: one supervisor at a time, on any host, also over NFS.
 
-``owner.json`` names the owner. It is made by link(2), which is atomic on NFS as well (open(2),
-O_EXCL), and never written again: the owner shows that it lives by a counter in a file of its own.
-To take over from an owner that is gone, a process first makes the file ``leases/TOKEN.taken`` in
-the same way: of several that try, one succeeds, and an owner that was only slow finds the file.
-These files stay, so that no process can take over from the same owner twice, however late.
+``owner.json`` names the owner. It is created by link(2), which is atomic on NFS as well (open(2),
+O_EXCL). The owner shows that it lives by a counter in a separate file. To take over from an owner
+that is gone, a process first creates the file ``leases/TOKEN.taken`` in the same way: of several
+processes one succeeds, and an owner that was only slow finds the file. These files stay, so that
+no process can take over from the same owner twice.
 
-Hosts' clocks are never compared: an owner on another host is gone when its counter has not moved
-for ``SILENCE_S`` while it was watched.
+Hosts' clocks are never compared: an owner on another host counts as gone if its counter has not
+changed during ``SILENCE_S`` of watching.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from dni_runtime.launch.state import process_birth
 from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
 
 SILENCE_S = 60.0
-"""More than an owner's counter may stand still: its heartbeat, and a late file system's memory."""
+"""Longer than a living owner's counter stands still: its heartbeat plus file system caches."""
 
 TOKEN_VARIABLE = "DNI_LEASE"
-"""Environment variable by which a process hands the lease to the supervisor that it starts."""
+"""Environment variable that hands the lease to a supervisor in the background."""
 
 _LOOK_S = 1.0
 
 
 class LeaseError(WorkerError):
-    """Another supervisor has taken the run over."""
+    """Another supervisor has taken over the run."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """What ``owner.json`` says.
+    """The content of ``owner.json``.
 
     Attributes:
-        token: A random word of this lease.
-        host: Its host.
-        boot: That host's start (proc(5), boot_id).
-        pid: Its process.
-        born: When that process started (proc(5), starttime).
-        job: The Slurm job that it is part of, or None.
-        restarts: How often that job had been restarted.
+        token: Random id of the lease.
+        host: Host of the owner.
+        boot: Boot id of that host (proc(5), boot_id).
+        pid: Process id of the owner; 0 if the run has been released.
+        born: Start time of that process (proc(5), starttime).
+        job: Its Slurm job, or None.
+        restarts: Number of restarts of that job.
     """
 
     token: str
@@ -63,14 +63,14 @@ class Owner:
 
     @classmethod
     def me(cls, job: str | None = None) -> Self:
-        """This process."""
+        """Return this process as an owner."""
         token, host, pid = secrets.token_hex(8), socket.gethostname(), os.getpid()
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         return cls(token, host, _boot(), pid, process_birth(pid), job, restarts)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The owner that a file names; None where it is missing, or names none."""
+        """Return the owner named in a file; None if it is missing or names none."""
         document = peek_json(path)
         known = {one.name for one in fields(cls)}
         try:
@@ -79,14 +79,14 @@ class Owner:
             return None
 
     def lives(self, me: Owner) -> bool | None:
-        """Whether the process is there; None where that cannot be seen from here."""
-        if not self.pid:  # given back
+        """Return whether the process exists; None if that cannot be seen from this host."""
+        if not self.pid:  # released
             return False
         if self.host == me.host:
             same = self.boot == me.boot
             return same and self.born is not None and process_birth(self.pid) == self.born
         if self.job is not None and self.job == me.job and self.restarts != me.restarts:
-            return False  # Slurm ends a job before it starts it again
+            return False  # Slurm ends a job before it restarts it
         return None
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Lease:
     """The right to start workers of a run and to write its state.
 
     Attributes:
-        owner: Who has it.
+        owner: The process that holds it.
     """
 
     def __init__(self, run: RunDir, owner: Owner) -> None:
@@ -116,17 +116,17 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> Self:
-        """Become the owner of a run, by taking over from one that is gone where there is one.
+        """Become the owner of a run; take over from an owner that is gone.
 
         Args:
             run: The run.
-            job: The Slurm job that this process is part of.
-            told: Gets a line where it takes long.
-            clock: Seconds that only go forward.
-            sleep: Waits for so many seconds.
+            job: The Slurm job of this process.
+            told: Called with a line of text if this takes long.
+            clock: Monotonic time in seconds.
+            sleep: Sleeps for the given seconds.
 
         Raises:
-            UsageError: A living process owns it. Nothing of the run has been touched.
+            UsageError: A living process owns it. The run has not been changed.
         """
         me = Owner.me(job)
         handed = os.environ.pop(TOKEN_VARIABLE, None)
@@ -136,7 +136,7 @@ class Lease:
             if current.token != handed and cls._gone(run, current, me, told, clock, sleep) is False:
                 raise UsageError(
                     f"the run {run.root.name!r} belongs to {current}",
-                    hint=f"look at it with 'dnictl status {run.root.name}', or stop it",
+                    hint=f"check it with 'dnictl status {run.root.name}', or stop it",
                 )
             if _create(run.taken(current.token), me):
                 write_json(run.owner, asdict(me))
@@ -152,11 +152,11 @@ class Lease:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> bool:
-        """Whether an owner is gone: at once where that can be seen, else when it stays silent."""
+        """Return whether an owner is gone; watch its counter if its process cannot be seen."""
         lives = owner.lives(me)
         if lives is not None:
             return not lives
-        told(f"{run.root.name}: it belongs to {owner}; looking for {SILENCE_S:.0f} s if that lives")
+        told(f"{run.root.name} belongs to {owner}; checking for {SILENCE_S:.0f} s if that is alive")
         began, first = clock(), peek_json(run.beats(owner.token))
         while clock() - began < SILENCE_S:
             sleep(_LOOK_S)
@@ -169,21 +169,21 @@ class Lease:
         """Whether another process has taken the run over."""
         try:
             return self._run.taken(self.owner.token).exists()
-        except OSError:  # a file system that is away
+        except OSError:  # the file system is unavailable
             return False
 
     def check(self) -> None:
-        """Make sure that this is still the owner.
+        """Check that this process still owns the run.
 
         Raises:
-            LeaseError: It is not.
+            LeaseError: It does not.
         """
         if self.lost:
             owner = _current(self._run)
             raise LeaseError(f"the run {self._run.root.name!r} has been taken over by {owner}")
 
     def beat(self) -> None:
-        """Show that the owner lives.
+        """Increase the owner's counter.
 
         Raises:
             OSError: The run directory cannot be written.
@@ -192,7 +192,7 @@ class Lease:
         write_json(self._run.beats(self.owner.token), {"beats": self._beats}, durable=False)
 
     def hand_over(self) -> dict[str, str]:
-        """Environment variables of the process that takes the lease over from this one."""
+        """Return environment variables for the process that takes over the lease."""
         return {TOKEN_VARIABLE: self.owner.token}
 
     def release(self) -> None:
@@ -205,7 +205,7 @@ class Lease:
 
 
 def _current(run: RunDir) -> Owner:
-    """The newest owner.
+    """Return the newest owner.
 
     Raises:
         DataError: The file that names it is damaged.
@@ -216,7 +216,7 @@ def _current(run: RunDir) -> Owner:
         if owner is None:
             raise DataError(
                 f"{str(path)!r} does not name the owner of the run",
-                hint="make sure that nothing of the run is alive, then remove it",
+                hint="make sure that no process of the run is alive, then remove the file",
             )
         path = run.taken(owner.token)
         if not path.exists():
@@ -224,15 +224,15 @@ def _current(run: RunDir) -> Owner:
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Make a file, whole and at once; False where it is there already."""
+    """Create a file with its content atomically; return False if it exists."""
     mine = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
     write_json(mine, asdict(owner))
     try:
         os.link(mine, path)
     except FileExistsError:
-        # the answer to a link that was made may be lost, and NFS asks again: count the names
+        # if NFS lost the answer, it repeats the call, which then fails: count the links
         return mine.stat().st_nlink == 2
-    except PermissionError:  # a file system without links: made and written in two steps
+    except PermissionError:  # a file system without links: create and write in two steps
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:

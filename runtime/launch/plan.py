@@ -1,4 +1,4 @@
-"""The launch plan: what will be started, as data (pure; nothing here touches the machine).
+"""The launch plan: the commands to start, as data (pure; nothing here touches the machine).
 
 The same plan is printed by ``--dry-run``, kept in the run directory and executed by a starter.
 """
@@ -21,13 +21,13 @@ from dni_runtime.worker.version import STARTED_WITH, this_version
 
 Backend = Literal["process", "apptainer"]
 
-# Where things of the host appear inside the containers.
+# Mount points inside the containers.
 RUN_TARGET = "/dni/run"
 DATA_TARGET = PurePosixPath("/dni/data")
 SOCKETS_TARGET = "/dni/ipc"
 
 AUTO = "auto"
-"""``resume`` of a plan whose supervisor is to choose the newest complete cut, for all workers."""
+"""``resume`` of a plan whose supervisor chooses the newest complete cut for all workers."""
 
 # Libraries for matrix products read one of these when they are loaded.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -39,14 +39,14 @@ class WorkerPlan:
 
     Attributes:
         module: The module that it serves.
-        attempt: Which start of the module this is, from 1.
+        attempt: Number of this start of the module, from 1.
         argv: The command.
-        environment: Variables set on top of the starting process's environment.
+        environment: Variables that extend the starting process's environment.
         mounts: Folders of the host inside its container.
         image: Path of its image, or None without a container.
-        log: File that gets what it prints.
-        node: The node of the cluster that it runs on, or None for this host.
-        need: What it was given there.
+        log: File for its output.
+        node: Its cluster node, or None for this host.
+        need: Its resources there.
     """
 
     module: str
@@ -60,12 +60,12 @@ class WorkerPlan:
     need: Need | None = None
 
     def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
-        """The same worker's next start.
+        """Return the plan of the worker's next start.
 
         Args:
-            attempt: Which start of the module it is.
-            resume: Where it begins, with the whole chain (``worker/resume.py``); None: its
-                neighbours go on, and so does it where it was, if it has begun.
+            attempt: Number of that start of the module.
+            resume: Where the whole chain starts (``worker/resume.py``); None: only this worker
+                restarts, at its own newest state if it has joined the stream.
         """
         argv = list(self.argv)
         changed = {"--attempt": str(attempt)}
@@ -78,7 +78,7 @@ class WorkerPlan:
 
     @property
     def resume(self) -> str:
-        """Where it begins."""
+        """Where it starts: ``auto``, ``none`` or the stream position of a checkpoint."""
         return self.argv[self.argv.index("--resume") + 1]
 
 
@@ -88,12 +88,12 @@ class LaunchPlan:
 
     Attributes:
         run: The run directory.
-        backend: What the workers are processes of.
+        backend: Backend of the workers.
         sockets: Folder of the run's ipc sockets.
-        stop_grace_s: Seconds that workers told to stop have.
+        stop_grace_s: Seconds that workers have to stop.
         workers: One per module, head first.
         keys: Whether the workers need keys, for links that may be encrypted.
-        restart: When a worker that has died is restarted.
+        restart: Rules for restarts of dead workers.
     """
 
     run: str
@@ -106,16 +106,16 @@ class LaunchPlan:
 
     @property
     def resume(self) -> str:
-        """Where the workers begin; they all begin at the same cut."""
+        """Where the workers start, all at the same cut."""
         return self.workers[0].resume
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON document."""
+        """Return the plan as a JSON document."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """The plan that :meth:`to_json` gave.
+        """Return the plan in a document of :meth:`to_json`.
 
         Raises:
             DataError: The document is not a plan.
@@ -140,28 +140,27 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """What a plan needs to know beside the chain.
+    """Settings of a plan besides the chain.
 
     Attributes:
         run: The run directory, as an absolute path.
-        backend: What the workers shall be processes of.
+        backend: Backend of the workers.
         sockets: Folder for the run's ipc sockets.
-        data: Folder or file of the head's data; None where there is none.
+        data: Folder or file of the head's data, or None.
         tool: The container program, for containers.
         images: Image of each module, for containers.
         data_folder: The folder of ``data`` to mount into containers, when ``data`` is a file.
-        mounts: What else the containers see of the host.
-        attempt: Which start of the run this is, from 1.
+        mounts: Further mounts of the containers.
+        attempt: Number of this start of the run, from 1.
         resume: ``auto``, ``none`` or the stream position of a checkpoint.
         python: The interpreter, for processes.
         python_path: The caller's ``PYTHONPATH``, for processes.
-        log_level: How much the workers write to their logs.
-        links: For modules whose link from upstream is not as the chain says: its transport and
-            interface.
+        log_level: Log level of the workers.
+        links: Transport and interface of upstream links, by module, if they differ from the chain.
         container_args: Further arguments of the container program.
-        scratch: Folder for temporary files on the worker's node, or an empty text.
+        scratch: Folder for temporary files on the worker's node, or an empty string.
         supervised: Whether a supervisor prepares the run. Otherwise containers see the whole run
-            directory, where the workers have to make what they need.
+            directory, and the workers create the files that they need.
     """
 
     run: Path
@@ -190,11 +189,11 @@ def make_plan(
 
     Args:
         chain: The chain.
-        workers: What each worker serves, head first.
-        settings: Where and how.
+        workers: The workers' specs, head first.
+        settings: All other settings.
 
     Returns:
-        The plan; the same arguments always give the same plan.
+        The plan; it depends on the arguments alone.
     """
     transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
@@ -224,7 +223,7 @@ def _as_process(worker: WorkerSpec, settings: LaunchSettings) -> WorkerPlan:
     return WorkerPlan(
         module=worker.module,
         attempt=settings.attempt,
-        # -P: the folder that the user happens to be in is no place to import torch from.
+        # -P: do not import torch from the current folder.
         argv=(
             *(settings.python, "-P", "-m", "dni_runtime.worker"),
             *_arguments(worker, settings, str(settings.run), str(settings.sockets)),
@@ -241,7 +240,7 @@ def _as_process(worker: WorkerSpec, settings: LaunchSettings) -> WorkerPlan:
 
 
 def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
-    """What a worker needs of its run: neither others' secret keys nor what a start goes by."""
+    """Return mounts of what a worker needs: no foreign secret keys, no files that a start reads."""
     read = [run.record, run.spec(worker.module)]
     if worker.initial:
         read.append(run.initial(worker.module))
@@ -288,8 +287,8 @@ def _in_container(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> W
                 image,
                 arguments,
                 mounts=mounts,
-                # Where there is no GPU these only warn, which is right for 'auto'; the worker
-                # itself refuses to go on without a GPU that it was told to use.
+                # Without a GPU these only warn, which is right for 'auto'; if a GPU is
+                # requested, the worker itself refuses to run without it.
                 nv=kind in ("cuda", "auto"),
                 rocm=kind == "rocm",
                 extra=settings.container_args,

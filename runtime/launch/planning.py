@@ -1,4 +1,4 @@
-"""From a chain, or a run that exists, to the plan of its workers on this host."""
+"""Plans of the workers of a chain, or of an existing run, on this host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dni_runtime.spec import ChainSpec, WorkerSpec
 
 
 def site_again(record: Record, *, elsewhere: bool = False) -> Site:
-    """What there is for a run that was made before, with its backend and its images.
+    """Check this host for an existing run, with its backend and its images.
 
     Args:
         record: The run.
@@ -55,12 +55,12 @@ def plan_here(
     Args:
         root: The run directory.
         chain: The chain.
-        workers: What each worker serves.
-        site: What the host offers.
+        workers: The workers' specs.
+        site: Resources of this host.
         data: Folder or file of the data.
-        attempt: Which start of the run this is.
+        attempt: Number of this start of the run.
         resume: ``auto``, ``none`` or the stream position of a checkpoint.
-        log_level: How much the workers write to their logs.
+        log_level: Log level of the workers.
         supervised: Whether a supervisor will start the workers.
     """
     settings = settings_here(
@@ -78,7 +78,7 @@ def settings_here(
     resume: str = "auto",
     log_level: str = "info",
 ) -> LaunchSettings:
-    """Where and how workers start on this host; see :func:`plan_here`."""
+    """Return the settings of workers on this host; see :func:`plan_here`."""
     root = root.absolute()
     return LaunchSettings(
         run=root,

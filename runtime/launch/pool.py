@@ -1,4 +1,4 @@
-"""The workers of one run as a supervisor handles them; what their ends mean is decided there."""
+"""The worker processes of one run; what their exits mean is decided by the supervisor."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ from dni_runtime.rundir import RunDir, peek_json
 
 TICK_S = 0.2
 LEAVE_S = 15.0
-"""Beyond a worker's own deadline for its checkpoint: python, torch and a container have to go
-down."""
+"""Seconds after a worker's deadline for its checkpoint: Python, torch and a container must exit."""
 
 LOGS = 20
-"""Logs of a module's newest starts are kept, and its first one."""
+"""Number of newest logs kept per module, besides its first one."""
 
 _REMIND_S = 5.0
-"""Between two tries to send a signal."""
+"""Seconds between two attempts to send a signal."""
 
 
 class WorkerPool:
-    """Starts the workers of a plan, tells them things, ends them, and starts them again.
+    """Starts, signals, kills and restarts the workers of a plan.
 
     Args:
         run: The run directory.
-        plan: What to start.
-        starter: How to start it.
-        journal: Where that is written down.
-        clock: Seconds that only go forward.
-        sleep: Waits for so many seconds.
+        plan: The workers to start.
+        starter: Starts them.
+        journal: The run's state and events.
+        clock: Monotonic time in seconds.
+        sleep: Sleeps for the given seconds.
 
     Attributes:
-        processes: The workers that run, by module.
-        due: When those that are away will be restarted, by module.
-        killed: Those that were killed from here.
-        hurried: Those that were told to leave at once.
-        workers: How each module is started next.
+        processes: The running workers, by module.
+        due: Times of the scheduled restarts, by module.
+        killed: Modules whose workers the pool has killed.
+        hurried: Modules whose workers were told to exit at once.
+        workers: Plan of each module's next start.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class WorkerPool:
         self._remind_at = 0.0
 
     def __bool__(self) -> bool:
-        """Whether any worker runs, or will be restarted."""
+        """Whether any worker runs or will be restarted."""
         return bool(self.processes or self.due)
 
     def start(self, name: str) -> None:
@@ -91,14 +90,14 @@ class WorkerPool:
         module.state, module.pid = "starting", process.pid
         module.born = process_birth(process.pid)
         self._journal.event("worker_started", module=name, attempt=worker.attempt, pid=process.pid)
-        self._journal.write()  # for the supervisor that follows a killed one
+        self._journal.write()  # for a supervisor that takes over
 
     def start_all(self) -> None:
         """Start all workers; by default at the newest complete cut.
 
         Raises:
             DamagedError: All checkpoints are damaged.
-            DniError: One cannot be started.
+            DniError: A worker cannot be started.
         """
         if self._plan.resume == AUTO:
             cut = self._newest_cut(None)
@@ -123,7 +122,7 @@ class WorkerPool:
         self._journal.write()
 
     def _ended(self, name: str) -> int:
-        """Return how an adopted worker has ended, by its last report."""
+        """Return the exit code of an adopted worker, by its last report."""
         report = peek_json(self._run.worker(name))
         if report.get("attempt") == self._modules[name].attempt:
             if report["state"] == "finished":
@@ -133,12 +132,12 @@ class WorkerPool:
         return -signal.SIGKILL
 
     def keep_plan(self) -> None:
-        """Record how each worker was started last, for a supervisor that follows."""
+        """Record the current plan of each worker, for a supervisor that takes over."""
         workers = tuple(self.workers.values())
         self._journal.write_json(self._run.plan, replace(self._plan, workers=workers).to_json())
 
     def start_due(self) -> dict[str, DniError]:
-        """Start the modules that are due; return those that could not be started, and why."""
+        """Start the modules that are due; return the errors of those that cannot be started."""
         ready = [name for name, due in self.due.items() if self._clock() >= due]
         failed = {}
         for name in ready:
@@ -156,10 +155,10 @@ class WorkerPool:
 
         Args:
             name: Its module.
-            delay_s: Seconds until then.
-            reason: What the events say.
-            resume: Where it begins, with the whole chain; by default from its own newest state, if
-                it has taken its place in the stream.
+            delay_s: Seconds until the restart.
+            reason: Reason for the event.
+            resume: Cut at which the whole chain starts; by default the worker starts at its own
+                newest state, if it has joined the stream.
         """
         worker, module = self.workers[name], self._modules[name]
         self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
@@ -182,12 +181,12 @@ class WorkerPool:
         )
 
     def start_all_again(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
-        """End all workers, and restart them from the newest complete cut.
+        """Kill all workers and restart them from the newest complete cut.
 
         Args:
-            delay_s: Seconds until then.
-            reason: What the events say.
-            below: Only cuts before this one count: it has been found damaged.
+            delay_s: Seconds until the restart.
+            reason: Reason for the events.
+            below: A damaged cut; only earlier ones are used.
 
         Raises:
             DamagedError: All checkpoints are damaged.
@@ -201,13 +200,13 @@ class WorkerPool:
             self.start_again(worker.module, delay_s, reason, resume=str(cut))
 
     def fall_back(self, name: str) -> bool:
-        """Restart all modules at an older cut, because one has found its part damaged.
+        """Restart all modules at an older cut, because one module's part is damaged.
 
         Returns:
             False if the user asked for that cut.
 
         Raises:
-            DamagedError: There is none that is whole.
+            DamagedError: All older cuts are damaged.
         """
         begun_at = self.workers[name].resume
         if begun_at == self._plan.resume:
@@ -220,7 +219,7 @@ class WorkerPool:
         return True
 
     def _newest_cut(self, below: int | None) -> int:
-        """Choose one cut for all modules: each alone might choose another one."""
+        """Choose one cut for all modules: on their own they might choose different ones."""
         cut, damaged = newest_cut(self._run, list(self.workers), below=below)
         for problem in damaged:
             self._journal.damaged(str(problem))
@@ -231,7 +230,7 @@ class WorkerPool:
         old = self.workers[worker.module]
         self.workers[worker.module] = worker
         self.keep_plan()
-        # what the old record says may be no way from the new host
+        # the old address may not be reachable from the new host
         self._run.endpoint(worker.module).unlink(missing_ok=True)
         self._journal.event(
             "worker_moved", module=worker.module, **{"from": old.node, "to": worker.node}
@@ -244,28 +243,28 @@ class WorkerPool:
         self.due.clear()
 
     def ask_to_leave(self, name: str) -> None:
-        """Ask a worker to save its state and leave; it is killed if it takes too long."""
+        """Tell a worker to save its state and exit; it is killed if it takes too long."""
         if name not in self._shutdown:
             self._journal.event("restart_requested", module=name)
             self._shutdown[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
             self._send([name], signal.SIGUSR1)
 
     def has_left(self, name: str) -> bool:
-        """Return whether a worker that has ended was asked to leave; the request is forgotten."""
+        """Return whether an exited worker was told to exit; clear the request."""
         return self._shutdown.pop(name, None) is not None
 
     def see_off(self) -> None:
-        """Kill the workers that did not leave in time."""
+        """Kill the workers that did not exit in time."""
         now = self._clock()
         late = [name for name, kill_at in self._shutdown.items() if now >= kill_at]
-        self.kill([name for name in late if name in self.processes], "it did not leave in time")
+        self.kill([name for name in late if name in self.processes], "it did not exit in time")
 
     def stop_all(self) -> None:
-        """Ask all workers to leave after a checkpoint."""
+        """Tell all workers to exit after a checkpoint."""
         self._send(self.processes, signal.SIGTERM)
 
     def hurry_all(self) -> None:
-        """Ask all workers to leave at once."""
+        """Tell all workers to exit at once."""
         self.hurried |= self.processes.keys()
         self._send(self.processes, signal.SIGUSR2)
 
@@ -292,12 +291,12 @@ class WorkerPool:
             self._starter.kill_all({name: self.processes[name] for name in fresh})
 
     def kill_gone(self, modules: Iterable[str]) -> None:
-        """End the local processes of workers that have ended on other hosts."""
+        """Kill the local processes of workers that have exited on other hosts."""
         gone = self._starter.gone([name for name in modules if name in self.processes])
-        self.kill(gone, "it has ended, and srun has not noticed")
+        self.kill(gone, "its step has ended, but its srun has not")
 
     def kill_all(self, reason: str) -> None:
-        """Kill all workers, and restart none."""
+        """Kill all workers and cancel all restarts."""
         self.due.clear()
         self.kill(self.processes, reason)
 

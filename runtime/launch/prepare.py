@@ -1,4 +1,4 @@
-"""From a chain file to everything that must be known before anything starts."""
+"""Reading and checking a chain file before anything starts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Prepared:
         path: Its file.
         written: The chain as written.
         chain: The chain with all defaults filled in.
-        info: What its data looks like.
-        data: Folder or file of the data; None where the package or the user's class has it.
-        workers: What each worker serves, head first.
+        info: Description of its data.
+        data: Folder or file of the data; None if the package or the user's class provides it.
+        workers: The workers' specs, head first.
         sources: The user's source files, by their path relative to an import root.
-        initial: Where the weights lie that modules begin with.
+        initial: Locations of the modules' initial weights.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Prepared:
 
     @property
     def base(self) -> Path:
-        """Where the chain's relative paths start."""
+        """Folder of the chain file, the base of its relative paths."""
         return self.path.parent
 
     @property
@@ -60,7 +60,7 @@ class Prepared:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Training batches in one epoch; None when the data does not say how long it is."""
+        """Training batches in one epoch; None if the length of the data is unknown."""
         samples = self.info.train_samples
         return None if samples is None else self.chain.data.train_batches(samples)
 
@@ -73,12 +73,12 @@ class Prepared:
         return min(steps * self.chain.epochs, self.chain.steps or steps * self.chain.epochs)
 
     def locate(self, *location: str | int) -> str:
-        """``file:line: path`` of something in the chain file, for messages."""
+        """Return ``file:line: path`` of a setting in the chain file, for messages."""
         return location_in(self.path, *location)
 
 
 def location_in(path: Path, *location: str | int) -> str:
-    """``file:line: path`` of something in a chain file, for messages."""
+    """Return ``file:line: path`` of a setting in a chain file, for messages."""
     try:
         line = line_of(path.read_text(encoding="utf-8"), location)
     except (OSError, UnicodeDecodeError, SpecError):
@@ -90,15 +90,15 @@ def location_in(path: Path, *location: str | int) -> str:
 def prepare(path: Path, *, data: Path | None = None) -> Prepared:
     """Read a chain file and check all that can be checked without starting anything.
 
-    Shapes, names and keywords are checked with torch's meta device, the data by looking at its
-    files' headers. Imports torch.
+    Shapes, names and keywords are checked with torch's meta device, the data by its files'
+    headers. Imports torch.
 
     Args:
         path: The ``chain.yaml``.
         data: Folder or file to use instead of the chain's ``data.path``.
 
     Raises:
-        SpecError: The chain cannot be used; names file, line and what is allowed.
+        SpecError: The chain is invalid; names file, line and allowed values.
         DataError: Its data is missing or malformed.
     """
     base = path.parent.absolute()
@@ -132,7 +132,7 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
     """Check another version of a chain, with the same data.
 
     Raises:
-        SpecError: It cannot be used.
+        SpecError: It is invalid.
     """
     from dni_runtime.core.resolve import resolved_chain, worker_specs
 
@@ -143,7 +143,7 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
 
 
 def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
-    """The chain with absolute paths where its runs use them: they count from its own folder."""
+    """Return the chain with absolute paths for its runs; relative ones start at its folder."""
     mounts = tuple(
         mount.model_copy(update={"source": str(folder / Path(mount.source).expanduser())})
         for mount in chain.mounts
@@ -156,7 +156,7 @@ def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
 
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
-    """Let the user's import paths start at a folder."""
+    """Make a folder the base of the user's import paths."""
     sys.path.insert(0, str(folder))
     try:
         yield

@@ -1,7 +1,7 @@
-"""Starting workers: a small protocol, and processes of this host behind it.
+"""Protocols for starting workers, and their implementation by processes of this host.
 
-A cluster's steps (``srun``) are processes of this host too; another way to start workers needs
-another :class:`Starter` and nothing else.
+A cluster's steps (``srun``) are processes of this host, too. Another way to start workers only
+needs another :class:`Starter`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Process(Protocol):
         """Id of the process that stands for the worker."""
 
     def poll(self) -> int | None:
-        """None while it runs, then its exit code, or minus the number of the signal it died of."""
+        """Return None while it runs, then its exit code, or minus the signal that killed it."""
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process; no error when it is gone."""
+        """Send a signal to the process; do nothing if it has exited."""
 
     def kill(self) -> None:
-        """End the process and all that it started on this host, at once."""
+        """Kill the process and all that it started on this host."""
 
 
 class Starter(Protocol):
@@ -50,51 +50,51 @@ class Starter(Protocol):
         """
 
     def adopt(self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]) -> Process:
-        """A worker that a former supervisor has started.
+        """Return a worker that a former supervisor has started.
 
         Args:
-            worker: How.
-            module: What is known of its process.
-            ended: How it has ended, as :meth:`Process.poll` tells; called when it has.
+            worker: Its plan.
+            module: Its recorded state.
+            ended: Called after it has exited; returns its exit code as in :meth:`Process.poll`.
         """
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
-        """Send a signal to some workers, by module; tells whether that was possible."""
+        """Send a signal to workers, by module; return whether that was possible."""
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
-        """End some workers, by module, wherever they run, at once."""
+        """Kill workers, by module, on all hosts."""
 
     def gone(self, modules: Collection[str]) -> Collection[str]:
-        """Those modules whose workers have ended elsewhere, though their processes here go on."""
+        """Return the modules whose workers have exited elsewhere, but not their local processes."""
 
 
 class Hosts(Protocol):
-    """The hosts that workers run on, where some may be lost."""
+    """The hosts that workers run on, if a host can be lost."""
 
     def lost(self, hosts: Collection[str], *, at_once: bool) -> Sequence[str]:
-        """Those of the hosts that are lost for good, as far as that is known.
+        """Return those of the hosts that are known to be lost for good.
 
         Args:
-            hosts: Their names.
-            at_once: Whether there is a reason to look now.
+            hosts: Names of the hosts.
+            at_once: Whether to check now; otherwise only from time to time.
         """
 
     def move(
         self, workers: Sequence[WorkerPlan], names: Collection[str]
     ) -> list[WorkerPlan] | None:
-        """The named workers on other hosts; None where there is no room.
+        """Return plans of the named workers on other hosts; None if there is no room.
 
         Args:
             workers: All workers of the run, as they are placed now.
-            names: Modules of those that must go elsewhere.
+            names: Modules to move.
         """
 
 
 class LocalProcess:
     """A worker as a process of this host, in a session of its own.
 
-    In its own session it is out of the terminal's reach: Ctrl-C comes to the supervisor alone, and
-    Apptainer's starter passes signals on (it does so only without a controlling terminal).
+    So it has no controlling terminal: Ctrl-C reaches the supervisor only, and Apptainer's starter
+    forwards signals (with a controlling terminal it does not).
     """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -108,12 +108,12 @@ class LocalProcess:
         if self._popen.returncode is None:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if os.waitid(os.P_PID, self._popen.pid, options) is not None:
-                self.kill()  # what it left behind, while its session still has its number
+                self.kill()  # the rest of its session, before its id can be reused
         return self._popen.poll()
 
     def send(self, number: signal.Signals) -> None:
-        # To this process only: Apptainer's starter forwards the signal to the program in the
-        # container, for which a copy sent to the whole group would be the second, "leave at once".
+        # To this process only: Apptainer's starter forwards the signal into the container. A
+        # signal to the whole group would arrive there twice, and the second means "exit at once".
         self._popen.send_signal(number)
 
     def kill(self) -> None:
@@ -122,11 +122,11 @@ class LocalProcess:
 
 
 class AdoptedProcess:
-    """A worker that another process has started, which is gone.
+    """A worker whose parent process is gone.
 
     Args:
-        module: Its process, which leads a session.
-        ended: How it has ended, for :meth:`poll`.
+        module: Its recorded state; its process is a session leader.
+        ended: Returns its exit code, for :meth:`poll`.
     """
 
     def __init__(self, module: ModuleState, ended: Callable[[], int]) -> None:
@@ -154,7 +154,7 @@ def kill_session(leader: int) -> None:
     when the starter is killed.
 
     Args:
-        leader: A process that leads its session, or has been started a moment ago to do so.
+        leader: A session leader, or a new process that is about to become one.
     """
     members = [leader]
     for entry in Path("/proc").iterdir():
@@ -168,12 +168,12 @@ def kill_session(leader: int) -> None:
 def guarded(
     argv: Sequence[str], *, mode: Literal["exec", "watch"] = "exec", tied: bool = True
 ) -> list[str]:
-    """A command that gets SIGTERM when the thread that starts it is gone, by ``launch.child``.
+    """Return a command that gets SIGTERM when the thread that starts it ends (``launch.child``).
 
     Args:
         argv: The command.
-        mode: How: see there.
-        tied: Without it the command goes on.
+        mode: As described there.
+        tied: False: the command continues instead.
     """
     wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
     return [*wrapper, mode, str(os.getpid()), str(int(signal.SIGTERM) if tied else 0), *argv]
@@ -182,12 +182,12 @@ def guarded(
 class LocalStarter:
     """Starts workers as processes of this host.
 
-    Tied ones get SIGTERM when this process dies; others go on without it. To start tied ones it
-    must be called on a thread that lives as long as the workers shall: the kernel counts the
-    *thread* that started a process as its parent (prctl(2), PR_SET_PDEATHSIG).
+    Tied workers get SIGTERM when this process dies; others continue. The thread that starts tied
+    workers must outlive them: the kernel counts the *thread* that started a process as its parent
+    (prctl(2), PR_SET_PDEATHSIG).
 
     Args:
-        environ: The environment that a plan's own variables come on top of.
+        environ: The environment, which a plan's own variables extend.
         tied: Whether the workers end with this process.
     """
 

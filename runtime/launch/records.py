@@ -1,4 +1,4 @@
-"""What a run directory holds before its workers start, and finding run directories again."""
+"""Creating, reading and finding run directories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMAT = 1
 
 
 def new_run_id(chain: str) -> str:
-    """A run's name: chain, local time, and something that makes it unique."""
+    """Return a unique run name: chain, local time and a random suffix."""
     return f"{chain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -42,24 +42,24 @@ def create_run(
     Args:
         root: The directory, which must not hold a run yet.
         prepared: The checked chain.
-        backend: What the workers will be processes of.
+        backend: Backend of the workers.
         images: Image of each module, for containers.
 
     Raises:
-        UsageError: The directory holds a run already, or cannot be made.
+        UsageError: The directory already holds a run, or cannot be created.
     """
     run = RunDir(root.absolute())
     if run.record.exists():
         raise UsageError(
-            f"{str(root)!r} holds a run already",
-            hint=f"go on with it by 'dnictl resume {root}', or name another --run-dir",
+            f"{str(root)!r} already holds a run",
+            hint=f"resume it with 'dnictl resume {root}', or use another --run-dir",
         )
     try:
         run.create()
     except OSError as error:
         raise UsageError(
-            f"the run directory {str(root)!r} cannot be made: {error.strerror}",
-            hint="name one that can with --run-dir or --runs",
+            f"the run directory {str(root)!r} cannot be created: {error.strerror}",
+            hint="choose another with --run-dir or --runs",
         ) from None
     for name, source in prepared.sources.items():
         target = run.sources / name
@@ -73,7 +73,7 @@ def create_run(
         write_initial(run, prepared.initial)
     write_atomic(run.chain_file, prepared.path.read_bytes())
     write_json(run.chain, prepared.chain.model_dump(mode="json"))
-    from dni_runtime.wire import PROTOCOL_VERSION  # numpy: only where a run is made
+    from dni_runtime.wire import PROTOCOL_VERSION  # numpy: only to create a run
 
     write_json(
         run.record,
@@ -105,22 +105,22 @@ def create_run(
 
 @dataclass(frozen=True)
 class Record:
-    """What ``run.json`` says of a run.
+    """The content of ``run.json``.
 
     Attributes:
         run: The run directory.
         name: The run's name.
         chain: The chain's name.
         modules: The modules, head first.
-        backend: What the workers are processes of.
-        created: Unix time.
+        backend: Backend of the workers.
+        created: Unix time of its creation.
         data: Folder or file of the head's data, or None.
         images: Image of each module, for containers.
-        epochs: Epochs asked for.
-        batches_per_epoch: Training batches in one, if known.
+        epochs: Epochs requested.
+        batches_per_epoch: Training batches in one epoch, if known.
         total_steps: Training batches in the whole run, if known.
-        version: The version of this package that made it.
-        checkpoint: The format of its first checkpoints, or None of an earlier version.
+        version: The version of this package that created it.
+        checkpoint: The format of its first checkpoints; None if an earlier version created it.
     """
 
     run: RunDir
@@ -142,12 +142,12 @@ class Record:
         """Read the record of the run at ``root``.
 
         Raises:
-            DataError: There is no run, or its record was not written by this version.
+            DataError: There is no run, or its record has another format or is malformed.
         """
         run = RunDir(root.absolute())
         document: dict[str, Any] | None = read_json(run.record)
         if document is None:
-            raise DataError(f"{str(root)!r} is not a run directory: there is no run.json in it")
+            raise DataError(f"{str(root)!r} is not a run directory: it has no run.json")
         try:
             versions = document.get("versions", {})
             version = versions.get("dni_runtime", "unknown")
@@ -173,10 +173,10 @@ class Record:
                 checkpoint=versions.get("checkpoint"),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{str(run.record)!r} is not the record of a run: {error!r}") from None
+            raise DataError(f"{str(run.record)!r} is not a valid run record: {error!r}") from None
 
     def specs(self) -> tuple[ChainSpec, tuple[WorkerSpec, ...]]:
-        """The chain and what each worker serves, as they were when the run was made.
+        """Return the chain and the workers' specs, as of the run's creation.
 
         Raises:
             DataError: The run directory is damaged or of another version.
@@ -194,25 +194,25 @@ class Record:
         return chain, tuple(workers)
 
     def compare_versions(self) -> str | None:
-        """What to tell of a run that is to go on, where another version has made it.
+        """Return a note for resuming a run of another version; None if it is of this one.
 
         Raises:
             CheckpointError: This version cannot read its checkpoints.
         """
         if self.checkpoint is not None and self.checkpoint not in READABLE:
             raise CheckpointError(
-                f"run {self.name!r} was made by dni-runtime {self.version}, whose checkpoints have "
+                f"run {self.name!r} was created by dni-runtime {self.version} with checkpoints of "
                 f"format {self.checkpoint}; this is {__version__}, which reads "
                 f"{' and '.join(map(str, READABLE))}",
-                hint=f"go on with dni-runtime {self.version}, or start a new run with 'dnictl up'",
+                hint=f"resume with dni-runtime {self.version}, or start a new run with 'dnictl up'",
             )
         if self.version == __version__:
             return None
-        return f"made by dni-runtime {self.version}, goes on with {__version__}"
+        return f"created by dni-runtime {self.version}, resumed with {__version__}"
 
 
 def list_runs(folder: Path) -> list[Record]:
-    """The runs in a folder, oldest first; what is not a run is left out."""
+    """Return the runs in a folder, oldest first; skip everything else."""
     records = []
     if folder.is_dir():
         for entry in folder.iterdir():
@@ -225,11 +225,11 @@ def list_runs(folder: Path) -> list[Record]:
 
 
 def find_run(name: str | None, folder: Path) -> Record:
-    """Find a run by path, by name, or by the beginning of its name; the latest by default.
+    """Find a run by path, name or beginning of its name; by default the latest.
 
     Args:
-        name: What the user wrote.
-        folder: Where runs are.
+        name: Text from the user.
+        folder: Folder of the runs.
 
     Raises:
         UsageError: There is none, or more than one.
@@ -239,7 +239,7 @@ def find_run(name: str | None, folder: Path) -> Record:
             if (path / "run.json").is_file():
                 return Record.read(path)
         if os.sep in name:
-            raise UsageError(f"{name!r} is not a run directory: there is no run.json in it")
+            raise UsageError(f"{name!r} is not a run directory: it has no run.json")
     runs = list_runs(folder)
     if name is None:
         if not runs:
@@ -254,5 +254,5 @@ def find_run(name: str | None, folder: Path) -> Record:
     names = ", ".join(record.name for record in found or runs)
     problem = f"{name!r} is the beginning of {len(found)} runs" if found else f"no run {name!r}"
     raise UsageError(
-        f"{problem} in {str(folder)!r}", hint=f"there are: {names}" if names else "see 'dnictl ps'"
+        f"{problem} in {str(folder)!r}", hint=f"runs: {names}" if names else "see 'dnictl ps'"
     )

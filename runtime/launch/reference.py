@@ -1,4 +1,4 @@
-"""Plain backpropagation of a chain's network in one process, as a run directory of its own."""
+"""Plain backpropagation of a chain's network in one process, with its own run directory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ REFERENCE = "backprop"
 
 
 def default_threads(prepared: Prepared) -> int:
-    """As many threads as all workers together have, but no more than there are cores."""
+    """Return the threads of all workers together, but at most the number of cores."""
     cores = len(os.sched_getaffinity(0))
     return min(sum(worker.cpus for worker in prepared.workers), cores)
 
 
 def run_reference(record: Record, threads: int) -> None:
-    """Train in a new process, so that its number of threads is its own.
+    """Train in a new process, which has its own number of threads.
 
     Args:
-        record: A run directory that was made for it.
+        record: The reference's run.
         threads: Threads of its computations.
 
     Raises:
@@ -49,7 +49,7 @@ def run_reference(record: Record, threads: int) -> None:
 
 
 def in_new_process(record: Record, module: Sequence[str]) -> str:
-    """Run a module of Python, with a log in the run directory; gives what it printed.
+    """Run a Python module with a log in the run directory; return its output.
 
     Raises:
         WorkerError: The process failed.
@@ -73,9 +73,9 @@ def in_new_process(record: Record, module: Sequence[str]) -> str:
 def opened(
     record: Record, threads: int
 ) -> Iterator[tuple[ChainSpec, tuple[WorkerSpec, ...], Backprop, DataSource]]:
-    """A run's chain, what its workers would serve, their network in one piece, and the data.
+    """Open a run's chain, its workers' specs, their network in one piece, and the data.
 
-    The network is where the first module would be, and computes in float32.
+    The network is on the first module's device and computes in float32.
     """
     torch.set_num_threads(threads)
     chain, workers = record.specs()
@@ -91,7 +91,7 @@ def opened(
 def train_reference(record: Record, threads: int) -> None:
     """Train the concatenated network on the same batches.
 
-    Writes a line of metrics at the start and after each evaluation, as a tail does.
+    Write a line of metrics at the start and after each evaluation, as a tail does.
 
     Args:
         record: The run directory.

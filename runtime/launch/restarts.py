@@ -1,4 +1,4 @@
-"""When a worker that has died is restarted: pure decisions, no processes."""
+"""Decides when a dead worker is restarted (pure, no processes)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Scope = Literal["module", "chain"]
 
 @dataclass(frozen=True)
 class RestartPlan:
-    """What a plan says of restarts (``restart`` in chain.yaml).
+    """A plan's rules for restarts (``restart`` in chain.yaml).
 
     Attributes:
-        policy: Whether there are any.
+        policy: Whether dead workers are restarted.
         limit: Consecutive restarts of one module before the run fails.
-        backoff_s: Seconds before the first one; each further one waits twice as long.
-        backoff_max_s: The longest wait.
-        healthy_s: A worker that has run this long starts the count anew.
-        on_stall: Whether what has stalled (``launch/stall.py``) is restarted, or only told.
-        stall_s: Seconds without progress after which that is so.
-        scope: What is restarted: the module that died, or the whole chain where a gradient
-            interface waits for true gradients, which would be lost with the module.
+        backoff_s: Seconds before the first restart; doubled for each further one.
+        backoff_max_s: Longest wait before a restart, in seconds.
+        healthy_s: Seconds of uptime that reset the count of restarts.
+        on_stall: Whether stalled modules (``launch/stall.py``) are restarted or only reported.
+        stall_s: Seconds without progress after which a module may count as stalled.
+        scope: The module that died, or the whole chain if a gradient interface waits for true
+            gradients, which are lost with the module.
     """
 
     policy: Literal["on-failure", "never"] = "never"
@@ -38,12 +38,12 @@ class RestartPlan:
 
 @dataclass
 class Backoff:
-    """How often one module has been restarted lately.
+    """Recent restarts of one module.
 
     Attributes:
-        streak: Starts again without a healthy stretch between.
-        running_since_s: When the present worker began to run, or None.
-        ran: Whether an earlier one has.
+        streak: Consecutive restarts without ``healthy_s`` of uptime between.
+        running_since_s: Time since which the current worker runs, or None.
+        ran: Whether an earlier worker has run.
     """
 
     streak: int = 0
@@ -51,21 +51,21 @@ class Backoff:
     ran: bool = False
 
     def stood_still(self, seconds: float) -> None:
-        """Do not count a worker's last seconds, in which it had stalled, as healthy ones."""
+        """Do not count the seconds in which a worker had stalled as uptime."""
         if self.running_since_s is not None:
             self.running_since_s += seconds
 
     def delay_s(self, plan: RestartPlan, exit_code: int, now_s: float) -> float | None:
-        """Seconds until the next start; None where there is none.
+        """Return the seconds until the restart; None if there is none.
 
         Args:
             plan: The rules.
-            exit_code: How the worker ended, as a shell reports it.
-            now_s: The time, by the clock of ``running_since_s``.
+            exit_code: The worker's exit code, as a shell reports it.
+            now_s: Time, by the clock of ``running_since_s``.
         """
         since_s, self.running_since_s = self.running_since_s, None
         self.ran |= since_s is not None
-        # what a module once had (an address, a driver, a neighbour) may come back
+        # what was available once (an address, a driver, a neighbour) may be so again
         passes = self.ran and exit_code == UnavailableError.exit_code
         if plan.policy == "never" or (exit_code in LASTING and not passes):
             return None
@@ -74,6 +74,6 @@ class Backoff:
         if self.streak >= plan.limit:
             return None
         self.streak += 1
-        # limited before it is raised: 2 to the power of a large limit is no float
+        # the exponent is limited: 2 to the power of a large limit overflows a float
         doublings = min(self.streak - 1, 60)
         return float(min(plan.backoff_s * 2**doublings, plan.backoff_max_s))

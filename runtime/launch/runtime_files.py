@@ -12,14 +12,14 @@ from dni_runtime.rundir import RunDir, socket_folder
 
 
 def prepare_runtime_files(run: RunDir, plan: LaunchPlan) -> None:
-    """Make the folder of sockets and the keys, and remove what an earlier attempt left."""
+    """Create the folder of sockets and the keys; remove files of an earlier attempt."""
     run.create()
-    with contextlib.suppress(FileNotFoundError):  # the one that ended the start before this
+    with contextlib.suppress(FileNotFoundError):  # an old request, which stopped that attempt
         if run.stop_request.stat().st_mtime_ns <= run.state.stat().st_mtime_ns:
             run.stop_request.unlink()
     socket_folder(run.root, Path(plan.sockets))
     if plan.keys:
-        from dni_runtime import keys  # zmq: only where links may be encrypted
+        from dni_runtime import keys  # zmq: only if links may be encrypted
 
         for worker in plan.workers:
             keys.make(run, worker.module)
@@ -31,7 +31,7 @@ def prepare_runtime_files(run: RunDir, plan: LaunchPlan) -> None:
 
 
 def _prepare_mounts(run: RunDir, plan: LaunchPlan) -> None:
-    """Make an empty file or folder for all that containers see of the run directory."""
+    """Create an empty file or folder for each mount of the run directory in containers."""
     mounts = {mount for worker in plan.workers for mount in worker.mounts}
     inside = [m for m in mounts if PurePosixPath(m.target).is_relative_to(RUN_TARGET)]
     if inside:
@@ -48,8 +48,8 @@ def _prepare_mounts(run: RunDir, plan: LaunchPlan) -> None:
 def remove_runtime_files(run: RunDir, sockets: Path) -> None:
     """Remove the sockets and keys.
 
-    The folder of sockets lies where others may write: nothing is touched through a link, nor in a
-    folder that is not this user's alone.
+    Others may write to the parent of the socket folder: links are not followed, and a folder that
+    is not private to this user is left alone.
     """
     with contextlib.suppress(OSError):
         folder = os.open(sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -63,6 +63,6 @@ def remove_runtime_files(run: RunDir, sockets: Path) -> None:
         finally:
             os.close(folder)
     if run.keys.exists():
-        from dni_runtime import keys  # zmq: only where links may be encrypted
+        from dni_runtime import keys  # zmq: only if links may be encrypted
 
         keys.remove(run)

@@ -1,24 +1,23 @@
-"""When a run has stalled: pure decisions on its workers' reports, by the clock of their reader.
+"""Detection of stalled modules (pure): by their reports and the clock of the reports' reader.
 
-A module stands still when its position in the stream has not changed for a while. Whoever stands
-still waits for a neighbour, or does something itself. A module that waits for one that does
-something waits rightly. What is left are the causes:
+A module stands still if its position in the stream has not changed for a while: it is busy, or
+waits for a neighbour. Waiting for a busy neighbour is normal. The other cases:
 
-==================  ===============================================================  ==============
-the module          is                                                               stalled after
-==================  ===============================================================  ==============
-is not there        restarted, or at its end                                     never
-waits for ``data``  right: sources may be as slow as they like                       never
-says nothing        stopped, cut off, or held up by code that lets no thread run     its limit
-does something      hung: in one batch, a checkpoint, an evaluation's end, a start   its limit
-waits for another   of a pair that wait for each other: what one sent was lost       ``stall_s``
-waits for ``input`` not sent what the module upstream has sent on and gone past      ``stall_s``
-waits for another   the last one: that one has finished                              ``stall_s``
-==================  ===============================================================  ==============
+===================  ==============================================================  ==============
+the module           explanation                                                     stalled after
+===================  ==============================================================  ==============
+has no worker        it is being restarted, or has finished                          never
+waits for ``data``   normal: a source may be slow                                    never
+sends no report      stopped, cut off, or blocked by code that lets no thread run    its limit
+is busy              it hangs in a batch, checkpoint, evaluation's end or start      its limit
+waits for neighbour  the neighbour waits for it, too: a message was lost             ``stall_s``
+waits for ``input``  a message was lost: the module upstream has moved on            ``stall_s``
+waits for neighbour  the neighbour has finished                                      ``stall_s``
+===================  ==============================================================  ==============
 
 A module's limit is ``stall_s`` or 20 times its longest batch, whichever is longer; for its start,
 its first batch, checkpoints, ends of evaluations and its own end at least 10 times ``stall_s``.
-Reports are compared by change, never by the times in them: the clocks of hosts differ.
+Only changes of reports count, never the times in them: the clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 SLOW = 20
-"""So many times its longest batch a module may take for another one."""
+"""Limit of a batch, as a multiple of the module's longest batch."""
 
 PATIENT = 10
-"""So many times ``stall_s`` may be taken by what happens rarely, and may take long."""
+"""Limit of rare work that may take long, as a multiple of ``stall_s``."""
 
 GAP_S = 5.0
-"""Of a longer time without a look only so much counts: the reader itself was suspended."""
+"""Most seconds that count between two looks; beyond, the reader itself was suspended."""
 
 _RARE = {
     "start": "has been starting",
@@ -52,13 +51,13 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Stall:
-    """What stands still, and why.
+    """One stall and its cause.
 
     Attributes:
-        modules: The modules that wait for nothing else, downstream first: one that hangs, or the
-            two of a link. The first one is restarted.
-        starts: Which start of each it is.
-        message: One sentence for people.
+        modules: The modules that cause it: one that hangs, or the two of a link, downstream first.
+            The first one is restarted.
+        starts: Attempt of each.
+        message: Description for people.
     """
 
     modules: tuple[str, ...]
@@ -68,15 +67,15 @@ class Stall:
 
 @dataclass
 class _Seen:
-    """What has been seen of one start of a module; times in seconds in which the supervisor looked.
+    """Observations of one attempt of a module; times in seconds in which the supervisor looked.
 
     Attributes:
         report: The newest report; empty before the first.
-        changed_s: When it changed.
-        moved_s: When the module's phase or its position changed.
-        moves: How often its position did.
-        longest_s: Its longest batch, but for the first.
-        passed_s: When the module upstream was seen to go past a position that this one stays at.
+        changed_s: Time of its last change.
+        moved_s: Time of the last change of the module's phase or position.
+        moves: Number of changes of its position.
+        longest_s: Duration of its longest batch, except the first.
+        passed_s: Time when the module upstream moved past the position of this one.
     """
 
     report: Report
@@ -92,7 +91,7 @@ class _Seen:
 
     @property
     def doing(self) -> str:
-        # an image of an older version does not say what it does
+        # reports from an image of an older version lack it
         return str(self.report.get("doing", "" if self.report else "start"))
 
     @property
@@ -119,12 +118,12 @@ class StallRule:
     def look(
         self, now_s: float, reports: Mapping[str, Report], finished: Collection[str] = ()
     ) -> list[Stall]:
-        """What has stalled, as far as the reports until now tell.
+        """Return the stalls according to the reports until now.
 
         Args:
-            now_s: The reader's time, in seconds of a clock that only goes forward.
+            now_s: The reader's monotonic time in seconds.
             reports: The newest report of each module that has a worker; empty before the first.
-            finished: Modules that have come to their end, and have no worker any more.
+            finished: Modules that have finished and whose workers have exited.
         """
         if self._looked_s is not None:
             self._now_s += min(now_s - self._looked_s, GAP_S)
@@ -137,11 +136,11 @@ class StallRule:
         return list(dict.fromkeys(stall for stall in found if stall is not None))
 
     def moves(self, modules: Collection[str]) -> int:
-        """How often these have gone on in the stream, over all of their starts."""
+        """Return how often these modules have moved in the stream, over all attempts."""
         return sum(self._moves[name] for name in modules)
 
     def silent(self, seconds: float) -> list[str]:
-        """Modules whose reports have not changed for so long, ten times that before the first."""
+        """Return modules without a new report for ``seconds``, ten times that before the first."""
         return [
             name
             for name, seen in self._seen.items()
@@ -149,7 +148,7 @@ class StallRule:
         ]
 
     def still_s(self, name: str) -> float:
-        """Seconds for which a module has stood still."""
+        """Return the seconds for which a module has stood still."""
         seen = self._seen.get(name)
         return 0.0 if seen is None else self._now_s - seen.moved_s
 
@@ -169,7 +168,7 @@ class StallRule:
             return
         seen.moved_s, seen.passed_s = self._now_s, None
         if seen.phase != "running" or before.phase != "running":
-            return  # it only tells where it begins
+            return  # it only reports where it starts
         if before.doing == "batch" and before.moves:
             seen.longest_s = max(seen.longest_s, float(before.report.get("doing_s", 0.0)))
         seen.moves += 1
@@ -187,17 +186,17 @@ class StallRule:
         name = self._modules[index]
         seen, still_s = self._seen.get(name), self.still_s(name)
         if seen is None or still_s < self._stall_s or seen.phase == "stopping":
-            return None  # it is killed if that takes too long
+            return None  # the supervisor kills it if that takes too long
         limit_s = max(self._stall_s, SLOW * seen.longest_s)
         patient_s = max(limit_s, PATIENT * self._stall_s)
         if not seen.moves:
             limit_s = patient_s
-        after = f"for {still_s:.0f} s, after {seen.id} of the stream"
+        after = f"for {still_s:.0f} s, at {seen.id} of the stream"
         if seen.phase in ("finished", "stopped", "failed"):
-            message = f"module {name!r} has {seen.phase}, and its process has not ended"
+            message = f"module {name!r} has {seen.phase}, but its process has not exited"
             return self._one(name, f"{message} for {still_s:.0f} s", still_s >= patient_s)
         if seen.report and self._silent(seen):
-            message = f"the worker of module {name!r} has said nothing {after}: its process is "
+            message = f"the worker of module {name!r} has not reported {after}: its process is "
             message += "stopped, or cut off from the run directory"
             return self._one(name, message, still_s >= limit_s)
         if seen.phase == "connecting":  # it gives up by itself
@@ -224,7 +223,7 @@ class StallRule:
         other = self._modules[at]
         message = f"module {name!r} waits for {_WAITS[seen.doing]} from {other!r} {after}"
         if other in finished:
-            return self._one(name, f"{message}; that has finished", True)
+            return self._one(name, f"{message}, which has finished", True)
         its = self._seen.get(other)
         if its is None or its.phase != "running":
             return None
@@ -233,12 +232,12 @@ class StallRule:
         if passed_s is not None and self._now_s - passed_s >= self._stall_s:
             message += f", which is at {its.id}"
         elif back and not self._silent(its) and self.still_s(other) >= self._stall_s:
-            message += f", which waits for {_WAITS[its.doing]} after {its.id}"
+            message += f", which waits for {_WAITS[its.doing]} at {its.id}"
         else:
             return None
         upper = (its if for_input else seen).report
-        stands = "stands" if upper.get("connected") else "does not stand"
-        message += f"; their link {stands}, messages not acknowledged: {upper.get('in_flight', 0)}"
+        stands = "up" if upper.get("connected") else "down"
+        message += f"; the link is {stands}, unacknowledged messages: {upper.get('in_flight', 0)}"
         below_first = (name, other) if for_input else (other, name)
         return Stall(below_first, self._starts(*below_first), message)
 

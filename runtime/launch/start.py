@@ -1,4 +1,4 @@
-"""Starting a planned run, here or in the background, and ending what a killed supervisor left."""
+"""Start of a planned run, here or in the background, and cleanup after a killed supervisor."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from dni_runtime.lines import last_lines
 from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
 
 _DETACH_TIMEOUT_S = 60.0
-_KILLED_S = 10.0  # for the kernel to take the memory of a killed worker apart
+_KILLED_S = 10.0  # for the kernel to free the memory of a killed worker
 
 
 def planned(run: RunDir) -> LaunchPlan:
-    """The plan that a run directory holds.
+    """Return the plan in a run directory.
 
     Raises:
-        UsageError: It holds none.
+        UsageError: There is none.
     """
     document = read_json(run.plan)
     if document is None:
@@ -47,26 +47,26 @@ def planned(run: RunDir) -> LaunchPlan:
 
 
 def take(run: RunDir) -> Lease:
-    """Become the owner of a run: no other process may supervise it meanwhile.
+    """Become the owner of a run, so that no other process supervises it.
 
     Raises:
         UsageError: Another process owns it.
     """
     job = os.environ.get("SLURM_JOB_ID")
     lease = Lease.take(run, job, told=partial(print, file=sys.stderr))
-    atexit.register(lease.release)  # also where it comes to nothing
+    atexit.register(lease.release)  # also if the run is never started
     return lease
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A plan, and the right to start it.
+    """A plan and the right to start it.
 
     Attributes:
         run: The run directory.
-        plan: What to start.
-        lease: The right to.
-        adopt: The run's state if its workers go on and shall not be started anew.
+        plan: The workers to start.
+        lease: The ownership of the run.
+        adopt: State of a run whose running workers are taken over instead.
     """
 
     run: RunDir
@@ -86,7 +86,7 @@ class Launch:
         return cls(run, plan, lease)
 
     def supervise(self, observe: Callable[[RunState], None] | None = None) -> RunState:
-        """Start the workers, on this host or as steps of this job, and watch them to their end.
+        """Start the workers, on this host or as steps of this job, and supervise them.
 
         Args:
             observe: Called with the run's state a few times a second, and at the end.
@@ -98,11 +98,11 @@ class Launch:
             return self.supervisor().run(observe)
         finally:
             if self.plan.workers[0].node is not None:
-                with catching_signals(lambda number: None):  # how the run ended is known by now
+                with catching_signals(lambda number: None):  # the run has ended
                     clean_up(self.plan)
 
     def supervisor(self) -> Supervisor:
-        """The supervisor that :meth:`supervise` runs."""
+        """Return the supervisor that :meth:`supervise` runs."""
         plan = self.plan
         job = component_jobs(os.environ) if plan.workers[0].node is not None else None
         # Containers get the host's variables, except those that would change the image's Python.
@@ -117,13 +117,13 @@ class Launch:
         return Supervisor(self.run, plan, starter, hosts=hosts, lease=self.lease, adopt=self.adopt)
 
     def detach(self) -> int:
-        """Start it under a supervisor in the background, and wait until that has begun.
+        """Start a supervisor in the background and wait until it runs.
 
         Returns:
             The supervisor's process id.
 
         Raises:
-            WorkerError: The supervisor ended at once, or did not begin in time.
+            WorkerError: The supervisor exited at once, or did not start in time.
         """
         self.run.supervisor_log.parent.mkdir(parents=True, exist_ok=True)
         with self.run.supervisor_log.open("ab") as log:
@@ -137,14 +137,14 @@ class Launch:
             )
         deadline = time.monotonic() + _DETACH_TIMEOUT_S
         while time.monotonic() < deadline:
-            # It may have begun and ended between two looks.
+            # It may have started and exited between two polls.
             if RunState.read(self.run).pid == process.pid:
-                process.returncode = 0  # it is on its own from now on: no ResourceWarning
+                process.returncode = 0  # it is detached now: avoids a ResourceWarning
                 return process.pid
             if process.poll() is not None:
                 break
             time.sleep(0.1)
-        process.terminate()  # else its workers would be unknown to all
+        process.terminate()  # else its workers would run unnoticed
         try:
             process.wait(_KILLED_S)
         except subprocess.TimeoutExpired:
@@ -156,17 +156,17 @@ class Launch:
 
 
 def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
-    """Stop workers that go on without a supervisor, after a common checkpoint.
+    """Stop workers that have no supervisor, after a common checkpoint.
 
     Those that take too long are killed.
 
     Args:
         run: The run directory.
         state: The run's state.
-        grace_s: Seconds that they have.
+        grace_s: Seconds until they are killed.
 
     Returns:
-        The run's state when they have gone.
+        The run's state after they have exited.
 
     Raises:
         UsageError: They are on another host.
@@ -175,8 +175,8 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
         return state
     if state.host != socket.gethostname():
         raise UsageError(
-            f"run {run.root.name!r} was started on {state.host}, whose supervisor is silent",
-            hint=f"make sure that nothing of it runs there, then remove {str(run.state)!r}",
+            f"run {run.root.name!r} was started on {state.host}; its supervisor does not respond",
+            hint=f"make sure that no process of it runs there, then remove {str(run.state)!r}",
         )
     left = [module for module in state.modules.values() if lives(module)]
     for module in left:
@@ -191,7 +191,7 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
 
 
 def _after(within_s: float, modules: list[ModuleState]) -> list[ModuleState]:
-    """Those whose workers live after so many seconds; sooner where none does."""
+    """Wait until the workers have exited; return those that still run after ``within_s``."""
     until = time.monotonic() + within_s
     while modules and time.monotonic() < until:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The state of a run: what its supervisor writes to ``state.json``, and others read there."""
+"""The state of a run (``state.json``): its supervisor writes it, other commands read it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _SILENCE_S = 90.0  # attribute caches of shared file systems show changes late
 
 @dataclass
 class ModuleState:
-    """What the supervisor knows of one worker.
+    """State of one worker.
 
     Attributes:
-        state: Its phase, as the worker itself reports it while it runs.
-        attempt: Which start of the module this is.
-        pid: Its process id (in containers: of the process that watches over it), or None.
-        born: When that process started; see :class:`RunState`.
+        state: Its phase; while it runs, as it reports itself.
+        attempt: Number of this start of the module.
+        pid: Its process id (in containers: of the process that watches it), or None.
+        born: Start time of that process; see :class:`RunState`.
         exit_code: As a shell reports it (128 + n after signal n), or None while it runs.
-        signal: Name of the signal it died of, or None.
+        signal: Name of the signal that killed it, or None.
         log: Its log file.
-        restarts: How often it has been restarted in this attempt of the run.
+        restarts: Number of restarts of the module in this attempt of the run.
     """
 
     state: WorkerPhase = "new"
@@ -61,18 +61,18 @@ class RunState:
     """State of a run.
 
     Attributes:
-        phase: Where the run stands. ``unsupervised`` and ``lost`` are never written: readers find
-            the supervisor gone, and workers that go on without it, or none; nor is ``queued``: a
-            job waits (``launch.slurm.job``).
-        attempt: Which start of the run this is, from 1.
-        backend: What the workers are processes of.
+        phase: Phase of the run. Three are never written but found by readers: ``unsupervised`` and
+            ``lost`` (the supervisor is gone, with or without running workers) and ``queued`` (the
+            job waits, ``launch.slurm.job``).
+        attempt: Number of this start of the run, from 1.
+        backend: Backend of the workers.
         pid: The supervisor's process id.
         host: Its host.
-        born: When that process started (proc(5), starttime): a process id alone may be reused.
+        born: Start time of that process (proc(5), starttime): a process id alone may be reused.
         started: Unix time of this attempt's start.
-        updated: Unix time of the last word of the supervisor.
+        updated: Unix time of the supervisor's last write.
         ended: Unix time of the end, or None.
-        exit_code: What the supervisor leaves with, or None.
+        exit_code: Exit code of the supervisor, or None.
         failed: The module that failed first, or None.
         error: What went wrong, or why the run has stalled, or None.
         modules: The workers, head first.
@@ -94,7 +94,7 @@ class RunState:
 
     @classmethod
     def begin(cls, backend: str, attempt: int, modules: Iterable[str]) -> Self:
-        """The state of a run that this process is about to start."""
+        """Return the state of a run that this process is about to start."""
         now = time.time()
         return cls(
             phase="starting",
@@ -109,7 +109,7 @@ class RunState:
         )
 
     def taken_over(self) -> Self:
-        """The state of a run whose workers go on, for this process to supervise it."""
+        """Return the state with this process as the supervisor of the running workers."""
         mine = self.begin(self.backend, self.attempt, self.modules)
         return replace(mine, started=self.started, modules=self.modules)
 
@@ -120,7 +120,7 @@ class RunState:
 
     @property
     def last_attempt(self) -> int:
-        """The newest start of any module; its logs and metrics bear this number."""
+        """The highest attempt of any module."""
         return max([self.attempt, *(module.attempt for module in self.modules.values())])
 
     def write(self, run: RunDir) -> None:
@@ -133,7 +133,7 @@ class RunState:
 
     @classmethod
     def read(cls, run: RunDir) -> Self:
-        """Read the state; where the supervisor is gone, from what its workers say themselves.
+        """Read the state; if the supervisor is gone, derive it from the workers' reports.
 
         Raises:
             DataError: The file was not written by this program.
@@ -148,13 +148,13 @@ class RunState:
             }
             state = cls(**{**_known(cls, document), "modules": modules})
         except (TypeError, KeyError, AttributeError):
-            raise DataError(f"{str(run.state)!r} is not the state of a run") from None
+            raise DataError(f"{str(run.state)!r} is not a valid run state") from None
         if state.active and not state._supervised(run):
             state._ask_workers(run)
         return state
 
     def _ask_workers(self, run: RunDir) -> None:
-        """The supervisor is gone: its workers go on, have come to their end, or are gone, too."""
+        """Derive the phase of a run without a supervisor from the workers' reports."""
         going_on = False
         for name, module in self.modules.items():
             report = peek_json(run.worker(name))
@@ -193,24 +193,24 @@ def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def lives(module: ModuleState) -> bool:
-    """Whether a worker's process is there, on this host."""
+    """Return whether a worker's process exists on this host."""
     return module.pid is not None and process_birth(module.pid) == (module.born or -1)
 
 
 def process_birth(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is none (or no /proc)."""
+    """Return a process's start in clock ticks since boot; None if it is gone (or no /proc)."""
     stat = _stat(pid)
     return None if stat is None or stat[0] in "ZX" else int(stat[19])  # a zombie has ended
 
 
 def session_of(pid: int) -> int | None:
-    """The session that a process belongs to; None when there is no such process."""
+    """Return the session of a process; None if it is gone."""
     stat = _stat(pid)
     return None if stat is None else int(stat[3])
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields 3 and up of proc(5)'s stat; the second, a name in brackets, may hold anything."""
+    """Return fields 3 and up of proc(5)'s stat; the second, a bracketed name, may hold anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
@@ -219,7 +219,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def shell_status(returncode: int) -> tuple[int, str | None]:
-    """Exit code as a shell reports it, and the name of the signal, from a ``Popen.returncode``."""
+    """Return a shell's exit code and the name of the signal, from a ``Popen.returncode``."""
     if returncode >= 0:
         return returncode, None
     try:

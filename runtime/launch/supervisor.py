@@ -1,4 +1,4 @@
-"""Watches the workers of one run from their start to the end of the last one."""
+"""Supervision of one run's workers, from their start until the last one has exited."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import COMING, RunDir, peek_json
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
-_SILENT_S = 30.0  # of a worker, which reports every few seconds
-# In a broken chain a checkpoint that is under way may still be completed by what is in the queues.
+_SILENT_S = 30.0  # without a report of a worker, which writes one every few seconds
+# In a broken chain, queued messages may still complete a checkpoint that has begun.
 _BROKEN_GRACE_S = 5.0
 
 
 class Supervisor:
     """Starts a plan's workers, watches them and keeps the run's state.
 
-    A worker that dies is restarted as the plan's ``restart`` says, from its own newest state,
-    while its neighbours go on or wait for it. Where that cannot help, or has been tried too often,
-    the run ends: the others are told to stop, so that they keep their checkpoints. The first
-    SIGINT, SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them.
-    The workers of a host that is lost are restarted on others; where those have no room, the
-    run stops, to be resumed.
+    A worker that dies is restarted according to the plan's ``restart``, from its own newest state,
+    while its neighbours continue or wait. If a restart cannot help, or the limit is reached, the
+    run ends: the other workers are stopped cleanly and keep their checkpoints. The first SIGINT,
+    SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them.
+    Workers of a lost host are restarted on other hosts; if these have no room, the run stops and
+    can be resumed.
 
     Args:
         run: The run directory.
-        plan: What to start.
-        starter: How to start it.
-        hosts: What its workers run on, where hosts may be lost.
-        lease: The right to do all this; given back at the end.
-        adopt: The state of a run whose supervisor was killed: its workers go on as they are.
-        clock: Seconds that only go forward.
-        sleep: Waits for so many seconds.
+        plan: The workers to start.
+        starter: Starts them; by default on this host.
+        hosts: The hosts of the workers, if a host can be lost.
+        lease: The ownership of the run; released at the end.
+        adopt: State of a run whose supervisor was killed; its running workers are taken over.
+        clock: Monotonic time in seconds.
+        sleep: Sleeps for the given seconds.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Supervisor:
         """Supervise until the last worker has ended.
 
         Args:
-            observe: Called after each look at the workers, a few times a second, and at the end.
+            observe: Called after each poll of the workers, a few times a second, and at the end.
 
         Returns:
             The final state: ``finished``, ``stopped`` or ``failed``, with an exit code.
 
         Raises:
-            DniError: A worker cannot be started. Those that were, have been ended.
+            DniError: A worker cannot be started; those already started have been killed.
         """
         sockets = Path(self._plan.sockets)
         with catching_signals(self.interrupt):
@@ -110,13 +110,13 @@ class Supervisor:
                         observe(self.state)
                 with contextlib.suppress(OSError):
                     remove_temporaries(self._run, self.state.modules)
-                remove_runtime_files(self._run, sockets)  # before anybody hears of the end
+                remove_runtime_files(self._run, sockets)  # before the end is reported
                 self._conclude()
                 if observe is not None:
                     observe(self.state)
             except BaseException as error:
                 self._abandon(error)
-                if not isinstance(error, LeaseError):  # else they are the new owner's
+                if not isinstance(error, LeaseError):  # else the new owner needs them
                     remove_runtime_files(self._run, sockets)
                 raise
             finally:
@@ -149,12 +149,12 @@ class Supervisor:
         for name, error in self._pool.start_due().items():
             self._could_not_start(name, error)
         if self._linger_until is not None and self._clock() >= self._linger_until:
-            self._stop("the tail has finished, others have not")
+            self._stop("the tail has finished, other modules have not")
         if self._hurry_at is not None and self._clock() >= self._hurry_at:
             self._hurry_at = None
             self._pool.hurry_all()
         if self._kill_at is not None and self._clock() >= self._kill_at:
-            self._pool.kill_all("it did not leave in time")
+            self._pool.kill_all("it did not exit in time")
         self._pool.see_off()
         self._pool.remind()
         self._journal.heartbeat()
@@ -208,7 +208,7 @@ class Supervisor:
             self._pool.kill_gone(silent)
 
     def _tell_of(self, name: str, report: Mapping[str, Any]) -> None:
-        """Turn new findings of a worker into events."""
+        """Record a worker's new findings as events."""
         diverged, warning = report.get("diverged"), report.get("warning")
         if self._told.get((name, "diverged")) != diverged:
             self._told[name, "diverged"] = diverged
@@ -220,7 +220,7 @@ class Supervisor:
                 self._journal.event("worker_warning", module=name, warning=warning)
 
     def _heed_requests(self) -> None:
-        """Obey requests to restart modules (``dnictl restart``)."""
+        """Handle requests to restart modules (``dnictl restart``)."""
         with contextlib.suppress(OSError):
             for name in self._run.wanted_restarts():
                 self._run.restart_request(name).unlink(missing_ok=True)
@@ -239,12 +239,12 @@ class Supervisor:
     def _judge(self, name: str, module: ModuleState) -> None:
         """Decide what the exit of one worker means for the run."""
         told = self._stop_reason is not None
-        # SIGTERM ends a worker that is still importing torch, before it can catch it.
+        # SIGTERM kills a worker that is still importing torch and has no handler yet.
         driven = name in self._pool.killed or name in self._pool.hurried
         obeyed = told and (driven or module.exit_code in (0, 128 + signal.SIGTERM))
         asked = self._pool.has_left(name) and not told
         lost = self._lost.pop(name, None)
-        if lost is not None:  # whatever became of its process
+        if lost is not None:  # however its process ended
             module.state = "stopped" if told else "failed"
         elif self._complete(name):
             module.state = "finished"
@@ -262,7 +262,7 @@ class Supervisor:
         )
         self._tell_of(name, report := peek_json(self._run.worker(name)))
         how = how_it_ended(name, module, report.get("error"))
-        if name in self._pool.due:  # with the whole chain
+        if name in self._pool.due:  # the whole chain is restarted
             module.state = "restarting"
         elif lost is not None and not told:
             self._linger_until = None
@@ -281,15 +281,15 @@ class Supervisor:
         elif module.state == "stopped":
             self._stop(how)
         elif name == self._plan.workers[-1].module and self._pool:
-            # The tail saw the end of the stream: the others have nothing left to wait for.
+            # The tail has seen the end of the stream: the others have nothing left to do.
             self._linger_until = self._clock() + self._plan.stop_grace_s
 
     def _may_start_again(self, name: str, module: ModuleState) -> bool:
-        """Restart a worker that has died, unless that cannot help."""
+        """Restart a worker that has died; return False if that cannot help."""
         plan, backoff = self._plan.restart, self._backoff[name]
         assert module.exit_code is not None
         if module.signal is None and module.exit_code and not self._run.worker(name).exists():
-            return False  # it could not even say that it starts: nor will the next one
+            return False  # it died before its first report, as the next one would
         delay_s = backoff.delay_s(plan, module.exit_code, self._clock())
         if delay_s is None:
             return False
@@ -298,7 +298,7 @@ class Supervisor:
         return True
 
     def _could_not_start(self, name: str, error: DniError) -> None:
-        """Retry later: the disk may be full now, or the host without room for a process."""
+        """Retry later: the disk may be full, or the host's limit of processes reached."""
         module = self.state.modules[name]
         module.state, module.exit_code = "failed", error.exit_code
         delay_s = self._backoff[name].delay_s(self._plan.restart, DniError.exit_code, self._clock())
@@ -311,7 +311,7 @@ class Supervisor:
     def _start_again(self, name: str, delay_s: float, reason: str) -> None:
         if self._plan.restart.scope == "module":
             self._pool.start_again(name, delay_s, reason)
-        else:  # what the module has lost would be missed by those that wait for its gradients
+        else:  # its neighbours wait for gradients of batches that it has lost
             self._lost.clear()
             self._pool.start_all_again(delay_s, reason)
 
@@ -325,8 +325,8 @@ class Supervisor:
         """Find other hosts for the modules of lost hosts.
 
         Args:
-            hosts: Where they are.
-            ended: Workers that have ended just now, and are not complete.
+            hosts: The hosts of the workers.
+            ended: Modules whose workers have just exited without having finished.
         """
         here = {*self._pool.processes, *self._pool.due, *ended}
         at: dict[str, list[str]] = {}
@@ -353,11 +353,11 @@ class Supervisor:
         self._pool.kill([name for name in names if name in self._pool.processes], where)
 
     def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
-        """Tell all workers to leave; in a broken chain no new checkpoint can be completed."""
+        """Stop all workers; soon if the chain is broken: it cannot complete a new checkpoint."""
         if broken:
             self._hurry_at = self._clock() + _BROKEN_GRACE_S
         if self._stop_reason is not None:
-            if grace_s is not None and self._kill_at is not None:  # less backoff than before
+            if grace_s is not None and self._kill_at is not None:  # a shorter grace
                 self._kill_at = min(self._kill_at, self._clock() + grace_s + LEAVE_S)
             return
         on_their_way = (m.restarts and m.state in COMING for m in self.state.modules.values())
@@ -391,7 +391,7 @@ class Supervisor:
         self._journal.write()
 
     def _abandon(self, error: BaseException) -> None:
-        """The supervisor itself cannot go on: leave nothing running behind."""
+        """Kill all workers after an error of the supervisor itself."""
         self._pool.kill_all("the supervisor failed")
         self.state.phase = "failed"
         self.state.exit_code = error.exit_code if isinstance(error, DniError) else 70

@@ -1,4 +1,4 @@
-"""A supervisor's watchdog: it shows a run that has stalled, and says what to restart."""
+"""A supervisor's watchdog: it reports stalls and decides which modules to restart."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dni_runtime.launch.state import RunPhase
 
 @dataclass
 class _Open:
-    """A stall of some modules that is not over, though they may have been restarted.
+    """A stall that is not over; its modules may have been restarted.
 
     Attributes:
-        since_s: When it was seen first.
-        moves: How often the modules had gone on by then.
-        starts: How many of their starts have stalled.
-        stall: The newest word on it.
+        since_s: Time of its detection.
+        moves: Moves of the modules until then.
+        starts: Number of stalled attempts of the modules.
+        stall: The newest finding.
     """
 
     since_s: float
@@ -29,10 +29,10 @@ class _Open:
 
 
 class Watchdog:
-    """Keeps the run's phase ``stalled``, with the reason as its error, and its events.
+    """Maintains the run's phase ``stalled``, with the reason as its error, and its events.
 
     Args:
-        plan: What was started.
+        plan: The run's plan.
         journal: The run's state and events.
     """
 
@@ -47,11 +47,11 @@ class Watchdog:
         """Judge the workers by their newest reports.
 
         Args:
-            now_s: The supervisor's time, in seconds of a clock that only goes forward.
-            reports: Of each module that has a worker; empty before the first.
+            now_s: The supervisor's monotonic time in seconds.
+            reports: The report of each module that has a worker; empty before the first.
 
         Returns:
-            Modules to restart, and for how many seconds each has stood still.
+            Seconds for which each module to restart has stood still.
         """
         state, restart = self._journal.state, dict[str, float]()
         ended = [n for n, m in state.modules.items() if m.state == "finished" and n not in reports]
@@ -63,7 +63,7 @@ class Watchdog:
             entry = self._open.setdefault(stall.modules, opened)
             if entry.stall != stall:
                 self._journal.event("run_stalled", module=stall.modules[0], reason=stall.message)
-                if self._restarts:  # where one end of a link did not help, it is the other's turn
+                if self._restarts:  # the two ends of a link take turns
                     name = stall.modules[entry.starts % len(stall.modules)]
                     restart[name] = self._rule.still_s(name)
                 entry.starts += 1
@@ -77,7 +77,7 @@ class Watchdog:
         return restart
 
     def silent(self, seconds: float) -> list[str]:
-        """Modules whose workers have not reported for so long."""
+        """Return modules whose workers have not reported for ``seconds``."""
         return self._rule.silent(seconds)
 
     def _show(self) -> None:

@@ -50,7 +50,7 @@ def test_compare(tmp_path: Path) -> None:
     assert curves["none"][-1] < curves["synthetic"][-1]
     assert all(row["samples_per_s"] > 0 for row in found["rows"])
     assert (tmp_path / "c" / "curves.png").exists()
-    assert "holds a run already" in shell.run(
+    assert "already holds a run" in shell.run(
         "compare", "--interfaces", "exact", "--out", "c", expect=64
     ).stderr  # fmt: skip
 

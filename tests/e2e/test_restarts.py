@@ -281,10 +281,10 @@ def test_what_hangs_is_named_and_started_again(site: Site) -> None:
         stopped = RunState.read(site.latest).modules["middle"].pid
         assert stopped is not None
         os.kill(stopped, signal.SIGSTOP)
-        stalls("'middle'", "said nothing")
+        stalls("'middle'", "not reported")
         assert tap.down  # the next start of the module has found it
         tap.swallows = True
-        stalls("'middle'", "'top'", "their link")
+        stalls("'middle'", "'top'", "the link")
     assert {one["module"] for one in happened(site, "run_stalled")} == {"bottom", "middle", "top"}
     assert site.json("stop")["state"] == "stopped"
     assert len(site.cuts()) == 1  # at which all have left, as a head that was restarted told them

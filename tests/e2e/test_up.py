@@ -326,7 +326,7 @@ def test_containers_are_killed_stopped_and_resumed(boxed: Site) -> None:
 
     chain = boxed.folder / "chain.yaml"
     chain.write_text(chain.read_text().replace("factor: 2", "factor: 3"))
-    assert "of another spec of module 'top'" in boxed.run("up", expect=65).stderr
+    assert "from another spec of module 'top'" in boxed.run("up", expect=65).stderr
     assert boxed.json("up", "--backend", "process", "--dry-run")["backend"] == "process"
 
 

@@ -35,10 +35,10 @@ def test_what_must_hold_holds() -> None:
     [
         ("gradients-once", 167, "the watchdog has said module 'a' waits for gradients"),
         ("newest-read", 211, "the watchdog has said module 'a' waits for room"),
-        ("narrow-gaps", 186, "their link does not stand"),
+        ("narrow-gaps", 186, "the link is down"),
         ("own-cuts", 199, "c has counted"),
         ("exit-code-0", 42, "a has never trained"),
-        ("steps-unasked", 68, "the worker of module 'c' has said nothing"),
+        ("steps-unasked", 68, "the worker of module 'c' has not reported"),
     ],
 )
 def test_a_mend_that_is_taken_out_is_missed(mutation: str, seed: int, violated: str) -> None:

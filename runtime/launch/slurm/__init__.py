@@ -1,1 +1,1 @@
-"""Running a chain in a Slurm allocation: placement, batch script, steps, the state of the job."""
+"""Running a chain as a Slurm job: placement, batch script, steps, state of the job."""

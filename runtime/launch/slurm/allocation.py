@@ -1,4 +1,4 @@
-"""Inside an allocation: from the run's record to a plan whose workers are steps of the job."""
+"""Planning a run inside an allocation, with its workers as steps of the job."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes that this process may use.
+    """The nodes of this process's job.
 
     Attributes:
         job: The job's id.
         hosts: Names of its nodes, as Slurm prints them.
-        groups: The component of each in a heterogeneous job, or None.
+        groups: The component of each node in a heterogeneous job, or None.
     """
 
     job: str
@@ -49,10 +49,10 @@ class Allocation:
 
 
 def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | None:
-    """The allocation that this process runs in, or None.
+    """Return the allocation that this process runs in, or None.
 
     Raises:
-        UnavailableError: There is one, but its nodes cannot be found out.
+        UnavailableError: Its nodes cannot be determined.
     """
     environ = os.environ if environ is None else environ
     job, nodes = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
@@ -80,31 +80,31 @@ def plan_in_allocation(
 
     Args:
         record: The run.
-        job: What was asked for.
+        job: The record of its job.
         allocation: The nodes.
-        attempt: Which start of the run this is.
-        site: What there is for it, where that is known; by default :func:`site_again` looks.
+        attempt: Number of this start of the run.
+        site: Resources of this host; by default found by :func:`site_again`.
 
     Raises:
         UnavailableError: The allocation has too few nodes.
-        DniError: Data, images or the container program are not there.
+        DniError: Data, images or the container program are missing.
     """
     count = max(job.nodes) + 1
     if len(allocation.hosts) < count:
         raise UnavailableError(
-            f"the run's modules are placed on {count} nodes, and job {allocation.job} has "
+            f"the run's modules are placed on {count} nodes, but job {allocation.job} has "
             f"{len(allocation.hosts)} ({', '.join(allocation.hosts)})",
-            hint="submit it again for more nodes, or with another placement",
+            hint="submit it again with more nodes or another placement",
         )
     chain, workers = record.specs()
     profile = job.site
     site = site or site_again(record, elsewhere=True)
     if site.backend == "apptainer":
-        # of this, the first node; the nodes of one job are alike
+        # checked on this node, the first; the nodes of one job are alike
         found = infiniband_mounts(chain.infiniband)
         site = replace(site, mounts=(*site.mounts, *found, *bind_mounts(profile)))
     root = record.run.root
-    # A folder of each node's own; XDG_RUNTIME_DIR is not there on nodes without a login.
+    # A local folder of each node; XDG_RUNTIME_DIR does not exist on nodes without a login.
     sockets = socket_path(root, Path("/tmp"))
     scratch = os.environ.get("DNI_SCRATCH", "")
     kinds = link_kinds(chain, profile, job.nodes)
@@ -112,7 +112,7 @@ def plan_in_allocation(
     settings = replace(
         settings_here(root, site, data=record.data, attempt=attempt, log_level=job.log_level),
         sockets=sockets,
-        # the interface in any case: on another node the module would listen on tcp
+        # the interface also for ipc: moved to another node, the module listens on tcp
         links={name: (transport, interface) for name, (transport, _) in kinds.items()},
         container_args=profile.container_args,
         scratch=scratch,
@@ -122,7 +122,7 @@ def plan_in_allocation(
 
 
 def plan_of_job(record: Record, job: JobRecord, state: RunState) -> LaunchPlan | None:
-    """The plan for this start of a run's job, the first or a later one; None: it has finished.
+    """Return the plan for this start of a run's job; None if the run has finished.
 
     Raises:
         UsageError: This process is not in an allocation.
@@ -130,30 +130,30 @@ def plan_of_job(record: Record, job: JobRecord, state: RunState) -> LaunchPlan |
     allocation = allocation_here()
     if allocation is None:
         raise UsageError(
-            f"run {record.name!r} is a Slurm job's, and this is no allocation",
-            hint=f"go on with it by 'dnictl resume {record.name}'",
+            f"run {record.name!r} belongs to a Slurm job, but this is not an allocation",
+            hint=f"resume it with 'dnictl resume {record.name}'",
         )
     if state.phase == "finished":
         return None
-    end_steps(record.modules)  # which a supervisor that was killed has left
+    end_steps(record.modules)  # of a supervisor that was killed
     return plan_in_allocation(record, job, allocation, attempt=state.last_attempt + 1)
 
 
 def request_here(
     root: Path, prepared: Prepared, profile: ProfileSpec, allocation: Allocation
 ) -> JobRequest:
-    """What a chain would be as a job on the nodes that there are.
+    """Return the job request of a chain on this allocation's nodes.
 
     Raises:
-        UsageError: It cannot be placed on them.
+        UsageError: The chain cannot be placed on them.
         SpecError: A setting of the chain does not fit them.
     """
     from dni_runtime.core.cost import estimated_costs  # torch
 
     if allocation.groups[0] is not None:
         raise UsageError(
-            f"job {allocation.job} is heterogeneous: modules are not placed in one that is there",
-            hint="'dnictl submit' asks for what the modules' partitions need",
+            f"job {allocation.job} is heterogeneous: modules cannot be placed in an existing one",
+            hint="use 'dnictl submit', which requests nodes in the modules' partitions",
         )
     with importing_from(prepared.base.absolute()):
         costs = estimated_costs(prepared.workers)
@@ -198,7 +198,7 @@ def _as_steps(
 
 
 def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
-    """The folders that a site gives to all containers."""
+    """Return the mounts of a site for all containers."""
     mounts = []
     for bind in profile.binds:
         path = bind.removesuffix(":ro")
@@ -207,7 +207,7 @@ def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
 
 
 def beside(hosts: Sequence[str], group: int | None) -> list[str]:
-    """The beginning of a command that runs on each of some nodes, beside what runs there."""
+    """Return the start of a command that runs on each node, beside its other steps."""
     return [
         *("srun", "--overlap", "--mem=0", "--cpus-per-task=1", "--quiet"),
         *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"),
@@ -217,7 +217,7 @@ def beside(hosts: Sequence[str], group: int | None) -> list[str]:
 
 
 def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None:
-    """Remove the folders of sockets that a run's steps have made on their nodes."""
+    """Remove the socket folders that a run's steps have created on their nodes."""
     allocation = allocation_here(environ)
     if allocation is None:
         return
@@ -232,4 +232,4 @@ def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None
         except UnavailableError as error:
             code, err = 1, str(error)
         if code != 0:
-            log.warning("%s stays on %s: %s", plan.sockets, ", ".join(hosts), err.strip())
+            log.warning("cannot remove %s on %s: %s", plan.sockets, ", ".join(hosts), err.strip())

@@ -1,7 +1,7 @@
-"""The one module that runs Slurm's own commands, and reads what they print.
+"""Runs Slurm's commands and parses their output; no other module does.
 
 Formats are those of sbatch(1), squeue(1), sacct(1), sinfo(1) and scontrol(1) of Slurm 22.05 and
-later; JSON output is not used, because sites build Slurm without it.
+later; JSON output is not used, because some sites build Slurm without it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _TIMEOUT_S = 60.0
 
 
 class UncertainError(UnavailableError):
-    """Slurm may have accepted a job: nothing of it may be removed."""
+    """Slurm may have accepted a job: none of its files may be removed."""
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What Slurm says of a job.
+    """Slurm's information on a job.
 
     Attributes:
         state: Its state, such as ``PENDING`` or ``TIMEOUT`` (squeue(1), "job state codes").
-        reason: Why it waits or ended, or an empty text.
-        nodes: Its nodes as Slurm writes them, or an empty text.
+        reason: Why it waits or ended, or an empty string.
+        nodes: Its nodes in Slurm's notation, or an empty string.
     """
 
     state: str
@@ -42,7 +42,7 @@ class JobInfo:
 
     @property
     def completing(self) -> bool:
-        """Whether it is being ended; a job that was requeued is, too, before it waits again."""
+        """Whether it is being ended, which a requeued job is, too, before it waits again."""
         return self.state == "COMPLETING"
 
     @property
@@ -61,7 +61,7 @@ class NodeShape:
     """A kind of node of a partition.
 
     Attributes:
-        count: How many of them may be asked for.
+        count: Number of such nodes.
         cpus: Processors.
         memory_mib: Memory in MiB.
         gpus: GPUs.
@@ -74,10 +74,10 @@ class NodeShape:
 
 
 def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[int, str, str]:
-    """Run one of Slurm's commands; gives exit status, output and errors.
+    """Run one of Slurm's commands; return exit status, output and errors.
 
     Raises:
-        UnavailableError: It is not installed, or does not answer.
+        UnavailableError: It is not installed or does not respond.
     """
     try:
         done = subprocess.run(
@@ -92,12 +92,12 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[in
     except OSError as error:
         raise UnavailableError(
             f"{argv[0]!r} cannot be run: {error.strerror}",
-            hint="run this where Slurm's commands are: on a login node, not in a container",
+            hint="run this where Slurm is installed: on a login node, not in a container",
         ) from None
     except subprocess.TimeoutExpired:
         raise UnavailableError(
-            f"{argv[0]!r} does not answer within {timeout_s:.0f} s",
-            hint="see whether Slurm's controller is up: 'scontrol ping'",
+            f"{argv[0]!r} did not respond within {timeout_s:.0f} s",
+            hint="check Slurm's controller with 'scontrol ping'",
         ) from None
     return done.returncode, done.stdout, done.stderr
 
@@ -105,22 +105,21 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[in
 def submit(script: Path, options: Sequence[str] = (), *, former: str | None = None) -> str:
     """Submit a batch script.
 
-    The controller may have accepted a job though its answer comes too late for sbatch
-    (slurm.conf(5), MessageTimeout). So a job with this script is looked for before it is said to be
-    refused.
+    The controller may have accepted a job although its answer came too late for sbatch
+    (slurm.conf(5), MessageTimeout). So if sbatch fails, search for a job with this script first.
 
     Args:
-        script: The script, which is of one run alone.
+        script: The script, which belongs to one run only.
         options: Further options of sbatch(1).
-        former: A job with this script that was there before.
+        former: An earlier job with this script.
 
     Returns:
         The job's id.
 
     Raises:
         UsageError: Slurm refuses it, with Slurm's reason.
-        UncertainError: Slurm does not tell whether it has accepted it.
-        UnavailableError: There is no Slurm.
+        UncertainError: It is unknown whether Slurm has accepted it.
+        UnavailableError: Slurm is not available.
     """
     code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
     job = out.strip().partition(";")[0]  # JOB;CLUSTER
@@ -129,9 +128,9 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
     code, listed, _ = run_slurm(["squeue", "--me", "--noheader", "--format=%A %o"])
     if code != 0:
         raise UncertainError(
-            f"it is not known whether Slurm has accepted the job: {(err or out).strip()}",
-            hint=f"when 'squeue --me --format=\"%A %o\"' answers, look for {str(script)!r}: cancel "
-            "that job, or let it train; submit again only if it is not there",
+            f"it is unknown whether Slurm has accepted the job: {(err or out).strip()}",
+            hint=f"when 'squeue --me --format=\"%A %o\"' works, look for {str(script)!r}: cancel "
+            "that job, or let it run; submit again only if it is not listed",
         )
     for line in listed.splitlines():
         job, _, command = line.strip().partition(" ")
@@ -141,7 +140,7 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
 
 
 def check_only(script: Path, options: Sequence[str] = ()) -> str:
-    """Let Slurm check a batch script without submitting it; gives its estimate of the start.
+    """Let Slurm check a batch script without submitting it; return its estimate of the start.
 
     Raises:
         UsageError: Slurm would refuse it.
@@ -156,31 +155,31 @@ def _refused(said: str) -> UsageError:
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines()]
     return UsageError(
         f"Slurm refuses the job: {'; '.join(line for line in lines if line) or 'no reason given'}",
-        hint="see the script with --dry-run, and 'sinfo' for what there is",
+        hint="check the script with --dry-run and the partitions with 'sinfo'",
     )
 
 
 def _failed(command: str, said: str) -> UnavailableError:
-    last = said.strip().splitlines()[-1:] or ["no reason given"]  # what went before led to it
+    last = said.strip().splitlines()[-1:] or ["no reason given"]  # the final error
     return UnavailableError(
         f"{command} failed: {last[0].removeprefix(f'{command}: ')}",
-        hint="see whether Slurm's controller is up: 'scontrol ping'",
+        hint="check Slurm's controller with 'scontrol ping'",
     )
 
 
 def _says_gone(said: str) -> bool:
-    """Whether Slurm says of a job or step that it is not there any more, or soon will not be."""
+    """Return whether Slurm's error means that a job or step has ended or is about to."""
     return "Invalid job id" in said or "already completing" in said
 
 
 def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
-    """States of jobs: squeue while they are there, then the controller's memory, then sacct.
+    """Return the states of jobs from squeue (the controller's memory), or else from sacct.
 
     Returns:
         The state of each job that Slurm still knows.
 
     Raises:
-        UnavailableError: Slurm does not answer: nothing is known.
+        UnavailableError: Slurm does not respond.
     """
     code, out, err = run_slurm(
         ["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}",
@@ -203,7 +202,7 @@ def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
 
 
 def parse_jobs(out: str) -> dict[str, JobInfo]:
-    """Lines ``JOB|STATE|REASON|NODES`` of squeue or sacct; after a requeue the last one counts."""
+    """Parse lines ``JOB|STATE|REASON|NODES`` of squeue or sacct; a job's last line counts."""
     found = {}
     for line in out.splitlines():
         job, state, reason, nodes = (*line.strip().split("|"), "", "", "")[:4]
@@ -217,15 +216,15 @@ def parse_jobs(out: str) -> dict[str, JobInfo]:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job; no error when it is gone."""
+    """Cancel a job; do nothing if it has ended."""
     run_slurm(["scancel", job])
 
 
 def hostnames(nodelist: str) -> list[str]:
-    """The names in a list of nodes such as ``n[1-3]``, exactly as Slurm prints them.
+    """Return the names in a list of nodes such as ``n[1-3]``, exactly as Slurm prints them.
 
     Raises:
-        UnavailableError: Slurm cannot expand it. There is no other name to fall back to.
+        UnavailableError: Slurm cannot expand the list.
     """
     code, out, err = run_slurm(["scontrol", "show", "hostnames", nodelist])
     names = out.split()
@@ -235,17 +234,17 @@ def hostnames(nodelist: str) -> list[str]:
 
 
 def component_jobs(environ: Mapping[str, str]) -> str | None:
-    """This job's id; all of its components' (``JOB,JOB``) if it is heterogeneous; None: no job."""
+    """Return this job's id, or its components' ids (``JOB,JOB``), or None outside of a job."""
     size = int(environ.get("SLURM_HET_SIZE") or 0)
     ids = [environ[f"SLURM_JOB_ID_HET_GROUP_{group}"] for group in range(size)]
     return ",".join(ids) or environ.get("SLURM_JOB_ID")
 
 
 def step_ids(job: str) -> dict[str, str]:
-    """The ids (``JOB.STEP``) of a job's running steps by name; of several the newest.
+    """Return the ids (``JOB.STEP``) of a job's running steps by name, the newest of each.
 
     Raises:
-        UnavailableError: Slurm does not answer: nothing is known.
+        UnavailableError: Slurm does not respond.
     """
     code, out, err = run_slurm(
         ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
@@ -256,7 +255,7 @@ def step_ids(job: str) -> dict[str, str]:
 
 
 def parse_steps(out: str) -> dict[str, str]:
-    """The numbered steps in ``squeue --steps --format=%i|%j``."""
+    """Return the numbered steps in ``squeue --steps --format=%i|%j``, by name."""
     found = []
     for line in out.splitlines():
         step, _, label = line.strip().partition("|")
@@ -267,10 +266,10 @@ def parse_steps(out: str) -> dict[str, str]:
 
 
 def signal_steps(steps: Sequence[str], name: str) -> None:
-    """Send a signal (``TERM``) to all processes of some steps; no error when they are gone.
+    """Send a signal (``TERM``) to all processes of steps; ignore steps that have ended.
 
     Raises:
-        UnavailableError: Slurm does not answer.
+        UnavailableError: Slurm does not respond.
     """
     if steps:
         code, _, err = run_slurm(["scancel", f"--signal={name}", *steps])
@@ -279,11 +278,11 @@ def signal_steps(steps: Sequence[str], name: str) -> None:
 
 
 def node_shapes(partitions: Collection[str | None]) -> dict[str | None, list[NodeShape]]:
-    """The kinds of nodes in each of some partitions (None: the default one).
+    """Return the kinds of nodes in each partition (None: the default one).
 
     Raises:
-        UsageError: There is no such partition.
-        UnavailableError: Slurm does not answer.
+        UsageError: A partition does not exist.
+        UnavailableError: Slurm does not respond.
     """
     code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
     if code != 0:
@@ -292,10 +291,10 @@ def node_shapes(partitions: Collection[str | None]) -> dict[str | None, list[Nod
 
 
 def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:
-    """The nodes of a partition in ``sinfo --format=%P|%D|%c|%m|%G``.
+    """Return a partition's nodes in ``sinfo --format=%P|%D|%c|%m|%G``.
 
     Raises:
-        UsageError: The partition is not there.
+        UsageError: The partition does not exist.
     """
     names, shapes = set(), []
     for line in out.splitlines():
@@ -308,7 +307,7 @@ def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:
     if partition is not None and partition not in names:
         raise UsageError(
             f"this Slurm has no partition {partition!r}",
-            hint=f"there are: {', '.join(sorted(names))}",
+            hint=f"partitions: {', '.join(sorted(names))}",
         )
     return shapes
 

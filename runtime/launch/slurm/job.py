@@ -1,4 +1,4 @@
-"""A run's Slurm job: what was asked for (``job.json``), and what has become of it."""
+"""A run's Slurm job: its request (``job.json``) and its state."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dni_runtime.rundir import RunDir, read_json, write_json, written_lately
 from dni_runtime.spec.profile import ProfileSpec
 
 _FRESH_S = 25.0
-"""A supervisor writes every 10 s; attribute caches of shared file systems add some."""
+"""Age up to which a state is current: the heartbeat of 10 s plus file system caches."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What ``job.json`` says.
+    """The content of ``job.json``.
 
     Attributes:
-        job: The job's id, or None until Slurm has given one.
+        job: The job's id, or None before its submission.
         nodes: The node of each module, head first, from 0.
         profile: Name of the site profile, or None.
-        settings: What the profile said when the run was made.
-        log_level: How much the workers write to their logs.
-        submitted: Unix time.
+        settings: Content of the profile when the run was created.
+        log_level: Log level of the workers.
+        submitted: Unix time of the submission.
     """
 
     job: str | None
@@ -40,11 +40,11 @@ class JobRecord:
     submitted: float
 
     def write(self, run: RunDir) -> None:
-        """Write it to the run directory."""
+        """Write the record to the run directory."""
         write_json(run.job, {"format": 1, **asdict(self)})
 
     def with_job(self, job: str) -> JobRecord:
-        """The same run under another job."""
+        """Return the record with another job."""
         return replace(self, job=job, submitted=time.time())
 
     @property
@@ -54,7 +54,7 @@ class JobRecord:
 
     @classmethod
     def read(cls, run: RunDir) -> JobRecord | None:
-        """The record of a run's job; None where the run has none.
+        """Return the record of a run's job; None if the run has none.
 
         Raises:
             DataError: It was not written by this program.
@@ -67,19 +67,19 @@ class JobRecord:
             record = cls(**{**document, "nodes": tuple(document["nodes"])})
             ProfileSpec.model_validate(record.settings)
         except (KeyError, TypeError, AttributeError, ValidationError) as error:
-            raise DataError(f"{str(run.job)!r} is not the record of a job: {error}") from None
+            raise DataError(f"{str(run.job)!r} is not a valid job record: {error}") from None
         return record
 
 
 def read_state(run: RunDir) -> RunState:
-    """A run's state, as :func:`read_states` has it."""
+    """Return a run's state; see :func:`read_states`."""
     (state,) = read_states([run])
     return state
 
 
 def read_states(runs: Sequence[RunDir]) -> list[RunState]:
-    """The states of runs, with Slurm's word where a run itself cannot know: before it begins,
-    between two starts, and when its job was ended from outside. Slurm is asked once for all.
+    """Return the states of runs, completed by one query to Slurm: a run's own state is out of
+    date before its start, between two starts, and after its job was ended from outside.
     """
     states = [RunState.read(run) for run in runs]
     jobs = [_job_to_ask_for(run, state) for run, state in zip(runs, states, strict=True)]
@@ -105,12 +105,12 @@ def _job_to_ask_for(run: RunDir, state: RunState) -> str | None:
 
 
 def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool) -> RunState:
-    """What a run's own state and its job's state mean together (pure).
+    """Combine a run's own state and its job's state (pure).
 
     Args:
-        state: The run's own.
+        state: The run's own state.
         job: The job's id.
-        info: What Slurm says of it, or None when it does not know the job any more.
+        info: Slurm's information on it, or None if Slurm no longer knows the job.
         told_to_stop: Whether a stop was requested.
     """
     if info is not None and info.alive:
@@ -122,7 +122,7 @@ def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool
         return state if state.active else replace(state, phase="starting")
     if state.phase == "stopped" and told_to_stop:
         return state
-    if info is not None and info.completing:  # to its end, or to be requeued: the next look tells
+    if info is not None and info.completing:  # it ends or is requeued: the next poll shows
         return replace(state, phase="stopping")
     if state.phase == "stopped":
         return state

@@ -1,10 +1,10 @@
-"""The nodes of a running job: which are lost, and where their modules go.
+"""The nodes of a running job: finding lost ones, and moving their modules.
 
-A job with ``--no-kill`` goes on when one of its nodes fails: the controller takes the node out of
-the job, for good, and ends the steps there (``kill_running_job_by_node_name`` in Slurm's
-node_mgr.c). So the job's own list of nodes tells what is lost, whatever the node itself is called
-meanwhile (DOWN, FAIL, or idle again after a reboot), and a node that is merely silent for less than
-``SlurmdTimeout`` is still there. An ``srun`` whose node has failed may end with exit status 0.
+A job with ``--no-kill`` continues when one of its nodes fails: the controller removes the node from
+the job for good and ends its steps (``kill_running_job_by_node_name`` in Slurm's node_mgr.c). So
+the job's own list of nodes shows which are lost, whatever state the node itself has meanwhile
+(DOWN, FAIL, or idle again after a reboot); a node that is silent for less than ``SlurmdTimeout`` is
+still in it. An ``srun`` whose node has failed may end with exit status 0.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.placement import Capacity, Need
 
 _LOOK_S = 15.0
-"""Between two looks without a reason: Slurm tells ``srun``, unless this node was cut off then."""
+"""Seconds between polls; usually an ``srun`` ends first, unless this node was cut off."""
 
 _log = logging.getLogger(__name__)
 
 
 def nodes_of(job: str) -> list[str] | None:
-    """The nodes that a job has now; None where Slurm does not say."""
+    """Return the nodes that a job has now; None if unknown."""
     try:
         info = commands.job_infos([job]).get(job)
         if info is None or info.state != "RUNNING" or not info.nodes:
             return None
         return commands.hostnames(info.nodes)
     except UnavailableError as error:
-        _log.warning("the job's nodes are not known: %s", error)
+        _log.warning("the job's nodes are unknown: %s", error)
         return None
 
 
@@ -42,9 +42,9 @@ class JobNodes:
 
     Args:
         job: Its id.
-        plan: What was placed on them at the job's start.
-        nodes_of: Gives the nodes that the job has now.
-        clock: Seconds that only go forward.
+        plan: The run's plan at the job's start.
+        nodes_of: Returns the nodes that the job has now.
+        clock: Monotonic time in seconds.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class JobNodes:
         self._look_at_s = clock() + _LOOK_S
 
     def lost(self, hosts: Collection[str], *, at_once: bool) -> list[str]:
-        """Those of the hosts that the job has lost, as far as that is known.
+        """Return those of the hosts that the job is known to have lost.
 
         Args:
             hosts: Names of nodes.
-            at_once: Whether there is a reason to ask Slurm now.
+            at_once: Whether to query Slurm now; otherwise every ``_LOOK_S``.
         """
         if not at_once and self._clock() < self._look_at_s:
             return []
@@ -80,11 +80,11 @@ class JobNodes:
     def move(
         self, workers: Sequence[WorkerPlan], names: Collection[str]
     ) -> list[WorkerPlan] | None:
-        """The named workers on nodes that the job still has; None where there is no room.
+        """Return plans of the named workers on nodes that the job still has; None without room.
 
         Args:
             workers: All workers of the run, as they are placed now.
-            names: Modules of those that must go elsewhere.
+            names: Modules to move.
         """
         needs: dict[str, list[Need]] = {node: [] for node in self._up}
         for worker in workers:
@@ -96,7 +96,7 @@ class JobNodes:
 
 
 def room_of(workers: Sequence[WorkerPlan]) -> Capacity:
-    """What each node of the job was asked for: what the fullest one needs."""
+    """Return the resources of each node of the job: those that the fullest one needs."""
     there: dict[str | None, list[Need]] = {}
     for worker in workers:
         if worker.need is not None:
@@ -111,15 +111,15 @@ def room_of(workers: Sequence[WorkerPlan]) -> Capacity:
 def choose(
     needs: Sequence[Need], there: Mapping[str, Sequence[Need]], room: Capacity
 ) -> dict[str, str] | None:
-    """A node for each of some modules, the largest first, on the emptiest node that has room.
+    """Choose a node for each module, the largest first: the emptiest node that has room.
 
     Args:
-        needs: What they ask for.
-        there: What the modules of each node ask for.
-        room: What each node has.
+        needs: Resources of the modules.
+        there: Resources of the modules already on each node.
+        room: Resources of each node.
 
     Returns:
-        The node of each module; None where one finds no room.
+        The node of each module; None if a module has no room.
     """
     filled = {node: list(some) for node, some in there.items()}
     chosen: dict[str, str] = {}
@@ -134,9 +134,9 @@ def choose(
 
 
 def on_node(worker: WorkerPlan, node: str) -> WorkerPlan:
-    """The same worker on another node, where it listens on tcp: its neighbours may be anywhere.
+    """Return the plan of a worker on another node, where it listens on tcp.
 
-    What stood beside it on its old node, and so talked to it over ipc, moves as well.
+    Its neighbours may be anywhere; those on its old node, linked by ipc, move as well.
     """
     argv = list(worker.argv)
     argv[argv.index(f"--nodelist={worker.node}")] = f"--nodelist={node}"

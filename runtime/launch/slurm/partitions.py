@@ -1,4 +1,4 @@
-"""Placing modules that ask for different partitions (pure): each partition has nodes of its own."""
+"""Placement of modules in different partitions, each with its own nodes (pure)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def place_in_partitions(
     partitions: Sequence[Partition],
     nodes: Mapping[Partition, Capacity],
 ) -> tuple[tuple[int, ...], tuple[Partition, ...]]:
-    """The node of each module, and the partition of each node.
+    """Place each module on a node, and each node in a partition.
 
     Args:
         needs: The modules, head first.
-        wanted: The strategy, and how many nodes in all.
+        wanted: The strategy and the total number of nodes.
         partitions: The partition of each module.
-        nodes: What a node of a partition has, where that is known.
+        nodes: Resources of a node of each partition, if known.
 
     Returns:
-        For each module the number of its node, as ``place`` gives it, and for each node its
-        partition. The head's partition comes first, and nodes of one partition follow each other:
-        nodes of an explicit map are renumbered where it has them otherwise.
+        For each module the number of its node, as from ``place``, and for each node its partition.
+        The head's partition comes first, and nodes of one partition are contiguous: nodes of an
+        explicit map are renumbered if necessary.
 
     Raises:
-        UsageError: It cannot be done; says why.
+        UsageError: The modules cannot be placed; says why.
     """
     members: dict[Partition, list[int]] = {}
     for index, partition in enumerate(partitions):
@@ -57,14 +57,14 @@ def place_in_partitions(
 def _shares(
     needs: Sequence[Need], wanted: PlacementSpec, members: Mapping[Partition, Sequence[int]]
 ) -> dict[Partition, PlacementSpec]:
-    """One node for each partition; each further one goes where a node has the most work."""
+    """Assign one node to each partition, each further node where a node has the most work."""
     total = len(members) if wanted.nodes is None else wanted.nodes
     if not len(members) <= total <= len(needs):
         names = ", ".join(str(partition or "default") for partition in members)
         raise UsageError(
-            f"{total} nodes are asked for; {len(needs)} modules in {len(members)} partitions "
-            f"({names}) take {len(members)} to {len(needs)}",
-            hint="--nodes, or 'placement.nodes' in the chain",
+            f"{total} nodes are requested, but {len(needs)} modules in {len(members)} partitions "
+            f"({names}) need {len(members)} to {len(needs)}",
+            hint="set --nodes, or 'placement.nodes' in the chain",
         )
     work = {at: sum(needs[index].cost for index in inside) for at, inside in members.items()}
     counts = dict.fromkeys(members, 1)
@@ -77,7 +77,7 @@ def _shares(
 def _explicit(
     needs: Sequence[Need], wanted: PlacementSpec, members: Mapping[Partition, Sequence[int]]
 ) -> dict[Partition, PlacementSpec]:
-    """The map of each partition, with its nodes numbered from 0."""
+    """Return the map of each partition, with its nodes numbered from 0."""
     shares: dict[Partition, PlacementSpec] = {}
     owner: dict[int, Partition] = {}
     for partition, inside in members.items():

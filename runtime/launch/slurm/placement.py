@@ -1,4 +1,4 @@
-"""Which module is on which node (pure; nodes are numbers here, Slurm names them later)."""
+"""Placement of modules on nodes (pure; nodes are numbers here, Slurm names them later)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dni_runtime.spec.profile import ProfileSpec
 
 @dataclass(frozen=True)
 class Need:
-    """What one module asks for.
+    """The resources that one module needs.
 
     Attributes:
         module: Its name.
         cpus: Processors.
         gpus: GPUs.
         memory_mib: Memory in MiB.
-        cost: Its share of the work, in any unit that is the same for all.
+        cost: Its share of the work, in the same unit for all modules.
     """
 
     module: str
@@ -33,7 +33,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a node has; None where it is not known.
+    """The resources of a node; None if unknown.
 
     Attributes:
         cpus: Processors.
@@ -48,7 +48,7 @@ class Capacity:
     modules: int | None = None
 
     def lacks(self, needs: Sequence[Need]) -> str | None:
-        """What some modules ask for that the node does not have, or None when they fit."""
+        """Return a resource that the modules need and the node lacks, or None."""
         asked = {
             "CPUs": (sum(need.cpus for need in needs), self.cpus),
             "GPUs": (sum(need.gpus for need in needs), self.gpus),
@@ -57,25 +57,25 @@ class Capacity:
         }
         for what, (wanted, there) in asked.items():
             if there is not None and wanted > there:
-                return f"{wanted} {what} of {there}"
+                return f"{wanted} {what}, but a node has {there}"
         return None
 
 
 def place(
     needs: Sequence[Need], wanted: PlacementSpec, *, node: Capacity | None = None
 ) -> tuple[int, ...]:
-    """The node of each module.
+    """Place each module on a node.
 
     Args:
         needs: The modules, head first.
-        wanted: The strategy, and how many nodes.
-        node: What each node has.
+        wanted: The strategy and the number of nodes.
+        node: The resources of each node.
 
     Returns:
-        For each module the number of its node, from 0; each number up to the largest is used.
+        The number of each module's node, from 0; each number up to the largest is used.
 
     Raises:
-        UsageError: It cannot be done; says why.
+        UsageError: The modules cannot be placed; says why.
     """
     node = Capacity() if node is None else node
     modules = node.modules if wanted.per_node is None else wanted.per_node
@@ -84,22 +84,22 @@ def place(
         problem = node.lacks([need])
         if problem is not None:
             raise UsageError(
-                f"module {need.module!r} asks for {problem} that a node has",
-                hint="lower its 'resources', or name another partition",
+                f"module {need.module!r} needs {problem}",
+                hint="lower its 'resources', or use another partition",
             )
     if wanted.strategy == "explicit":
         return _explicit(needs, wanted, node)
     count = wanted.nodes or 1
     if count > len(needs):
         raise UsageError(
-            f"{count} nodes are asked for, but there are {len(needs)} modules",
-            hint=f"ask for {len(needs)} nodes at most",
+            f"{count} nodes are requested, but there are {len(needs)} modules",
+            hint=f"request at most {len(needs)} nodes",
         )
     if wanted.strategy == "packed":
         blocks = _packed(needs, node)
         if len(blocks) > count:
             raise UsageError(
-                f"packed, the modules need {len(blocks)} nodes, and {count} are asked for "
+                f"packed, the modules need {len(blocks)} nodes, but {count} are requested "
                 f"({_why(needs, blocks, node)})",
                 hint=f"--nodes {len(blocks)}, or lower the modules' 'resources'",
             )
@@ -114,9 +114,9 @@ def _explicit(needs: Sequence[Need], wanted: PlacementSpec, node: Capacity) -> t
     count = max(chosen) + 1
     if wanted.nodes is not None and count > wanted.nodes:
         raise UsageError(
-            f"placement.map names node {count - 1}, and {_nodes(wanted.nodes)} "
-            "asked for are numbered from 0",
-            hint=f"--nodes {count}, or another map",
+            f"placement.map uses node {count - 1}, but the {_nodes(wanted.nodes)} "
+            "requested are numbered from 0",
+            hint=f"use --nodes {count} or another map",
         )
     for number in range(count):
         there = [need for need, at in zip(needs, chosen, strict=True) if at == number]
@@ -134,7 +134,7 @@ def _explicit(needs: Sequence[Need], wanted: PlacementSpec, node: Capacity) -> t
 
 
 def _packed(needs: Sequence[Need], node: Capacity) -> list[int]:
-    """Sizes of the blocks when each node is filled before the next."""
+    """Return the sizes of the blocks if each node is filled before the next."""
     blocks: list[int] = []
     start = 0
     for end in range(1, len(needs) + 1):
@@ -145,10 +145,10 @@ def _packed(needs: Sequence[Need], node: Capacity) -> list[int]:
 
 
 def _balanced(needs: Sequence[Need], count: int, node: Capacity) -> list[int]:
-    """Sizes of ``count`` blocks of neighbours whose largest cost is the smallest possible.
+    """Return sizes of ``count`` blocks of neighbours with the smallest possible largest cost.
 
     The linear partition problem, by dynamic programming (Skiena, The Algorithm Design Manual,
-    10.7). Among equals the sum of squares decides, so that light nodes are even too.
+    10.7). Ties are broken by the sum of squares, which also balances the lighter nodes.
     """
     total = len(needs)
     impossible = (float("inf"), float("inf"))
@@ -184,22 +184,20 @@ def _nodes(count: int) -> str:
 
 
 def _why(needs: Sequence[Need], blocks: Sequence[int], node: Capacity) -> str:
-    return (
-        f"{needs[blocks[0]].module!r} beside those before it: {node.lacks(needs[: blocks[0] + 1])}"
-    )
+    return f"up to {needs[blocks[0]].module!r}, they need {node.lacks(needs[: blocks[0] + 1])}"
 
 
 def crossing(nodes: Sequence[int]) -> list[bool]:
-    """For each module, whether the link from the module before it crosses nodes."""
+    """Return for each module whether its upstream link crosses nodes."""
     return [index > 0 and nodes[index - 1] != node for index, node in enumerate(nodes)]
 
 
 def link_kinds(
     chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int]
 ) -> dict[str, tuple[str, str | None]]:
-    """Transport and interface of each module's link from upstream.
+    """Return transport and interface of each module's upstream link.
 
-    ``auto``: ipc where both ends are on one node, else tcp on the chain's or the site's interface.
+    ``auto``: ipc if both ends are on one node, else tcp on the chain's or the site's interface.
     """
     interface = chain.links.interface or profile.interface
     kinds: dict[str, tuple[str, str | None]] = {}

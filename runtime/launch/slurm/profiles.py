@@ -16,14 +16,14 @@ from dni_runtime.spec.profile import ProfileSpec
 
 
 def profile_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the user's profiles lie (XDG Base Directory Specification)."""
+    """Return the folder of the user's profiles (XDG Base Directory Specification)."""
     environ = os.environ if environ is None else environ
     base = environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(base).expanduser() / "dnictl" / "profiles"
 
 
 def profile_files() -> dict[str, Path]:
-    """The profiles by name: the packaged example, and the user's own, which come first."""
+    """Return the profiles by name: the packaged example and the user's own, which override it."""
     found: dict[str, Path] = {}
     for folder in (Path(str(files("dni_runtime.definitions"))) / "profiles", profile_folder()):
         if folder.is_dir():
@@ -32,11 +32,11 @@ def profile_files() -> dict[str, Path]:
 
 
 def load_profile(name: str | None) -> ProfileSpec:
-    """Read a profile; without a name one that asks for nothing.
+    """Read a profile; without a name return an empty one.
 
     Raises:
-        UsageError: There is no such profile.
-        SpecError: It cannot be used; names file, place, value and what is allowed.
+        UsageError: The profile does not exist.
+        SpecError: The profile is invalid; names file, line, value and allowed values.
     """
     if name is None:
         return ProfileSpec()
@@ -44,20 +44,20 @@ def load_profile(name: str | None) -> ProfileSpec:
     if name not in known:
         raise UsageError(
             f"there is no site profile {name!r} in {str(profile_folder())!r}",
-            hint=f"{suggestion(name, list(known))}; 'dnictl profile show example' is one to copy",
+            hint=f"{suggestion(name, list(known))}; copy 'dnictl profile show example' for a start",
         )
     path = known[name]
     try:
         return parse_profile(path.read_text(encoding="utf-8"), file=str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"it cannot be read: {error}", file=str(path)) from None
+        raise SpecError(f"the profile cannot be read: {error}", file=str(path)) from None
 
 
 def parse_profile(text: str, *, file: str) -> ProfileSpec:
     """Check a profile's text.
 
     Raises:
-        SpecError: It cannot be used.
+        SpecError: It is invalid.
     """
     try:
         document = yaml.load(text, Loader)  # it is a safe one

@@ -1,4 +1,4 @@
-"""The batch script and the steps of a job (pure: texts and argument lists)."""
+"""The batch script and the steps of a job, as texts and argument lists (pure)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from dni_runtime.rundir import RunDir
 from dni_runtime.spec.profile import ProfileSpec
 
 DEFAULT_MEMORY_MIB = 2048
-"""What a module's worker gets that says nothing: torch alone takes some hundred MiB."""
+"""Default memory of a module's worker; torch alone takes some hundred MiB."""
 
 _LEAVE_S = 30
-"""On top of the chain's ``stop_grace_s``: for the supervisor, and for the job to be requeued."""
+"""Seconds beyond the chain's ``stop_grace_s``, for the supervisor and a requeue of the job."""
 
 NO_KILL = "--no-kill"
-"""The job goes on when a node fails, and the supervisor moves what was there (sbatch(1))."""
+"""The job continues when a node fails; the supervisor moves its modules (sbatch(1))."""
 
-# The worker's folders on its node, made by a shell because the node may be another one than the
-# supervisor's. Sockets lie in a folder that nobody else can have made or can enter; scratch may be
-# one that the site has made for all.
+# Creates the worker's folders by a shell on its node, which may not be the supervisor's. The socket
+# folder must be private to this user; the scratch folder may belong to root.
 _STEP = (
     "umask 077; sockets=$1; scratch=$2; shift 2; foreign() { "
     'echo "the folder $1 cannot be made, or belongs to another user" >&2; exit 69; }; '
@@ -41,21 +40,21 @@ _STEP = (
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a job is made of.
+    """The settings of a job.
 
     Attributes:
         run: The run directory.
         chain: The chain's name.
-        needs: The modules, head first.
+        needs: Resources of the modules, head first.
         nodes: The node of each module, from 0.
-        stop_grace_s: Seconds that a worker told to stop has.
-        profile: The site's.
+        stop_grace_s: Seconds that workers have to stop.
+        profile: The site profile.
         python: The Python with dnictl on the nodes.
-        python_path: Its ``PYTHONPATH``, or an empty text.
+        python_path: Its ``PYTHONPATH``, or an empty string.
         time: Time limit, or None for the profile's.
         partition: Partition, or None for the profile's.
-        partitions: The partition of each node where modules ask for different ones (None: the
-            cluster's default); nodes of one partition follow each other. Empty: one for all.
+        partitions: The partition of each node if modules use different ones (None: the cluster's
+            default); nodes of one partition are contiguous. Empty: one for all.
         extra: Further directives from the command line.
     """
 
@@ -74,18 +73,18 @@ class JobRequest:
 
     @property
     def count(self) -> int:
-        """How many nodes."""
+        """Number of nodes."""
         return max(self.nodes) + 1
 
     def on(self, node: int) -> list[Need]:
-        """The modules on a node."""
+        """Return the modules on a node."""
         return [need for need, at in zip(self.needs, self.nodes, strict=True) if at == node]
 
     @property
     def components(self) -> dict[str | None, list[int]]:
-        """The nodes in each partition: a component of a heterogeneous job where there are several.
+        """The nodes in each partition; several partitions are components of a heterogeneous job.
 
-        The batch script runs on the first one's first node.
+        The batch script runs on the first node of the first component.
         """
         found: dict[str | None, list[int]] = {}
         everywhere = (self.partition or self.profile.partition,) * self.count
@@ -94,18 +93,18 @@ class JobRequest:
         return found
 
     def largest(self, what: str, nodes: Sequence[int] | None = None) -> int:
-        """The most of ``cpus``, ``gpus`` or ``memory_mib`` that any of some nodes must have."""
+        """Return the largest need of a node for ``cpus``, ``gpus`` or ``memory_mib``."""
         nodes = range(self.count) if nodes is None else nodes
         return max(sum(int(getattr(need, what)) for need in self.on(node)) for node in nodes)
 
     @property
     def grace_s(self) -> int:
-        """Seconds before the time limit at which the job is told to end."""
+        """Seconds between the signal to stop and the job's time limit."""
         return math.ceil(self.stop_grace_s) + _LEAVE_S
 
 
 def gpu_directive(profile: ProfileSpec, gpus: int) -> str:
-    """How this site wants to be asked for GPUs."""
+    """Return the site's option to request GPUs."""
     kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
     if profile.gpu_request == "gres":
         return f"--gres=gpu:{kind}{gpus}"
@@ -113,17 +112,17 @@ def gpu_directive(profile: ProfileSpec, gpus: int) -> str:
 
 
 def directives(request: JobRequest) -> list[str]:
-    """The job's ``#SBATCH`` directives, without those that the profile suppresses.
+    """Return the job's ``#SBATCH`` directives, without those that the profile suppresses.
 
-    Every node gets what the fullest one of its partition needs: Slurm has no other way within one
-    component of a job. Components are parted by ``hetjob`` (sbatch(1), "heterogeneous jobs").
+    Every node requests what the fullest node of its partition needs: in one component of a job all
+    nodes are alike. ``hetjob`` separates components (sbatch(1), "heterogeneous jobs").
     """
     profile = request.profile
     log = str(RunDir(request.run).supervisor_log)
     if any(c in log for c in '\n\r"\\'):
         raise UsageError(
-            f"the run directory {str(request.run)!r} cannot stand in a batch script",
-            hint="name one without quotes, backslashes and line breaks with --runs or --run-dir",
+            f"the run directory {str(request.run)!r} is not usable in a batch script",
+            hint="choose one without quotes, backslashes and line breaks: --runs or --run-dir",
         )
     first, *others = (
         _component(request, partition, nodes) for partition, nodes in request.components.items()
@@ -134,10 +133,10 @@ def directives(request: JobRequest) -> list[str]:
         # modules are not moved between the components of a heterogeneous job
         *([NO_KILL] if request.count > 1 and not others else []),
         "--requeue",
-        "--open-mode=append",  # a requeued job's log goes on
+        "--open-mode=append",  # a requeued job continues its log
         # %: sbatch's own patterns
         f'--output="{log.replace("%", "%%")}"',
-        # to the batch shell alone: the supervisor tells the workers
+        # to the batch shell only: the supervisor signals the workers
         f"--signal=B:TERM@{request.grace_s}",
         *profile.directives,
         *request.extra,
@@ -148,7 +147,7 @@ def directives(request: JobRequest) -> list[str]:
 
 
 def _component(request: JobRequest, partition: str | None, nodes: Sequence[int]) -> list[str]:
-    """The directives that each component of a job says for itself."""
+    """Return the directives of one component of a job."""
     profile = request.profile
     given = {
         "account": profile.account,
@@ -182,31 +181,31 @@ def step_argv(
     any_gpus: bool = False,
     group: int | None = None,
 ) -> list[str]:
-    """The command that runs one module's worker as a step of the job.
+    """Return the command that runs one module's worker as a step of the job.
 
     Args:
         need: The module and its resources.
         node: The node's name, as Slurm prints it.
         argv: The worker's command.
-        profile: The site's.
+        profile: The site profile.
         sockets: Folder of the run's ipc sockets, on the node.
-        scratch: Folder for temporary files on the node, or an empty text.
+        scratch: Folder for temporary files on the node, or an empty string.
         any_gpus: Whether any module of the chain has GPUs.
         group: The node's component of a heterogeneous job, or None.
     """
     options = [
-        f"--job-name={need.module}",  # by which the step is found again
+        f"--job-name={need.module}",  # used to find the step
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={node}",
         *group_option(group),
         # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
-        # step waits. --cpus-per-task: not inherited from the job since Slurm 22.05.
+        # step waits. --cpus-per-task is not inherited from the job since Slurm 22.05.
         "--exact",
         f"--cpus-per-task={need.cpus}",
         f"--mem={need.memory_mib}M",
         "--input=none",
-        "--export=ALL",  # what the site's prologue has set
+        "--export=ALL",  # variables set by the site's prologue
     ]
     if any_gpus:
         options.append(gpu_directive(profile, need.gpus) if need.gpus else "--gres=none")
@@ -215,12 +214,12 @@ def step_argv(
 
 
 def group_option(group: int | None) -> list[str]:
-    """What ``srun`` must be told in a heterogeneous job; without it, it knows component 0 alone."""
+    """Return the ``srun`` option for a component of a heterogeneous job; its default is 0."""
     return [] if group is None else [f"--het-group={group}"]
 
 
 def step_outline(need: Need, request: JobRequest) -> str:
-    """A step's command for people: without what the worker is given."""
+    """Return a step's command for display, without the worker's command."""
     argv = step_argv(
         need,
         "NODE",
@@ -234,7 +233,7 @@ def step_outline(need: Need, request: JobRequest) -> str:
 
 
 def placement_lines(request: JobRequest) -> list[str]:
-    """One line on each node."""
+    """Return one line per node."""
     lines = []
     for node in range(request.count):
         there = request.on(node)
@@ -249,10 +248,10 @@ def placement_lines(request: JobRequest) -> list[str]:
 
 
 def render_script(request: JobRequest) -> str:
-    """The batch script.
+    """Return the batch script.
 
     Raises:
-        UsageError: The run directory's path cannot stand in it.
+        UsageError: The run directory's path is not usable in it.
     """
     template = (files("dni_runtime.definitions") / "batch.sbatch.j2").read_text(encoding="utf-8")
     environment = Environment(
@@ -280,9 +279,9 @@ def render_script(request: JobRequest) -> str:
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of ``srun`` without what the job's own request left there for it.
+    """Return the environment of ``srun`` without the job's own request.
 
-    Steps say themselves what they want; srun(1), "INPUT ENVIRONMENT VARIABLES".
+    Steps have their own options; srun(1), "INPUT ENVIRONMENT VARIABLES".
     """
     dropped = ("SLURM_GPUS", "SLURM_GRES", "SLURM_MEM_", "SLURM_CPUS_PER_", "SLURM_NTASKS",
                "SLURM_TRES_PER_", "SLURM_TASKS_PER_", "SLURM_NPROCS", "SLURM_DISTRIBUTION",

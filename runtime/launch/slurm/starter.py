@@ -1,4 +1,4 @@
-"""Starting workers as steps of a job: each is an ``srun``, which is a process of this host."""
+"""Starting workers as steps of a job, each by an ``srun`` process on this host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepProcess:
-    """The ``srun`` of a worker that runs as a step; the step itself is its starter's to signal."""
+    """The ``srun`` of a worker's step; the starter signals the step itself."""
 
     def __init__(self, srun: Process) -> None:
         self._srun = srun
@@ -33,11 +33,11 @@ class StepProcess:
 
     def poll(self) -> int | None:
         code = self._srun.poll()
-        # srun reports a task's signal as a shell does
+        # srun reports a task's signal like a shell
         return 128 - code if code is not None and 128 < code < 128 + signal.NSIG else code
 
     def send(self, number: signal.Signals) -> None:
-        self._srun.send(signal.SIGTERM)  # srun passes the others on, to a step that is not there
+        self._srun.send(signal.SIGTERM)  # srun forwards others to its step, which is gone
 
     def kill(self) -> None:
         self._srun.kill()
@@ -46,27 +46,27 @@ class StepProcess:
 class SlurmStarter:
     """Starts workers whose plans begin with ``srun``.
 
-    Signals go to the steps and not to ``srun``, which kills its step at once when it gets a
-    SIGTERM. Where Slurm does not answer, they are not sent: that is no reason to end the run.
+    Signals go to the steps and not to ``srun``, which kills its step at once on SIGTERM. If Slurm
+    does not respond, they are not sent, and the run continues.
 
     Args:
         job: The job's id.
-        environ: The environment that a plan's own variables come on top of.
+        environ: The environment, which a plan's own variables extend.
     """
 
     def __init__(self, job: str, environ: Mapping[str, str] | None = None) -> None:
         self._job = job
         environ = step_environment(os.environ if environ is None else environ)
-        self._local = LocalStarter(environ, tied=False)  # a supervisor that follows adopts them
+        self._local = LocalStarter(environ, tied=False)  # a later supervisor adopts them
 
     def start(self, worker: WorkerPlan) -> StepProcess:
-        # The container is srun's child on another node: here there is none to be watched over.
+        # The container is not a process of this host, so it needs no wrapper here.
         return StepProcess(self._local.start(replace(worker, image=None)))
 
     def adopt(
         self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
     ) -> StepProcess:
-        if not lives(module):  # a later one may have been started, and not written down
+        if not lives(module):  # a newer step may have been started but not recorded
             end_steps([worker.module])
         return StepProcess(self._local.adopt(worker, module, ended))
 
@@ -82,7 +82,7 @@ class SlurmStarter:
             process.kill()
 
     def gone(self, modules: Collection[str]) -> Collection[str]:
-        """Modules without a step: an ``srun`` that was cut off may wait for its step for ever."""
+        """Return modules without a step: an ``srun`` that was cut off may wait for ever."""
         try:
             steps = commands.step_ids(self._job)
         except UnavailableError:
@@ -90,24 +90,24 @@ class SlurmStarter:
         return [one for one in modules if one not in steps]
 
     def _signal(self, modules: Collection[str], name: str) -> list[str] | None:
-        """Signal the steps of some modules at once; gives the modules that have none yet.
+        """Signal the steps of modules at once; return the modules that have none yet.
 
-        Slurm's commands take a tenth of a second each, more where all cores are busy.
+        Slurm's commands take a tenth of a second each, more if all cores are busy.
 
         Returns:
-            None where Slurm does not answer.
+            None if Slurm does not respond.
         """
         try:
             steps = commands.step_ids(self._job)
             commands.signal_steps([steps[one] for one in modules if one in steps], name)
         except UnavailableError as error:
-            _log.warning("SIG%s is not sent: %s", name, error)
+            _log.warning("SIG%s was not sent: %s", name, error)
             return None
         return [one for one in modules if one not in steps]
 
 
 def end_steps(modules: Collection[str]) -> None:
-    """Kill what still runs of some modules in this job: steps of a supervisor that was killed."""
+    """Kill the steps of modules that still run in this job after a supervisor was killed."""
     job = commands.component_jobs(os.environ)
     until = time.monotonic() + _END_S
     try:
@@ -118,4 +118,4 @@ def end_steps(modules: Collection[str]) -> None:
             commands.signal_steps(left, "KILL")
             time.sleep(1)
     except UnavailableError as error:
-        _log.warning("it is not known what runs in this job: %s", error)
+        _log.warning("this job's running steps are unknown: %s", error)

@@ -1,4 +1,4 @@
-"""From a checked chain to a job: what it needs, where its modules go, and handing it to Slurm."""
+"""From a checked chain to a Slurm job: resources, placement and submission."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dni_runtime.spec.profile import ProfileSpec
 def needs_of(
     chain: ChainSpec, workers: Sequence[WorkerSpec], costs: Mapping[str, float] | None = None
 ) -> tuple[Need, ...]:
-    """What each module asks for; a module on a GPU asks for one where nothing else is said."""
+    """Return each module's resources; by default a module on a GPU requests one."""
     needs = []
     for index, worker in enumerate(workers):
         asked = chain.resources(index)
@@ -46,10 +46,10 @@ def needs_of(
 
 
 def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
-    """Microseconds of each module's step in what ``dnictl bench module --json`` has printed.
+    """Read each module's microseconds per step from output of ``dnictl bench module --json``.
 
     Raises:
-        UsageError: The file is not that, or lacks a module.
+        UsageError: The file is malformed or lacks a module.
     """
     try:
         document = json.loads(path.read_bytes())
@@ -57,7 +57,7 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{str(path)!r} holds no measured costs: {error}",
-            hint="make it with 'dnictl bench module CHAIN --json > costs.json'",
+            hint="create it with 'dnictl bench module CHAIN --json > costs.json'",
         ) from None
     for module in modules:
         if module not in found:
@@ -69,16 +69,16 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
 
 
 def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
-    """The chain's placement, with the number of nodes from the command line."""
+    """Return the chain's placement, with the number of nodes from the command line."""
     return chain.placement if nodes is None else chain.placement.model_copy(update={"nodes": nodes})
 
 
 def wanted_partitions(
     chain: ChainSpec, given: str | None, profile: ProfileSpec
 ) -> tuple[str | None, ...]:
-    """The partition of each module, or None for Slurm's default.
+    """Return the partition of each module, or None for Slurm's default.
 
-    Modules that name none go where the others go, if those agree.
+    Modules without one use the partition of the others if that is unique.
     """
     asked = [given or chain.resources(index).partition for index in range(len(chain.modules))]
     named = set(asked) - {None}
@@ -100,13 +100,13 @@ def check_links(
     pair = f"{chain.modules[over - 1].name!r} and {chain.modules[over].name!r} are on two nodes"
     if chain.links.transport == "ipc":
         raise SpecError(
-            f"{locate('links', 'transport')}: {pair}, which ipc cannot join",
-            hint="leave 'transport' out (auto), or place all modules on one node",
+            f"{locate('links', 'transport')}: {pair}, which ipc cannot connect",
+            hint="omit 'transport' (auto), or place all modules on one node",
         )
     if chain.links.interface is None and profile.interface is None:
         raise SpecError(
-            f"{locate('links', 'interface')}: {pair}, and no network interface is named",
-            hint="name one, or a network such as 10.0.0.0/16, in 'links.interface' or the site "
+            f"{locate('links', 'interface')}: {pair}, but no network interface is set",
+            hint="set one, or a network such as 10.0.0.0/16, in 'links.interface' or the site "
             "profile's 'interface'",
         )
 
@@ -117,10 +117,10 @@ def check_room(
     partition: str | None,
     nodes: Sequence[int],
 ) -> None:
-    """Refuse what no set of a partition's nodes has.
+    """Refuse a request that a partition's nodes cannot satisfy.
 
     Raises:
-        UsageError: Says what is asked for and what there is.
+        UsageError: Names the request and the partition's nodes.
     """
     asked = {what: request.largest(what, nodes) for what in ("cpus", "memory_mib", "gpus")}
     fitting = sum(
@@ -138,12 +138,12 @@ def check_room(
             f"the job needs {len(nodes)} nodes with {asked['cpus']} CPUs, "
             f"{asked['memory_mib']} MiB and {asked['gpus']} GPUs each; partition "
             f"{partition or '(default)'} has {fitting} such nodes ({there or 'none at all'})",
-            hint="lower the modules' 'resources', ask for fewer nodes, or name another --partition",
+            hint="lower the modules' 'resources', use fewer nodes, or another --partition",
         )
 
 
 def largest_node(shapes: Sequence[NodeShape]) -> Capacity:
-    """The most of everything that a node of a partition has."""
+    """Return the maximum of each resource over a partition's nodes."""
     if not shapes:
         return Capacity()
     return Capacity(
@@ -166,23 +166,23 @@ def make_request(
     costs: Mapping[str, float] | None = None,
     shapes: Mapping[str | None, Sequence[NodeShape]] | None = None,
 ) -> JobRequest:
-    """Decide on a job: where its modules go and what it asks Slurm for.
+    """Plan a job: the placement of its modules and its request to Slurm.
 
     Args:
         root: The run directory.
         prepared: The chain.
-        profile: The site's.
+        profile: The site profile.
         python: The Python with dnictl on the nodes.
         python_path: Its ``PYTHONPATH``.
-        nodes: How many nodes; the chain's placement by default.
-        time_limit: Time limit; the profile's by default.
-        partitions: The partition of each module; the profile's by default.
-        costs: Cost of each module, for ``auto``; all the same by default.
-        shapes: Each partition's nodes; None where nothing is known of them.
+        nodes: Number of nodes; by default as in the chain's placement.
+        time_limit: Time limit; by default the profile's.
+        partitions: The partition of each module; by default the profile's.
+        costs: Cost of each module, for ``auto``; by default all equal.
+        shapes: Each partition's nodes; None if unknown.
 
     Raises:
-        UsageError: It cannot run; says why.
-        SpecError: A setting of the chain does not fit it.
+        UsageError: The job cannot run; says why.
+        SpecError: A setting of the chain does not fit the job.
     """
     chain = prepared.chain
     needs = needs_of(chain, prepared.workers, costs)
@@ -218,11 +218,11 @@ def submit_run(
     log_level: str,
     options: Sequence[str] = (),
 ) -> tuple[Record, str]:
-    """Make the run directory and submit its job; gives the run's record and the job's id.
+    """Create the run directory and submit its job; return the run's record and the job's id.
 
     Raises:
-        UsageError: Slurm refuses it; then there is no run directory either.
-        UncertainError: Slurm may have accepted it; then the run directory stays.
+        UsageError: Slurm refuses the job; the run directory is removed.
+        UncertainError: Slurm may have accepted the job; the run directory stays.
     """
     text = render_script(request)
     existed = request.run.exists()
@@ -245,18 +245,18 @@ def submit_run(
 def job_record(
     request: JobRequest, profile_name: str | None, log_level: str, job: str | None = None
 ) -> JobRecord:
-    """What the run directory keeps of a job."""
+    """Return the record of a job for its run directory."""
     settings: dict[str, Any] = request.profile.model_dump(mode="json")
     return JobRecord(job, request.nodes, profile_name, settings, log_level, time.time())
 
 
 def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -> str:
-    """Submit a run's script once more, to resume from its newest checkpoint; gives the job's id.
+    """Resubmit a run's script, to resume from its newest checkpoint; return the job's id.
 
     Args:
         run: The run directory.
         record: Its former job.
-        log_level: How much the workers log; by default as before.
+        log_level: Log level of the workers; by default unchanged.
     """
     run.stop_request.unlink(missing_ok=True)
     job = commands.submit(run.script, former=record.job)
@@ -265,7 +265,7 @@ def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -
 
 
 def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
-    """Which node each module would be on, and what it asks for there."""
+    """Return the node and resources of each module, for display."""
     kinds = link_kinds(prepared.chain, request.profile, request.nodes)
     total = sum(need.cost for need in request.needs)
     return [

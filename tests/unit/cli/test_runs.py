@@ -48,7 +48,7 @@ def test_ps_and_status(dnictl: Dnictl, record: Record) -> None:
 
 
 def test_a_run_that_has_stalled(dnictl: Dnictl, record: Record) -> None:
-    why = "module 'top' has been busy with one batch for 130 s, after 7 of the stream"
+    why = "module 'top' has been busy with one batch for 130 s, at 7 of the stream"
     ended(record, "stalled", 0, error=why)
     for shown in (dnictl("status"), dnictl("ps")):
         assert "stalled" in shown.out
@@ -187,7 +187,7 @@ def test_resume_of_a_run_of_another_version(dnictl: Dnictl, record: Record) -> N
     write_json(record.run.record, document | {"versions": {"dni_runtime": "0.0.9"}})
     result = dnictl("resume", "--dry-run")
     assert result.code == 0
-    assert f"small-1: made by dni-runtime 0.0.9, goes on with {__version__}" in result.err
+    assert f"small-1: created by dni-runtime 0.0.9, resumed with {__version__}" in result.err
 
 
 @pytest.mark.parametrize(

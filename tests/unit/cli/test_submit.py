@@ -193,7 +193,7 @@ def test_wrong_input_says_what_and_where(
     ("old", "new", "words"),
     [
         ("links: {interface: ib0}", "links: {transport: ipc}", ["'bottom' and 'middle'", "ipc"]),
-        ("links: {interface: ib0}\n", "", ["no network interface is named", "site profile"]),
+        ("links: {interface: ib0}\n", "", ["no network interface is set", "site profile"]),
         ("resources: {cpus: 4}", "cpus: 2\n    resources: {cpus: 4}", ["cpus 2 contradicts"]),
     ],
 )

@@ -142,7 +142,7 @@ def test_cuda_without_a_gpu(
     check(
         result,
         69,
-        ["chain.yaml:14: modules[1].device", "module 'top' asks for device 'cuda'", "device: cpu"],
+        ["chain.yaml:14: modules[1].device", "module 'top' requests device 'cuda'", "device: cpu"],
     )
     assert not (folder / "runs").exists()
 
@@ -185,7 +185,7 @@ def test_an_image_of_another_spec(
     check(
         dnictl("up", write_chain(), "--backend", "apptainer"),
         65,
-        ["bottom.sif", "of another spec of module 'bottom'", "222222222222", "dnictl build"],
+        ["bottom.sif", "from another spec of module 'bottom'", "222222222222", "dnictl build"],
     )
 
 

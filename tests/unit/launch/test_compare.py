@@ -71,12 +71,12 @@ def test_an_interface_that_does_not_fit(small: Prepared) -> None:
     ("names", "labelled", "message"),
     [
         (["exact", "sinthetic"], [], "did you mean 'synthetic'"),
-        (["exact", "exact"], [], "another method 'exact'"),
-        (["exact"], ["exact={synthetic: {}}"], "another method 'exact'"),
-        ([], ["backprop=exact"], "another method 'backprop'"),
+        (["exact", "exact"], [], "duplicate method 'exact'"),
+        (["exact"], ["exact={synthetic: {}}"], "duplicate method 'exact'"),
+        ([], ["backprop=exact"], "duplicate method 'backprop'"),
         ([], ["a={mixd: {}}"], "did you mean 'mixed'"),
-        ([], ["a={synthetic"], "not a gradient interface"),
-        ([], ["a=[synthetic]"], "not a gradient interface"),
+        ([], ["a={synthetic"], "not a valid interface"),
+        ([], ["a=[synthetic]"], "not a valid interface"),
     ],
 )
 def test_methods_that_cannot_be(names: list[str], labelled: list[str], message: str) -> None:

@@ -43,7 +43,7 @@ def test_processes_need_nothing(chain: ChainSpec, workers: tuple[WorkerSpec, ...
 
 
 def test_data_that_is_gone(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
-    with pytest.raises(DataError, match=r"chain.yaml:7: .*'/gone' is not there"):
+    with pytest.raises(DataError, match=r"chain.yaml:7: .*'/gone' does not exist"):
         check(chain, workers, data=Path("/gone"))
 
 
@@ -133,7 +133,7 @@ def test_an_image_of_another_spec(
         check(chain, changed, wanted=wanted, images=tmp_path / "images")
     text = str(caught.value)
     assert "top.sif" in text
-    assert "of another spec of module 'top'" in text
+    assert "from another spec of module 'top'" in text
     assert "dnictl build" in text
 
 
@@ -226,7 +226,7 @@ def test_an_image_with_another_document_than_a_spec(
     write_images(folder, workers, locked=workers[1:])
     answer = Inspected(folder / "bottom.sif", {}, {"module": 3})
     monkeypatch.setattr(host, "inspect_image", lambda *_: answer)
-    with pytest.raises(ImageError, match=r"module\.json in .*bottom\.sif.* is not a module's spec"):
+    with pytest.raises(ImageError, match=r"module\.json in .*bottom\.sif.* is not a valid module"):
         check_images(TOOL, workers, folder)
 
 
@@ -263,7 +263,7 @@ def test_mounts(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...
         other = ChainSpec.model_validate(document)
         return check(other, workers, wanted="auto", images=tmp_path / "images")
 
-    with pytest.raises(UnavailableError, match="is not there to be mounted"):
+    with pytest.raises(UnavailableError, match="does not exist and cannot be mounted"):
         mounted()
     scratch.mkdir()
     assert mounted().mounts == (Mount(str(scratch), "/scratch", read_only=False),)
@@ -280,7 +280,7 @@ def test_cuda_without_a_gpu(
         check_devices(chain, (make_worker(1, device="cuda"),), "process", place)
     text = str(caught.value)
     assert "('defaults', 'device')" in text
-    assert "module 'middle' asks for device 'cuda'" in text
+    assert "module 'middle' requests device 'cuda'" in text
     assert "finds no GPU" in text
     assert "device: cpu" in text
 

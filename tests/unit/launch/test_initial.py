@@ -99,7 +99,7 @@ def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     ("own", "message"),
     [
         ("init: {file: nothing.safetensors}", "cannot be read"),
-        ("init: {file: .}", "is no run directory"),
+        ("init: {file: .}", "is not a run directory"),
         ("init: {file: model.safetensors}", "has no 'a.0.weight', for '0.weight' of module 'a'"),
         ('init: {file: model.safetensors, names: {"0": net.stm}}', "did you mean 'net.stem.weig"),
         ('init: {file: model.safetensors, names: {"0": classifier}}', r"\[10, 8\].*\[8, 64\]"),

@@ -33,14 +33,14 @@ def test_what_a_run_holds(record: Record, prepared: Prepared) -> None:
 
 
 def test_a_run_is_not_overwritten(record: Record, prepared: Prepared) -> None:
-    with pytest.raises(UsageError, match="holds a run already") as caught:
+    with pytest.raises(UsageError, match="already holds a run") as caught:
         create_run(record.run.root, prepared, backend="process")
     assert "dnictl resume" in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, prepared: Prepared) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UsageError, match="cannot be created"):
         create_run(tmp_path / "file" / "run", prepared, backend="process")
 
 
@@ -97,11 +97,11 @@ def test_a_run_in_another_format_says_who_made_it(record: Record) -> None:
 def test_versions_are_compared_before_a_run_goes_on(record: Record) -> None:
     assert record.compare_versions() is None
     older = change(record, versions={"dni_runtime": "0.0.9"})
-    assert older.compare_versions() == f"made by dni-runtime 0.0.9, goes on with {__version__}"
+    assert older.compare_versions() == f"created by dni-runtime 0.0.9, resumed with {__version__}"
     newer = change(record, versions={"dni_runtime": "9.1.0", "checkpoint": 8})
     with pytest.raises(CheckpointError) as caught:
         newer.compare_versions()
-    assert "made by dni-runtime 9.1.0, whose checkpoints have format 8" in str(caught.value)
+    assert "created by dni-runtime 9.1.0 with checkpoints of format 8" in str(caught.value)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_finding_a_run(runs: Path) -> None:
     ("name", "message"),
     [
         ("a", "'a' is the beginning of 2 runs"),
-        ("c", "no run 'c'.*\n.*there are: b-1, a-1, a-2"),
+        ("c", "no run 'c'.*\n.*runs: b-1, a-1, a-2"),
         ("x/y", "'x/y' is not a run directory"),
     ],
 )

@@ -334,7 +334,7 @@ def test_a_module_that_does_not_leave_for_its_restart(
     assert state.phase == "finished"
     assert attempts(record, "middle") == [1, 2]
     (killed,) = [event for event in events(record) if event["event"] == "worker_killed"]
-    assert killed["reason"] == "it did not leave in time"
+    assert killed["reason"] == "it did not exit in time"
     assert killed["module"] == "middle"
 
 
@@ -409,4 +409,4 @@ def test_one_whose_step_has_gone_is_not_waited_for(
     assert supervise().run().phase == "finished"
     assert attempts(record, "middle") == [1, 2]
     (killed,) = [event for event in events(record) if event["event"] == "worker_killed"]
-    assert killed["reason"] == "it has ended, and srun has not noticed"
+    assert killed["reason"] == "its step has ended, but its srun has not"

@@ -79,13 +79,13 @@ def goes_past(s: int) -> Reports:
         pytest.param(HUNG, ("top",), STALL_S, "busy with one batch", id="one batch"),
         pytest.param(
             silent("top", still(bottom=(116, "window"), middle=(108, "window"), top=(9, "input"))),
-            ("top",), STALL_S, "said nothing", id="a stopped process",
+            ("top",), STALL_S, "not reported", id="a stopped process",
         ),
         pytest.param(
             silent("bottom", still(bottom=(9, "data"), middle=(100, "input"), top=(100, "input"))),
-            ("bottom",), STALL_S, "said nothing", id="a stopped head that reads data",
+            ("bottom",), STALL_S, "not reported", id="a stopped head that reads data",
         ),
-        pytest.param(goes_past, ("middle", "bottom"), STALL_S, "does not stand", id="gone past"),
+        pytest.param(goes_past, ("middle", "bottom"), STALL_S, "link is down", id="gone past"),
         pytest.param(
             still(bottom=(116, "window"), middle=(108, "checkpoint"), top=(108, "input")),
             ("middle",), PATIENT * STALL_S, "writing a checkpoint", id="a checkpoint",
@@ -95,7 +95,7 @@ def goes_past(s: int) -> Reports:
             ("middle",), PATIENT * STALL_S, "has been starting", id="a start",
         ),
         pytest.param(
-            lambda s: NOT_ENDED, ("bottom",), PATIENT * STALL_S, "has not ended", id="its end",
+            lambda s: NOT_ENDED, ("bottom",), PATIENT * STALL_S, "has not exited", id="its end",
         ),
     ],
 )  # fmt: skip
@@ -114,7 +114,7 @@ def test_whoever_waits_for_one_that_has_finished_has_stalled() -> None:
     found = first(still(middle=(100, "input"), top=(100, "input")), finished=("bottom",))
     assert found is not None
     assert found[1].modules == ("middle",)
-    assert "that has finished" in found[1].message
+    assert "which has finished" in found[1].message
 
 
 def slow(every_s: int) -> Situation:

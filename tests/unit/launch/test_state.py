@@ -139,7 +139,7 @@ def test_fields_of_a_later_version_are_passed_over(run: RunDir) -> None:
 @pytest.mark.parametrize("document", [[], {"modules": 3}, {"phase": "running"}, "x"])
 def test_something_else(run: RunDir, document: object) -> None:
     write_json(run.state, document)
-    with pytest.raises(DataError, match="not the state of a run"):
+    with pytest.raises(DataError, match="not a valid run state"):
         RunState.read(run)
 
 

@@ -41,7 +41,7 @@ def test_each_partition_has_nodes_of_its_own(
 
 @pytest.mark.parametrize("nodes", [1, 5])
 def test_too_few_or_too_many_nodes(nodes: int) -> None:
-    with pytest.raises(UsageError, match=r"2 partitions \(x, y\) take 2 to 4"):
+    with pytest.raises(UsageError, match=r"2 partitions \(x, y\) need 2 to 4"):
         place_in_partitions(NEEDS, spec(nodes=nodes), [*"xxyy"], {})
 
 

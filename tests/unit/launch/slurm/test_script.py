@@ -260,7 +260,7 @@ def test_nor_when_it_has_ended(tmp_path: Path, code: int) -> None:
 
 
 def test_a_path_that_cannot_stand_in_a_directive_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot stand in a batch script"):
+    with pytest.raises(UsageError, match="is not usable in a batch script"):
         render_script(replace(REQUEST, run=Path('/runs/a"b')))
     assert '--output="/runs/100%%/logs/supervisor.log"' in directives(
         replace(REQUEST, run=Path("/runs/100%"))

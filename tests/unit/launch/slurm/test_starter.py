@@ -127,7 +127,7 @@ def test_where_slurm_does_not_answer(
     """No ``srun`` gets a SIGTERM, which would kill its step before a checkpoint."""
     program(bin, "squeue", SILENT)
     assert not starter.send_all(workers, signal.SIGTERM)
-    assert "SIGTERM is not sent: squeue failed: error: Unable to contact" in caplog.text
+    assert "SIGTERM was not sent: squeue failed: error: Unable to contact" in caplog.text
     assert [process.poll() for process in workers.values()] == [None] * 3
     starter.kill_all(workers)
     assert len(asked(bin)) == 2
