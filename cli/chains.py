@@ -86,7 +86,14 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     rows: list[dict[str, Any]] = [
         {
             "module": worker.module,
-            "input": str(worker.input),
+            "input": " and ".join(
+                str(edge.tensor)
+                if prepared.chain.graph.is_chain
+                else f"{edge.source} {edge.tensor}"
+                for edge in worker.sources
+            )
+            or str(worker.inputs[0]),
+            "inputs": [edge.source for edge in worker.sources],
             "output": str(worker.output),
             "parameters": counts[worker.module],
             "interface": worker.interface.name if worker.interface else None,

@@ -146,7 +146,7 @@ def mutations(run: RunDir, choice: random.Random) -> list[Frames]:
     """Messages that the link must refuse."""
     spec = WorkerSpec.from_json(run.spec("top").read_bytes())
     name = str((read_json(run.record) or {})["run"])
-    contract = LinkContract.of(spec, "input")
+    contract = LinkContract.of(spec, spec.sources[0])
     bases = valid(contract, name)
     pool: list[Frames] = []
     while len(pool) < POOL:

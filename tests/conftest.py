@@ -23,6 +23,7 @@ def make_spec() -> MakeSpec:
         float_4 = TensorSpec(shape=(4,), dtype="float32")
         head = module == "stem"
         settings: dict[str, Any] = {
+            "format": 1,  # one link on each side
             "chain": "pair",
             "module": module,
             "index": 0 if head else 1,

@@ -21,7 +21,7 @@ import zmq
 from dni_runtime.errors import DniError, WorkerError
 from dni_runtime.keys import KnownKeys
 from dni_runtime.link import Batch, InputLink, OutputLink, listen_address, sockets
-from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec import Choice, EdgeSpec, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import Mode
 
 Kind = Literal["link", "raw"]
@@ -102,6 +102,7 @@ class Sink(End, Protocol):
 def _spec(job: Job, module: str) -> WorkerSpec:
     """Return the spec of one of two modules whose link carries batches of one sample each."""
     tensor = TensorSpec(shape=(job.floats,), dtype="float32")
+    link = EdgeSpec(source="source", target="sink", number=1, tensor=tensor, gradients=0)
     head = module == "source"
     return WorkerSpec(
         chain="bench",
@@ -117,17 +118,15 @@ def _spec(job: Job, module: str) -> WorkerSpec:
         device="cpu",
         precision="float32",
         cpus=1,
-        input=tensor,
+        sources=() if head else (link,),
+        targets=(link,) if head else (),
         output=tensor,
         label=TensorSpec(shape=(), dtype="int64"),
         prediction=tensor,
         classes=None,
         batch_limit=1,
-        upstream=None if head else "source",
-        downstream="sink" if head else None,
         gradients_in=0,
         late=0,
-        gradients_out=0,
         links=job.links,
         keep=1,
         stop_grace_s=5.0,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dni_runtime.bench.spread import Spread
 from dni_runtime.core.step import ModuleStep, due
+from dni_runtime.core.sums import GradientSum
 from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import Prepared, importing_from
@@ -75,7 +76,7 @@ class ModuleCost:
 class _Feed:
     """Inputs of one module for one batch."""
 
-    x_BX: Tensor
+    xs: tuple[Tensor, ...]
     y_BY: Tensor
     g_BH: Tensor
 
@@ -132,7 +133,7 @@ def measure_modules(
                 measured[index].append(_measure(steps[index], feeds[index], seconds))
                 if observe is not None:
                     observe(f"{repetition + 1}/{repetitions} {prepared.modules[index]}")
-    batch = len(feeds[0][0].x_BX)
+    batch = len(feeds[0][0].y_BY)
     return [_cost(steps[index], measured[index], batch) for index in wanted]
 
 
@@ -141,23 +142,28 @@ def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]
     chain = prepared.chain
     source = open_data(chain.data.at(prepared.data), prepared.base, seed=chain.seed)
     feeds: list[list[_Feed]] = [[] for _ in steps]
+    sources = chain.graph.sources
     for id, (x_BX, y_BY) in enumerate(islice(source.train_batches(1), _BATCHES), start=1):
-        if feeds[0] and len(x_BX) != len(feeds[0][0].x_BX):
+        if feeds[0] and len(y_BY) != len(feeds[0][0].y_BY):
             break  # the last one of a small data set
-        inputs, outputs, gradients = [], [], []
-        for step in steps:
-            x_BX = x_BX.to(step.device)
-            every = max(step.spec.gradients_out, 1)
-            inputs.append(x_BX)
-            outputs.append(step.forward(id * every, x_BX))
-            gradients.append(step.update(y_BY.to(step.device)))
-            x_BX = outputs[-1]
+        inputs: list[tuple[Tensor, ...]] = []
+        outputs: list[Tensor] = []
+        gradients = [GradientSum(len(step.spec.targets)) for step in steps]
+        sums: dict[int, Tensor] = {}
+        for index, step in enumerate(steps):
+            given = [outputs[above] for above in sources[index]] or [x_BX]
+            inputs.append(tuple(x.to(step.device) for x in given))
+            every = math.lcm(*(max(edge.gradients, 1) for edge in step.spec.sources))
+            outputs.append(step.forward(id * every, inputs[-1]))
+            found = step.update(y_BY.to(step.device))
+            for above, g_BX in zip(sources[index], found, strict=True):
+                # A module that defers its update has no gradient yet for the previous ones.
+                if g_BX is not None:
+                    total = gradients[above].add(id, index, g_BX.cpu())
+                    sums |= {} if total is None else {above: total}
         for index, step in enumerate(steps):
             step.give_up_waiting()
-            # A module that defers its update has no gradient yet for the previous one.
-            g_BH = gradients[index + 1] if index + 1 < len(steps) else None
-            if g_BH is None:
-                g_BH = torch.zeros_like(outputs[index])
+            g_BH = sums.get(index, torch.zeros_like(outputs[index]))
             y = y_BY.to(step.device)
             feeds[index].append(_Feed(inputs[index], y, g_BH.to(step.device)))
     return feeds
@@ -169,14 +175,15 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
     spec, interface, sums = step.spec, step.interface, _Sums()
     answers = interface is not None and interface.signals
     # Whole rounds, so that batches with gradients occur as often as in training.
-    round_ids = math.lcm(_BATCHES, max(spec.gradients_in, 1), max(spec.gradients_out, 1))
+    sent = (max(edge.gradients, 1) for edge in spec.sources)
+    round_ids = math.lcm(_BATCHES, max(spec.gradients_in, 1), *sent)
     ids, until = _numbers(round_ids), time.perf_counter() + seconds
     while time.perf_counter() < until:
         for id in next(ids):
             feed = feeds[id % len(feeds)]
             step.measure_late = False  # the workers do so once a second
             began = clock()
-            h_BH = step.forward(id, feed.x_BX)
+            h_BH = step.forward(id, feed.xs)
             forward = clock()
             step.update(feed.y_BY)
             updated = clock()
@@ -254,16 +261,17 @@ def _cost(step: ModuleStep, measured: Sequence[_Sums], batch: int) -> ModuleCost
 
 
 def _down_bytes(step: ModuleStep, batch: int) -> int:
-    if step.spec.downstream is None:
-        return 0
-    return LinkContract.of(step.spec, "output").activation.sample_bytes * batch
+    links = [LinkContract.of(step.spec, edge) for edge in step.spec.targets]
+    return sum(link.activation.sample_bytes for link in links) * batch
 
 
 def _up_bytes(step: ModuleStep, batch: int) -> float:
-    if step.spec.upstream is None:
-        return 0.0
-    gradient = LinkContract.of(step.spec, "input").gradient
-    return 0.0 if gradient is None else gradient.sample_bytes * batch / step.spec.gradients_out
+    total = 0.0
+    for edge in step.spec.sources:
+        gradient = LinkContract.of(step.spec, edge).gradient
+        if gradient is not None:
+            total += gradient.sample_bytes * batch / edge.gradients
+    return total
 
 
 def _count(module: nn.Module) -> int:

@@ -93,13 +93,13 @@ def lines_of_chain(
     """
     kinds = link_kinds(chain, profile, nodes)
     lines: list[Line] = []
-    for index in range(1, len(nodes)):
+    for source, index in chain.graph.numbers:
         transport, interface = kinds[chain.modules[index].name]
         update = {"transport": transport, "interface": interface}
         if transport == "ipc":
             update["port"] = None
         links = _measurable(chain.links).model_copy(update=update)
-        line = Line(hosts[nodes[index - 1]], hosts[nodes[index]], links)
+        line = Line(hosts[nodes[source]], hosts[nodes[index]], links)
         if line not in lines:
             lines.append(line)
     return lines

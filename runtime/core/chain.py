@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.step import Gradients, ModuleStep
+from dni_runtime.core.sums import GradientSum
 from dni_runtime.core.training import module_seed, seeded
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
@@ -30,8 +31,8 @@ class LocalChain:
 
     Args:
         workers: The modules' specs, head first.
-        delay: Training batches by which a gradient is late on each link, or on every link. Delays
-            add up link by link, as they do between workers.
+        delay: Training batches by which gradients come late to each module's output, or to every
+            one. Delays add up module by module, as they do between workers.
         down: Changes activations at a cut, such as narrowing them.
         up: Changes gradients at a cut.
     """
@@ -53,10 +54,12 @@ class LocalChain:
         for index, worker in enumerate(workers):  # stores must not limit delays
             late = max(worker.late, sum(self._delays[index:]) * self._micro_batches)
             self.steps.append(ModuleStep(worker.model_copy(update={"late": late})))
+        self._sources = sources_of(workers)
+        self._sums = [GradientSum(len(worker.targets)) for worker in workers]
         self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
-        self._down = down
-        self._up = up
-        self._now = self._id = 0
+        self._down, self._up = down, up
+        self._now = 0
+        self._id = 0
 
     def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> float:
         """Train every module on one batch.
@@ -68,16 +71,15 @@ class LocalChain:
         loss = 0.0
         for part, x, y in parts_of(x_BX, y_BY, self._micro_batches):
             self._id += 1
+            outputs: list[Tensor] = []
             for index, step in enumerate(self.steps):
-                if index:
-                    x = self._down(index - 1, x)
                 before = torch.get_rng_state()
                 torch.set_rng_state(step.random_state)  # as in a process of its own
-                x = step.forward(self._id, x, part)
-                g = step.update(y)  # a local head may draw, too
+                outputs.append(step.forward(self._id, self._inputs(index, x, outputs), part))
+                gradients = step.update(y)  # a local head may draw, too
                 step.random_state = torch.get_rng_state()
                 torch.set_rng_state(before)
-                self._pass_up(index, self._id, g)
+                self._pass_up(index, self._id, gradients)
             self._deliver()
             own = self.steps[-1].counters.loss
             assert own is not None
@@ -94,16 +96,24 @@ class LocalChain:
 
     def predict(self, x_BX: Tensor) -> Tensor:
         """Return the chain's output in eval mode."""
+        outputs: list[Tensor] = []
         for index, step in enumerate(self.steps):
-            if index:
-                x_BX = self._down(index - 1, x_BX)
-            x_BX = step.evaluate(x_BX)
-        return x_BX
+            outputs.append(step.evaluate(self._inputs(index, x_BX, outputs)))
+        return outputs[-1]
 
-    def _pass_up(self, index: int, id: int, g_BX: Tensor | None) -> None:
-        if g_BX is not None and index > 0:
-            due = self._now + self._delays[index - 1]
-            self._late[index - 1].append((due, id, self._up(index - 1, g_BX)))
+    def _inputs(self, index: int, x_BX: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        sources = self._sources[index]
+        return tuple(self._down(one, outputs[one]) for one in sources) if index else (x_BX,)
+
+    def _pass_up(self, index: int, id: int, gradients: Gradients) -> None:
+        for source, g_BX in zip(self._sources[index], gradients, strict=True):
+            if g_BX is not None:
+                own = self.steps[index].spec.module
+                place = [edge.target for edge in self.steps[source].spec.targets].index(own)
+                total = self._sums[source].add(id, place, self._up(source, g_BX))
+                if total is not None:
+                    due = self._now + self._delays[source]
+                    self._late[source].append((due, id, total))
 
     def _deliver(self) -> None:
         """Hand over the gradients that have arrived."""
@@ -112,6 +122,12 @@ class LocalChain:
             while late and late[0][0] <= self._now:
                 _, id, g_BH = late.popleft()
                 self._pass_up(index, id, self.steps[index].late_gradient(id, g_BH))
+
+
+def sources_of(workers: Sequence[WorkerSpec]) -> list[list[int]]:
+    """Return for each module the numbers of the modules that it takes its inputs from."""
+    numbers = {worker.module: index for index, worker in enumerate(workers)}
+    return [[numbers[edge.source] for edge in worker.sources] for worker in workers]
 
 
 def parts_of(x_BX: Tensor, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Tensor, Tensor]]:
@@ -146,7 +162,8 @@ class Backprop:
                 module = build_module(worker, self.device)
                 self._random_states.append(state())
             modules.append(module.requires_grad_(not worker.freeze))
-        self.model = nn.Sequential(*modules)
+        self.model = nn.ModuleList(modules)
+        self._sources = sources_of(workers)
         tail = workers[-1]
         self.loss = ChainLoss(tail.loss, tail.prediction, tail.label).to(self.device)
         self._optimizations = [
@@ -172,12 +189,13 @@ class Backprop:
     def _forward(self, x: Tensor) -> Tensor:
         """Compute the output; each module draws its own random numbers, as it does in a chain."""
         before = torch.get_rng_state()
-        for index, module in enumerate(self.model):
+        outputs: list[Tensor] = []
+        for index, (module, sources) in enumerate(zip(self.model, self._sources, strict=True)):
             torch.set_rng_state(self._random_states[index])
-            x = module(x)
+            outputs.append(module(*(outputs[one] for one in sources)) if sources else module(x))
             self._random_states[index] = torch.get_rng_state()
         torch.set_rng_state(before)
-        return x
+        return outputs[-1]
 
     def end_epoch(self) -> None:
         """Step the schedules that count epochs."""
@@ -189,6 +207,6 @@ class Backprop:
         self.model.eval()
         try:
             with torch.no_grad():
-                return cast("Tensor", self.model(x_BX.to(self.device)).to(x_BX.device))
+                return self._forward(x_BX.to(self.device)).to(x_BX.device)
         finally:
             self.model.train()

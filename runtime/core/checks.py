@@ -188,10 +188,10 @@ def check_single_samples(workers: Sequence[WorkerSpec]) -> None:
         SpecError: There is one.
     """
     for worker in workers:
-        x_BX = empty_batch(worker.input, 1, "meta")
+        inputs = [empty_batch(one, 1, "meta") for one in worker.inputs]
         for number, layer in enumerate(build_module(worker, "meta")):
             try:
-                x_BX = layer(x_BX)
+                inputs = [layer(*inputs)]
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     break

@@ -30,13 +30,13 @@ def estimated_costs(workers: Sequence[WorkerSpec]) -> dict[str, float]:
 
 
 def _cost(worker: WorkerSpec) -> float:
-    moved = float(sum(torch.Size(one.shape).numel() for one in (worker.input, worker.output)))
+    moved = float(sum(torch.Size(one.shape).numel() for one in (*worker.inputs, worker.output)))
     with torch.device("meta"):
-        model = build_layers(worker.layers)
+        model = build_layers(worker.layers, inputs=len(worker.inputs))
     counter = FlopCounterMode(display=False)
     try:
         with counter:
-            model(empty_batch(worker.input, _SAMPLES, "meta"))
+            model(*(empty_batch(one, _SAMPLES, "meta") for one in worker.inputs))
         work = counter.get_total_flops() / _SAMPLES
     except Exception as error:  # a user's layer may do anything
         log.debug("module %s is not counted: %s", worker.module, error)

@@ -1,4 +1,4 @@
-"""Export of a trained chain as one plain ``nn.Sequential``, to .safetensors or to .pt2."""
+"""Export of a trained chain as one plain network, to .safetensors or to .pt2."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dni_runtime.core.chain import sources_of
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
+from dni_runtime.core.network import connect
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, DivergedError, DniError, UsageError
 from dni_runtime.rundir import write_atomic
@@ -31,7 +33,7 @@ AVERAGE_PREFIX = "average.module."
 METADATA = "dni-runtime"
 
 
-def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Sequential:
+def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Module:
     """Build the whole network from the modules' checkpoints.
 
     Recurrent layers start each batch with zeros, and have no synthesizers.
@@ -41,14 +43,16 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Se
         states: Each module's checkpoint file (``.safetensors``).
 
     Returns:
-        A sequence of the modules, by name, in eval mode on the CPU.
+        The modules, by name, in eval mode on the CPU (``connect``).
 
     Raises:
         DataError: A checkpoint is missing or of another module.
     """
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
-        layers = build_layers([exported(layer) for layer in worker.layers])
+        layers = build_layers(
+            [exported(layer) for layer in worker.layers], inputs=len(worker.inputs)
+        )
         # A module without trained weights keeps no average.
         tensors = {} if worker.ema is None else _read(states[worker.module], AVERAGE_PREFIX)
         tensors = tensors or _read(states[worker.module], LAYERS_PREFIX)
@@ -60,12 +64,12 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Se
                 f"{worker.module!r}: {error}"
             ) from None
         modules[worker.module] = layers
-    return nn.Sequential(modules).eval()
+    return connect(modules, sources_of(workers)).eval()
 
 
 def export_model(
     workers: Sequence[WorkerSpec], states: Mapping[str, Path], output: Path, *, force: bool = False
-) -> nn.Sequential:
+) -> nn.Module:
     """Write the whole network to one file.
 
     Args:
@@ -94,7 +98,7 @@ def export_model(
             )
     first = workers[0]
     if output.suffix == ".pt2":
-        example = empty_batch(first.input, 2, "cpu")
+        example = empty_batch(first.inputs[0], 2, "cpu")
         try:
             with warnings.catch_warnings():
                 # torch's recurrent cells keep their weights in a list too; they are exported whole.
@@ -114,10 +118,11 @@ def export_model(
     description = {
         "format": 1,
         "chain": first.chain,
-        "input": first.input.model_dump(mode="json"),
+        "input": first.inputs[0].model_dump(mode="json"),
         "modules": [
             {
                 "name": worker.module,
+                "inputs": [edge.source for edge in worker.sources],
                 "layers": [exported(layer).model_dump(mode="json") for layer in worker.layers],
             }
             for worker in workers
@@ -154,20 +159,23 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
         raise DataError(
             f"{str(file)!r} was not written by 'dnictl export': {error}",
         ) from None
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    sources: list[list[int]] = []
     try:
-        modules = OrderedDict(
-            (
-                entry["name"],
-                build_layers([LayerSpec.model_validate(one) for one in entry["layers"]]),
+        for index, entry in enumerate(description["modules"]):
+            before = [index - 1] if index else []  # as written before modules had inputs
+            names = list(modules)
+            sources.append(
+                [names.index(one) for one in entry["inputs"]] if "inputs" in entry else before
             )
-            for entry in description["modules"]
-        )
+            layers = [LayerSpec.model_validate(one) for one in entry["layers"]]
+            modules[entry["name"]] = build_layers(layers, inputs=max(len(sources[-1]), 1))
     except DniError as error:
         raise DataError(
             f"{str(file)!r}: {error.message}",
             hint="the model uses classes of its own: put their source file on PYTHONPATH",
         ) from None
-    model = nn.Sequential(modules)
+    model = connect(modules, sources)
     model.load_state_dict(_read(file, ""))
     return model.eval()
 

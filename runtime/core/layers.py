@@ -32,6 +32,47 @@ LAYERS: dict[str, type[nn.Module]] = {
 """The layers that a spec may name; ``Sequential`` and ``Residual`` are blocks, handled here."""
 
 
+class Add(nn.Module):
+    """The sum of several inputs of one shape."""
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        total = xs[0]
+        for x in xs[1:]:
+            total = total + x
+        return total
+
+
+class Concat(nn.Module):
+    """Several inputs one after the other.
+
+    Args:
+        dim: Their dimension that grows; 0 is the batch.
+    """
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        if dim == 0:
+            raise ValueError("dim 0 is the batch")
+        self.dim = dim
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        return torch.cat(xs, self.dim)
+
+
+LAYERS |= {"Add": Add, "Concat": Concat}
+
+
+class Layers(nn.Sequential):
+    """The layers of a module with several inputs: the first one gets them all."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        first, *others = self
+        x: Tensor = first(*inputs)
+        for layer in others:
+            x = layer(x)
+        return x
+
+
 class Residual(nn.Module):
     """``y = body(x) + shortcut(x)``, as in residual networks (He et al. 2016, eq. 1 and 2)."""
 
@@ -44,19 +85,21 @@ class Residual(nn.Module):
         return cast("Tensor", self.body(x) + self.shortcut(x))
 
 
-def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Sequential:
+def build_layers(
+    layers: Sequence[LayerSpec], location: Location = (), *, inputs: int = 1
+) -> nn.Sequential:
     """Build layers, drawing initial weights from torch's global generator.
 
     Args:
         layers: The layers, in order.
         location: Where the list is in the spec.
+        inputs: Number of arguments of the first one.
 
     Raises:
         SpecError: Unknown layer or keyword, or a value that the layer refuses.
     """
-    return nn.Sequential(
-        *(build_layer(layer, (*location, number)) for number, layer in enumerate(layers))
-    )
+    cls = nn.Sequential if inputs == 1 else Layers
+    return cls(*(build_layer(layer, (*location, number)) for number, layer in enumerate(layers)))
 
 
 def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequential:
@@ -66,28 +109,28 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
         SpecError: As :func:`build_layers`.
     """
     with torch.device("meta") if device == "meta" else contextlib.nullcontext():
-        layers = build_sized(worker.layers, worker.input, ("layers",))
+        layers = build_sized(worker.layers, worker.inputs, ("layers",))
     return layers if device == "meta" else layers.to(device)
 
 
 def build_sized(
-    layers: Sequence[LayerSpec], given: TensorSpec, location: Location = ()
+    layers: Sequence[LayerSpec], given: Sequence[TensorSpec], location: Location = ()
 ) -> nn.Sequential:
     """Build layers that do not change their input, and infer the sizes of lazy ones.
 
     Args:
         layers: The layers, in order.
-        given: One sample of their input.
+        given: One sample of each of their inputs.
         location: Where the list is in the spec.
 
     Raises:
         SpecError: As :func:`build_layers`.
     """
-    built = build_layers(layers, location)
+    built = build_layers(layers, location, inputs=len(given))
     lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         with torch.no_grad():
-            built.eval()(empty_batch(given, 1, lazy[0].device))
+            built.eval()(*(empty_batch(one, 1, lazy[0].device) for one in given))
         built.train()
     _spare_input(built)
     return built

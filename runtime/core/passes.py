@@ -15,7 +15,7 @@ Shapes: B batch, X one sample's input, H its activation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakValueDictionary
@@ -32,12 +32,12 @@ class ForwardPass:
     """A forward pass in train mode.
 
     Attributes:
-        x_BX: The input; a leaf that requires a gradient if one is wanted for it.
+        xs: The inputs; leaves, which require a gradient if one is wanted for them.
         h_BH: The activation, with its graph; detached if only the input is kept.
         random_state: State of torch's generators before the pass, if it may be recomputed.
     """
 
-    x_BX: Tensor
+    xs: tuple[Tensor, ...]
     h_BH: Tensor
     random_state: tuple[Tensor, Tensor | None] | None = None
 
@@ -74,27 +74,30 @@ class ForwardPasses:
         self._weights = {_memory(weight) for weight in layers.parameters()}
         self._stash: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
-    def compute(self, x_BX: Tensor, *, grad_x: bool = False, outlives: bool = False) -> ForwardPass:
+    def compute(
+        self, xs: tuple[Tensor, ...], *, grads: Sequence[bool] = (), outlives: bool = False
+    ) -> ForwardPass:
         """Compute one forward pass.
 
         Args:
-            x_BX: The input.
-            grad_x: Whether a gradient is wanted for it.
+            xs: The inputs.
+            grads: For which of them a gradient is wanted.
             outlives: Whether gradients go back through it after an update of the weights.
         """
-        if grad_x:
-            x_BX = x_BX.detach().requires_grad_()
+        if any(grads):
+            wanted = zip(xs, grads, strict=True)
+            xs = tuple(x.detach().requires_grad_() if grad else x for x, grad in wanted)
         if outlives and self._keep == "input":
             state = self._random_state()
             with torch.no_grad():
-                return ForwardPass(x_BX, self.activation(x_BX), state)
+                return ForwardPass(xs, self.activation(xs), state)
         with self._hooks() if outlives else contextlib.nullcontext():
-            return ForwardPass(x_BX, self.activation(x_BX))
+            return ForwardPass(xs, self.activation(xs))
 
-    def activation(self, x_BX: Tensor, layers: nn.Module | None = None) -> Tensor:
+    def activation(self, xs: tuple[Tensor, ...], layers: nn.Module | None = None) -> Tensor:
         """Return the activation in the contract's type, of the module or of a copy of it."""
         with self._autocast():
-            return cast("Tensor", (layers or self._layers)(x_BX).to(self._dtype))
+            return cast("Tensor", (layers or self._layers)(*xs).to(self._dtype))
 
     def output(self, kept: ForwardPass) -> Tensor:
         """Return a pass's activation with its graph, recomputed if only the input is kept."""
@@ -102,7 +105,7 @@ class ForwardPasses:
             return kept.h_BH
         with self.without_trace(), self._hooks():  # BatchNorm saves its buffers, which then change
             self._set_random_state(kept.random_state)
-            return self.activation(kept.x_BX)
+            return self.activation(kept.xs)
 
     @contextlib.contextmanager
     def without_trace(self) -> Iterator[None]:

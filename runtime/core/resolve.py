@@ -31,7 +31,9 @@ from dni_runtime.spec import (
     Choice,
     ClipSpec,
     DataInfo,
+    EdgeSpec,
     HeadRole,
+    LayerSpec,
     ModuleSpec,
     SelectionRole,
     TailRole,
@@ -74,6 +76,7 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
         modules.append(
             ModuleSpec(
                 name=module.name,
+                inputs=module.inputs,
                 layers=module.layers,
                 interface=interface,
                 optimizer=chain.setting(index, "optimizer") or optimizer,
@@ -120,6 +123,20 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     ]
     micro_batches = _micro_batches(chain, interfaces)
     cuts = _cuts(full, interfaces, micro_batches)
+    graph = full.graph
+    edges = {
+        (source, target): EdgeSpec(
+            source=full.modules[source].name,
+            target=full.modules[target].name,
+            number=number,
+            tensor=activations[source],
+            gradients=cuts[source].every,
+            bootstrapped=cuts[source].bootstrapped,
+            awaited=cuts[source].awaited,
+            resend=cuts[source].resend,
+        )
+        for (source, target), number in graph.numbers.items()
+    }
     workers = []
     last = len(full.modules) - 1
     for index, module in enumerate(full.modules):
@@ -129,7 +146,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         assert module.precision is not None
         assert module.cpus is not None
         interface = interfaces[index]
-        above = cuts[index - 1] if index else NO_GRADIENTS
+        sources = tuple(edges[source, index] for source in graph.sources[index])
         workers.append(
             WorkerSpec(
                 chain=full.name,
@@ -152,20 +169,15 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 device=module.device,
                 precision=module.precision,
                 cpus=module.cpus,
-                input=info.sample if index == 0 else activations[index - 1],
+                sources=sources,
+                targets=tuple(edges[index, target] for target in graph.targets[index]),
                 output=activations[index],
                 label=info.label,
                 prediction=prediction,
                 classes=info.classes,
                 batch_limit=full.data.largest_batch,
-                upstream=full.modules[index - 1].name if index else None,
-                downstream=full.modules[index + 1].name if index < last else None,
                 gradients_in=cuts[index].every,
                 late=cuts[index].late,
-                gradients_out=above.every,
-                bootstrapped_out=above.bootstrapped,
-                awaited_out=above.awaited,
-                resend_out=above.resend,
                 links=full.links,
                 retain=retained(full, index),
                 max_late=None if interface is None else interface.wanted.max_late,
@@ -177,6 +189,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 head=None
                 if index
                 else HeadRole(
+                    sample=info.sample,
                     data=full.data,
                     epochs=full.epochs,
                     steps=full.steps,
@@ -200,14 +213,29 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
 def _ahead(
     chain: ChainSpec, index: int, interface: Resolved | None, activations: Sequence[TensorSpec]
 ) -> AheadSpec | None:
-    """Return the next modules' layers, for as many modules as the interface looks at."""
+    """Return the next modules' layers, for as many modules as the interface looks at.
+
+    Raises:
+        SpecError: The next module has other inputs, too, or is not the only one.
+    """
     if interface is None or not interface.wanted.lookahead:
         return None
-    last = min(index + interface.wanted.lookahead, len(chain.modules) - 1)
-    layers = [layer for module in chain.modules[index + 1 : last + 1] for layer in module.layers]
-    return AheadSpec(
-        layers=tuple(layers), output=activations[last], ends=last == len(chain.modules) - 1
-    )
+    graph, at, layers = chain.graph, index, list[LayerSpec]()
+    for _ in range(interface.wanted.lookahead):
+        targets = graph.targets[at]
+        if len(targets) != 1 or len(graph.sources[targets[0]]) != 1:
+            break
+        at = targets[0]
+        layers += chain.modules[at].layers
+    if at == index:
+        raise SpecError(
+            f"'lookahead' of module {chain.modules[index].name!r} needs one next module, with one "
+            "input",
+            location=place(chain, index, "interface"),
+            hint="leave 'lookahead' out there",
+        )
+    ends = at == len(chain.modules) - 1
+    return AheadSpec(layers=tuple(layers), output=activations[at], ends=ends)
 
 
 @dataclass(frozen=True)
@@ -235,30 +263,39 @@ NO_GRADIENTS = _Cut()
 def _cuts(
     chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
 ) -> list[_Cut]:
-    """Return what is sent up across each cut: gradients for the module above, or to send on.
+    """Return what is sent up to each module's output: gradients for it, or to send on.
 
     The tail has no cut below it.
     """
     cuts: list[_Cut] = []
-    above = NO_GRADIENTS
+    graph = chain.graph
     for index, interface in enumerate(interfaces):
         if interface is None:
             cuts.append(NO_GRADIENTS)
             continue
-        below = interfaces[index + 1]
-        passes_on = above.every if not above.bootstrapped else 0
+        below = [interfaces[target] for target in graph.targets[index]]
+        relayed = [cuts[source] for source in graph.sources[index] if not cuts[source].bootstrapped]
+        passes_on = math.gcd(*(cut.every for cut in relayed))
         every = math.gcd(interface.wanted.every, passes_on)
         own = interface.wanted.bootstrapped and not passes_on
-        above = _Cut(
-            every=every,
-            bootstrapped=bool(every) and own and below is not None and below.signals,
-            awaited=bool(every) and (interface.applies or (above.awaited and passes_on > 0)),
-            resend=max(_waited_for(interface) * micro_batches, above.resend if passes_on else 0),
+        signal = all(one is not None and one.signals for one in below)
+        awaited = interface.applies or any(cut.awaited and cut.every for cut in relayed)
+        cuts.append(
+            _Cut(
+                every=every,
+                bootstrapped=bool(every) and own and signal,
+                awaited=bool(every) and awaited,
+                resend=max(
+                    _waited_for(interface) * micro_batches,
+                    *(cut.resend for cut in relayed if cut.every),
+                    0,
+                ),
+            )
         )
-        cuts.append(above)
-    late = 0
     for index in range(len(cuts) - 2, -1, -1):
-        late = chain.links.largest_window + (0 if cuts[index].bootstrapped else late)
+        late = chain.links.largest_window
+        if not cuts[index].bootstrapped:
+            late += max(cuts[target].late for target in graph.targets[index])
         cuts[index] = replace(cuts[index], late=late)
     return cuts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,32 +39,33 @@ def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
     Raises:
         SpecError: A layer is unknown, or does not fit what it gets.
     """
-    current = info.sample
-    modules = []
-    for index, module in enumerate(chain.modules):
+    modules: list[Inferred] = []
+    for index, (module, sources) in enumerate(zip(chain.modules, chain.graph.sources, strict=True)):
+        given = [modules[source].output for source in sources] or [info.sample]
         attends = False
         for number, layer in enumerate(module.layers):
             at: Location = ("modules", index, "layers", number)
-            current, found = _infer_layer(layer, current, at, first=number == 0 and index > 0)
-            attends |= found
-        modules.append(Inferred(current, attends))
+            output, found = _infer_layer(layer, given, at, first=number == 0 and index > 0)
+            given, attends = [output], attends | found
+        modules.append(Inferred(given[0], attends))
     return modules
 
 
-def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bool) -> Inferred:
+def _infer_layer(
+    layer: LayerSpec, given: Sequence[TensorSpec], at: Location, *, first: bool
+) -> Inferred:
     for key in ("layers", "shortcut"):  # a block's own layers first: their errors say more
         inner = given
         for number, one in enumerate(getattr(layer, key)):
             place = (key, number) if layer.type == "Residual" else (number,)
-            inner, _ = _infer_layer(
-                one, inner, (*at, layer.type, *place), first=first and not number
-            )
+            found = _infer_layer(one, inner, (*at, layer.type, *place), first=first and not number)
+            inner = [found.output]
     with torch.device("meta"):
         built = build_layer(layer, at)
     name = layer.type
     try:
         try:
-            output, attends = _run(built, empty_batch(given, BATCH, "meta"))
+            output, attends = _run(built, [empty_batch(one, BATCH, "meta") for one in given])
         except (NotImplementedError, RuntimeError, ValueError) as error:
             if not isinstance(error, NotImplementedError) and not re.search(
                 r"\bmeta\b", str(error)
@@ -74,11 +76,14 @@ def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bo
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "the previous module sends" if first else "it gets"
+        what = "the previous module sends" if first and len(given) == 1 else "it gets"
         raise SpecError(
-            f"{name}{layer.args or ''} does not fit: {what} {given}: {reason}",
+            f"{name}{layer.args or ''} does not fit: {what} {' and '.join(map(str, given))}: "
+            f"{reason}",
             location=(*at, "args" if ":" in name else name),
-            hint="compare the layer's sizes with its input (B is the batch)",
+            hint="compare the layer's sizes with its input (B is the batch)"
+            if len(given) == 1
+            else "begin with 'Add', 'Concat' or a layer of your own that takes as many arguments",
         ) from None
     if not isinstance(output, Tensor):
         raise SpecError(
@@ -90,32 +95,34 @@ def _infer_layer(layer: LayerSpec, given: TensorSpec, at: Location, *, first: bo
         )
     if output.dim() < 1 or output.shape[0] != BATCH:
         raise SpecError(
-            f"{name} does not keep the batch as first dimension: {BATCH} samples of {given} "
-            f"became a tensor of shape {tuple(output.shape)}",
+            f"{name} does not keep the batch as first dimension: {BATCH} samples of "
+            f"{' and '.join(map(str, given))} became a tensor of shape {tuple(output.shape)}",
             location=at,
         )
-    found = TensorSpec(shape=tuple(output.shape[1:]), dtype=str(output.dtype).split(".")[-1])
-    return Inferred(found, attends)
+    sample = TensorSpec(shape=tuple(output.shape[1:]), dtype=str(output.dtype).split(".")[-1])
+    return Inferred(sample, attends)
 
 
-def _run(layer: nn.Module, x_BX: Tensor) -> tuple[Any, bool]:
+def _run(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, bool]:
     """Return a layer's output, and whether it attends."""
-    watch = AttentionWatch(x_BX)
+    watch = AttentionWatch(inputs[0])
     with torch.no_grad():
         try:
             with watch:
-                return layer(x_BX), watch.found or has_attention_layer(layer)
+                return layer(*inputs), watch.found or has_attention_layer(layer)
         except NotImplementedError:
             raise
         except Exception:  # of the layer, or of an operation that cannot be watched
-            return layer(x_BX), watch.found or has_attention_layer(layer)
+            return layer(*inputs), watch.found or has_attention_layer(layer)
 
 
-def _infer_on_cpu(layer: LayerSpec, given: TensorSpec, at: Location) -> tuple[Any, bool]:
+def _infer_on_cpu(layer: LayerSpec, given: Sequence[TensorSpec], at: Location) -> tuple[Any, bool]:
     """Run a layer on a tiny real batch, as the meta device cannot run it."""
     try:
-        return _run(build_layer(layer, at), empty_batch(given, BATCH, "cpu"))
+        return _run(build_layer(layer, at), [empty_batch(one, BATCH, "cpu") for one in given])
     except Exception as error:
         raise SpecError(
-            f"{layer.type} fails on {given}: {type(error).__name__}: {error}", location=at
+            f"{layer.type} fails on {' and '.join(map(str, given))}: {type(error).__name__}: "
+            f"{error}",
+            location=at,
         ) from None

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +35,9 @@ from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import module_seed, seeded, torch_dtype
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
+
+Gradients: TypeAlias = tuple[Tensor | None, ...]
+"""Per-sample gradients for the modules upstream, in the order of ``WorkerSpec.sources``."""
 
 MARGIN = 8
 """Batches kept beyond the late ones, for acknowledgements and gradients on their way."""
@@ -92,8 +97,9 @@ class ModuleStep:
     """One module with its gradient interface and optimizers.
 
     The caller gives every training batch to :meth:`forward`, sends the activation on, and calls
-    :meth:`update`; gradients from downstream go to :meth:`late_gradient` when they come. Both may
-    return a gradient for the module upstream.
+    :meth:`update`; gradients from downstream go to :meth:`late_gradient` when they come. Both
+    return gradients for the modules upstream, one for each of the module's links to them; None
+    where none is wanted, or it comes later.
 
     Args:
         spec: The module.
@@ -152,7 +158,6 @@ class ModuleStep:
         self.store = (interface_.store if interface_ is not None else None) or -(
             -(spec.late + MARGIN) // max(spec.gradients_in, 1)
         )
-        self._relays = not spec.bootstrapped_out
         self._number = 0  # of the newest batch
         self._within = False  # whether parts of it are still to come
         self._summed: int | None = None  # the batch whose gradient is incomplete
@@ -160,7 +165,7 @@ class ModuleStep:
     @property
     def waiting(self) -> int:
         """Batches, or parts, with an update that waits for their gradient, here or upstream."""
-        if self._applies or self.spec.awaited_out:
+        if self._applies or any(edge.awaited for edge in self.spec.sources):
             return sum(kept.forward is not None for kept in self._kept.values())
         return 0
 
@@ -175,91 +180,103 @@ class ModuleStep:
         """Return the numbers of the batches that are computed, but not in an update yet."""
         return {kept.number for kept in self._kept.values()} if self._applies else set()
 
-    def forward(self, id: int, x_BX: Tensor, part: Part | None = None) -> Tensor:
+    def forward(self, id: int, x: Tensor | tuple[Tensor, ...], part: Part | None = None) -> Tensor:
         """Compute the activation of a training batch, or of a part of it.
 
         Args:
             id: Its position in the stream.
-            x_BX: The input; kept until the update.
+            x: The input ``[B, *input]``, or several; kept until the update.
             part: Which part it is; None: all.
 
         Returns:
             The activation, detached, in the contract's type: send it on, do not change it.
         """
-        part = part or Part(0, len(x_BX))
+        xs = as_inputs(x)
+        part = part or Part(0, len(xs[0]))
         if part.first == 0 or not self._within:
             if self._within and not self._applies:
                 self._end_batch()  # its last part has been lost
             self._number += 1
-        self._within = not part.ends_with(len(x_BX))
-        answers = due(id, self.spec.gradients_out)
-        comes = due(id, self.spec.gradients_in)
-        outlives = comes and (
-            (answers and self._relays) or (self._applies and self.spec.max_late != 0)
+        self._within = not part.ends_with(len(xs[0]))
+        answers = self._answers(id)
+        outlives = due(id, self.spec.gradients_in) and (
+            any(self._relays(answers)) or (self._applies and self.spec.max_late != 0)
         )
         with self.optimization.ahead(len(self._batches_due() - {self._number})):
-            done = self._passes.compute(x_BX, grad_x=answers, outlives=outlives)
+            done = self._passes.compute(xs, grads=answers, outlives=outlives)
         self._current = (id, done, part)
         return done.h_BH.detach()
 
-    def skip(self) -> Tensor | None:
+    def _answers(self, id: int) -> tuple[bool, ...]:
+        """Return for which inputs the gradient of a batch is wanted."""
+        return tuple(due(id, edge.gradients) for edge in self.spec.sources)
+
+    def _relays(self, answers: Sequence[bool]) -> list[bool]:
+        """Return which of the wanted gradients need the true one from downstream."""
+        edges = zip(answers, self.spec.sources, strict=True)
+        return [wanted and not edge.bootstrapped for wanted, edge in edges]
+
+    def skip(self) -> Gradients:
         """Learn nothing from the batch of the last :meth:`forward`, instead of :meth:`update`.
 
         Returns:
-            NaN as the gradient for the module upstream, if that waits for one.
+            NaN as the gradients for modules upstream that wait for one.
         """
         id, done, part = self._current
         del self._current
         self.counters.loss = None
-        if part.ends_with(len(done.x_BX)) and self._number not in self._batches_due():
+        if part.ends_with(len(done.xs[0])) and self._number not in self._batches_due():
             self._end_batch()
-        return self._no_gradient(id, done.x_BX)
+        return self._no_gradients(id, done)
 
-    def forward_again(self, x_BX: Tensor) -> Tensor:
+    def forward_again(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
         """Return the activation of a batch that the weights have already been trained on."""
         with torch.no_grad(), self._passes.without_trace():
-            return self._passes.activation(x_BX)
+            return self._passes.activation(as_inputs(x))
 
-    def update(self, y_BY: Tensor) -> Tensor | None:
+    def update(self, y_BY: Tensor) -> Gradients:
         """Train on the batch of the last :meth:`forward`, unless that needs a true gradient.
 
         Args:
             y_BY: Its labels.
 
         Returns:
-            The per-sample gradient dL_b/dx_b for the module upstream, shaped like the input; None
-            if none is wanted, or it comes later.
+            Per-sample gradients dL_b/dx_b for the modules upstream, shaped like the inputs.
         """
         id, done, part = self._current
         del self._current
         ends = part.ends_with(len(y_BY))
-        answers = due(id, self.spec.gradients_out)
         if self.interface is None:
             loss = self.loss(done.h_BH, y_BY)
             self.counters.loss = loss.detach()
             if len(y_BY) != part.samples:
                 loss = loss * (len(y_BY) / part.samples)
             backward(loss, None)
-            g_BX = per_sample(done.x_BX.grad, part)
+            found = self._gradients(done, part)
             if ends:
                 self._end_batch()
-            return g_BX
+            return found
         kept = _Kept(done.h_BH.detach(), y_BY, part, self._number)
         comes = due(id, self.spec.gradients_in)
-        later = comes and (self._applies or (answers and self._relays))
+        relays = self._relays(self._answers(id))
+        later = comes and (self._applies or any(relays))
         if later:
             kept.forward = done
-        g_BX = None
+        gradients: Gradients = (None,) * len(relays)
         if self._signals:
             g_BH = kept.g_BH = self._signal(kept.h_BH, y_BY)
-            only = self._own_leaves() if answers and self._relays else None
+            only = None
+            if any(relays):
+                now = zip(done.xs, relays, strict=True)
+                only = self._own_leaves()
+                only += [x for x, relay in now if x.requires_grad and not relay]
             backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
-            g_BX = per_sample(done.x_BX.grad, part)
+            gradients = self._gradients(done, part)
         if comes:
             self._keep(id, kept)
         if ends and (self._signals or not self._applies):
             self._end_batch()
-        return g_BX
+        return gradients
 
     def _signal(self, h_BH: Tensor, y_BY: Tensor) -> Tensor:
         assert self.interface is not None
@@ -277,14 +294,14 @@ class ModuleStep:
         at_once = self.interface is None or (self._signals and not self._applies)
         return bool(self.optimization.parameters) and at_once
 
-    def replay(self, x_BX: Tensor, y_BY: Tensor) -> None:
+    def replay(self, x: Tensor | tuple[Tensor, ...], y_BY: Tensor) -> None:
         """Train on a batch once more, by the module's own error signal alone.
 
         Args:
-            x_BX: The input.
+            x: The input, or several.
             y_BY: Its labels.
         """
-        h_BH = self._passes.compute(x_BX).h_BH
+        h_BH = self._passes.compute(as_inputs(x)).h_BH
         if self.interface is None:
             backward(self.loss(h_BH, y_BY), None)
         else:
@@ -292,7 +309,7 @@ class ModuleStep:
             backward(h_BH, signal.g_BH / len(h_BH))
         self.optimization.update()
 
-    def late_gradient(self, id: int, g_BH: Tensor | None) -> Tensor | None:
+    def late_gradient(self, id: int, g_BH: Tensor | None) -> Gradients:
         """Process a gradient that has arrived from downstream.
 
         Args:
@@ -301,13 +318,14 @@ class ModuleStep:
                 that nothing is learnt from it.
 
         Returns:
-            The gradient for the module upstream, if it waited for this one.
+            The gradients for the modules upstream that waited for this one.
         """
         self.counters.gradients += 1
         kept = self._kept.pop(id, None)
+        nothing: Gradients = (None,) * len(self.spec.sources)
         if kept is None or self.interface is None:
             self.counters.unpaired += 1
-            return None
+            return nothing
         lag = self._number - kept.number
         self.counters.lag += lag
         self.counters.lag_max = max(self.counters.lag_max, lag)
@@ -320,44 +338,55 @@ class ModuleStep:
             self.counters.error.add(late.error)
             self.counters.cosine.add(late.cosine)
             self.measure_late = False
-        if kept.forward is None:
-            return None
+        done = kept.forward
+        if done is None:
+            return nothing
         if g_BH is None:
             if self._applies and not self._signals:
                 self._count_part(kept)
-            return self._no_gradient(id, kept.forward.x_BX)
-        h_BH, x_BX = self._passes.output(kept.forward), kept.forward.x_BX
+            return self._no_gradients(id, done)
+        h_BH = self._passes.output(done)
         if self._applies and not self._signals:
-            return self._apply(kept, h_BH, g_BH, x_BX)
+            return self._apply(kept, h_BH, g_BH, done)
         samples = kept.part.samples
-        if x_BX.requires_grad:
-            backward(h_BH, g_BH / samples, inputs=[x_BX], retain=self._applies)
+        relays = zip(done.xs, self._relays(self._answers(id)), strict=False)
+        if inputs := [x for x, relay in relays if relay]:
+            backward(h_BH, g_BH / samples, inputs=inputs, retain=self._applies)
         if self._applies:
             assert kept.g_BH is not None
             only = self.optimization.parameters
             backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
-        return per_sample(x_BX.grad, kept.part)
+        return self._gradients(done, kept.part)
+
+    def _gradients(self, done: ForwardPass, part: Part) -> Gradients:
+        """Return the gradients that a backward pass has left at the inputs."""
+        links = range(len(self.spec.sources))
+        found = tuple(per_sample(done.xs[link].grad, part) for link in links)
+        for x in done.xs:
+            x.grad = None  # sent once
+        return found
 
     def _own_leaves(self) -> list[Tensor]:
         """Return what the module's own error signal is for, without its input."""
         starts = [layer.start for layer in self._recurrent if layer.start is not None]
         return [*self.optimization.parameters, *starts]
 
-    def _apply(self, kept: _Kept, h_BH: Tensor, g_BH: Tensor, x_BX: Tensor) -> Tensor | None:
+    def _apply(self, kept: _Kept, h_BH: Tensor, g_BH: Tensor, done: ForwardPass) -> Gradients:
         """Add a true gradient to its batch's; update the weights when that is complete."""
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
         backward(h_BH, g_BH / kept.part.samples)
         self._count_part(kept)
-        return per_sample(x_BX.grad, kept.part)
+        return self._gradients(done, kept.part)
 
     def _count_part(self, kept: _Kept) -> None:
         self._summed = kept.number
         if kept.part.ends_with(len(kept.h_BH)):
             self._end_batch()
 
-    def _no_gradient(self, id: int, x_BX: Tensor) -> Tensor | None:
-        return torch.full_like(x_BX, math.nan) if due(id, self.spec.gradients_out) else None
+    def _no_gradients(self, id: int, done: ForwardPass) -> Gradients:
+        wanted = zip(done.xs, self._answers(id), strict=False)  # the head has an input, but no link
+        return tuple(torch.full_like(x, math.nan) if one else None for x, one in wanted)
 
     @property
     def finite(self) -> bool:
@@ -383,14 +412,14 @@ class ModuleStep:
         if self._summed is not None and not self._kept:
             self._end_batch()
 
-    def evaluate(self, x_BX: Tensor) -> Tensor:
+    def evaluate(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
         """Return the activation in eval mode, by the weights' average if there is one."""
         average = self.optimization.average
         layers = self.layers if average is None else average
         layers.eval()
         try:
             with torch.no_grad():
-                return self._passes.activation(x_BX, layers)
+                return self._passes.activation(as_inputs(x), layers)
         finally:
             layers.train()
 
@@ -418,6 +447,11 @@ class ModuleStep:
             while len(self._kept) > self.store:
                 self._kept.popitem(last=False)
                 self.counters.given_up += 1
+
+
+def as_inputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a module's inputs, which may be given as one tensor."""
+    return x if isinstance(x, tuple) else (x,)
 
 
 def due(id: int, every: int) -> bool:

@@ -120,13 +120,12 @@ def _check_addresses(workers: Sequence[WorkerSpec], locate: Locator) -> None:
     from dni_runtime.link.address import check_address  # zmq: only if links matter
 
     for worker in workers:
-        if worker.upstream is None:
-            continue
-        try:
-            check_address(worker.links, worker.index, Path(), worker.module)
-        except (UnavailableError, SpecError) as error:
-            where = locate(*error.location)
-            raise type(error)(f"{where}: {error.message}", hint=error.hint) from None
+        for edge in worker.sources:
+            try:
+                check_address(worker.links, edge.number, Path(), worker.module)
+            except (UnavailableError, SpecError) as error:
+                where = locate(*error.location)
+                raise type(error)(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def _chain_mounts(chain: ChainSpec, locate: Locator) -> Iterator[Mount]:

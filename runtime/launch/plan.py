@@ -92,6 +92,7 @@ class LaunchPlan:
         sockets: Folder of the run's ipc sockets.
         stop_grace_s: Seconds that workers have to stop.
         workers: One per module, head first.
+        sources: Names of the modules that each one takes its inputs from.
         keys: Whether the workers need keys, for links that may be encrypted.
         restart: Rules for restarts of dead workers.
     """
@@ -101,6 +102,7 @@ class LaunchPlan:
     sockets: str
     stop_grace_s: float
     workers: tuple[WorkerPlan, ...]
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     keys: bool = False
     restart: RestartPlan = field(default_factory=RestartPlan)
 
@@ -133,7 +135,9 @@ class LaunchPlan:
                 for worker in document["workers"]
             )
             restart = RestartPlan(**document.get("restart", {}))
-            return cls(**{**document, "workers": workers, "restart": restart})
+            sources = {name: tuple(own) for name, own in document.get("sources", {}).items()}
+            made = {"workers": workers, "sources": sources, "restart": restart}
+            return cls(**{**document, **made})
         except (KeyError, TypeError) as error:
             raise DataError(f"not a launch plan: {error!r}") from None
 
@@ -209,6 +213,7 @@ def make_plan(
         sockets=str(settings.sockets),
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(make(worker) for worker in workers),
+        sources={one.module: tuple(edge.source for edge in one.sources) for one in workers},
         keys=keys,
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
@@ -245,7 +250,8 @@ def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
     if worker.initial:
         read.append(run.initial(worker.module))
     if keys:
-        neighbours = (name for name in (worker.upstream, worker.downstream) if name is not None)
+        neighbours = [edge.source for edge in worker.sources]
+        neighbours += [edge.target for edge in worker.targets]
         read += [run.key(worker.module), run.public_key(worker.module)]
         read += [run.public_key(name) for name in neighbours]
 

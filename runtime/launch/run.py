@@ -258,7 +258,7 @@ class Run:
         with importing_from(self.directory.sources):
             export_model(self.record.specs()[1], states, Path(output), force=force)
 
-    def model(self, cut: int | None = None) -> nn.Sequential:
+    def model(self, cut: int | None = None) -> nn.Module:
         """The trained network, as one plain torch module in eval mode.
 
         Args:

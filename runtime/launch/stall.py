@@ -75,7 +75,7 @@ class _Seen:
         moved_s: Time of the last change of the module's phase or position.
         moves: Number of changes of its position.
         longest_s: Duration of its longest batch, except the first.
-        passed_s: Time when the module upstream moved past the position of this one.
+        passed_s: Time when the modules upstream had moved past the position of this one.
     """
 
     report: Report
@@ -105,10 +105,18 @@ class StallRule:
     Args:
         modules: The modules, head first.
         stall_s: ``restart.stall_s`` of the chain.
+        sources: The modules that each one takes its inputs from (default: the one before).
     """
 
-    def __init__(self, modules: Sequence[str], stall_s: float) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        stall_s: float,
+        sources: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self._modules = modules
+        pairs = zip(modules[1:], modules, strict=False)
+        self._sources = sources or {name: (before,) for name, before in pairs}
         self._stall_s = stall_s
         self._seen: dict[str, _Seen] = {}
         self._moves = dict.fromkeys(modules, 0)
@@ -130,9 +138,9 @@ class StallRule:
         self._looked_s = now_s
         for name in self._modules:
             self._note(name, reports.get(name))
-        for upstream, name in zip(self._modules, self._modules[1:], strict=False):
-            self._note_passed(self._seen.get(upstream), self._seen.get(name))
-        found = [self._judge(index, finished) for index in range(len(self._modules))]
+        for name in self._modules:
+            self._note_passed(name)
+        found = [self._judge(name, finished) for name in self._modules]
         return list(dict.fromkeys(stall for stall in found if stall is not None))
 
     def moves(self, modules: Collection[str]) -> int:
@@ -174,16 +182,18 @@ class StallRule:
         seen.moves += 1
         self._moves[name] += 1
 
-    def _note_passed(self, upstream: _Seen | None, seen: _Seen | None) -> None:
-        if upstream is None or seen is None or seen.passed_s is not None:
+    def _note_passed(self, name: str) -> None:
+        seen = self._seen.get(name)
+        above = [self._seen.get(source) for source in self._sources.get(name, ())]
+        if seen is None or seen.passed_s is not None or not above:
             return
-        just_now = upstream.moves > 0 and upstream.moved_s == self._now_s
         waits = seen.phase == "running" and seen.doing == "input"
-        if just_now and waits and upstream.id > seen.id:
+        further = [one for one in above if one is not None and one.id > seen.id]
+        just_now = any(one.moves > 0 and one.moved_s == self._now_s for one in further)
+        if just_now and waits and len(further) == len(above):
             seen.passed_s = self._now_s
 
-    def _judge(self, index: int, finished: Collection[str]) -> Stall | None:
-        name = self._modules[index]
+    def _judge(self, name: str, finished: Collection[str]) -> Stall | None:
         seen, still_s = self._seen.get(name), self.still_s(name)
         if seen is None or still_s < self._stall_s or seen.phase == "stopping":
             return None  # the supervisor kills it if that takes too long
@@ -208,19 +218,25 @@ class StallRule:
             message = f"module {name!r} {_RARE[seen.doing]} {after}"
             return self._one(name, message, still_s >= patient_s)
         if seen.doing in _WAITS:
-            return self._waits(index, finished, after)
+            return self._waits(name, finished, after)
         return None
 
     def _one(self, name: str, message: str, stalled: bool) -> Stall | None:
         return Stall((name,), self._starts(name), message) if stalled else None
 
-    def _waits(self, index: int, finished: Collection[str], after: str) -> Stall | None:
-        name, seen = self._modules[index], self._seen[self._modules[index]]
+    def _waits(self, name: str, finished: Collection[str], after: str) -> Stall | None:
+        if self._seen[name].doing == "input":
+            others = self._sources.get(name, ())
+        else:
+            others = [other for other in self._modules if name in self._sources.get(other, ())]
+        found = (self._waits_for(name, other, finished, after) for other in others)
+        return next((stall for stall in found if stall is not None), None)
+
+    def _waits_for(
+        self, name: str, other: str, finished: Collection[str], after: str
+    ) -> Stall | None:
+        seen = self._seen[name]
         for_input = seen.doing == "input"
-        at = index - 1 if for_input else index + 1
-        if not 0 <= at < len(self._modules):
-            return None
-        other = self._modules[at]
         message = f"module {name!r} waits for {_WAITS[seen.doing]} from {other!r} {after}"
         if other in finished:
             return self._one(name, f"{message}, which has finished", True)

@@ -37,7 +37,7 @@ class Watchdog:
     """
 
     def __init__(self, plan: LaunchPlan, journal: Journal) -> None:
-        self._rule = StallRule([w.module for w in plan.workers], plan.restart.stall_s)
+        self._rule = StallRule([w.module for w in plan.workers], plan.restart.stall_s, plan.sources)
         self._restarts = plan.restart.on_stall == "restart"
         self._journal = journal
         self._open: dict[tuple[str, ...], _Open] = {}

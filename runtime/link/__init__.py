@@ -7,12 +7,13 @@ them to sockets; only ``sockets`` creates sockets and does I/O.
 from dni_runtime.link.address import check_address, encrypted, listen_address
 from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.input import InputLink
-from dni_runtime.link.items import Batch, Drained, Gradient, Marker, Request
+from dni_runtime.link.items import Batch, Drained, Event, Gradient, Marker, Request
 from dni_runtime.link.output import OutputLink
 
 __all__ = [
     "Batch",
     "Drained",
+    "Event",
     "Gradient",
     "InputLink",
     "LinkCounters",

@@ -27,9 +27,9 @@ def listen_address(links: LinksSpec, index: int, socket_folder: Path, module: st
 
     Args:
         links: The chain's link settings.
-        index: The module's position in the chain; its port is ``links.port + index``.
+        index: Number of the link; its port is ``links.port + index``.
         socket_folder: Where ipc sockets lie (``rundir.socket_folder``).
-        module: The module's name.
+        module: The module's name, or that of its link.
 
     Returns:
         ``ipc://PATH`` or ``tcp://IP:PORT``; the port is ``*`` where the system chooses one.
@@ -46,7 +46,7 @@ def listen_address(links: LinksSpec, index: int, socket_folder: Path, module: st
         number = links.port + index
         if number > 65535:
             raise SpecError(
-                f"module {index} ({module!r}) would listen on port {links.port} + {index}, beyond "
+                f"link {index} (to {module!r}) would listen on port {links.port} + {index}, beyond "
                 "65535",
                 location=("links", "port"),
                 hint="choose a lower first port, or leave it out",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from dni_runtime.spec import Dtype, TensorSpec, WorkerSpec
+from dni_runtime.spec import Dtype, EdgeSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import HEADER_BYTES, Limits, TensorContract
 
 End = Literal["input", "output"]
@@ -34,19 +34,9 @@ class LinkContract:
     agreement: dict[str, str]
 
     @classmethod
-    def of(cls, spec: WorkerSpec, end: End) -> Self:
-        """Return the contract of the link at this end of a module.
-
-        Raises:
-            ValueError: The module has no link there (a bug of the caller).
-        """
-        source = spec.upstream if end == "input" else spec.module
-        target = spec.module if end == "input" else spec.downstream
-        tensor = spec.input if end == "input" else spec.output
-        wanted = spec.gradients_out if end == "input" else spec.gradients_in
-        if source is None or target is None:
-            raise ValueError(f"module {spec.module!r} has no {end} link")
-        links = spec.links
+    def of(cls, spec: WorkerSpec, edge: EdgeSpec) -> Self:
+        """Return the contract of one of a module's links."""
+        tensor, wanted, links = edge.tensor, edge.gradients, spec.links
         limit = spec.batch_limit
         down = links.dtype or tensor.dtype
         up = links.gradient_dtype or down
@@ -54,22 +44,22 @@ class LinkContract:
         label = TensorContract("y", spec.label.dtype, spec.label.shape, limit)
         gradient = _on_the_wire("g", links.gradient_dtype or links.dtype, tensor, limit)
         return cls(
-            source=source,
-            target=target,
+            source=edge.source,
+            target=edge.target,
             activation=activation,
             label=label,
             gradient=gradient if wanted else None,
             dtype=tensor.dtype,
             agreement={
                 "chain": spec.chain,
-                "source": source,
-                "target": target,
+                "source": edge.source,
+                "target": edge.target,
                 "activation": str(tensor),
                 "label": str(spec.label),
                 "activations on the wire": down,
                 "gradients on the wire": f"{up}, 1 in {wanted}" if wanted else "none",
                 "batch limit": str(spec.batch_limit),
-                "hash": spec.link_hash(end=end),
+                "hash": spec.link_hash(edge),
             },
         )
 

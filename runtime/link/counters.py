@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dni_runtime.errors import WireError
@@ -35,6 +36,17 @@ class LinkCounters:
     gradients_dropped: int = 0
     missed: int = 0
     handshakes: int = 0
+
+    @classmethod
+    def total(cls, several: Sequence[LinkCounters]) -> LinkCounters:
+        """Return the sums of several links' counters."""
+        total = cls()
+        for one in several:
+            total.refused.update(one.refused)
+            for name in cls.__slots__:
+                if name != "refused":
+                    setattr(total, name, getattr(total, name) + getattr(one, name))
+        return total
 
 
 class Refusals:

@@ -26,7 +26,7 @@ from dni_runtime.link.items import Batch, Marker
 from dni_runtime.link.receiver import Receiver, part_of
 from dni_runtime.link.sender import WINDOWS
 from dni_runtime.link.tensors import from_buffers, to_buffers
-from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import Body, Buffer, Kind, Message, encode
 
@@ -42,6 +42,7 @@ class InputLink:
 
     Args:
         spec: The module that receives.
+        edge: The link (default: the module's only one).
         run: The run.
         received: Everything up to this id was processed before (a checkpoint's cut).
         keys: Its keys, for addresses where links are encrypted.
@@ -50,18 +51,23 @@ class InputLink:
 
     Attributes:
         counters: Counts of this end.
+        awaited: Whether an update upstream waits for gradients.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
+        edge: EdgeSpec | None = None,
         *,
         run: str,
         received: int = 0,
         keys: Keyring | None = None,
         again: bool = False,
     ) -> None:
-        self._contract = LinkContract.of(spec, "input")
+        if edge is None:
+            (edge,) = spec.sources
+        self.awaited = edge.awaited
+        self._contract = LinkContract.of(spec, edge)
         self._label_dtype = spec.label.dtype
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
         self.counters = LinkCounters()
@@ -86,8 +92,8 @@ class InputLink:
         self._handshakes = 0
         self._windows: tuple[int, ...] = ()
         # Gradients that upstream waits for: the newest, and those to send before anything else.
-        self._gradients: deque[list[Buffer]] = deque(maxlen=spec.resend_out)
-        self._unsent: deque[list[Buffer]] = deque(maxlen=spec.resend_out)
+        self._gradients: deque[list[Buffer]] = deque(maxlen=edge.resend)
+        self._unsent: deque[list[Buffer]] = deque(maxlen=edge.resend)
         self._session = ""
 
     def __enter__(self) -> Self:
@@ -105,6 +111,11 @@ class InputLink:
     def socket(self) -> sockets.Socket:
         """The socket, for ``zmq.Poller``: readable when :meth:`receive` has something to do."""
         return self._socket
+
+    @property
+    def source(self) -> str:
+        """Name of the module upstream."""
+        return self._contract.source
 
     @property
     def connected(self) -> bool:
@@ -337,7 +348,7 @@ class InputLink:
             message.id,
             message.epoch,
             message.mode,
-            from_buffers(tensors[:-1], buffers[:-1], self._contract.dtype),
+            (from_buffers(tensors[:-1], buffers[:-1], self._contract.dtype),),
             from_buffers(tensors[-1:], buffers[-1:], self._label_dtype),
             part_of(message),
         )

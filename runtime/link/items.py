@@ -17,7 +17,7 @@ class Batch:
         id: Its position.
         epoch: Its epoch.
         mode: What to do with it.
-        h: Activations ``[B, *input]``, in the module's compute type.
+        xs: The module's inputs ``[B, *input]``, in its compute type.
         y: Labels ``[B, *label]``.
         part: Part of a training batch; None: all of it.
     """
@@ -25,7 +25,7 @@ class Batch:
     id: int
     epoch: int
     mode: Mode
-    h: Tensor
+    xs: tuple[Tensor, ...]
     y: Tensor
     part: Part | None = None
 

@@ -24,7 +24,7 @@ from dni_runtime.link.items import Drained, Event, Gradient, Request
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.link.tuner import WindowTuner
-from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import ID_LIMIT, Body, Kind, Mark, Message, Mode, Part
 
@@ -42,6 +42,7 @@ class OutputLink:
 
     Args:
         spec: The module that sends.
+        edge: The link (default: the module's only one).
         run: The run.
         next_id: The first id that will be sent.
         keys: Its keys, for addresses where links are encrypted.
@@ -56,6 +57,7 @@ class OutputLink:
     def __init__(
         self,
         spec: WorkerSpec,
+        edge: EdgeSpec | None = None,
         *,
         run: str,
         next_id: int = 1,
@@ -63,7 +65,9 @@ class OutputLink:
         cut: int | None = None,
         attempt: int = 1,
     ) -> None:
-        self._contract = LinkContract.of(spec, "output")
+        if edge is None:
+            (edge,) = spec.targets
+        self._contract = LinkContract.of(spec, edge)
         self._frames = 1 + self._contract.up.tensors  # with the header
         self.counters = LinkCounters()
         self._tuner: WindowTuner | None = None
@@ -110,6 +114,11 @@ class OutputLink:
     def socket(self) -> sockets.Socket:
         """The socket, for ``zmq.Poller``: readable when :meth:`receive` has something to do."""
         return self._socket
+
+    @property
+    def target(self) -> str:
+        """Name of the module downstream."""
+        return self._contract.target
 
     @property
     def window(self) -> int:

@@ -3,6 +3,7 @@
 Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """
 
+from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.load import import_paths, load_chain, parse_chain, source_files
 from dni_runtime.spec.machines import (
     BaseSpec,
@@ -23,6 +24,7 @@ from dni_runtime.spec.named import Choice, LayerSpec
 from dni_runtime.spec.worker import (
     AheadSpec,
     DataInfo,
+    EdgeSpec,
     HeadRole,
     SelectionRole,
     TailRole,
@@ -40,6 +42,8 @@ __all__ = [
     "DataInfo",
     "DataSpec",
     "Dtype",
+    "EdgeSpec",
+    "Graph",
     "GroupSpec",
     "HeadRole",
     "ImageSpec",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.machines import ImageSpec, MountSpec, PlacementSpec, ResourcesSpec
 from dni_runtime.spec.modules import ModuleDefaults, ModuleSpec
 from dni_runtime.spec.named import Choice, Frozen, Name
@@ -313,7 +314,26 @@ class ChainSpec(Frozen):
             raise ValueError(
                 f"the last module, {modules[-1].name!r}, has the loss and takes no 'interface'"
             )
+        if modules[0].inputs is not None:
+            raise ValueError(
+                f"the first module, {modules[0].name!r}, reads the data and takes no 'inputs'"
+            )
+        Graph.of(modules)
         return modules
+
+    @model_validator(mode="after")
+    def _windows_fit(self) -> Self:
+        graph = self.graph
+        for source, target in graph.numbers:
+            needed = graph.beside(source, target)
+            if needed > self.links.largest_window:
+                ends = self.modules[source].name, self.modules[target].name
+                raise ValueError(
+                    f"links.window {self.links.window} is too small for the link from {ends[0]!r} "
+                    f"to {ends[1]!r}: another way between them has {needed} links, and each needs "
+                    f"a batch in flight. Set 'window: {needed}' or more"
+                )
+        return self
 
     @model_validator(mode="after")
     def _map_names_all_modules(self) -> Self:
@@ -328,6 +348,11 @@ class ChainSpec(Frozen):
             if left:
                 raise ValueError(f"placement.map does not place module {left[0]!r}")
         return self
+
+    @property
+    def graph(self) -> Graph:
+        """Which module takes its input from which."""
+        return Graph.of(self.modules)
 
     @property
     def image_to_build(self) -> ImageSpec:

@@ -110,7 +110,20 @@ class ModuleDefaults(Frozen):
 
 
 class ModuleSpec(ModuleDefaults):
-    """One module of the chain: consecutive layers, served by one worker."""
+    """One module of the chain: consecutive layers, served by one worker.
+
+    Attributes:
+        name: Its name.
+        inputs: The modules that it takes its inputs from (default: the one before). Several are
+            joined batch by batch, and the first layer gets one argument for each.
+        layers: Its layers.
+    """
 
     name: Name
+    inputs: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
+
+    @field_validator("inputs", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value

@@ -28,7 +28,7 @@ def retained(chain: ChainSpec, index: int) -> int:
     """
     if chain.restart.policy == "never":
         return 0
-    links_beyond = max(len(chain.modules) - 2 - index, 0)
+    links_beyond = max(chain.graph.below[index] - 1, 0)
     window = chain.links.window
     first = LinksSpec.model_fields["window"].default  # until the measured window is reported
     return (first if window == "auto" else window) * min(links_beyond, ADJACENT_FAILURES)
@@ -85,14 +85,42 @@ class SelectionRole(Frozen):
     min_delta: float
 
 
+class EdgeSpec(Frozen):
+    """A link between two modules.
+
+    Attributes:
+        source: The module upstream.
+        target: The module downstream.
+        number: Number of the link in the chain; its port is ``links.port`` plus this.
+        tensor: One sample of what travels downstream.
+        gradients: The target sends gradients of every n-th batch (by id); 0: of none.
+        bootstrapped: Whether those are computed at once from the target's own error signal instead
+            of true gradients.
+        awaited: Whether an update upstream waits for them.
+        resend: Newest gradients to send again after a lost connection, because an upstream module
+            takes no other batch before it has them.
+    """
+
+    source: str
+    target: str
+    number: int
+    tensor: TensorSpec
+    gradients: int = Field(ge=0)
+    bootstrapped: bool = False
+    awaited: bool = False
+    resend: int = 0
+
+
 class HeadRole(Frozen):
     """Settings that only the first module needs.
 
     Attributes:
+        sample: One sample of the data.
         selects: Whether each evaluation needs a checkpoint before it.
         micro_batches: Number of parts into which each training batch is split.
     """
 
+    sample: TensorSpec
     data: DataSpec
     micro_batches: int = 1
     selects: bool = False
@@ -147,22 +175,15 @@ class WorkerSpec(Frozen):
         device: Compute device.
         precision: Type of its matrix products.
         cpus: Number of compute threads.
-        input: One sample at the module's input.
-        output: One sample at its output.
+        sources: Its links from upstream, one for each input; none for the head.
+        targets: Its links to downstream; none for the tail.
+        output: One sample at the module's output.
         label: One sample's label.
         prediction: One sample at the chain's output (what a local head must produce).
         classes: Number of classes, or None.
         batch_limit: Samples in the largest batch.
-        upstream: Name of the previous module, or None.
-        downstream: Name of the next module, or None.
-        gradients_in: Downstream sends gradients of every n-th batch (by id); 0: of none.
+        gradients_in: Gradients of every n-th batch (by id) come from downstream; 0: of none.
         late: Batches by which they may come late.
-        gradients_out: The same for gradients that this module sends upstream.
-        bootstrapped_out: Whether those are computed at once from the module's own error signal
-            instead of true gradients.
-        awaited_out: Whether an update upstream waits for them.
-        resend_out: Newest gradients to send again after a lost connection, because an upstream
-            module takes no other batch before it has them.
         links: Communication with the neighbours.
         retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
         max_late: Maximum number of updates missing from the weights of a forward pass; at that
@@ -176,7 +197,7 @@ class WorkerSpec(Frozen):
         tail: Settings that only the tail needs; None for the others.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     chain: str
     module: str
     index: int
@@ -197,20 +218,15 @@ class WorkerSpec(Frozen):
     device: str
     precision: Literal["float32", "bfloat16"]
     cpus: int
-    input: TensorSpec
+    sources: tuple[EdgeSpec, ...]
+    targets: tuple[EdgeSpec, ...]
     output: TensorSpec
     label: TensorSpec
     prediction: TensorSpec
     classes: int | None
     batch_limit: int = Field(ge=1)
-    upstream: str | None
-    downstream: str | None
     gradients_in: int = Field(ge=0)
     late: int = Field(ge=0)
-    gradients_out: int = Field(ge=0)
-    bootstrapped_out: bool = False
-    awaited_out: bool = False
-    resend_out: int = 0
     links: LinksSpec
     retain: int = Field(default=0, ge=0)
     max_late: int | None = None
@@ -229,8 +245,8 @@ class WorkerSpec(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _of_earlier_versions(cls, document: Any) -> Any:
-        if isinstance(document, dict) and document.get("blocks") is False:
-            return {key: value for key, value in document.items() if key != "blocks"}
+        if isinstance(document, dict) and document.get("format") == 1:
+            return _with_edges(document)
         return document
 
     @classmethod
@@ -241,6 +257,13 @@ class WorkerSpec(Frozen):
             pydantic.ValidationError: The text is not a worker's spec.
         """
         return cls.model_validate_json(text)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """One sample of each of the module's inputs."""
+        if self.head is not None:
+            return (self.head.sample,)
+        return tuple(edge.tensor for edge in self.sources)
 
     @property
     def exact(self) -> bool:
@@ -261,24 +284,37 @@ class WorkerSpec(Frozen):
                 document["head"]["data"].pop(name)
         return _digest(document)
 
-    def link_hash(self, *, end: Literal["input", "output"]) -> str:
+    def link_hash(self, edge: EdgeSpec) -> str:
         """Return the SHA-256 of what both ends of a link must agree on; HELLO compares it."""
-        ends: tuple[str | None, str | None]
-        if end == "input":
-            ends, tensor, gradients = (self.upstream, self.module), self.input, self.gradients_out
-        else:
-            ends, tensor, gradients = (self.module, self.downstream), self.output, self.gradients_in
         return _digest(
             {
                 "chain": self.chain,
-                "ends": ends,
-                "activation": tensor.model_dump(),
+                "ends": (edge.source, edge.target),
+                "activation": edge.tensor.model_dump(),
                 "label": self.label.model_dump(),
-                "gradients": gradients,
+                "gradients": edge.gradients,
                 "dtype": self.links.dtype,
                 "gradient_dtype": self.links.gradient_dtype,
             }
         )
+
+
+def _with_edges(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a spec of format 1, which had one link on each side, in today's format."""
+    made = {key: value for key, value in document.items() if key != "blocks"} | {"format": 2}
+    upstream, downstream = made.pop("upstream", None), made.pop("downstream", None)
+    own, index = {"source": made["module"]}, made["index"]
+    names = {"gradients": "gradients_out", "bootstrapped": "bootstrapped_out"}
+    names |= {"awaited": "awaited_out", "resend": "resend_out"}
+    above = {name: made.pop(old) for name, old in names.items() if old in made}
+    above |= {"source": upstream, "target": made["module"], "number": index}
+    made["sources"] = [above | {"tensor": made["input"]}] if upstream else []
+    own |= {"target": downstream, "number": index + 1, "tensor": made["output"]}
+    made["targets"] = [own | {"gradients": made["gradients_in"]}] if downstream else []
+    if made.get("head"):
+        made["head"] = made["head"] | {"sample": made["input"]}
+    del made["input"]
+    return made
 
 
 def _digest(document: dict[str, Any]) -> str:

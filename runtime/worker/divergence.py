@@ -58,9 +58,10 @@ class Divergence:
         """
         if finite(g_BH):
             return True
-        interface, sender = self._step.interface, self._step.spec.downstream
+        interface = self._step.interface
+        sender = " or ".join(repr(edge.target) for edge in self._step.spec.targets)
         only_teaches = interface is not None and not interface.applies
-        self._found(id, f"the gradient from {sender!r}", mended=only_teaches)
+        self._found(id, f"the gradient from {sender}", mended=only_teaches)
         return False
 
     def note_loss(self, id: int, loss: Tensor | None) -> None:

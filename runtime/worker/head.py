@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from dni_runtime.link import Batch, Marker, OutputLink
+from dni_runtime.link import Batch, Marker
 from dni_runtime.wire import Mark
+from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start, note_end, note_mark
@@ -25,7 +26,7 @@ class Head:
         start: Where the head starts.
         ledger: Counts of what it has processed in the whole run.
         metrics: Gets the time spent waiting for data.
-        output: The link to downstream; None in a chain of one module.
+        output: The links to downstream; None in a chain of one module.
 
     Attributes:
         position: The stream's position after the newest item.
@@ -38,7 +39,7 @@ class Head:
         start: Start,
         ledger: Ledger,
         metrics: MetricsWriter,
-        output: OutputLink | None,
+        output: Fanout | None,
     ) -> None:
         self.position = start.position
         self._stream = stream
@@ -94,7 +95,7 @@ class Head:
         self.position = item.position
         if item.x_BX is None or item.y_BY is None:
             return Marker(id, item.epoch, item.mark, {})
-        return Batch(id, item.epoch, item.mode, item.x_BX, item.y_BY, item.part)
+        return Batch(id, item.epoch, item.mode, (item.x_BX,), item.y_BY, item.part)
 
     def oldest(self) -> tuple[int, Position] | None:
         """Return the oldest id that may have to be resent, and the position before it."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dni_runtime.core.inputs import InputModel
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.link import InputLink
+from dni_runtime.worker.join import Join
 
 SILENT_S = 0.5
 """Silence on the input after which the module upstream may be gone."""
@@ -36,11 +36,11 @@ class BatchSource(Protocol):
 
     replayed: int
 
-    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+    def keep(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
         """Note a batch that the module has been trained on."""
         ...
 
-    def choose(self) -> tuple[Tensor, Tensor] | None:
+    def choose(self) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """Return a batch to train on; None if there is none yet."""
         ...
 
@@ -57,15 +57,15 @@ class ReplayBuffer:
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        self._kept: deque[tuple[Tensor, Tensor]] = deque(maxlen=size)
+        self._kept: deque[tuple[tuple[Tensor, ...], Tensor]] = deque(maxlen=size)
         self._random = random.Random(seed)
         self.replayed = 0
 
-    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+    def keep(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
         """Keep a batch, in place of the oldest one."""
-        self._kept.append((x_BX, y_BY))
+        self._kept.append((xs, y_BY))
 
-    def choose(self) -> tuple[Tensor, Tensor] | None:
+    def choose(self) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """Return a random batch; None if there is none."""
         if not self._kept:
             return None
@@ -77,7 +77,7 @@ class SyntheticInputs:
     """Inputs predicted from the labels of recent batches; true inputs train the prediction.
 
     Args:
-        step: The module.
+        step: The module; it has one input.
 
     Attributes:
         replayed: Batches returned so far.
@@ -85,27 +85,29 @@ class SyntheticInputs:
 
     def __init__(self, step: ModuleStep) -> None:
         spec = step.spec
-        self._model = InputModel(spec.input, spec.label, spec.classes).to(step.device)
+        (given,) = spec.inputs
+        self._model = InputModel(given, spec.label, spec.classes).to(step.device)
         self._labels: deque[Tensor] = deque(maxlen=LABELS_KEPT)
         self._like: Tensor | None = None
         self._random = random.Random(spec.seed)
         self._generator = torch.Generator().manual_seed(spec.seed)
         self.replayed = 0
 
-    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+    def keep(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
         """Learn from a true batch."""
+        (x_BX,) = xs
         self._model.learn(x_BX.detach(), y_BY)
         self._labels.append(y_BY)
         self._like = x_BX[:1].detach()
 
-    def choose(self) -> tuple[Tensor, Tensor] | None:
+    def choose(self) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """Return synthetic inputs for a recent batch's labels; None if there is none."""
         if self._like is None:
             return None
         self.replayed += 1
         y_BY = self._random.choice(self._labels)
         like_BX = self._like.expand(len(y_BY), *self._like.shape[1:])
-        return self._model.draw(like_BX, y_BY, self._generator), y_BY
+        return (self._model.draw(like_BX, y_BY, self._generator),), y_BY
 
 
 class Idle:
@@ -113,14 +115,12 @@ class Idle:
 
     Args:
         step: The module.
-        input: Its link from upstream.
+        input: Its links from upstream.
         source: Where batches come from.
         late: Whether to train whenever the next batch has not arrived yet.
     """
 
-    def __init__(
-        self, step: ModuleStep, input: InputLink, source: BatchSource, *, late: bool
-    ) -> None:
+    def __init__(self, step: ModuleStep, input: Join, source: BatchSource, *, late: bool) -> None:
         self._step = step
         self._input = input
         self._source = source
@@ -128,7 +128,7 @@ class Idle:
         self._heard_s = time.monotonic()
 
     @classmethod
-    def of(cls, step: ModuleStep, input: InputLink | None) -> Self | None:
+    def of(cls, step: ModuleStep, input: Join | None) -> Self | None:
         """Make what the module's spec asks for; None if that is nothing, or is impossible."""
         links = step.spec.links
         if input is None or not step.replays:
@@ -151,9 +151,9 @@ class Idle:
         """Note that something has come from upstream."""
         self._heard_s = time.monotonic()
 
-    def keep(self, x_BX: Tensor, y_BY: Tensor) -> None:
+    def keep(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
         """Note a batch that the module has just been trained on."""
-        self._source.keep(x_BX, y_BY)
+        self._source.keep(xs, y_BY)
 
     def train(self) -> bool:
         """Train on one batch, if it is time to; return whether it did."""
@@ -168,7 +168,7 @@ class Idle:
     def _gone(self) -> bool:
         if time.monotonic() - self._heard_s < SILENT_S:
             return False
-        if self._input.reaches_peer():
+        if self._input.reaches_peers():
             self.heard()  # it is alive, and slow
             return False
         return True

@@ -30,6 +30,8 @@ from dni_runtime.rundir import RunDir, read_json, socket_folder
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
+from dni_runtime.worker.fanout import Fanout
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
@@ -130,7 +132,7 @@ def selftest(spec: WorkerSpec) -> None:
     """Build the module and train it on two batches of zeros, as the ``%test`` of an image."""
     step = ModuleStep(spec)
     for id in (1, 2):
-        h_BH = step.forward(id, empty_batch(spec.input, 2, "cpu"))
+        h_BH = step.forward(id, tuple(empty_batch(one, 2, "cpu") for one in spec.inputs))
         step.update(empty_batch(spec.label, 2, "cpu"))
         if due(id, spec.gradients_in):
             step.late_gradient(id, torch.zeros_like(h_BH))
@@ -164,45 +166,55 @@ def _serve(
         metrics.now("data")
         source = open_data(data, _source_root(run), seed=spec.seed)
         metrics.now("start")
-    input, output = None, None
+    input: Join | None = None
+    output: Fanout | None = None
     name = str(record.get("run", options.run.name))
     again = start.again
     neighbours = Neighbours(spec, run, address=options.connect, again=again, stop=stop)
     try:
-        if spec.upstream is not None:
-            input = InputLink(spec, run=name, received=start.cut, again=again, keys=keys)
-            folder = options.ipc or socket_folder(options.run)
-            wanted = options.listen or listen_address(
-                _links(options, spec), spec.index, folder, spec.module
+        if spec.sources:
+            input = Join(
+                [
+                    InputLink(spec, edge, run=name, received=start.cut, again=again, keys=keys)
+                    for edge in spec.sources
+                ]
             )
-            address = input.bind(wanted)
-            publish(run, spec, options.attempt, address, keys)
-            log.info("module %s listens on %s", spec.module, address)
+            addresses = _listen(input, options, spec)
+            publish(run, spec, options.attempt, addresses, keys)
         # Only one worker of a module writes: a second one could not bind the address.
         with contextlib.suppress(OSError):
             remove_temporaries(run, [spec.module])
         metrics.set_state("connecting")
         metrics.loaded_at = time.time()
         if input is not None and again:
-            # What upstream can still send decides what can be sent on.
-            if not neighbours.wait_for_upstream(input):
+            # What modules upstream can still send decides what can be sent on.
+            if not all([neighbours.wait_for_upstream(link) for link in input.links]):
                 return _left_behind(spec, start)
+            input.start_after(input.received)
             start.first_id = input.received + 1
             if had := max(input.received, start.cut):
                 input.send_drained(had)  # it will not be trained on them again
-        if spec.downstream is not None:
-            cut = None if again else start.cut
-            output = OutputLink(
-                spec,
-                run=name,
-                next_id=start.first_id,
-                keys=keys,
-                cut=cut,
-                attempt=options.attempt,
+        cut = None if again else start.cut
+        if spec.targets:
+            output = Fanout(
+                [
+                    OutputLink(
+                        spec,
+                        edge,
+                        run=name,
+                        next_id=start.first_id,
+                        keys=keys,
+                        cut=cut,
+                        attempt=options.attempt,
+                    )
+                    for edge in spec.targets
+                ]
             )
-            neighbours.connect(output, input)
+            for below in output.links:
+                neighbours.connect(below, input)
         if input is not None and not again:
-            neighbours.wait_for_upstream(input)
+            for above in input.links:
+                neighbours.wait_for_upstream(above)
         if options.resume == AUTO and not again:  # the neighbours have begun at the same cut
             forget_later(run, spec, start)
         if stop():
@@ -212,7 +224,7 @@ def _serve(
         metrics.started()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
-            spec.module, device, spec.input, spec.output, start.cut,
+            spec.module, device, " and ".join(map(str, spec.inputs)), spec.output, start.cut,
         )  # fmt: skip
         prunes = chain if spec.head is not None or spec.tail is not None else []
         writer = checkpoint.CheckpointWriter(
@@ -250,12 +262,37 @@ def _serve(
                 options.ipc.rmdir()
 
 
+def _listen(input: Join, options: Options, spec: WorkerSpec) -> dict[str, str]:
+    """Bind all links from upstream; return their addresses.
+
+    Raises:
+        UsageError: ``--listen`` names one address, and the module has several inputs.
+    """
+    if options.listen is not None and len(spec.sources) > 1:
+        raise UsageError(
+            f"module {spec.module!r} has {len(spec.sources)} inputs, and '--listen' one address",
+            hint="use --transport, --interface and 'links.port'",
+        )
+    folder = options.ipc or socket_folder(options.run)
+    addresses = {}
+    for link, edge in zip(input.links, spec.sources, strict=True):
+        first = edge is spec.sources[0]
+        socket = spec.module if first else f"{spec.module}.{edge.number}"
+        wanted = options.listen or listen_address(
+            _links(options, spec), edge.number, folder, socket
+        )
+        addresses[edge.source] = link.bind(wanted)
+        log.info("module %s listens on %s", spec.module, addresses[edge.source])
+    return addresses
+
+
 def _left_behind(spec: WorkerSpec, start: Start) -> Outcome:
     """Finish like the module upstream, unless the end of the stream is lost."""
     if start.over:
         return Outcome.FINISHED
+    above = " or ".join(repr(edge.source) for edge in spec.sources)
     raise CheckpointError(
-        f"module {spec.upstream!r} has finished, but the last checkpoint of {spec.module!r} is "
+        f"module {above} has finished, but the last checkpoint of {spec.module!r} is "
         f"at {start.cut} of the stream, before its end",
         hint="continue from the newest complete checkpoint with 'dnictl resume'",
     )

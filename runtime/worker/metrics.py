@@ -21,9 +21,11 @@ from torch import Tensor
 from dni_runtime.core.mean import Mean
 from dni_runtime.core.step import ModuleStep, StepCounters
 from dni_runtime.errors import CheckpointError, DniError
-from dni_runtime.link import InputLink, LinkCounters, OutputLink
+from dni_runtime.link import LinkCounters
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.fanout import Fanout
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.metrics_file import MetricsFile
 from dni_runtime.worker.report import ReportWriter
@@ -296,9 +298,10 @@ class LinkFigures:
     """Counters of a worker's links.
 
     Attributes:
-        window: Largest number of messages in flight downstream; None for the tail.
-        in_flight: Messages in flight downstream.
-        connected: Whether the link downstream is connected; None for the tail.
+        window: Largest number of messages in flight downstream, on the fullest link; None for the
+            tail.
+        in_flight: Messages in flight there.
+        connected: Whether the links downstream are connected; None for the tail.
         gradients_dropped: Gradients that could not be sent upstream.
         refused: Messages refused, by reason.
         missed: Batches not sent, because the module downstream was gone.
@@ -320,13 +323,13 @@ class LinkFigures:
     gaps: int = 0
 
     @classmethod
-    def of(cls, input: InputLink | None, output: OutputLink | None, replayed: int) -> Self:
+    def of(cls, input: Join | None, output: Fanout | None, replayed: int) -> Self:
         """Collect the figures of the links that a worker has."""
         up = LinkCounters() if input is None else input.counters
         down = LinkCounters() if output is None else output.counters
         return cls(
-            window=None if output is None else output.window,
-            in_flight=0 if output is None else output.in_flight,
+            window=None if output is None else output.fullest.window,
+            in_flight=0 if output is None else output.fullest.in_flight,
             connected=None if output is None else output.connected,
             gradients_dropped=up.gradients_dropped,
             refused=dict(up.refused),

@@ -8,14 +8,14 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.rundir import COMING, RunDir, peek_json, write_json
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.rendezvous import check_reachable, fresh_record
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _GOING_S = 5.0
 
 
 class Neighbours:
-    """The two neighbours of a module, as the run directory shows them.
+    """The neighbours of a module, as the run directory shows them.
 
     Args:
         spec: The module.
@@ -63,23 +63,22 @@ class Neighbours:
         self._address = address
         self._again = again
         self._stop = stop
-        self._attempt: int | None = None
-        self._look_at_s = 0.0
+        self._attempts: dict[str, int | None] = {}
+        self._look_at_s: dict[str, float] = {}
         self._updated: float | None = None
         self._updated_s = -math.inf
 
-    def connect(self, output: OutputLink, input: InputLink | None) -> None:
-        """Connect to the module downstream, which may start later, or on another host.
+    def connect(self, output: OutputLink, input: Join | None) -> None:
+        """Connect to a module downstream, which may start later, or on another host.
 
-        The module upstream is answered meanwhile, so that errors only name a missing module.
+        Modules upstream are answered meanwhile, so that errors only name a missing module.
 
         Raises:
             UnavailableError: It has not answered in time, and is not being restarted.
             EncryptionError: It has answered, but keys or encryption do not match.
             DataError: Its address or its key is not valid.
         """
-        spec = self._spec
-        assert spec.downstream is not None
+        spec, target = self._spec, output.target
 
         def interrupted() -> bool:
             if input is not None:
@@ -91,21 +90,22 @@ class Neighbours:
         mistrust: EncryptionError | None = None
         while not interrupted():
             left_s = until_s - time.monotonic()
-            address, key = self._find()
-            if self.gone_for_good(spec.downstream):
+            address, key = self._find(target)
+            if self.gone_for_good(target):
                 output.dismiss()
                 return
             if left_s <= 0:
-                if self.expected(spec.downstream):
+                if self.expected(target):
                     until_s = time.monotonic() + _GOING_S
                     continue
                 if mistrust is not None:
                     raise mistrust
-                where = f"at {address}" if address else f"(no endpoint in {self._record()!r})"
+                record = str(self._run.endpoint(target))
+                where = f"at {address}" if address else f"(no endpoint in {record!r})"
                 raise UnavailableError(
-                    f"module {spec.downstream!r}, downstream of {spec.module!r}, did not answer "
+                    f"module {target!r}, downstream of {spec.module!r}, did not answer "
                     f"{where} within {spec.links.connect_timeout_s:.0f} s",
-                    hint=f"see its log with 'dnictl logs {spec.downstream}'",
+                    hint=f"see its log with 'dnictl logs {target}'",
                 )
             if address is None:
                 now_s = time.monotonic()
@@ -125,7 +125,7 @@ class Neighbours:
             return
 
     def wait_for_upstream(self, input: InputLink) -> bool:
-        """Wait until the module upstream has sent HELLO.
+        """Wait until a module upstream has sent HELLO.
 
         Returns:
             False if it has finished and will not connect.
@@ -134,7 +134,6 @@ class Neighbours:
             UnavailableError: It has not connected in time, and is not being restarted.
             StoppedError: The worker was told to stop.
         """
-        assert self._spec.upstream is not None
         left_s = self._spec.links.connect_timeout_s
         while True:
             slice_s = min(_GOING_S, left_s)
@@ -142,37 +141,36 @@ class Neighbours:
             try:
                 input.wait_for_peer(slice_s, self._stop)
             except UnavailableError:
-                if self.gone_for_good(self._spec.upstream):
+                if self.gone_for_good(input.source):
                     return False
                 if left_s <= 0:
-                    if not self.expected(self._spec.upstream):
+                    if not self.expected(input.source):
                         raise
                     left_s = _GOING_S
                 continue
             return True
 
     def look(self, output: OutputLink) -> None:
-        """Reconnect to the module downstream where it has been restarted.
+        """Reconnect to a module downstream that has been restarted.
 
         Its record is read at most twice a second, and only while it is silent.
         """
-        now_s = time.monotonic()
-        if now_s < self._look_at_s:
+        now_s, target = time.monotonic(), output.target
+        if now_s < self._look_at_s.get(target, 0.0):
             return
-        self._look_at_s = now_s + LOOK_S
+        self._look_at_s[target] = now_s + LOOK_S
         if not output.lost and (not output.in_flight or now_s - output.heard_s < QUIET_S):
             return
-        assert self._spec.downstream is not None
-        if self.gone_for_good(self._spec.downstream):
+        if self.gone_for_good(target):
             output.dismiss()
             return
-        attempt = self._attempt
-        address, key = self._find()
+        attempt = self._attempts.get(target)
+        address, key = self._find(target)
         if address is None:
             return
         moved = address != output.address
-        if moved or (not output.connected and self._attempt != attempt):
-            log.info("connecting to module %s at %s", self._spec.downstream, address)
+        if moved or (not output.connected and self._attempts[target] != attempt):
+            log.info("connecting to module %s at %s", target, address)
             output.move(address, key)
 
     def gone_for_good(self, neighbour: str) -> bool:
@@ -194,31 +192,40 @@ class Neighbours:
         module = (state.get("modules") or {}).get(neighbour) or {}
         return bool(module.get("restarts")) and module.get("state") in COMING
 
-    def _record(self) -> str:
-        return str(self._run.endpoint(str(self._spec.downstream)))
-
-    def _find(self) -> tuple[str | None, bytes | None]:
-        """Return the address and the key of the module downstream, as far as they are known."""
+    def _find(self, target: str) -> tuple[str | None, bytes | None]:
+        """Return the address and the key of a module downstream, as far as they are known."""
         if self._address is not None:
             return self._address, None
-        record = fresh_record(Path(self._record()))
+        record = fresh_record(self._run.endpoint(target))
         if "address" not in record:
             return None, None
-        check_reachable(str(self._spec.downstream), record)
-        self._attempt = record.get("attempt")
+        address = str(record.get("further", {}).get(self._spec.module, record["address"]))
+        check_reachable(target, record)
+        self._attempts[target] = record.get("attempt")
         key = record.get("public_key")
-        return str(record["address"]), None if key is None else str(key).encode()
+        return address, None if key is None else str(key).encode()
 
 
-def publish(run: RunDir, spec: WorkerSpec, attempt: int, address: str, keys: RunKeys) -> None:
-    """Write the endpoint record, by which the module upstream finds this one."""
-    public_key = keys.own.public.decode() if encrypted(spec.links, address) else None
+def publish(
+    run: RunDir, spec: WorkerSpec, attempt: int, addresses: Mapping[str, str], keys: RunKeys
+) -> None:
+    """Write the endpoint record, by which the modules upstream find this one.
+
+    Args:
+        run: The run directory.
+        spec: The module.
+        attempt: Number of its attempt.
+        addresses: Where it listens for each module upstream, by name, in the order of its inputs.
+        keys: Its keys.
+    """
+    address, *_ = addresses.values()
     write_json(
         run.endpoint(spec.module),
         {
             "module": spec.module,
             "address": address,
-            "public_key": public_key,
+            "further": dict(list(addresses.items())[1:]),
+            "public_key": keys.own.public.decode() if encrypted(spec.links, address) else None,
             "attempt": attempt,
             "pid": os.getpid(),
             "host": socket.gethostname(),

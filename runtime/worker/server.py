@@ -17,15 +17,17 @@ from enum import Enum
 import zmq
 from torch import Tensor
 
-from dni_runtime.core.step import ModuleStep
-from dni_runtime.link import Batch, Drained, Gradient, InputLink, Marker, OutputLink
+from dni_runtime.core.step import Gradients, ModuleStep
+from dni_runtime.link import Batch, Drained, Gradient, Marker, OutputLink
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.evaluations import Evaluations
+from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours
@@ -68,9 +70,9 @@ class ModuleServer:
         start: Where the module starts.
         ledger: Counts of what it has processed in the whole run.
         stream: The head's stream from its position on; None for other modules.
-        input: The link from upstream; None for the head.
-        output: The link to downstream; None for the tail.
-        neighbours: Reconnects to the module downstream after its restart; None: it never restarts.
+        input: The links from upstream; None for the head.
+        output: The links to downstream; None for the tail.
+        neighbours: Reconnects to modules downstream after their restart; None: they never restart.
     """
 
     def __init__(
@@ -83,15 +85,15 @@ class ModuleServer:
         start: Start,
         ledger: Ledger,
         stream: Iterator[Item] | None = None,
-        input: InputLink | None = None,
-        output: OutputLink | None = None,
+        input: Join | None = None,
+        output: Fanout | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
         self._step = step
         self._metrics = metrics
         self._stop = stop
         self._copies = Copies(step.device)
-        self._answers: deque[tuple[int, Fetched]] = deque()
+        self._answers: deque[tuple[int, int, Fetched]] = deque()
         self._input = input
         self._output = output
         self._neighbours = neighbours if output is not None else None
@@ -120,10 +122,10 @@ class ModuleServer:
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
             poller.register(stop.wakeup, zmq.POLLIN)
-            if output is not None:
-                poller.register(output.socket, zmq.POLLIN)
-        if input is not None:
-            self._any_poller.register(input.socket, zmq.POLLIN)
+            for below in output.links if output is not None else ():
+                poller.register(below.socket, zmq.POLLIN)
+        for above in input.links if input is not None else ():
+            self._any_poller.register(above.socket, zmq.POLLIN)
 
     def serve(self) -> Outcome:
         """Run until the stream ends or the worker is told to stop.
@@ -151,15 +153,16 @@ class ModuleServer:
         return self._outcome
 
     def _part(self) -> None:
-        """Flush the link downstream, then acknowledge the end of the stream.
+        """Flush the links downstream, then acknowledge the end of the stream.
 
-        That comes last: until then the module upstream keeps running, and can resend to a module
-        that is restarted meanwhile.
+        That comes last: until then modules upstream keep running, and can resend to a module that
+        is restarted meanwhile.
         """
         left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
         self._metrics.now("window")
-        if self._output is not None and not self._flush(self._output, left_s):
-            log.warning("the module downstream has not acknowledged everything")
+        for output in self._output.links if self._output is not None else ():
+            if not self._flush(output, left_s):
+                log.warning("module %s has not acknowledged everything", output.target)
         self._metrics.now("checkpoint")
         if self._last is not None:
             self._saver.flush()
@@ -171,13 +174,12 @@ class ModuleServer:
     def _flush(self, output: OutputLink, left_s: float) -> bool:
         """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
         end_s = time.monotonic() + left_s
-        downstream = self._step.spec.downstream
         while not output.finish(min(FLUSH_SLICE_S, left_s)):
             self._metrics.report.check()
-            if self._neighbours is not None and downstream is not None:
+            if self._neighbours is not None:
                 self._neighbours.look(output)
                 over = self._outcome is Outcome.FINISHED and not self._stop()
-                if over and (not output.lost or self._neighbours.remains(downstream)):
+                if over and (not output.lost or self._neighbours.remains(output.target)):
                     continue
             if time.monotonic() >= end_s:
                 return False
@@ -186,10 +188,12 @@ class ModuleServer:
     def _may_take(self) -> bool:
         if self._draining is not None or self._step.blocked:
             return False
-        return self._output is None or self._output.room or self._alone(self._output)
+        if self._output is None or self._output.room:
+            return True
+        return self._goes_on_alone and self._output.room_or_alone()
 
-    def _alone(self, output: OutputLink) -> bool:
-        """Whether training continues without the module downstream."""
+    def _alone(self, output: Fanout) -> bool:
+        """Whether training continues without a module downstream."""
         return self._goes_on_alone and output.lost
 
     def _take(self) -> bool:
@@ -213,50 +217,54 @@ class ModuleServer:
     def _handle_batch(self, batch: Batch) -> None:
         step, progress, ledger = self._step, self._metrics.progress, self._ledger
         self._metrics.now("batch")
-        x_BX, y_BY = self._copies.to_device(batch.h), self._copies.to_device(batch.y)
-        g_BX = None
+        x = tuple([self._copies.to_device(one) for one in batch.xs])
+        y_BY = self._copies.to_device(batch.y)
+        gradients: Gradients = ()
         if batch.mode is not Mode.TRAIN:
-            h_BH = step.evaluate(x_BX)
+            h_BH = step.evaluate(x)
             self._send_on(batch, self._copies.to_host(h_BH))
             if ledger.new(batch.id):
                 self._evaluations.add(h_BH, y_BY)
             ledger.processed(batch.id)
         elif batch.id <= self._start.cut:  # only sent on: trained on before the restart
-            self._send_on(batch, self._copies.to_host(step.forward_again(x_BX)))
+            self._send_on(batch, self._copies.to_host(step.forward_again(x)))
         else:
             self._end_epochs(batch.epoch - 1)
-            g_BX = self._train(batch, x_BX, y_BY)
-            ledger.trained(batch.id, batch.epoch, len(x_BX), ends=batch.ends)
+            gradients = self._train(batch, x, y_BY)
+            ledger.trained(batch.id, batch.epoch, len(y_BY), ends=batch.ends)
             progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._metrics.count_loss(step.counters.loss)
             if self._output is not None and batch.id <= self._output.drained and step.waiting:
                 self._give_up_until(batch.id)  # its gradient will not come
             if self._idle is not None:
-                self._idle.keep(x_BX, y_BY)
+                self._idle.keep(x, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
-        if g_BX is not None:
-            self._answer(batch.id, g_BX)
-        elif self._input is not None:
-            self._input.ack(batch.id)
+        if self._input is not None:
+            for place, link in enumerate(self._input.links):
+                if not gradients or gradients[place] is None:
+                    link.ack(batch.id)
+        self._answer(batch.id, gradients)
         self._copies.pace()
 
-    def _train(self, batch: Batch, x_BX: Tensor, y_BY: Tensor) -> Tensor | None:
-        """Train on a batch, and send its activation on; return the gradient for upstream."""
+    def _train(self, batch: Batch, x: tuple[Tensor, ...], y_BY: Tensor) -> Gradients:
+        """Train on a batch, and send its activation on; return the gradients for upstream."""
         step, divergence = self._step, self._divergence
-        if self._head is not None and not divergence.may_use(batch.id, "the data", batch.h):
+        if self._head is not None and not all(
+            divergence.may_use(batch.id, "the data", one) for one in batch.xs
+        ):
             if self._output is not None:
                 self._output.miss(batch.id)
-            return None
-        h = self._copies.to_host(step.forward(batch.id, x_BX, batch.part))
+            return ()
+        h = self._copies.to_host(step.forward(batch.id, x, batch.part))
         # A device with more work does not wait for the sending.
         at_once = h.here or divergence.skips
         if at_once and not self._send_on(batch, h):
             return step.skip()
-        g_BX = step.update(y_BY)
+        gradients = step.update(y_BY)
         if not at_once:
             self._send_on(batch, h)
         divergence.note_loss(batch.id, step.counters.loss)
-        return g_BX
+        return gradients
 
     def _end_epochs(self, epoch: int) -> None:
         """Step schedules to the end of an epoch, even if an earlier attempt got its marker."""
@@ -271,25 +279,27 @@ class ModuleServer:
             return True
         trains = batch.mode is Mode.TRAIN
         fine = not trains or self._divergence.may_use(batch.id, "the activation", h.wait())
-        if fine and output.room:
+        if fine:
             output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
-            self._metrics.count_window(output.in_flight, output.window)
+            fullest = output.fullest
+            self._metrics.count_window(fullest.in_flight, fullest.window)
         else:
             output.miss(batch.id)
         return fine
 
-    def _answer(self, id: int, g_BX: Tensor) -> None:
-        """Send a gradient upstream, as soon as it is in host memory."""
-        if self._input is not None:
-            self._answers.append((id, self._copies.to_host(g_BX)))
-            self._send_answers()
+    def _answer(self, id: int, gradients: Gradients) -> None:
+        """Send gradients upstream, as soon as they are in host memory."""
+        for place, g_BX in enumerate(gradients):
+            if g_BX is not None:
+                self._answers.append((id, place, self._copies.to_host(g_BX)))
+        self._send_answers()
 
     def _send_answers(self, *, wait: bool = False) -> None:
         """Send the gradients that are in host memory; with ``wait``, all."""
-        while self._answers and (wait or self._answers[0][1].here):
+        while self._answers and (wait or self._answers[0][2].here):
             assert self._input is not None
-            id, g = self._answers.popleft()
-            self._input.send_gradient(id, g.wait(), ack=self._metrics.progress.id)
+            id, place, g = self._answers.popleft()
+            self._input.links[place].send_gradient(id, g.wait(), ack=self._metrics.progress.id)
 
     def _collect(self) -> None:
         """Process what has come from downstream: gradients, and requests for the head."""
@@ -297,7 +307,8 @@ class ModuleServer:
         if self._output is None:
             return
         if self._neighbours is not None:
-            self._neighbours.look(self._output)
+            for output in self._output.links:
+                self._neighbours.look(output)
         if self._draining is not None and self._alone(self._output):
             self._give_up()
         for event in self._output.receive():
@@ -305,9 +316,7 @@ class ModuleServer:
                 self._metrics.now("batch")
                 fine = self._divergence.may_learn(event.id, event.g)
                 g_BH = self._copies.to_device(event.g) if fine else None
-                g_BX = self._step.late_gradient(event.id, g_BH)
-                if g_BX is not None:
-                    self._answer(event.id, g_BX)
+                self._answer(event.id, self._step.late_gradient(event.id, g_BH))
             elif isinstance(event, Drained):
                 if self._draining is not None and event.id >= self._draining.id:
                     self._give_up()
@@ -321,8 +330,8 @@ class ModuleServer:
     def _give_up_until(self, id: int) -> None:
         """Stop waiting for true gradients of batches up to this one: none will come."""
         self._step.give_up_waiting(id)
-        if self._input is not None and self._step.spec.awaited_out:
-            self._input.send_drained(id)
+        if self._input is not None:
+            self._input.send_drained(id, awaited=True)
 
     def _give_up(self) -> None:
         """Stop waiting for true gradients of batches before the marker: none will come."""

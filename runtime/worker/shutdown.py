@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from dni_runtime.link import InputLink
 from dni_runtime.wire import Mark
 from dni_runtime.worker.head import Head
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.signals import StopRequest
 
@@ -26,7 +26,7 @@ class Shutdown:
         stop: The stop request.
         metrics: Reports that the module is stopping.
         head: The head's end of the stream; None for other modules.
-        input: The link from upstream; None for the head.
+        input: The links from upstream; None for the head.
 
     Attributes:
         asked: Whether the module has requested a checkpoint to stop at.
@@ -38,7 +38,7 @@ class Shutdown:
         metrics: MetricsWriter,
         *,
         head: Head | None,
-        input: InputLink | None,
+        input: Join | None,
     ) -> None:
         self.asked = False
         self._stop = stop
@@ -79,7 +79,7 @@ class Shutdown:
         wanted = Mark.CHECKPOINT in mark and (self._stop.alone or Mark.ASKED in mark)
         return self.asked and wanted
 
-    def _ask(self, input: InputLink) -> None:
+    def _ask(self, input: Join) -> None:
         age_s = self._stop.age_s
         first_s = 0.0 if self._stop.alone else REQUEST_AFTER_S
         if age_s > (self._ask_again_s if self.asked else first_s):

@@ -48,7 +48,7 @@ def contract(shape: tuple[int, ...], dtype: Dtype) -> TensorContract:
     sample = TensorSpec(shape=shape[1:], dtype="float32")
     info = DataInfo(sample=sample, label=sample)
     source, _ = worker_specs(parse_chain(CHAIN % (shape[0], dtype)), info)
-    return LinkContract.of(source, "output").activation
+    return LinkContract.of(source, source.targets[0]).activation
 
 
 def measure(shape: tuple[int, ...], repetitions: int) -> dict[str, tuple[float, float, int]]:

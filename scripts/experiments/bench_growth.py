@@ -185,7 +185,7 @@ def step_alone_us(worker: WorkerSpec, batch: int) -> float:
 def step_us(worker: WorkerSpec, batch: int, count: int = 5000) -> float:
     """CPU per batch of a module's step alone: forward, update, learning from the late gradient."""
     step = ModuleStep(worker)
-    x_BX = empty_batch(worker.input, batch, "cpu").uniform_()
+    x_BX = empty_batch(worker.inputs[0], batch, "cpu").uniform_()
     y_BY = empty_batch(worker.label, batch, "cpu")
     g_BH = empty_batch(worker.output, batch, "cpu").uniform_()
     began = 0.0

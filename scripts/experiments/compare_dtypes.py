@@ -50,7 +50,7 @@ def carry(contracts: list[TensorContract]) -> Carry:
 
 def contracts(workers: tuple[WorkerSpec, ...]) -> tuple[list[TensorContract], list[TensorContract]]:
     """What travels down and up at each cut."""
-    cuts = [LinkContract.of(worker, "output") for worker in workers[:-1]]
+    cuts = [LinkContract.of(worker, worker.targets[0]) for worker in workers[:-1]]
     return [cut.activation for cut in cuts], [cut.gradient or cut.activation for cut in cuts]
 
 

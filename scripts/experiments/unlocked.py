@@ -82,13 +82,14 @@ class UnlockedChain:
     ) -> None:
         seed = workers[0].seed
         # No module waits for another one: synthesizers learn as in the paper.
-        own = [worker.model_copy(update={"bootstrapped_out": True}) for worker in workers[:-1]]
+        own = [_bootstrapped(worker) for worker in workers[:-1]]
         self.steps = [ModuleStep(worker) for worker in (*own, workers[-1])]
         self.inputs: list[InputPredictor] = []
         if inputs:
             with seeded(module_seed(seed, len(workers))):
                 self.inputs = [
-                    InputPredictor(workers[0].input, worker.input, hidden) for worker in workers[1:]
+                    InputPredictor(workers[0].inputs[0], worker.inputs[0], hidden)
+                    for worker in workers[1:]
                 ]
         self._probability = probability
         self._chance = torch.Generator().manual_seed(seed)
@@ -116,7 +117,7 @@ class UnlockedChain:
             self._update(index, given[index], y_BY)
 
     def _update(self, index: int, given_BX: Tensor, y_BY: Tensor) -> None:
-        g_BX = self.steps[index].update(y_BY)
+        (g_BX,) = self.steps[index].update(y_BY) or (None,)
         upstream = self.steps[index - 1].interface if index else None
         if upstream is not None and g_BX is not None:
             upstream.learn(given_BX, y_BY, g_BX, measure=False)
@@ -131,3 +132,8 @@ class UnlockedChain:
         for step in self.steps:
             x_BX = step.evaluate(x_BX)
         return x_BX
+
+
+def _bootstrapped(worker: WorkerSpec) -> WorkerSpec:
+    edges = tuple(edge.model_copy(update={"bootstrapped": True}) for edge in worker.sources)
+    return worker.model_copy(update={"sources": edges})

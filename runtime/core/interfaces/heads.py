@@ -83,7 +83,7 @@ def build_ahead(activation: TensorSpec, ahead: AheadSpec) -> nn.Sequential:
         activation: One sample of the activation that they get.
         ahead: Their specs.
     """
-    return build_sized(ahead.layers, activation)
+    return build_sized(ahead.layers, [activation])
 
 
 def _linear(activation: TensorSpec, options: HeadOptions) -> tuple[int, list[nn.Module]]:

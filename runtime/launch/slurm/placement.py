@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dni_runtime.errors import UsageError
-from dni_runtime.spec import ChainSpec
+from dni_runtime.spec import ChainSpec, Graph
 from dni_runtime.spec.machines import PlacementSpec
 from dni_runtime.spec.profile import ProfileSpec
 
@@ -187,23 +187,26 @@ def _why(needs: Sequence[Need], blocks: Sequence[int], node: Capacity) -> str:
     return f"up to {needs[blocks[0]].module!r}, they need {node.lacks(needs[: blocks[0] + 1])}"
 
 
-def crossing(nodes: Sequence[int]) -> list[bool]:
-    """Return for each module whether its upstream link crosses nodes."""
-    return [index > 0 and nodes[index - 1] != node for index, node in enumerate(nodes)]
+def crossing(graph: Graph, nodes: Sequence[int]) -> list[int | None]:
+    """Return for each module one that it takes an input from over the network, if any."""
+    return [
+        next((source for source in own if nodes[source] != nodes[index]), None)
+        for index, own in enumerate(graph.sources)
+    ]
 
 
 def link_kinds(
     chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int]
 ) -> dict[str, tuple[str, str | None]]:
-    """Return transport and interface of each module's upstream link.
+    """Return transport and interface of each module's links from upstream.
 
-    ``auto``: ipc if both ends are on one node, else tcp on the chain's or the site's interface.
+    ``auto``: ipc if all ends are on one node, else tcp on the chain's or the site's interface.
     """
     interface = chain.links.interface or profile.interface
     kinds: dict[str, tuple[str, str | None]] = {}
-    for index, crosses in enumerate(crossing(nodes)):
+    for index, source in enumerate(crossing(chain.graph, nodes)):
         if index == 0:
             continue
-        tcp = crosses or chain.links.transport == "tcp"
+        tcp = source is not None or chain.links.transport == "tcp"
         kinds[chain.modules[index].name] = ("tcp", interface) if tcp else ("ipc", None)
     return kinds

@@ -94,10 +94,12 @@ def check_links(
     Raises:
         SpecError: Names the setting.
     """
-    over = next((index for index, crosses in enumerate(crossing(nodes)) if crosses), None)
-    if over is None:
+    crossed = enumerate(crossing(chain.graph, nodes))
+    ends = next(((source, index) for index, source in crossed if source is not None), None)
+    if ends is None:
         return
-    pair = f"{chain.modules[over - 1].name!r} and {chain.modules[over].name!r} are on two nodes"
+    names = [repr(chain.modules[end].name) for end in ends]
+    pair = f"{' and '.join(names)} are on two nodes"
     if chain.links.transport == "ipc":
         raise SpecError(
             f"{locate('links', 'transport')}: {pair}, which ipc cannot connect",

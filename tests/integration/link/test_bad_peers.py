@@ -113,8 +113,8 @@ class Stream:
             if item is not None:
                 self.got += 1
                 assert item.id == self.got
-                assert item.h[0, 0] == item.id
-                self.input.send_gradient(item.id, item.h, item.id)
+                assert item.xs[0][0, 0] == item.id
+                self.input.send_gradient(item.id, item.xs[0], item.id)
             return self.got == goal and self.output.in_flight == 0
 
         self._links.until(step, f"batch {goal}")
@@ -211,7 +211,7 @@ class BrokenPeer:
         self.input = links.input()
         self._socket = raw(zmq.DEALER)
         self._socket.connect(self.input.bind(address))
-        hello = Hello("peer", 1, LinkContract.of(spec, "output").agreement)
+        hello = Hello("peer", 1, LinkContract.of(spec, spec.targets[0]).agreement)
         self.send(encode(Message(Kind.HELLO, "run", "stem", body=hello.body())))
         links.until(self.input.greet, "HELLO")
         assert decode(self._socket.recv_multipart(), Limits(0, 0)).kind is Kind.WELCOME
@@ -320,7 +320,7 @@ def test_a_spec_of_another_shape_is_refused_before_any_batch(
     input = links.input()
     socket = raw(zmq.DEALER)
     socket.connect(input.bind(address))
-    hello = Hello("peer", 1, LinkContract.of(wide, "output").agreement)
+    hello = Hello("peer", 1, LinkContract.of(wide, wide.targets[0]).agreement)
     socket.send_multipart(encode(Message(Kind.HELLO, "run", "stem", body=hello.body())))
     links.until(lambda: input.greet() or input.counters.refused["handshake"] == 1, "a refusal")
     reply = decode(socket.recv_multipart(), Limits(0, 0))

@@ -23,8 +23,8 @@ def drive(links: Any, output: Any, input: Any, ids: range) -> None:
     for id in ids:
         output.send_batch(id, 0, Mode.TRAIN, *links.tensors(id))
         (got,) = links.collect(input, 1)
-        assert (got.id, got.h[0, 0]) == (id, id)
-        input.send_gradient(id, got.h, id)
+        assert (got.id, got.xs[0][0, 0]) == (id, id)
+        input.send_gradient(id, got.xs[0], id)
         links.until(lambda: bool(output.receive()), f"gradient {id}")
 
 

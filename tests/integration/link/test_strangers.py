@@ -68,7 +68,7 @@ class Chain:
         if item is not None:
             self.got += 1
             assert item.id == self.got
-            self.input.send_gradient(item.id, item.h, item.id)
+            self.input.send_gradient(item.id, item.xs[0], item.id)
 
     def drive(self, count: int) -> None:
         """Let so many more batches through."""
@@ -101,7 +101,9 @@ def dial(chain: Chain) -> Iterator[Any]:
 
 def say_hello(stranger: Any, make_spec: Any) -> None:
     """Say what the module upstream would say, if the connection is still there."""
-    body = Hello("stranger", 1, LinkContract.of(make_spec("stem"), "output").agreement).body()
+    body = Hello(
+        "stranger", 1, LinkContract.of(one := make_spec("stem"), one.targets[0]).agreement
+    ).body()
     with contextlib.suppress(zmq.Again):
         message = Message(Kind.HELLO, "run", "stem", body=body)
         stranger.send_multipart(encode(message), zmq.NOBLOCK)

@@ -45,9 +45,9 @@ def test_the_stream_comes_as_it_was_sent(links: Any, address: str) -> None:
     first, second, third = links.collect(input, 3)
     assert isinstance(first, Batch)
     assert (first.id, first.epoch, first.mode) == (1, 3, Mode.TRAIN)
-    assert torch.equal(first.h, h)
+    assert torch.equal(first.xs[0], h)
     assert torch.equal(first.y, y)
-    assert (second.id, second.mode, len(second.h)) == (2, Mode.EVAL, 5)
+    assert (second.id, second.mode, len(second.xs[0])) == (2, Mode.EVAL, 5)
     assert third == Marker(3, 3, Mark.EPOCH | Mark.CHECKPOINT, {"step": 7})
     assert input.receive() is None
 
@@ -82,8 +82,8 @@ def test_large_tensors_of_narrow_type(links: Any, address: str) -> None:
     h = torch.randn(8, 512, 64)
     output.send_batch(1, 0, Mode.TRAIN, h, torch.arange(8))
     (batch,) = links.collect(input, 1)
-    assert batch.h.dtype is torch.float32
-    assert torch.equal(batch.h, h.to(torch.bfloat16).float())
+    assert batch.xs[0].dtype is torch.float32
+    assert torch.equal(batch.xs[0], h.to(torch.bfloat16).float())
     input.send_gradient(1, h, 1)
     (gradient,) = events(links, output, 1)
     assert torch.equal(gradient.g, h.to(torch.float16).float())
@@ -101,7 +101,7 @@ def test_quantized_tensors(links: Any, address: str, down: Any, up: Any) -> None
     for id, mode in ((1, Mode.TRAIN), (2, Mode.EVAL)):
         output.send_batch(id, 0, mode, h, torch.arange(8))
         (batch,) = links.collect(input, 1)
-        assert torch.equal(batch.h, rounded(h, down))
+        assert torch.equal(batch.xs[0], rounded(h, down))
         assert torch.equal(batch.y, torch.arange(8))
     input.send_gradient(1, h, 1)
     (gradient,) = events(links, output, 1)
@@ -249,7 +249,7 @@ def test_a_restarted_receiver_gets_what_is_not_acknowledged(links: Any, address:
     again = links.input(received=1)
     links.until(lambda: bool(again.bind(actual)), "the address")
     got = links.collect(again, 3, output=output)
-    assert [(item.id, item.h[0, 0]) for item in got] == [(2, 2), (3, 3), (4, 4)]
+    assert [(item.id, item.xs[0][0, 0]) for item in got] == [(2, 2), (3, 3), (4, 4)]
     again.ack(4)
     assert output.flush(links.DEADLINE_S)
     assert output.counters.resent >= 2
@@ -381,9 +381,9 @@ def test_connections_that_break_again_and_again_lose_nothing(links: Any) -> None
                 send(links, output, sent)
             item = input.receive()
             if item is not None:
-                assert item.h[0, 0] == item.id
+                assert item.xs[0][0, 0] == item.id
                 got.append(item.id)
-                input.send_gradient(item.id, item.h, item.id)
+                input.send_gradient(item.id, item.xs[0], item.id)
                 if len(got) == 60 * (input.counters.handshakes) and len(got) < 300:
                     relay.cut()
             return sent == 300 and output.in_flight == 0

@@ -37,7 +37,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import WorkerSpec
 for text in {specs!r}:
     step = ModuleStep(WorkerSpec.from_json(text))
-    h = step.forward(1, torch.ones(4, step.spec.input.shape[0]))
+    h = step.forward(1, torch.ones(4, step.spec.inputs[0].shape[0]))
     step.update(torch.zeros(4, dtype=torch.int64))
     if step.interface is not None:
         step.late_gradient(1, torch.ones_like(h))

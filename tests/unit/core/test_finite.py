@@ -120,7 +120,7 @@ def test_true_gradients_that_are_not_finite_are_passed_on_and_update_nothing() -
     step.update(Y)
     assert step.blocked
     before = state(step)
-    g_BX = step.late_gradient(1, None)
+    (g_BX,) = step.late_gradient(1, None)
     assert g_BX is not None
     assert g_BX.shape == X.shape
     assert g_BX.isnan().all()  # the module upstream waits for it, too
@@ -133,7 +133,7 @@ def test_a_batch_that_is_skipped_leaves_no_trace(interface: str) -> None:
     step = module(interface, "skip")
     before = state(step)
     step.forward(1, X)
-    g_BX = step.skip()
+    (g_BX,) = step.skip()
     assert g_BX is not None
     assert g_BX.isnan().all()
     assert same(before, state(step))

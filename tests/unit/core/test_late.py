@@ -15,6 +15,7 @@ from dni_runtime.core.chain import Backprop, LocalChain, parts_of
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.core.passes import ForwardPasses
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 from tests.unit.core.test_numerics import batches, parameters
 
@@ -39,8 +40,13 @@ def test_lessons_are_the_true_gradient(small: Any, below: str) -> None:
     """dL/dh by autograd through the whole network, whatever the interface below the cut."""
     first, *_ = small("synthetic")
     _, second, tail = small(below, "{SGD: {lr: 0.0}}")
-    wanted = {"gradients_out": 1, "gradients_in": 1, "bootstrapped_out": False}
-    chain = LocalChain([first, second.model_copy(update=wanted), tail.model_copy(update=wanted)])
+    true = {"gradients": 1, "bootstrapped": False}
+
+    def taught_by(worker: WorkerSpec) -> WorkerSpec:
+        edges = tuple(edge.model_copy(update=true) for edge in worker.sources)
+        return worker.model_copy(update={"sources": edges, "gradients_in": 1})
+
+    chain = LocalChain([first, taught_by(second), taught_by(tail)])
     lessons = taught(chain, 0)
     ((x, y),) = batches(1)
     network = copy.deepcopy([step.layers for step in chain.steps])
@@ -131,18 +137,18 @@ def test_gradients_of_a_pass_that_outlives_an_update(
         for p in now.parameters():
             p.add_(0.3 * torch.randn_like(p))
     x = torch.randn(8, 6)
-    g = torch.randn_like(passes(module, "graph", precision).compute(x).h_BH)
+    g = torch.randn_like(passes(module, "graph", precision).compute((x,)).h_BH)
     then = copy.deepcopy(module)
     kept = passes(module, keep, precision)
-    done = kept.compute(x, grad_x=True, outlives=True)
+    done = kept.compute((x,), grads=[True], outlives=True)
     buffers = {name: b.clone() for name, b in module.named_buffers()}
     with torch.no_grad():
         for p, new in zip(module.parameters(), now.parameters(), strict=True):
             p.copy_(new)
-    found = gradients(module, kept.output(done), done.x_BX, g)
+    found = gradients(module, kept.output(done), *done.xs, g)
     reference = then if keep == "weights" else now
-    fresh = passes(reference, "graph", precision).compute(x, grad_x=True)
-    expected = gradients(reference, fresh.h_BH, fresh.x_BX, g)
+    fresh = passes(reference, "graph", precision).compute((x,), grads=[True])
+    expected = gradients(reference, fresh.h_BH, *fresh.xs, g)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     for name, b in module.named_buffers():
@@ -157,14 +163,14 @@ def test_a_kept_graph_uses_the_weights_of_now(precision: torch.dtype) -> None:
     module = nn.Sequential(a, nn.Tanh(), b)
     kept = passes(module, "graph", precision)
     x = torch.randn(5, 4)
-    done = kept.compute(x, grad_x=True, outlives=True)
+    done = kept.compute((x,), grads=[True], outlives=True)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, precision is torch.bfloat16):
         t = torch.tanh(a(x)).float()
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(torch.randn_like(p))
     g = torch.randn(5, 4)
-    g_x, g_a, g_b = gradients(module, done.h_BH, done.x_BX, g)
+    g_x, g_a, g_b = gradients(module, done.h_BH, *done.xs, g)
     u = (g @ b.weight) * (1 - t * t)
     close = {"rtol": 0.05, "atol": 0.05} if precision is torch.bfloat16 else {}
     torch.testing.assert_close(g_x, u @ a.weight, **close)
@@ -194,7 +200,7 @@ def saved_bytes(
 
     monkeypatch.setattr("dni_runtime.core.passes.saved_tensors_hooks", Watched)
     for _ in range(8):
-        done.append(kept.compute(torch.randn(2, 64), outlives=True))
+        done.append(kept.compute((torch.randn(2, 64),), outlives=True))
     return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in own)
 
 
@@ -219,7 +225,7 @@ def test_a_pass_computed_again_draws_the_same_random_numbers() -> None:
     kept = passes(module, "input", torch.float32)
     x = torch.randn(8, 6)
     state = torch.get_rng_state()
-    done = kept.compute(x, grad_x=True, outlives=True)
+    done = kept.compute((x,), grads=[True], outlives=True)
     after = torch.get_rng_state()
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -279,11 +285,11 @@ def test_a_batch_in_parts_is_the_batch(small: Any) -> None:
     x = x[:, :8]
     whole, cut = ModuleStep(tail), ModuleStep(tail)
     whole.forward(1, x)
-    sent = whole.update(y)
+    (sent,) = whole.update(y)
     answers = []
     for id, (part, x_part, y_part) in enumerate(parts_of(x, y, 3), start=1):
         cut.forward(id, x_part, part)
-        answers.append(cut.update(y_part))
+        answers += cut.update(y_part)
     assert sent is not None
     torch.testing.assert_close(torch.cat([one for one in answers if one is not None]), sent)
     for ours, theirs in zip(cut.layers.parameters(), whole.layers.parameters(), strict=True):
@@ -370,7 +376,7 @@ def test_a_correction_is_the_difference_from_what_was_used_at_once(small: Any) -
     true = torch.randn(16, 8)
     # The gradient goes back through the activations of then, by the weights of now.
     scale = (step.layers[1].weight / before[1].weight).detach().unsqueeze(1)
-    sent = step.late_gradient(1, true)
+    (sent,) = step.late_gradient(1, true)
     assert sent is not None
     assert step.waiting == 0
     found = step.layers[0].weight.grad

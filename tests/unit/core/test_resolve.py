@@ -41,12 +41,12 @@ modules:
 
 def test_contracts_of_neighbours_agree() -> None:
     a, b, c = worker_specs(parse_chain(CHAIN), INFO)
-    assert (a.input.shape, a.output.shape, b.output.shape) == ((1, 8, 8), (4, 8, 8), (16,))
-    assert a.output == b.input
-    assert a.link_hash(end="output") == b.link_hash(end="input")
-    assert b.link_hash(end="output") == c.link_hash(end="input")
-    assert a.link_hash(end="output") != b.link_hash(end="output")
-    assert (a.gradients_out, a.gradients_in, b.gradients_in) == (0, 1, 1)
+    assert (a.inputs[0].shape, a.output.shape, b.output.shape) == ((1, 8, 8), (4, 8, 8), (16,))
+    assert a.output == b.inputs[0]
+    assert (a.sources, a.targets, b.targets, c.targets) == ((), b.sources, c.sources, ())
+    assert a.link_hash(*a.targets) == b.link_hash(*b.sources)
+    assert a.link_hash(*a.targets) != b.link_hash(*b.targets)
+    assert (a.gradients_in, b.gradients_in) == (1, 1)
     assert a.head is not None
     assert c.tail is not None
     assert c.interface is None
@@ -56,7 +56,7 @@ def test_contracts_of_neighbours_agree() -> None:
 def test_local_interfaces_want_no_gradients() -> None:
     chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
     a, b, _ = worker_specs(chain, INFO)
-    assert (a.gradients_in, b.gradients_out) == (0, 0)
+    assert (a.gradients_in, b.sources[0].gradients) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_what_modules_send_up() -> None:
         text = CHAIN.replace("interface: mixed", f"interface: {a}")
         chain = parse_chain(text.replace("- name: b\n", f"- name: b\n    interface: {b}\n"))
         specs = worker_specs(chain, INFO)
-        assert specs[0].gradients_in == specs[1].gradients_out
-        assert specs[1].gradients_in == specs[2].gradients_out
-        return [(s.gradients_out, s.bootstrapped_out, s.awaited_out) for s in specs[1:]]
+        links = [worker.sources[0] for worker in specs[1:]]
+        assert [one.gradients for one in links] == [one.gradients_in for one in specs[:-1]]
+        return [(one.gradients, one.bootstrapped, one.awaited) for one in links]
 
     bootstrapped = "{synthetic: {bootstrapped: true}}"
     assert sent("synthetic", "synthetic") == [(1, False, False)] * 2
@@ -129,7 +129,12 @@ def test_gradients_of_all_parts_come_again() -> None:
     """Batches are cut for the whole chain, for modules that do not ask for it, too."""
     text = CHAIN.replace("interface: mixed", "interface: exact")
     text = text.replace("- name: b\n", "- name: b\n    interface: {exact: {micro_batches: 4}}\n")
-    assert [worker.resend_out for worker in worker_specs(parse_chain(text), INFO)] == [0, 4, 4]
+    assert [
+        one.resend for worker in worker_specs(parse_chain(text), INFO) for one in worker.sources
+    ] == [
+        4,
+        4,
+    ]
 
 
 def test_no_module_with_a_state_gets_parts() -> None:

@@ -14,6 +14,7 @@ from dni_runtime.spec import (
     ChainSpec,
     Choice,
     DataInfo,
+    EdgeSpec,
     HeadRole,
     TailRole,
     TensorSpec,
@@ -41,6 +42,12 @@ def chain() -> ChainSpec:
     return parse_chain(CHAIN)
 
 
+def _link(target: int) -> EdgeSpec:
+    tensor = TensorSpec(shape=(8,), dtype="float32")
+    ends = {"source": NAMES[target - 1], "target": NAMES[target]}
+    return EdgeSpec(**ends, number=target, tensor=tensor, gradients=1)
+
+
 def _worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
     """The spec of one of three modules."""
     chain = parse_chain(CHAIN)
@@ -60,22 +67,25 @@ def _worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
         device=device,
         precision="float32",
         cpus=cpus,
-        input=tensor,
+        sources=() if index == 0 else (_link(index),),
+        targets=() if index == last else (_link(index + 1),),
         output=tensor,
         label=TensorSpec(shape=(), dtype="int64"),
         prediction=tensor,
         classes=8,
         batch_limit=512,
-        upstream=NAMES[index - 1] if index else None,
-        downstream=NAMES[index + 1] if index < last else None,
         gradients_in=int(index < last),
         late=0,
-        gradients_out=int(index > 0),
         links=chain.links,
         keep=2,
         stop_grace_s=chain.stop_grace_s,
         head=HeadRole(
-            data=chain.data, epochs=4, steps=None, eval_every=1, checkpoint=chain.checkpoint
+            sample=tensor,
+            data=chain.data,
+            epochs=4,
+            steps=None,
+            eval_every=1,
+            checkpoint=chain.checkpoint,
         )
         if index == 0
         else None,
@@ -102,7 +112,9 @@ def prepared(tmp_path: Path, chain: ChainSpec, workers: tuple[WorkerSpec, ...]) 
     path.write_text(CHAIN)
     source = folder / "layers.py"
     source.write_text("pass\n")
-    info = DataInfo(sample=workers[0].input, label=workers[0].label, classes=8, train_samples=1000)
+    info = DataInfo(
+        sample=workers[0].inputs[0], label=workers[0].label, classes=8, train_samples=1000
+    )
     return Prepared(path, chain, chain, info, None, workers, {"pkg/layers.py": source}, {})
 
 

@@ -93,7 +93,7 @@ def make_sender(
     attempt: int = 1,
 ) -> Sender:
     return Sender(
-        LinkContract.of(spec, "output"),
+        LinkContract.of(spec, spec.targets[0]),
         run=run,
         window=spec.links.window,
         next_id=next_id,
@@ -107,7 +107,7 @@ def make_sender(
 def make_receiver(
     spec: WorkerSpec, run: str = "run", received: int = 0, again: bool = False
 ) -> Receiver:
-    contract = LinkContract.of(spec, "input")
+    contract = LinkContract.of(spec, spec.sources[0])
     return Receiver(contract, run=run, received=received, counters=LinkCounters(), again=again)
 
 

@@ -64,7 +64,7 @@ class Worker:
     def train(self) -> int:
         self.id += 1
         self.meter.due(self.step)
-        self.step.forward(self.id, X[:, : self.step.spec.input.shape[0]])
+        self.step.forward(self.id, X[:, : self.step.spec.inputs[0].shape[0]])
         self.step.update(Y)
         self.meter.progress.step += 1
         self.meter.progress.samples += len(X)
@@ -293,7 +293,7 @@ def test_a_batch_is_trained_on_again(index: int) -> None:
     step = ModuleStep(workers()[index])
     buffer = ReplayBuffer(2, seed=0)
     assert buffer.choose() is None
-    x = X[:, : step.spec.input.shape[0]]
+    x = X[:, : step.spec.inputs[0].shape[0]]
     for _ in range(3):
         buffer.keep(x, Y)
     before = [p.detach().clone() for p in step.layers.parameters()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dni_runtime.data import open_data
-from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole
+from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole, TensorSpec
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.stream import Item, Position, Stream, items
 
@@ -28,6 +28,7 @@ def role(
     data: DataSpec = DATA,
 ) -> HeadRole:
     return HeadRole(
+        sample=TensorSpec(shape=(1, 8, 8), dtype="float32"),
         data=data,
         epochs=epochs,
         steps=steps,

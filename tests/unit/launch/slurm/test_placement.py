@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, place
+from dni_runtime.spec import Graph
 from dni_runtime.spec.machines import PlacementSpec
 
 
@@ -77,7 +78,10 @@ def test_auto_keeps_to_what_a_node_has() -> None:
 def test_explicit_follows_the_map() -> None:
     wanted = spec("explicit", map={"m0": 1, "m1": 0, "m2": 1})
     assert place(needs(1, 1, 1), wanted) == (1, 0, 1)
-    assert crossing((1, 0, 0, 1)) == [False, True, False, True]
+    chain = Graph(((), (0,), (1,), (2,)))
+    assert crossing(chain, (1, 0, 0, 1)) == [None, 0, None, 2]
+    diamond = Graph(((), (0,), (0,), (1, 2)))
+    assert crossing(diamond, (0, 0, 1, 0)) == [None, None, 0, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""The gradient at an output that several modules take: the sum of theirs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from torch import Tensor
+
+KEPT = 1 << 12
+"""Batches of which some gradients, but not all, are kept."""
+
+
+class _Part(NamedTuple):
+    place: int
+    g_BH: Tensor
+
+
+class GradientSum:
+    """Adds up the gradients that several modules send for one batch.
+
+    They are added in a fixed order, last module first, as autograd does: the sum does not depend on
+    which one comes first.
+
+    Args:
+        consumers: Number of modules.
+    """
+
+    def __init__(self, consumers: int) -> None:
+        self._consumers = consumers
+        self._parts: OrderedDict[int, list[_Part]] = OrderedDict()
+
+    def add(self, id: int, place: int, g_BH: Tensor) -> Tensor | None:
+        """Add one module's gradient of a batch.
+
+        Args:
+            id: The batch.
+            place: Number of the module among the consumers, from 0.
+            g_BH: Its gradient.
+
+        Returns:
+            The sum, if all gradients have come; else None.
+        """
+        if self._consumers == 1:
+            return g_BH
+        parts = self._parts.setdefault(id, [])
+        parts = [part for part in parts if part.place != place] + [_Part(place, g_BH)]
+        if len(parts) == self._consumers:
+            del self._parts[id]
+            parts.sort(key=lambda part: -part.place)
+            total = parts[0].g_BH
+            for part in parts[1:]:
+                total = total + part.g_BH
+            return total
+        self._parts[id] = parts
+        if len(self._parts) > KEPT:
+            self._parts.popitem(last=False)
+        return None
+
+    def lacks(self, place: int, until: int) -> int | None:
+        """Forget batches up to ``until`` that a module has sent no gradient of, and will not.
+
+        Returns:
+            The last of these batches, if there are any.
+        """
+        lost = [
+            id
+            for id, parts in self._parts.items()
+            if id <= until and all(part.place != place for part in parts)
+        ]
+        for id in lost:
+            del self._parts[id]
+        return max(lost, default=None)

@@ -1,0 +1,136 @@
+"""A module's links to downstream: one output for several modules.
+
+For use by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from dni_runtime.core.sums import GradientSum
+from dni_runtime.link import Drained, Event, Gradient, LinkCounters, OutputLink
+from dni_runtime.wire import Body, Mark, Mode, Part
+
+
+class Fanout:
+    """All links to downstream of one module.
+
+    What is sent goes to all of them, each with its own window and acknowledgements. The gradient of
+    a batch is the sum of theirs; if one of them will send none, there is none.
+
+    Args:
+        links: The links.
+    """
+
+    def __init__(self, links: Sequence[OutputLink]) -> None:
+        self.links = tuple(links)
+        self._sums = GradientSum(len(links))
+        self._drained = 0
+
+    @property
+    def counters(self) -> LinkCounters:
+        """Counters of all links together."""
+        return LinkCounters.total([link.counters for link in self.links])
+
+    @property
+    def fullest(self) -> OutputLink:
+        """The link with the least room."""
+        if len(self.links) == 1:
+            return self.links[0]
+        return min(self.links, key=lambda link: link.window - link.in_flight)
+
+    @property
+    def room(self) -> bool:
+        """Whether all windows have room for another batch or marker."""
+        return all(link.room for link in self.links)
+
+    def room_or_alone(self) -> bool:
+        """Whether all windows of links that are not lost have room."""
+        return all(link.room or link.lost for link in self.links)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a neighbour is gone: its connection has ended and was not replaced."""
+        return any(link.lost for link in self.links)
+
+    @property
+    def connected(self) -> bool:
+        """Whether all links are open."""
+        return all(link.connected for link in self.links)
+
+    @property
+    def drained(self) -> int:
+        """Id up to which no more gradients will come, as some module downstream has lost them."""
+        return max(link.drained for link in self.links)
+
+    @property
+    def first(self) -> int:
+        """The lowest id that can still be sent to a restarted neighbour."""
+        return min(link.first for link in self.links)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows of the next links, the largest of each distance."""
+        if len(self.links) == 1:
+            return self.links[0].windows
+        every = [link.windows for link in self.links]
+        longest = max(map(len, every))
+        return tuple(max(one[at] for one in every if at < len(one)) for at in range(longest))
+
+    def send_batch(
+        self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor, part: Part | None = None
+    ) -> None:
+        """Send a batch where the window has room; see :meth:`OutputLink.send_batch`."""
+        for link in self.links:
+            if link.room:
+                link.send_batch(id, epoch, mode, h, y, part)
+            else:
+                link.miss(id)
+
+    def miss(self, id: int) -> None:
+        """Skip a batch."""
+        for link in self.links:
+            link.miss(id)
+
+    def send_mark(
+        self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None
+    ) -> None:
+        """Send a marker; see :meth:`OutputLink.send_mark`."""
+        for link in self.links:
+            link.send_mark(id, epoch, mark, body)
+
+    def receive(self) -> list[Event]:
+        """Return what has come from downstream; see :meth:`OutputLink.receive`."""
+        if len(self.links) == 1:
+            return self.links[0].receive()
+        come = [link.receive() for link in self.links]
+        events: list[Event] = []
+        incomplete: set[int] = set()
+        for place, some in enumerate(come):  # all gradients before any DRAINED
+            for event in some:
+                if isinstance(event, Gradient):
+                    total = self._sums.add(event.id, place, event.g)
+                    incomplete.add(event.id)
+                    if total is not None:
+                        events.append(Gradient(event.id, total))
+                elif not isinstance(event, Drained):
+                    events.append(event)
+        if incomplete or any(isinstance(event, Drained) for some in come for event in some):
+            events += self._given_up()
+        return events
+
+    def _given_up(self) -> list[Event]:
+        """Return up to which ids no gradients will be complete any more."""
+        lost = [self._sums.lacks(place, link.drained) for place, link in enumerate(self.links)]
+        until = max(min(link.drained for link in self.links), *(id or 0 for id in lost))
+        if until <= self._drained:
+            return []
+        self._drained = until
+        return [Drained(until)]
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in self.links:
+            link.close()

@@ -1,0 +1,115 @@
+"""A module's links from upstream, joined batch by batch: one stream from several.
+
+For use by one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from dni_runtime.link import Batch, InputLink, LinkCounters, Marker
+
+
+class Join:
+    """All links from upstream of one module.
+
+    Every link brings the same ids in the same order. A batch is complete when it has come on all of
+    them, and a marker when all have passed it. A batch that one link has lost is left out: it is
+    acknowledged on the others, and none of them waits for its gradient.
+
+    Args:
+        links: The links, in the order of the module's inputs.
+    """
+
+    def __init__(self, links: Sequence[InputLink]) -> None:
+        self.links = tuple(links)
+        self._queues: list[deque[Batch | Marker]] = [deque() for _ in links]
+        self._passed = 0
+        self._left_out = 0
+
+    @property
+    def received(self) -> int:
+        """The highest id that has been accepted on any link."""
+        return max(link.received for link in self.links)
+
+    @property
+    def counters(self) -> LinkCounters:
+        """Counters of all links together."""
+        total = LinkCounters.total([link.counters for link in self.links])
+        total.gaps += self._left_out
+        return total
+
+    def start_after(self, id: int) -> None:
+        """Leave out everything up to ``id``, which some link cannot bring any more."""
+        self._passed = id
+
+    def greet(self) -> None:
+        """Answer handshakes, without waiting, on links that have no peer."""
+        for link in self.links:
+            link.greet()
+
+    def receive(self) -> Batch | Marker | None:
+        """Return the next batch or marker, without waiting; None if it is not complete."""
+        if len(self.links) == 1:
+            return self.links[0].receive()
+        for link, queue in zip(self.links, self._queues, strict=True):
+            # All that has come is read: a message left in a socket would end each poll at once.
+            while (item := link.receive()) is not None:
+                queue.append(item)
+        while all(self._queues):
+            id = min(queue[0].id for queue in self._queues)
+            on = [place for place, queue in enumerate(self._queues) if queue[0].id == id]
+            items = [self._queues[place].popleft() for place in on]
+            first = items[0]
+            if id > self._passed and isinstance(first, Marker):
+                return first
+            batches = [item for item in items if isinstance(item, Batch)]
+            if id > self._passed and len(batches) == len(self.links):
+                x = tuple(x for batch in batches for x in batch.xs)
+                return Batch(id, first.epoch, batches[0].mode, x, batches[0].y, batches[0].part)
+            self._left_out += id > self._passed
+            for place in on:
+                self.links[place].ack(id)
+                if self.links[place].awaited:
+                    self.links[place].send_drained(id)
+        return None
+
+    def ack(self, id: int) -> None:
+        """Acknowledge everything up to ``id``: it has been processed."""
+        for link in self.links:
+            link.ack(id)
+
+    def send_drained(self, id: int, *, awaited: bool = False) -> None:
+        """Announce that no gradient of a batch before ``id`` will follow.
+
+        Args:
+            id: The batch or marker.
+            awaited: Tell only modules upstream that wait for gradients.
+        """
+        for link in self.links:
+            if link.awaited or not awaited:
+                link.send_drained(id)
+
+    def request(self, what: str) -> None:
+        """Ask the head for something; all ways lead there."""
+        next((link for link in self.links if link.connected), self.links[0]).request(what)
+
+    def tell_windows(self, windows: tuple[int, ...]) -> None:
+        """Report the windows of the links further down to the modules upstream."""
+        for link in self.links:
+            link.tell_windows(windows)
+
+    def reaches_peers(self) -> bool:
+        """Return whether all modules upstream are connected now."""
+        return all([link.reaches_peer() for link in self.links])
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until all modules upstream have received the last acknowledgements."""
+        for link in self.links:
+            link.finish(deadline_s)
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in self.links:
+            link.close()
