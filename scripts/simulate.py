@@ -42,7 +42,7 @@ def memory_folder() -> Path:
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def run_chunk(job: tuple[int, int, str, str | None]) -> tuple[list[dict[str, Any]], int]:
+def run_chunk(job: tuple[int, int, str, str | None, bool]) -> tuple[list[dict[str, Any]], int]:
     """Run some seeds; gives those that failed, and how often files were touched."""
     import torch
 
@@ -50,11 +50,11 @@ def run_chunk(job: tuple[int, int, str, str | None]) -> tuple[list[dict[str, Any
     from tests.simulation.site import Schedule, Violated, simulate
 
     torch.set_num_threads(1)
-    first, count, folder, without = job
+    first, count, folder, without, graphs = job
     failed, operations = [], 0
     with MUTATIONS[without]() if without else contextlib.nullcontext():
         for seed in range(first, first + count):
-            schedule = Schedule.of(seed)
+            schedule = Schedule.of(seed, graph=graphs)
             try:
                 operations += simulate(schedule, Path(folder)).disk.operations
             except Violated as error:
@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--without", choices=list(MUTATIONS), help="leave a mend out: the simulation should find it"
     )
+    parser.add_argument(
+        "--graphs", action="store_true", help="of up to eight modules, with joins and skips"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     began = time.perf_counter()
@@ -83,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="dni-simulation-", dir=memory_folder()) as folder:
         end = arguments.first + arguments.seeds
         jobs = [
-            (first, min(CHUNK, end - first), folder, arguments.without)
+            (first, min(CHUNK, end - first), folder, arguments.without, arguments.graphs)
             for first in range(arguments.first, end, CHUNK)
         ]
         context = multiprocessing.get_context("fork")

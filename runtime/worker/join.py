@@ -5,6 +5,7 @@ For use by one thread.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -106,8 +107,11 @@ class Join:
 
     def finish(self, deadline_s: float) -> None:
         """Wait until all modules upstream have received the last acknowledgements."""
-        for link in self.links:
-            link.finish(deadline_s)
+        end_s, left = time.monotonic() + deadline_s, list(self.links)
+        slice_s = deadline_s / 10 if len(left) > 1 else deadline_s
+        while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
+            if time.monotonic() >= end_s:
+                return
 
     def close(self) -> None:
         """Close all links."""

@@ -188,7 +188,7 @@ def _serve(
         metrics.loaded_at = time.time()
         if input is not None and again:
             # What modules upstream can still send decides what can be sent on.
-            if not all([neighbours.wait_for_upstream(link) for link in input.links]):
+            if not neighbours.wait_for_upstream(input):
                 return _left_behind(spec, start)
             input.start_after(input.received)
             start.first_id = input.received + 1
@@ -213,8 +213,7 @@ def _serve(
             for below in output.links:
                 neighbours.connect(below, input)
         if input is not None and not again:
-            for above in input.links:
-                neighbours.wait_for_upstream(above)
+            neighbours.wait_for_upstream(input)
         if options.resume == AUTO and not again:  # the neighbours have begun at the same cut
             forget_later(run, spec, start)
         if stop():

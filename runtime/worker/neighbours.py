@@ -124,22 +124,30 @@ class Neighbours:
                 continue
             return
 
-    def wait_for_upstream(self, input: InputLink) -> bool:
-        """Wait until a module upstream has sent HELLO.
+    def wait_for_upstream(self, input: Join) -> bool:
+        """Wait until all modules upstream have sent HELLO.
 
         Returns:
-            False if it has finished and will not connect.
+            False if one has finished and will not connect.
 
         Raises:
-            UnavailableError: It has not connected in time, and is not being restarted.
+            UnavailableError: One has not connected in time, and is not being restarted.
             StoppedError: The worker was told to stop.
         """
+
+        def interrupted() -> bool:
+            input.greet()
+            return self._stop()
+
+        return all([self._wait_for(link, interrupted) for link in input.links])
+
+    def _wait_for(self, input: InputLink, interrupted: Callable[[], bool]) -> bool:
         left_s = self._spec.links.connect_timeout_s
         while True:
             slice_s = min(_GOING_S, left_s)
             left_s -= slice_s
             try:
-                input.wait_for_peer(slice_s, self._stop)
+                input.wait_for_peer(slice_s, interrupted)
             except UnavailableError:
                 if self.gone_for_good(input.source):
                     return False

@@ -18,7 +18,7 @@ import zmq
 from torch import Tensor
 
 from dni_runtime.core.step import Gradients, ModuleStep
-from dni_runtime.link import Batch, Drained, Gradient, Marker, OutputLink
+from dni_runtime.link import Batch, Drained, Gradient, Marker
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
@@ -160,9 +160,8 @@ class ModuleServer:
         """
         left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
         self._metrics.now("window")
-        for output in self._output.links if self._output is not None else ():
-            if not self._flush(output, left_s):
-                log.warning("module %s has not acknowledged everything", output.target)
+        if self._output is not None:
+            self._flush(self._output, left_s)
         self._metrics.now("checkpoint")
         if self._last is not None:
             self._saver.flush()
@@ -171,19 +170,24 @@ class ModuleServer:
                 self._input.ack(self._last.id)
                 self._input.finish(min(left_s, FAREWELL_S))
 
-    def _flush(self, output: OutputLink, left_s: float) -> bool:
+    def _flush(self, output: Fanout, left_s: float) -> None:
         """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
-        end_s = time.monotonic() + left_s
-        while not output.finish(min(FLUSH_SLICE_S, left_s)):
+        end_s, left = time.monotonic() + left_s, list(output.links)
+        over = self._outcome is Outcome.FINISHED
+        slice_s = min(FLUSH_SLICE_S, left_s) / len(left)
+        while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
             self._metrics.report.check()
             if self._neighbours is not None:
-                self._neighbours.look(output)
-                over = self._outcome is Outcome.FINISHED and not self._stop()
-                if over and (not output.lost or self._neighbours.remains(output.target)):
+                for link in left:
+                    self._neighbours.look(link)
+                gone = [link.target for link in left if link.lost]
+                if over and not self._stop() and all(map(self._neighbours.remains, gone)):
                     continue
             if time.monotonic() >= end_s:
-                return False
-        return True
+                log.warning(
+                    "not everything was acknowledged by %s", ", ".join(link.target for link in left)
+                )
+                return
 
     def _may_take(self) -> bool:
         if self._draining is not None or self._step.blocked:

@@ -35,6 +35,8 @@ from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.wire import Kind, nbytes
 from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.fanout import Fanout
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Counts, Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
@@ -200,13 +202,13 @@ class Served:
         self.servers: dict[str, ModuleServer] = {}
         self.steps: dict[str, ModuleStep] = {}
         for worker in reversed(workers):  # an input end listens before its neighbour connects
-            if worker.downstream is not None:
-                below = self.inputs[worker.downstream]
+            for edge in worker.targets:
+                below = self.inputs[edge.target]
                 output = stack.enter_context(OutputLink(worker, run="run"))
                 self.outputs[worker.module] = output
-                address = below.bind(f"ipc://{folder}/{worker.downstream}.sock")
+                address = below.bind(f"ipc://{folder}/{edge.target}.sock")
                 output.connect(address, deadline_s=30, stop=partial(greet, below))
-            if worker.upstream is not None:
+            if worker.sources:
                 self.inputs[worker.module] = stack.enter_context(InputLink(worker, run="run"))
             step = self.steps[worker.module] = ModuleStep(worker)
             step.measure_late = False
@@ -220,8 +222,8 @@ class Served:
                 checkpoints=writer,
                 stop=stop,
                 stream=items if worker.head else None,
-                input=self.inputs.get(worker.module),
-                output=self.outputs.get(worker.module),
+                input=Join([self.inputs[worker.module]]) if worker.sources else None,
+                output=Fanout([self.outputs[worker.module]]) if worker.targets else None,
                 start=Start(),
                 ledger=ledger,
             )

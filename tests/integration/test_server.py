@@ -22,6 +22,8 @@ from dni_runtime.rundir import RunDir, read_json, read_lines
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.fanout import Fanout
+from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Counts, Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start, begin
@@ -64,7 +66,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
                 stop=stop,
                 start=Start(),
                 ledger=ledger,
-                input=input,
+                input=Join([input]),
             )
             stop._handle(signal.SIGTERM, None)
             with metrics.report.regularly():
@@ -220,7 +222,8 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_p
             output.connect(address, deadline_s=10)
             server = ModuleServer(
                 step, metrics=MetricsWriter(run, spec, 1), checkpoints=writer, stop=stop,
-                start=Start(), ledger=ledger, stream=Stream(source, spec.head), output=output,  # type: ignore[arg-type]
+                start=Start(), ledger=ledger, stream=Stream(source, spec.head),  # type: ignore[arg-type]
+                output=Fanout([output]),
             )  # fmt: skip
             outcomes.append(server.serve())
 

@@ -31,7 +31,7 @@ from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
-from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind
 from dni_runtime.worker import checkpoint, main, metrics, report, saver
@@ -43,9 +43,9 @@ from tests.simulation.network import Context, Network, Poller
 from tests.simulation.supervision import Supervision, Worker
 from tests.simulation.world import Killed, Process, World
 
-NAMES = ("a", "b", "c", "d")
+NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 BATCHES, SAMPLES = 5, 4
-WIDTHS = (4, 3, 3, 3, 2)
+Sources = tuple[tuple[int, ...], ...]
 PATIENCE_S = 600.0
 """Longest simulated time that a run may take once faults have ended."""
 
@@ -66,11 +66,13 @@ class Schedule:
     """What a seed stands for: a chain, its surroundings, and what goes wrong.
 
     Attributes:
+        sources: Which modules each one takes its inputs from; None: the one before.
         faults: Times in simulated seconds, with what happens then.
     """
 
     seed: int
     modules: int = 2
+    sources: Sources | None = None
     interface: str = "delayed"
     window: int = 2
     on_loss: str = "wait"
@@ -82,8 +84,13 @@ class Schedule:
     faults: list[tuple[float, str, int, float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, seed: int) -> Schedule:
-        """Draw one."""
+    def of(cls, seed: int, *, graph: bool = False) -> Schedule:
+        """Draw one.
+
+        Args:
+            seed: What to draw from.
+            graph: Whether modules have several inputs, and several take one output.
+        """
         world = World(seed)
         draw = world.random
         made = cls(
@@ -98,6 +105,8 @@ class Schedule:
             step_s=draw.choice((0.001, 0.02, 0.02, 0.5)),
             late_s=draw.choice((0.0, 0.0, 3.0)),
         )
+        if graph:
+            made._draw_graph()
         if made.interface in WAITING or made.interface == "delayed":
             made.on_loss = "wait"
         batches = made.epochs * BATCHES
@@ -117,24 +126,41 @@ class Schedule:
         made.faults.sort()
         return made
 
+    def _draw_graph(self) -> None:
+        """Draw joins and skips, and the smallest window that suffices if the drawn one does not."""
+        draw = random.Random(f"graph {self.seed}")
+        self.modules = draw.choice((3, 4, 4, 5, 6, 8))
+        own: list[set[int]] = [set()]
+        for index in range(1, self.modules):
+            some = draw.choice((1, 1, 2, 3))
+            own.append(set(draw.sample(range(index), min(some, index))))
+        for index in range(self.modules - 1):
+            if not any(index in one for one in own[index + 1 :]):
+                own[draw.randrange(index + 1, self.modules)].add(index)
+        self.sources = tuple(tuple(draw.sample(sorted(one), len(one))) for one in own)
+        graph = Graph(self.sources)
+        self.window = max(self.window, *(graph.beside(*ends) for ends in graph.numbers))
+
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:
         """The modules' specs."""
         return _specs(
             self.modules, self.interface, self.window, self.on_loss, self.epochs,
-            self.checkpoint_steps,
+            self.checkpoint_steps, self.sources,
         )  # fmt: skip
 
 
 @cache
 def _specs(
-    modules: int, interface: str, window: int, on_loss: str, epochs: int, steps: int
+    modules: int,
+    interface: str,
+    window: int,
+    on_loss: str,
+    epochs: int,
+    steps: int,
+    sources: Sources | None = None,
 ) -> tuple[WorkerSpec, ...]:
-    widths = [*WIDTHS[:modules], WIDTHS[-1]]
-    layers = "\n".join(
-        f"  - {{name: {name}, layers: [{{Linear: {{in_features: {i}, out_features: {o}}}}}]}}"
-        for name, i, o in zip(NAMES[:modules], widths, widths[1:], strict=False)
-    )
+    layers = "\n".join(_module(index, modules, sources) for index in range(modules))
     chain = parse_chain(
         f"name: simulated\nseed: 1\nepochs: {epochs}\nstop_grace_s: 20\n"
         f"data: {{dataset: digits, batch_size: {SAMPLES}}}\n"
@@ -151,6 +177,15 @@ def _specs(
         eval_samples=4,
     )
     return worker_specs(chain, info)
+
+
+def _module(index: int, modules: int, sources: Sources | None) -> str:
+    size = f"in_features: {3 if index else 4}, out_features: {3 if index < modules - 1 else 2}"
+    layer, inputs = f"{{Linear: {{{size}}}}}", ""
+    if sources is not None and index:
+        inputs = f"inputs: [{', '.join(NAMES[one] for one in sources[index])}], "
+        layer = f"Add, {layer}"
+    return f"  - {{name: {NAMES[index]}, {inputs}layers: [{layer}]}}"
 
 
 class Data:
@@ -296,7 +331,8 @@ class Site:
             write_json(self.run_dir.record, {"run": "simulated", "modules": self.names})
             for spec in self.specs:
                 write_atomic(self.run_dir.spec(spec.module), spec.to_json())
-                self.network.line(self._address(spec.module)).latency_s = schedule.latency_s
+                for address in self._addresses(spec):
+                    self.network.line(address).latency_s = schedule.latency_s
             self.supervision.begin()
             self._measure()
             for at_s, kind, index, lasts_s in schedule.faults:
@@ -348,7 +384,7 @@ class Site:
 
     def _check_exact(self) -> None:
         chosen = self.schedule
-        reference = _reference(chosen.modules, chosen.interface, chosen.epochs)
+        reference = _reference(chosen.modules, chosen.interface, chosen.epochs, chosen.sources)
         for name, wanted in reference.items():
             for key, value in self.steps[name].layers.state_dict().items():
                 if not torch.equal(value, wanted[key]):
@@ -375,8 +411,10 @@ class Site:
 
     # Starting and ending.
 
-    def _address(self, module: str) -> str:
-        return f"ipc://{self.root}/{module}.sock"
+    def _addresses(self, spec: WorkerSpec) -> list[str]:
+        """Where a module listens, for each of its inputs."""
+        sockets = [spec.module, *(f"{spec.module}.{edge.number}" for edge in spec.sources[1:])]
+        return [f"ipc://{self.root}/{socket}.sock" for socket in sockets]
 
     def _start(self, worker: WorkerPlan) -> Worker:
         name, attempt = worker.module, worker.attempt
@@ -440,8 +478,9 @@ class Site:
 
     def _fault(self, kind: str, index: int, lasts_s: float) -> None:
         name = self.names[index]
-        worker, line = self.workers.get(name), self._address(self.names[max(index, 1)])
-        now_s = self.world.now_s
+        addresses = self._addresses(self.specs[max(index, 1)])
+        worker, now_s = self.workers.get(name), self.world.now_s
+        line = addresses[int(1000 * lasts_s) % len(addresses)]
         if kind == "cut":
             self.network.cut(line, half_open=False)
         elif kind == "half-open":
@@ -559,9 +598,12 @@ class Site:
 
 
 @cache
-def _reference(modules: int, interface: str, epochs: int) -> dict[str, dict[str, Any]]:
+def _reference(
+    modules: int, interface: str, epochs: int, sources: Sources | None
+) -> dict[str, dict[str, Any]]:
     """Weights of backpropagation in one process."""
-    local = LocalChain(_specs(modules, interface, 1, "wait", epochs, 0))
+    window = LinksSpec.model_fields["window"].default
+    local = LocalChain(_specs(modules, interface, window, "wait", epochs, 0, sources))
     for epoch in range(1, epochs + 1):
         for x, y in Data().train_batches(epoch):
             local.train_batch(x, y)

@@ -326,6 +326,6 @@ def test_a_spec_of_another_shape_is_refused_before_any_batch(
     reply = decode(socket.recv_multipart(), Limits(0, 0))
     assert reply.body == {
         "field": "activation",
-        "mine": str(make_spec("tail").input),
+        "mine": str(make_spec("tail").inputs[0]),
         "yours": str(wide.output),
     }
