@@ -86,21 +86,15 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     rows: list[dict[str, Any]] = [
         {
             "module": worker.module,
-            "input": " and ".join(
-                str(edge.tensor)
-                if prepared.chain.graph.is_chain
-                else f"{edge.source} {edge.tensor}"
-                for edge in worker.sources
-            )
-            or str(worker.inputs[0]),
-            "inputs": [edge.source for edge in worker.sources],
+            "input": " and ".join(map(str, worker.inputs)),
+            "inputs": list(module.inputs or [edge.source for edge in worker.sources]),
             "output": str(worker.output),
             "parameters": counts[worker.module],
             "interface": worker.interface.name if worker.interface else None,
             "device": worker.device,
             "hash": worker.hash,
         }
-        for worker in prepared.workers
+        for worker, module in zip(prepared.workers, prepared.chain.modules, strict=True)
     ]
     if as_json:
         print_json(
@@ -118,11 +112,14 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
         return
     from dnictl.show import print_table
 
+    plain = prepared.chain.graph.is_chain
+    others = [] if plain else ["from"]
     print_table(
-        ["module", "input", "output", "parameters", "interface", "device"],
+        ["module", *others, "input", "output", "parameters", "interface", "device"],
         [
             [
-                row["module"], row["input"], row["output"], f"{row['parameters']:,}",
+                row["module"], *([] if plain else [", ".join(row["inputs"])]), row["input"],
+                row["output"], f"{row['parameters']:,}",
                 row["interface"] or f"loss: {prepared.chain.loss.name}", row["device"],
             ]
             for row in rows

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.bench.spread import Spread
-from dni_runtime.core.step import ModuleStep, due
+from dni_runtime.core.chain import data_of
+from dni_runtime.core.step import ModuleStep, as_inputs, due
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
@@ -143,7 +144,7 @@ def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]
     source = open_data(chain.data.at(prepared.data), prepared.base, seed=chain.seed)
     feeds: list[list[_Feed]] = [[] for _ in steps]
     sources = chain.graph.sources
-    for id, (x_BX, y_BY) in enumerate(islice(source.train_batches(1), _BATCHES), start=1):
+    for id, (x, y_BY) in enumerate(islice(source.train_batches(1), _BATCHES), start=1):
         if feeds[0] and len(y_BY) != len(feeds[0][0].y_BY):
             break  # the last one of a small data set
         inputs: list[tuple[Tensor, ...]] = []
@@ -151,8 +152,9 @@ def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]
         gradients = [GradientSum(len(step.spec.targets)) for step in steps]
         sums: dict[int, Tensor] = {}
         for index, step in enumerate(steps):
-            given = [outputs[above] for above in sources[index]] or [x_BX]
-            inputs.append(tuple(x.to(step.device) for x in given))
+            given = [outputs[above] for above in sources[index]]
+            given += [as_inputs(x)[one] for one in data_of(step.spec)]
+            inputs.append(tuple(one.to(step.device) for one in given))
             every = math.lcm(*(max(edge.gradients, 1) for edge in step.spec.sources))
             outputs.append(step.forward(id * every, inputs[-1]))
             found = step.update(y_BY.to(step.device))
@@ -262,7 +264,7 @@ def _cost(step: ModuleStep, measured: Sequence[_Sums], batch: int) -> ModuleCost
 
 def _down_bytes(step: ModuleStep, batch: int) -> int:
     links = [LinkContract.of(step.spec, edge) for edge in step.spec.targets]
-    return sum(link.activation.sample_bytes for link in links) * batch
+    return batch * sum(one.sample_bytes for link in links for one in link.tensors[:-1])
 
 
 def _up_bytes(step: ModuleStep, batch: int) -> float:

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
-from torch import Tensor
-
 from dni_runtime.bench.chain import Bounds
-from dni_runtime.data import DataSource
+from dni_runtime.data import Batch, DataSource
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import in_new_process, opened
 
@@ -67,10 +65,10 @@ def time_reference(record: Record, threads: int, bounds: Bounds) -> ReferencePac
         float(loss)  # waits for the device
         began, cpu_s, done, samples = time.perf_counter(), time.process_time(), 0, 0
         while True:
-            x_BX, y_BY = next(batches)
-            loss = model.train_batch(x_BX, y_BY)
+            x, y_BY = next(batches)
+            loss = model.train_batch(x, y_BY)
             done += 1
-            samples += len(x_BX)
+            samples += len(y_BY)
             if time.perf_counter() - began >= bounds.seconds or done == bounds.batches:
                 break
         float(loss)
@@ -79,7 +77,7 @@ def time_reference(record: Record, threads: int, bounds: Bounds) -> ReferencePac
     return ReferencePace(seconds, done, samples / seconds, cpu_s / seconds, cpu_s / samples)
 
 
-def _endless(source: DataSource) -> Iterator[tuple[Tensor, Tensor]]:
+def _endless(source: DataSource) -> Iterator[Batch]:
     for epoch in count(1):
         yield from source.train_batches(epoch)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.step import Gradients, ModuleStep
+from dni_runtime.core.step import Gradients, Inputs, ModuleStep, as_inputs
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.core.training import module_seed, seeded
 from dni_runtime.spec import WorkerSpec
@@ -55,27 +55,33 @@ class LocalChain:
             late = max(worker.late, sum(self._delays[index:]) * self._micro_batches)
             self.steps.append(ModuleStep(worker.model_copy(update={"late": late})))
         self._sources = sources_of(workers)
-        self._sums = [GradientSum(len(worker.targets)) for worker in workers]
+        self._data = [data_of(worker) for worker in workers]
+        taken = [[edge for edge in worker.targets if edge.tensor] for worker in workers]
+        self._sums = [GradientSum(len(edges)) for edges in taken]
         self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
         self._down, self._up = down, up
         self._now = 0
         self._id = 0
 
-    def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> float:
+    def train_batch(self, x: Inputs, y_BY: Tensor) -> float:
         """Train every module on one batch.
+
+        Args:
+            x: The samples, or several inputs of them.
+            y_BY: Their labels.
 
         Returns:
             The tail's loss.
         """
         self._now += 1
         loss = 0.0
-        for part, x, y in parts_of(x_BX, y_BY, self._micro_batches):
+        for part, some, y in parts_of(x, y_BY, self._micro_batches):
             self._id += 1
             outputs: list[Tensor] = []
             for index, step in enumerate(self.steps):
                 before = torch.get_rng_state()
                 torch.set_rng_state(step.random_state)  # as in a process of its own
-                outputs.append(step.forward(self._id, self._inputs(index, x, outputs), part))
+                outputs.append(step.forward(self._id, self._inputs(index, some, outputs), part))
                 gradients = step.update(y)  # a local head may draw, too
                 step.random_state = torch.get_rng_state()
                 torch.set_rng_state(before)
@@ -94,19 +100,20 @@ class LocalChain:
         for step in self.steps:
             step.optimization.end_epoch()
 
-    def predict(self, x_BX: Tensor) -> Tensor:
+    def predict(self, x: Inputs) -> Tensor:
         """Return the chain's output in eval mode."""
         outputs: list[Tensor] = []
         for index, step in enumerate(self.steps):
-            outputs.append(step.evaluate(self._inputs(index, x_BX, outputs)))
+            outputs.append(step.evaluate(self._inputs(index, x, outputs)))
         return outputs[-1]
 
-    def _inputs(self, index: int, x_BX: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        sources = self._sources[index]
-        return tuple(self._down(one, outputs[one]) for one in sources) if index else (x_BX,)
+    def _inputs(self, index: int, x: Inputs, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        data = as_inputs(x)
+        sources = tuple(self._down(one, outputs[one]) for one in self._sources[index])
+        return sources + tuple(data[one] for one in self._data[index])
 
     def _pass_up(self, index: int, id: int, gradients: Gradients) -> None:
-        for source, g_BX in zip(self._sources[index], gradients, strict=True):
+        for source, g_BX in zip(self._sources[index], gradients, strict=False):
             if g_BX is not None:
                 own = self.steps[index].spec.module
                 place = [edge.target for edge in self.steps[source].spec.targets].index(own)
@@ -125,24 +132,32 @@ class LocalChain:
 
 
 def sources_of(workers: Sequence[WorkerSpec]) -> list[list[int]]:
-    """Return for each module the numbers of the modules that it takes its inputs from."""
+    """Return for each module the numbers of those whose output it takes."""
     numbers = {worker.module: index for index, worker in enumerate(workers)}
-    return [[numbers[edge.source] for edge in worker.sources] for worker in workers]
+    return [[numbers[edge.source] for edge in one.sources if edge.tensor] for one in workers]
 
 
-def parts_of(x_BX: Tensor, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Tensor, Tensor]]:
+def data_of(worker: WorkerSpec) -> tuple[int, ...]:
+    """Return which inputs of the data a module takes."""
+    if worker.head is not None:
+        return worker.head.takes
+    return tuple(one for edge in worker.sources for one in edge.data)
+
+
+def parts_of(x: Inputs, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Inputs, Tensor]]:
     """Cut a training batch into ``count`` parts, or as many as it has pairs of samples.
 
     A last part of one sample, over which BatchNorm cannot normalise, joins the one before.
     """
-    samples = len(x_BX)
+    samples = len(y_BY)
     size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))
     first = 0
     while first < samples:
         end = min(first + size, samples)
         if count > 1 and samples - end == 1:
             end = samples
-        yield Part(first, samples), x_BX[first:end], y_BY[first:end]
+        some = tuple(one[first:end] for one in as_inputs(x))
+        yield Part(first, samples), some if isinstance(x, tuple) else some[0], y_BY[first:end]
         first = end
 
 
@@ -164,6 +179,7 @@ class Backprop:
             modules.append(module.requires_grad_(not worker.freeze))
         self.model = nn.ModuleList(modules)
         self._sources = sources_of(workers)
+        self._data = [data_of(worker) for worker in workers]
         tail = workers[-1]
         self.loss = ChainLoss(tail.loss, tail.prediction, tail.label).to(self.device)
         self._optimizations = [
@@ -171,14 +187,14 @@ class Backprop:
         ]
         self._micro_batches = 1 if workers[0].head is None else workers[0].head.micro_batches
 
-    def train_batch(self, x_BX: Tensor, y_BY: Tensor) -> Tensor:
+    def train_batch(self, x: Inputs, y_BY: Tensor) -> Tensor:
         """Train on one batch; return the loss."""
         total = torch.zeros((), device=self.device)
-        x_BX, y_BY = x_BX.to(self.device), y_BY.to(self.device)
-        for part, x, y in parts_of(x_BX, y_BY, self._micro_batches):
-            loss: Tensor = self.loss(self._forward(x), y)
-            if len(x) != part.samples:
-                loss = loss * (len(x) / part.samples)
+        xs, y_BY = tuple(one.to(self.device) for one in as_inputs(x)), y_BY.to(self.device)
+        for part, some, y in parts_of(xs, y_BY, self._micro_batches):
+            loss: Tensor = self.loss(self._forward(some), y)
+            if len(y) != part.samples:
+                loss = loss * (len(y) / part.samples)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
             total += loss.detach()
         for optimization in self._optimizations:
@@ -186,13 +202,15 @@ class Backprop:
             optimization.end_batch()
         return total
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Inputs) -> Tensor:
         """Compute the output; each module draws its own random numbers, as it does in a chain."""
+        data = as_inputs(x)
         before = torch.get_rng_state()
         outputs: list[Tensor] = []
-        for index, (module, sources) in enumerate(zip(self.model, self._sources, strict=True)):
+        for index, module in enumerate(self.model):
             torch.set_rng_state(self._random_states[index])
-            outputs.append(module(*(outputs[one] for one in sources)) if sources else module(x))
+            given = [outputs[one] for one in self._sources[index]]
+            outputs.append(module(*given, *(data[one] for one in self._data[index])))
             self._random_states[index] = torch.get_rng_state()
         torch.set_rng_state(before)
         return outputs[-1]
@@ -202,11 +220,12 @@ class Backprop:
         for optimization in self._optimizations:
             optimization.end_epoch()
 
-    def predict(self, x_BX: Tensor) -> Tensor:
+    def predict(self, x: Inputs) -> Tensor:
         """Return the network's output in eval mode, on the batch's device."""
+        xs = as_inputs(x)
         self.model.eval()
         try:
             with torch.no_grad():
-                return self._forward(x_BX.to(self.device)).to(x_BX.device)
+                return self._forward(tuple(one.to(self.device) for one in xs)).to(xs[0].device)
         finally:
             self.model.train()

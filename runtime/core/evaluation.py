@@ -16,7 +16,7 @@ from dni_runtime.core.metrics import (
     cross_entropy_of,
     mean_of,
 )
-from dni_runtime.core.step import ModuleStep
+from dni_runtime.core.step import Inputs, ModuleStep
 from dni_runtime.spec import Choice, WorkerSpec
 
 _NATS = "cross-entropy"
@@ -122,8 +122,8 @@ def _double(value: float) -> Tensor:
 
 
 def evaluate(
-    predict: Callable[[Tensor], Tensor],
-    batches: Iterable[tuple[Tensor, Tensor]],
+    predict: Callable[[Inputs], Tensor],
+    batches: Iterable[tuple[Inputs, Tensor]],
     worker: WorkerSpec,
 ) -> dict[str, float]:
     """Return loss and metrics of a whole network; see :class:`Evaluation`.
@@ -137,6 +137,6 @@ def evaluate(
     loss = ChainLoss(worker.loss, worker.prediction, worker.label)
     evaluation = Evaluation(loss, worker.tail.metrics)
     with torch.no_grad():
-        for x_BX, y_BY in batches:
-            evaluation.add(predict(x_BX), y_BY)
+        for x, y_BY in batches:
+            evaluation.add(predict(x), y_BY)
     return evaluation.result()

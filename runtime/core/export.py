@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from dni_runtime.core.chain import sources_of
+from dni_runtime.core.chain import data_of, sources_of
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.network import connect
@@ -64,7 +64,7 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
                 f"{worker.module!r}: {error}"
             ) from None
         modules[worker.module] = layers
-    return connect(modules, sources_of(workers)).eval()
+    return connect(modules, sources_of(workers), [data_of(one) for one in workers]).eval()
 
 
 def export_model(
@@ -98,13 +98,14 @@ def export_model(
             )
     first = workers[0]
     if output.suffix == ".pt2":
-        example = empty_batch(first.inputs[0], 2, "cpu")
+        assert first.head is not None
+        example = tuple(empty_batch(one, 2, "cpu") for one in first.head.samples)
         try:
             with warnings.catch_warnings():
                 # torch's recurrent cells keep their weights in a list too; they are exported whole.
                 warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)
                 program = torch.export.export(
-                    model, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},)
+                    model, example, dynamic_shapes=({0: torch.export.Dim.AUTO},) * len(example)
                 )
         except Exception as error:
             raise UsageError(
@@ -122,7 +123,8 @@ def export_model(
         "modules": [
             {
                 "name": worker.module,
-                "inputs": [edge.source for edge in worker.sources],
+                "inputs": [edge.source for edge in worker.sources if edge.tensor],
+                "data": data_of(worker),
                 "layers": [exported(layer).model_dump(mode="json") for layer in worker.layers],
             }
             for worker in workers
@@ -161,21 +163,21 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
         ) from None
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     sources: list[list[int]] = []
+    data: list[list[int]] = []
     try:
         for index, entry in enumerate(description["modules"]):
-            before = [index - 1] if index else []  # as written before modules had inputs
             names = list(modules)
-            sources.append(
-                [names.index(one) for one in entry["inputs"]] if "inputs" in entry else before
-            )
+            before = names[-1:]  # as written before modules had inputs
+            sources.append([names.index(one) for one in entry.get("inputs", before)])
+            data.append(entry.get("data", [] if index else [0]))
             layers = [LayerSpec.model_validate(one) for one in entry["layers"]]
-            modules[entry["name"]] = build_layers(layers, inputs=max(len(sources[-1]), 1))
+            modules[entry["name"]] = build_layers(layers, inputs=len(sources[-1]) + len(data[-1]))
     except DniError as error:
         raise DataError(
             f"{str(file)!r}: {error.message}",
             hint="the model uses classes of its own: put their source file on PYTHONPATH",
         ) from None
-    model = connect(modules, sources)
+    model = connect(modules, sources, data)
     model.load_state_dict(_read(file, ""))
     return model.eval()
 

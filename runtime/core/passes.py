@@ -81,11 +81,11 @@ class ForwardPasses:
 
         Args:
             xs: The inputs.
-            grads: For which of them a gradient is wanted.
+            grads: For which of the first ones a gradient is wanted.
             outlives: Whether gradients go back through it after an update of the weights.
         """
         if any(grads):
-            wanted = zip(xs, grads, strict=True)
+            wanted = zip(xs, [*grads, *[False] * len(xs)], strict=False)
             xs = tuple(x.detach().requires_grad_() if grad else x for x, grad in wanted)
         if outlives and self._keep == "input":
             state = self._random_state()

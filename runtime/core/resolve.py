@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dni_runtime.core.checks import (
     check_links,
@@ -23,7 +24,7 @@ from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import class_axis
 from dni_runtime.core.metrics import check_metrics, rises
-from dni_runtime.core.shapes import Inferred, infer_shapes
+from dni_runtime.core.shapes import Inferred, data_of, infer_shapes
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import (
     AheadSpec,
@@ -124,16 +125,16 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     micro_batches = _micro_batches(chain, interfaces)
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
+    taken = [data_of(full, index, info) for index in range(len(full.modules))]
     edges = {
         (source, target): EdgeSpec(
             source=full.modules[source].name,
             target=full.modules[target].name,
             number=number,
-            tensor=activations[source],
-            gradients=cuts[source].every,
-            bootstrapped=cuts[source].bootstrapped,
-            awaited=cuts[source].awaited,
-            resend=cuts[source].resend,
+            tensor=activations[source] if source in graph.sources[target] else None,
+            data=taken[target] if source == 0 else (),
+            samples=tuple(info.samples[one] for one in taken[target]) if source == 0 else (),
+            **(cuts[source] if source in graph.sources[target] else NO_GRADIENTS).of_links,
         )
         for (source, target), number in graph.numbers.items()
     }
@@ -146,7 +147,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         assert module.precision is not None
         assert module.cpus is not None
         interface = interfaces[index]
-        sources = tuple(edges[source, index] for source in graph.sources[index])
+        sources = tuple(edges[source, index] for source in graph.links[index])
         workers.append(
             WorkerSpec(
                 chain=full.name,
@@ -170,7 +171,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 precision=module.precision,
                 cpus=module.cpus,
                 sources=sources,
-                targets=tuple(edges[index, target] for target in graph.targets[index]),
+                targets=tuple(edges[ends] for ends in sorted(edges) if ends[0] == index),
                 output=activations[index],
                 label=info.label,
                 prediction=prediction,
@@ -189,7 +190,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 head=None
                 if index
                 else HeadRole(
-                    sample=info.sample,
+                    samples=info.samples,
+                    takes=taken[0],
                     data=full.data,
                     epochs=full.epochs,
                     steps=full.steps,
@@ -255,6 +257,16 @@ class _Cut:
     awaited: bool = False
     resend: int = 0
     late: int = 0
+
+    @property
+    def of_links(self) -> dict[str, Any]:
+        """The same as fields of an ``EdgeSpec``."""
+        return {
+            "gradients": self.every,
+            "bootstrapped": self.bootstrapped,
+            "awaited": self.awaited,
+            "resend": self.resend,
+        }
 
 
 NO_GRADIENTS = _Cut()

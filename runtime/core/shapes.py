@@ -41,7 +41,8 @@ def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
     """
     modules: list[Inferred] = []
     for index, (module, sources) in enumerate(zip(chain.modules, chain.graph.sources, strict=True)):
-        given = [modules[source].output for source in sources] or [info.sample]
+        given = [modules[source].output for source in sources]
+        given += [info.samples[one] for one in data_of(chain, index, info)]
         attends = False
         for number, layer in enumerate(module.layers):
             at: Location = ("modules", index, "layers", number)
@@ -49,6 +50,23 @@ def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
             given, attends = [output], attends | found
         modules.append(Inferred(given[0], attends))
     return modules
+
+
+def data_of(chain: ChainSpec, index: int, info: DataInfo) -> tuple[int, ...]:
+    """Return which inputs of the data a module takes.
+
+    Raises:
+        SpecError: The data has no such input.
+    """
+    data, count = chain.graph.data[index], len(info.samples)
+    wanted = tuple(range(count)) if data is None else data
+    if any(one >= count for one in wanted):
+        raise SpecError(
+            f"module {chain.modules[index].name!r} takes 'data.{max(wanted)}', but the data has "
+            + ("one input, 'data.0'" if count == 1 else f"{count}, up to 'data.{count - 1}'"),
+            location=("modules", index, "inputs"),
+        )
+    return wanted
 
 
 def _infer_layer(

@@ -39,6 +39,9 @@ from dni_runtime.wire import Part
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 """Per-sample gradients for the modules upstream, in the order of ``WorkerSpec.sources``."""
 
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
+"""A module's input, or several."""
+
 MARGIN = 8
 """Batches kept beyond the late ones, for acknowledgements and gradients on their way."""
 
@@ -180,7 +183,7 @@ class ModuleStep:
         """Return the numbers of the batches that are computed, but not in an update yet."""
         return {kept.number for kept in self._kept.values()} if self._applies else set()
 
-    def forward(self, id: int, x: Tensor | tuple[Tensor, ...], part: Part | None = None) -> Tensor:
+    def forward(self, id: int, x: Inputs, part: Part | None = None) -> Tensor:
         """Compute the activation of a training batch, or of a part of it.
 
         Args:
@@ -208,7 +211,7 @@ class ModuleStep:
         return done.h_BH.detach()
 
     def _answers(self, id: int) -> tuple[bool, ...]:
-        """Return for which inputs the gradient of a batch is wanted."""
+        """Return for which links from upstream the gradient of a batch is wanted."""
         return tuple(due(id, edge.gradients) for edge in self.spec.sources)
 
     def _relays(self, answers: Sequence[bool]) -> list[bool]:
@@ -229,7 +232,7 @@ class ModuleStep:
             self._end_batch()
         return self._no_gradients(id, done)
 
-    def forward_again(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+    def forward_again(self, x: Inputs) -> Tensor:
         """Return the activation of a batch that the weights have already been trained on."""
         with torch.no_grad(), self._passes.without_trace():
             return self._passes.activation(as_inputs(x))
@@ -267,7 +270,7 @@ class ModuleStep:
             g_BH = kept.g_BH = self._signal(kept.h_BH, y_BY)
             only = None
             if any(relays):
-                now = zip(done.xs, relays, strict=True)
+                now = zip(done.xs, relays, strict=False)
                 only = self._own_leaves()
                 only += [x for x, relay in now if x.requires_grad and not relay]
             backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
@@ -294,7 +297,7 @@ class ModuleStep:
         at_once = self.interface is None or (self._signals and not self._applies)
         return bool(self.optimization.parameters) and at_once
 
-    def replay(self, x: Tensor | tuple[Tensor, ...], y_BY: Tensor) -> None:
+    def replay(self, x: Inputs, y_BY: Tensor) -> None:
         """Train on a batch once more, by the module's own error signal alone.
 
         Args:
@@ -360,8 +363,8 @@ class ModuleStep:
 
     def _gradients(self, done: ForwardPass, part: Part) -> Gradients:
         """Return the gradients that a backward pass has left at the inputs."""
-        links = range(len(self.spec.sources))
-        found = tuple(per_sample(done.xs[link].grad, part) for link in links)
+        links = zip(done.xs, self.spec.sources, strict=False)  # inputs of the data come last
+        found = tuple(per_sample(x.grad, part) for x, _ in links)
         for x in done.xs:
             x.grad = None  # sent once
         return found
@@ -385,7 +388,7 @@ class ModuleStep:
             self._end_batch()
 
     def _no_gradients(self, id: int, done: ForwardPass) -> Gradients:
-        wanted = zip(done.xs, self._answers(id), strict=False)  # the head has an input, but no link
+        wanted = zip(done.xs, self._answers(id), strict=False)
         return tuple(torch.full_like(x, math.nan) if one else None for x, one in wanted)
 
     @property
@@ -412,7 +415,7 @@ class ModuleStep:
         if self._summed is not None and not self._kept:
             self._end_batch()
 
-    def evaluate(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+    def evaluate(self, x: Inputs) -> Tensor:
         """Return the activation in eval mode, by the weights' average if there is one."""
         average = self.optimization.average
         layers = self.layers if average is None else average
@@ -449,7 +452,7 @@ class ModuleStep:
                 self.counters.given_up += 1
 
 
-def as_inputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def as_inputs(x: Inputs) -> tuple[Tensor, ...]:
     """Return a module's inputs, which may be given as one tensor."""
     return x if isinstance(x, tuple) else (x,)
 

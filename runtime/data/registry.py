@@ -69,6 +69,13 @@ def describe(spec: DataSpec, base: Path) -> DataInfo:
     """
     info = _find(spec, base).info
     augment = find_augmentation(spec.augment, base, seed=0)
+    for field in ("flatten", "augment"):
+        if info.further and getattr(spec, field):
+            raise SpecError(
+                f"'{field}' is for data with one input, and these have {len(info.samples)}",
+                location=("data", field),
+                hint="do it in the data set's own __getitem__",
+            )
     if augment is not None:
         augment.check(info.sample)
     return used(info, spec)

@@ -25,10 +25,10 @@ from dni_runtime.spec import DataInfo, DataSpec
 
 logger = logging.getLogger(__name__)
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
 """Samples (B, …), float32 unless the data set holds integers, and labels (B, …), int64 or float32.
 
-Both are new tensors without other references.
+Samples with several inputs are a tuple of tensors. All are new tensors without other references.
 """
 
 
@@ -243,6 +243,8 @@ class DataSource:
     def _finished(self, batch: Batch, epoch: int | None, number: int) -> Batch:
         # Never in the thread that reads ahead: the model uses torch's global generator, too.
         x, y = batch
+        if isinstance(x, tuple):
+            return batch
         if self._augment is not None and epoch is not None:
             x = self._augment(x, epoch, number)
         return (x.reshape(len(x), -1), y) if self._spec.flatten else (x, y)

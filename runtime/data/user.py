@@ -20,6 +20,7 @@ from dni_runtime.data.paths import resolve
 from dni_runtime.data.source import Batch, Found, Split
 from dni_runtime.errors import DataError, DniError
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.wire import INPUTS_LIMIT
 
 
 def find_user(spec: DataSpec, base: Path) -> Found:
@@ -27,7 +28,8 @@ def find_user(spec: DataSpec, base: Path) -> Found:
 
     Raises:
         SpecError: The import fails, or the class is not a data set.
-        DataError: The class fails, or does not return (sample, label) pairs of numbers.
+        DataError: The class fails, or does not return (sample, label) pairs of numbers; a sample
+            may be a tuple of several inputs.
     """
     name = spec.dataset
     cls = import_class(name, base, what="data set", location=("data", "dataset"))
@@ -35,9 +37,11 @@ def find_user(spec: DataSpec, base: Path) -> Found:
     args = dict(spec.args) if path is None else {"path": str(path), **spec.args}
     train, evaluation = _make(name, cls, args, train=True), _make(name, cls, args, train=False)
     x, y = UserSplit(name, train).batch(torch.tensor([0]))
+    sample, *further = map(_sample, x if isinstance(x, tuple) else (x,))
     info = DataInfo(
-        sample=TensorSpec(shape=tuple(x.shape[1:]), dtype=_dtype_name(x)),
-        label=TensorSpec(shape=tuple(y.shape[1:]), dtype=_dtype_name(y)),
+        sample=sample,
+        further=tuple(further),
+        label=_sample(y),
         classes=_classes(train) if y.dtype == torch.int64 else None,
         train_samples=_length(train),
         eval_samples=_length(evaluation),
@@ -95,16 +99,29 @@ class UserSplit(Split):
                 f"data set {self._name!r} returns {_kind(batch)}, not (sample, label) pairs",
                 hint="return a sample and a label from __getitem__",
             )
-        x, y = (_number(self._name, what, part) for what, part in zip(_PARTS, batch, strict=True))
+        given, label = batch
+        several = isinstance(given, list | tuple)
+        xs = tuple(_number(self._name, "sample", one) for one in (given if several else [given]))
+        y = _number(self._name, "label", label)
+        if not xs or len(xs) > INPUTS_LIMIT:
+            raise DataError(
+                f"data set {self._name!r} returns samples of {len(xs)} inputs",
+                hint=f"return from 1 to {INPUTS_LIMIT}",
+            )
         if self._info is not None:
-            for what, part, expected in zip(
-                _PARTS, (x, y), (self._info.sample, self._info.label), strict=True
-            ):
-                found = TensorSpec(shape=tuple(part.shape[1:]), dtype=_dtype_name(part))
-                if found != expected:
+            expected = [*self._info.samples, self._info.label]
+            found = [_sample(one) for one in (*xs, y)]
+            kinds = ["sample"] * len(xs) + ["label"]
+            if len(found) != len(expected):
+                raise DataError(
+                    f"data set {self._name!r}: samples of {len(xs)} inputs, but the first had "
+                    f"{len(self._info.samples)}",
+                    hint="all samples need the same inputs",
+                )
+            for what, one, other in zip(kinds, found, expected, strict=True):
+                if one != other:
                     raise DataError(
-                        f"data set {self._name!r}: {what}s of {found}, but the first was "
-                        f"{expected}",
+                        f"data set {self._name!r}: {what}s of {one}, but the first was {other}",
                         hint="all samples need one shape and one type",
                     )
             classes = self._info.classes
@@ -114,10 +131,11 @@ class UserSplit(Split):
                     "classes",
                     hint="labels are numbered from 0; see its 'classes' or 'num_classes'",
                 )
-        return x, y
+        return xs if several else xs[0], y
 
 
-_PARTS = ("sample", "label")
+def _sample(batch: Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(batch.shape[1:]), dtype=_dtype_name(batch))
 
 
 def _length(dataset: Dataset[Any]) -> int:

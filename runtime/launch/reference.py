@@ -112,10 +112,10 @@ def train_reference(record: Record, threads: int) -> None:
 
         tell(kind="start")
         for epoch in range(1, chain.epochs + 1):
-            for x_BX, y_BY in source.train_batches(epoch):
-                reference.train_batch(x_BX, y_BY)
+            for x, y_BY in source.train_batches(epoch):
+                reference.train_batch(x, y_BY)
                 step += 1
-                samples += len(x_BX)
+                samples += len(y_BY)
                 if step == chain.steps:
                     break
             else:

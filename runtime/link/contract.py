@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal, Self
 
 from dni_runtime.spec import Dtype, EdgeSpec, TensorSpec, WorkerSpec
@@ -11,14 +13,16 @@ from dni_runtime.wire import HEADER_BYTES, Limits, TensorContract
 End = Literal["input", "output"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LinkContract:
     """Properties of one link that both ends must agree on.
 
     Attributes:
         source: The module upstream.
         target: The module downstream.
-        activation: Contract of activations, sent downstream as ``h``.
+        activation: Contract of activations, sent downstream as ``h``; None if only inputs of the
+            data are.
+        data: Contracts of inputs of the data, sent as ``x0``, ``x1`` …
         label: Contract of labels, sent downstream as ``y``.
         gradient: Contract of gradients, sent upstream as ``g``; None if upstream needs none.
         dtype: Compute type of the module at this end.
@@ -27,7 +31,8 @@ class LinkContract:
 
     source: str
     target: str
-    activation: TensorContract
+    activation: TensorContract | None
+    data: tuple[TensorContract, ...]
     label: TensorContract
     gradient: TensorContract | None
     dtype: str
@@ -38,26 +43,32 @@ class LinkContract:
         """Return the contract of one of a module's links."""
         tensor, wanted, links = edge.tensor, edge.gradients, spec.links
         limit = spec.batch_limit
-        down = links.dtype or tensor.dtype
-        up = links.gradient_dtype or down
-        activation = _on_the_wire("h", links.dtype, tensor, limit)
-        label = TensorContract("y", spec.label.dtype, spec.label.shape, limit)
-        gradient = _on_the_wire("g", links.gradient_dtype or links.dtype, tensor, limit)
+        activation = gradient = None
+        down, up = "nothing", "none"
+        if tensor is not None:
+            down = links.dtype or tensor.dtype
+            activation = _on_the_wire("h", links.dtype, tensor, limit)
+        if tensor is not None and wanted:
+            up = f"{links.gradient_dtype or down}, 1 in {wanted}"
+            gradient = _on_the_wire("g", links.gradient_dtype or links.dtype, tensor, limit)
+        given = enumerate(edge.samples)
+        data = tuple(TensorContract(f"x{n}", one.dtype, one.shape, limit) for n, one in given)
         return cls(
             source=edge.source,
             target=edge.target,
             activation=activation,
-            label=label,
-            gradient=gradient if wanted else None,
-            dtype=tensor.dtype,
+            data=data,
+            label=TensorContract("y", spec.label.dtype, spec.label.shape, limit),
+            gradient=gradient,
+            dtype="" if tensor is None else tensor.dtype,
             agreement={
                 "chain": spec.chain,
                 "source": edge.source,
                 "target": edge.target,
-                "activation": str(tensor),
+                "activation": "nothing" if tensor is None else str(tensor),
                 "label": str(spec.label),
                 "activations on the wire": down,
-                "gradients on the wire": f"{up}, 1 in {wanted}" if wanted else "none",
+                "gradients on the wire": up,
                 "batch limit": str(spec.batch_limit),
                 "hash": spec.link_hash(edge),
             },
@@ -66,11 +77,26 @@ class LinkContract:
     def __str__(self) -> str:
         return f"{self.source} → {self.target}"
 
+    @cached_property
+    def tensors(self) -> tuple[TensorContract, ...]:
+        """Contracts of all that is sent downstream, in this order."""
+        h = () if self.activation is None else (self.activation,)
+        return (*h, *self.data, self.label)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[TensorContract, slice], ...]:
+        """The same, each with its rows in a BATCH's table of tensors."""
+        ends = list(accumulate(len(one.names) for one in self.tensors))
+        first = [0, *ends]
+        return tuple(
+            (one, slice(*two)) for one, two in zip(self.tensors, pairwise(first), strict=True)
+        )
+
     @property
     def down(self) -> Limits:
         """Limits of messages sent downstream."""
-        tensors = len(self.activation.names) + len(self.label.names)
-        return Limits(tensors, max(self.activation.buffer_bytes, self.label.buffer_bytes))
+        tensors = sum(len(one.names) for one in self.tensors)
+        return Limits(tensors, max(one.buffer_bytes for one in self.tensors))
 
     @property
     def up(self) -> Limits:

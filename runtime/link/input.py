@@ -68,7 +68,7 @@ class InputLink:
             (edge,) = spec.sources
         self.awaited = edge.awaited
         self._contract = LinkContract.of(spec, edge)
-        self._label_dtype = spec.label.dtype
+        self._dtypes = {"h": self._contract.dtype}
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
         self.counters = LinkCounters()
         self._receiver = Receiver(
@@ -344,14 +344,14 @@ class InputLink:
         if message.kind is Kind.MARK:
             return Marker(message.id, message.epoch, message.mark, dict(message.body))
         tensors, buffers = message.tensors, message.buffers
-        return Batch(
-            message.id,
-            message.epoch,
-            message.mode,
-            (from_buffers(tensors[:-1], buffers[:-1], self._contract.dtype),),
-            from_buffers(tensors[-1:], buffers[-1:], self._label_dtype),
-            part_of(message),
-        )
+        *given, y = [
+            from_buffers(tensors[rows], buffers[rows], self._dtypes.get(one.name, one.dtype))
+            for one, rows in self._contract.rows
+        ]
+        outputs = int(self._contract.activation is not None)
+        xs, data = tuple(given[:outputs]), tuple(given[outputs:])
+        part = part_of(message)
+        return Batch(message.id, message.epoch, message.mode, xs, y, part, data)
 
     def _reply(self) -> None:
         replies = self._receiver.replies

@@ -20,6 +20,7 @@ class Batch:
         xs: The module's inputs ``[B, *input]``, in its compute type.
         y: Labels ``[B, *label]``.
         part: Part of a training batch; None: all of it.
+        data: Inputs of the data: at the head all, else those that came with it.
     """
 
     id: int
@@ -28,6 +29,7 @@ class Batch:
     xs: tuple[Tensor, ...]
     y: Tensor
     part: Part | None = None
+    data: tuple[Tensor, ...] = ()
 
     @property
     def ends(self) -> bool:

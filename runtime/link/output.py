@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -26,7 +26,7 @@ from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.link.tuner import WindowTuner
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import ID_LIMIT, Body, Kind, Mark, Message, Mode, Part
+from dni_runtime.wire import ID_LIMIT, Body, Buffer, Kind, Mark, Message, Mode, Part, TensorEntry
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class OutputLink:
         if edge is None:
             (edge,) = spec.targets
         self._contract = LinkContract.of(spec, edge)
+        self._data = edge.data
         self._frames = 1 + self._contract.up.tensors  # with the header
         self.counters = LinkCounters()
         self._tuner: WindowTuner | None = None
@@ -119,6 +120,11 @@ class OutputLink:
     def target(self) -> str:
         """Name of the module downstream."""
         return self._contract.target
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the module's own output is sent, of which there may be gradients."""
+        return self._contract.activation is not None
 
     @property
     def window(self) -> int:
@@ -236,7 +242,14 @@ class OutputLink:
         self._sender.window.acknowledge(self._sender.window.last)
 
     def send_batch(
-        self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor, part: Part | None = None
+        self,
+        id: int,
+        epoch: int,
+        mode: Mode,
+        h: Tensor,
+        y: Tensor,
+        part: Part | None = None,
+        data: Sequence[Tensor] = (),
     ) -> None:
         """Send a batch downstream, without waiting.
 
@@ -250,16 +263,24 @@ class OutputLink:
             h: Activations ``[B, *output]``.
             y: Labels ``[B, *label]``.
             part: Part of a training batch; None: all of it.
+            data: All inputs of the data, at the head.
 
         Raises:
             WireError: A tensor breaks the contract (a bug of the caller).
             ValueError: The window is full, or the id does not grow (a bug of the caller).
         """
-        h_entries, h_buffers = to_buffers(h, self._contract.activation)
-        y_entries, y_buffers = to_buffers(y, self._contract.label)
-        samples = len(h)
-        if len(y) != samples:
-            raise WireError("shape", f"{samples} samples in h but {len(y)} in y")
+        given = () if self._contract.activation is None else (h,)
+        entries: tuple[TensorEntry, ...] = ()
+        buffers: tuple[Buffer, ...] = ()
+        for tensor, contract in zip(
+            (*given, *(data[one] for one in self._data), y), self._contract.tensors, strict=True
+        ):
+            if len(tensor) != len(y):
+                raise WireError(
+                    "shape", f"{len(tensor)} samples in {contract.name} but {len(y)} in y"
+                )
+            more = to_buffers(tensor, contract)
+            entries, buffers = entries + more[0], buffers + more[1]
         message = Message(
             Kind.BATCH,
             self._sender.run,
@@ -267,11 +288,11 @@ class OutputLink:
             id=id,
             epoch=epoch,
             mode=mode,
-            tensors=h_entries + y_entries,
-            buffers=h_buffers + y_buffers,
+            tensors=entries,
+            buffers=buffers,
             body={} if part is None else {"part": [*part]},
         )
-        self._sender.add(message, samples)
+        self._sender.add(message, len(y))
         if self._tuner is not None and mode is Mode.TRAIN:
             self._tuner.sent(id, time.monotonic(), self.in_flight)
         self._transmit()

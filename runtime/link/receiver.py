@@ -143,10 +143,16 @@ class Receiver:
         self._check_origin(message)
         if message.kind is Kind.BATCH:
             tensors, buffers = message.tensors, message.buffers
-            activations = self.contract.activation.check(tensors[:-1], buffers[:-1])
-            labels = self.contract.label.check(tensors[-1:], buffers[-1:])
-            if activations != labels:
-                raise WireError("shape", f"{activations} samples in h but {labels} in y")
+            samples = {
+                one.name: one.check(tensors[rows], buffers[rows])
+                for one, rows in self.contract.rows
+            }
+            labels = samples["y"]
+            wrong = [
+                f"{count} samples in {name}" for name, count in samples.items() if count != labels
+            ]
+            if wrong:
+                raise WireError("shape", f"{wrong[0]} but {labels} in y")
             part = part_of(message)
             if part is not None and part.first + labels > part.samples:
                 raise WireError("body", f"{labels} samples in part {tuple(part)} of a batch")

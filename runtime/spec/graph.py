@@ -13,17 +13,22 @@ from functools import cached_property
 
 from dni_runtime.spec.modules import ModuleSpec
 
+DATA = "data."
+"""Beginning of the names of the data's inputs."""
+
 
 @dataclass(frozen=True)
 class Graph:
     """Links between modules.
 
     Attributes:
-        sources: For each module, the modules that it takes its inputs from, in the order of its
-            inputs; none for the head.
+        sources: For each module, those whose output it takes, in the order of its inputs.
+        data: For each module, which inputs of the data it takes after those; None for a head that
+            takes all.
     """
 
     sources: tuple[tuple[int, ...], ...]
+    data: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
     def of(cls, modules: Sequence[ModuleSpec]) -> Graph:
@@ -35,13 +40,22 @@ class Graph:
         """
         names = [module.name for module in modules]
         sources: list[tuple[int, ...]] = []
+        data: list[tuple[int, ...] | None] = []
         for index, module in enumerate(modules):
             if module.inputs is None:
                 sources.append((index - 1,) if index else ())
-            else:
-                sources.append(tuple(_earlier(one, index, names) for one in module.inputs))
-                if len(set(module.inputs)) < len(module.inputs):
-                    raise ValueError(f"module {module.name!r} names an input twice")
+                data.append(() if index else None)
+                continue
+            if len(set(module.inputs)) < len(module.inputs):
+                raise ValueError(f"module {module.name!r} names an input twice")
+            given = [one.startswith(DATA) for one in module.inputs]
+            if given != sorted(given):
+                raise ValueError(f"module {module.name!r} names 'data.N' before a module")
+            others = module.inputs[: len(given) - sum(given)]
+            if index == 0 and others:
+                raise ValueError(f"the first module, {module.name!r}, takes only 'data.N'")
+            sources.append(tuple(_earlier(one, index, names) for one in others))
+            data.append(tuple(int(one.removeprefix(DATA)) for one in module.inputs[len(others) :]))
         used = {source for own in sources for source in own}
         unused = [name for index, name in enumerate(names[:-1]) if index not in used]
         if unused:
@@ -49,37 +63,41 @@ class Graph:
                 f"the output of module {unused[0]!r} goes nowhere: name it in the 'inputs' of a "
                 "later module"
             )
-        return cls(tuple(sources))
+        return cls(tuple(sources), tuple(data))
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """For each module, the modules that take its output; none for the tail."""
-        found: list[list[int]] = [[] for _ in self.sources]
-        for target, own in enumerate(self.sources):
-            for source in own:
-                found[source].append(target)
-        return tuple(map(tuple, found))
+        """For each module, those that take its output; none for the tail."""
+        return _reversed(self.sources)
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, ...], ...]:
+        """For each module, those that it has a link from: the head sends inputs of the data."""
+        return tuple(
+            (*own, 0) if index and self.data[index] and 0 not in own else own
+            for index, own in enumerate(self.sources)
+        )
 
     @cached_property
     def below(self) -> tuple[int, ...]:
         """For each module, the links on the longest way from it to the tail."""
-        links = [0] * len(self.sources)
-        for index in range(len(links) - 2, -1, -1):
-            links[index] = 1 + max(links[target] for target in self.targets[index])
-        return tuple(links)
+        longest = [0] * len(self.links)
+        for index, targets in reversed(list(enumerate(_reversed(self.links)))):
+            longest[index] = 1 + max((longest[target] for target in targets), default=-1)
+        return tuple(longest)
 
     @cached_property
     def numbers(self) -> dict[tuple[int, int], int]:
         """Number of each link, from 1: a module's first input has the module's own index."""
-        first = {(own[0], target): target for target, own in enumerate(self.sources) if own}
-        further = [(one, target) for target, own in enumerate(self.sources) for one in own[1:]]
-        return first | {link: len(self.sources) + number for number, link in enumerate(further)}
+        first = {(own[0], target): target for target, own in enumerate(self.links) if own}
+        further = [(one, target) for target, own in enumerate(self.links) for one in own[1:]]
+        return first | {link: len(self.links) + number for number, link in enumerate(further)}
 
     def beside(self, source: int, target: int) -> int:
         """Return the links on the longest way from one module to another."""
         longest = {source: 0}
         for index in range(source + 1, target + 1):
-            ways = [1 + longest[one] for one in self.sources[index] if one in longest]
+            ways = [1 + longest[one] for one in self.links[index] if one in longest]
             if ways:
                 longest[index] = max(ways)
         return longest[target]
@@ -87,7 +105,15 @@ class Graph:
     @property
     def is_chain(self) -> bool:
         """Whether each module but the head has one input, from the one before."""
-        return all(own == (index - 1,) for index, own in enumerate(self.sources) if index)
+        return all(own == (index - 1,) for index, own in enumerate(self.links) if index)
+
+
+def _reversed(links: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in links]
+    for target, own in enumerate(links):
+        for source in own:
+            found[source].append(target)
+    return tuple(map(tuple, found))
 
 
 def _earlier(wanted: str, index: int, names: Sequence[str]) -> int:

@@ -314,10 +314,6 @@ class ChainSpec(Frozen):
             raise ValueError(
                 f"the last module, {modules[-1].name!r}, has the loss and takes no 'interface'"
             )
-        if modules[0].inputs is not None:
-            raise ValueError(
-                f"the first module, {modules[0].name!r}, reads the data and takes no 'inputs'"
-            )
         Graph.of(modules)
         return modules
 

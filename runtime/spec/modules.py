@@ -67,6 +67,9 @@ class InitSpec(Frozen):
     strict: bool = True
 
 
+DataInput = Annotated[str, StringConstraints(pattern=r"^data\.[0-7]$")]
+
+
 class ModuleDefaults(Frozen):
     """Settings of one module, or the defaults of all modules.
 
@@ -114,13 +117,14 @@ class ModuleSpec(ModuleDefaults):
 
     Attributes:
         name: Its name.
-        inputs: The modules that it takes its inputs from (default: the one before). Several are
-            joined batch by batch, and the first layer gets one argument for each.
+        inputs: What it takes: names of earlier modules, then ``data.0``, ``data.1`` … for inputs of
+            the data (default: the module before; of the first module, all of the data). Several
+            are joined batch by batch, and the first layer gets one argument for each.
         layers: Its layers.
     """
 
     name: Name
-    inputs: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+    inputs: Annotated[tuple[Name | DataInput, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
 
     @field_validator("inputs", mode="before")

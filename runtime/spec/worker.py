@@ -53,7 +53,8 @@ class DataInfo(Frozen):
     """Shapes, types and sizes of the head's data.
 
     Attributes:
-        sample: One input.
+        sample: One input; the first of several.
+        further: The other inputs.
         label: One label.
         classes: Number of classes, or None if labels are not class indices.
         train_samples: Number of training samples, or None if not known yet.
@@ -62,11 +63,17 @@ class DataInfo(Frozen):
     """
 
     sample: TensorSpec
+    further: tuple[TensorSpec, ...] = ()
     label: TensorSpec
     classes: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
     test_samples: int | None = None
+
+    @property
+    def samples(self) -> tuple[TensorSpec, ...]:
+        """All inputs."""
+        return (self.sample, *self.further)
 
 
 class SelectionRole(Frozen):
@@ -92,7 +99,9 @@ class EdgeSpec(Frozen):
         source: The module upstream.
         target: The module downstream.
         number: Number of the link in the chain; its port is ``links.port`` plus this.
-        tensor: One sample of what travels downstream.
+        tensor: One sample of the source's output; None if only inputs of the data travel.
+        data: Which inputs of the data travel, from the head.
+        samples: One sample of each of those.
         gradients: The target sends gradients of every n-th batch (by id); 0: of none.
         bootstrapped: Whether those are computed at once from the target's own error signal instead
             of true gradients.
@@ -104,7 +113,9 @@ class EdgeSpec(Frozen):
     source: str
     target: str
     number: int
-    tensor: TensorSpec
+    tensor: TensorSpec | None
+    data: tuple[int, ...] = ()
+    samples: tuple[TensorSpec, ...] = ()
     gradients: int = Field(ge=0)
     bootstrapped: bool = False
     awaited: bool = False
@@ -115,12 +126,14 @@ class HeadRole(Frozen):
     """Settings that only the first module needs.
 
     Attributes:
-        sample: One sample of the data.
+        samples: One sample of each of the data's inputs.
+        takes: Which of them the module itself takes.
         selects: Whether each evaluation needs a checkpoint before it.
         micro_batches: Number of parts into which each training batch is split.
     """
 
-    sample: TensorSpec
+    samples: tuple[TensorSpec, ...]
+    takes: tuple[int, ...] = (0,)
     data: DataSpec
     micro_batches: int = 1
     selects: bool = False
@@ -262,8 +275,9 @@ class WorkerSpec(Frozen):
     def inputs(self) -> tuple[TensorSpec, ...]:
         """One sample of each of the module's inputs."""
         if self.head is not None:
-            return (self.head.sample,)
-        return tuple(edge.tensor for edge in self.sources)
+            return tuple(self.head.samples[one] for one in self.head.takes)
+        outputs = tuple(edge.tensor for edge in self.sources if edge.tensor is not None)
+        return outputs + tuple(one for edge in self.sources for one in edge.samples)
 
     @property
     def exact(self) -> bool:
@@ -290,7 +304,8 @@ class WorkerSpec(Frozen):
             {
                 "chain": self.chain,
                 "ends": (edge.source, edge.target),
-                "activation": edge.tensor.model_dump(),
+                "activation": None if edge.tensor is None else edge.tensor.model_dump(),
+                "data": [one.model_dump() for one in edge.samples],
                 "label": self.label.model_dump(),
                 "gradients": edge.gradients,
                 "dtype": self.links.dtype,
@@ -312,7 +327,7 @@ def _with_edges(document: dict[str, Any]) -> dict[str, Any]:
     own |= {"target": downstream, "number": index + 1, "tensor": made["output"]}
     made["targets"] = [own | {"gradients": made["gradients_in"]}] if downstream else []
     if made.get("head"):
-        made["head"] = made["head"] | {"sample": made["input"]}
+        made["head"] = made["head"] | {"samples": [made["input"]]}
     del made["input"]
     return made
 

@@ -3,7 +3,14 @@
 Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles anything.
 """
 
-from dni_runtime.wire.codec import ID_LIMIT, SIZE_LIMIT, decode, encode, header_version
+from dni_runtime.wire.codec import (
+    ID_LIMIT,
+    INPUTS_LIMIT,
+    SIZE_LIMIT,
+    decode,
+    encode,
+    header_version,
+)
 from dni_runtime.wire.contract import (
     HEADER_BYTES,
     ITEM_BYTES,
@@ -18,6 +25,7 @@ from dni_runtime.wire.message import Body, Buffer, Message, Part, TensorEntry, n
 __all__ = [
     "HEADER_BYTES",
     "ID_LIMIT",
+    "INPUTS_LIMIT",
     "ITEM_BYTES",
     "PROTOCOL_VERSION",
     "SCALE_DTYPE",

@@ -25,6 +25,7 @@ EPOCH_LIMIT = (1 << 31) - 1
 SIZE_LIMIT = (1 << 31) - 1
 RANK_LIMIT = 8
 DEPTH_LIMIT = 8
+INPUTS_LIMIT = 8
 NAME_BYTES = 255  # a run is named after its folder (NAME_MAX, limits.h)
 
 
@@ -41,13 +42,18 @@ class _Uses:
     tensors: tuple[tuple[str, ...], ...] = ((),)  # each allowed sequence of names
 
 
+_BATCHES = [
+    (*h, *(f"x{one}" for one in range(data)), "y")
+    for data in range(INPUTS_LIMIT + 1)
+    for h in (("h",), ("h", "h_scale"), ())
+    if h or data
+]
+
 _USES = {
     Kind.HELLO: _Uses(body=True),
     Kind.WELCOME: _Uses(ack=True, body=True),
     Kind.REFUSE: _Uses(body=True),
-    Kind.BATCH: _Uses(
-        id=True, epoch=True, mode=True, body=True, tensors=(("h", "y"), ("h", "h_scale", "y"))
-    ),
+    Kind.BATCH: _Uses(id=True, epoch=True, mode=True, body=True, tensors=tuple(_BATCHES)),
     Kind.MARK: _Uses(id=True, epoch=True, mark=True, body=True),
     Kind.GRADIENT: _Uses(id=True, ack=True, tensors=(("g",), ("g", "g_scale"))),
     Kind.ACK: _Uses(ack=True),

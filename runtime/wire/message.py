@@ -42,7 +42,8 @@ class TensorEntry:
     """One row of a message's tensor table.
 
     Attributes:
-        name: ``h``, ``y`` or ``g``; ``h_scale`` or ``g_scale``.
+        name: ``h``, ``y`` or ``g``; ``h_scale`` or ``g_scale``; ``x0``, ``x1`` … for inputs of the
+            data.
         dtype: torch's name of the type.
         shape: Sizes, the batch dimension included.
     """

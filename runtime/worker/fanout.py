@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from dni_runtime.core.sums import GradientSum
-from dni_runtime.link import Drained, Event, Gradient, LinkCounters, OutputLink
-from dni_runtime.wire import Body, Mark, Mode, Part
+from dni_runtime.link import Batch, Drained, Event, Gradient, LinkCounters, OutputLink
+from dni_runtime.wire import Body, Mark
 
 
 class Fanout:
@@ -26,7 +26,8 @@ class Fanout:
 
     def __init__(self, links: Sequence[OutputLink]) -> None:
         self.links = tuple(links)
-        self._sums = GradientSum(len(links))
+        self._teaching = [link for link in links if link.teaches]
+        self._sums = GradientSum(len(self._teaching))
         self._drained = 0
 
     @property
@@ -63,7 +64,7 @@ class Fanout:
     @property
     def drained(self) -> int:
         """Id up to which no more gradients will come, as some module downstream has lost them."""
-        return max(link.drained for link in self.links)
+        return max(link.drained for link in self._teaching)
 
     @property
     def first(self) -> int:
@@ -79,15 +80,20 @@ class Fanout:
         longest = max(map(len, every))
         return tuple(max(one[at] for one in every if at < len(one)) for at in range(longest))
 
-    def send_batch(
-        self, id: int, epoch: int, mode: Mode, h: Tensor, y: Tensor, part: Part | None = None
-    ) -> None:
-        """Send a batch where the window has room; see :meth:`OutputLink.send_batch`."""
+    def send_batch(self, batch: Batch, h: Tensor) -> None:
+        """Send a batch's activation, where the window has room; see :meth:`OutputLink.send_batch`.
+
+        Args:
+            batch: The batch.
+            h: The module's output ``[B, *output]``, on the CPU.
+        """
         for link in self.links:
             if link.room:
-                link.send_batch(id, epoch, mode, h, y, part)
+                link.send_batch(
+                    batch.id, batch.epoch, batch.mode, h, batch.y, batch.part, batch.data
+                )
             else:
-                link.miss(id)
+                link.miss(batch.id)
 
     def miss(self, id: int) -> None:
         """Skip a batch."""
@@ -105,8 +111,14 @@ class Fanout:
         """Return what has come from downstream; see :meth:`OutputLink.receive`."""
         if len(self.links) == 1:
             return self.links[0].receive()
-        come = [link.receive() for link in self.links]
-        events: list[Event] = []
+        come = [link.receive() for link in self._teaching]
+        events: list[Event] = [
+            event
+            for link in self.links
+            if not link.teaches
+            for event in link.receive()
+            if not isinstance(event, Drained)
+        ]
         incomplete: set[int] = set()
         for place, some in enumerate(come):  # all gradients before any DRAINED
             for event in some:
@@ -123,8 +135,8 @@ class Fanout:
 
     def _given_up(self) -> list[Event]:
         """Return up to which ids no gradients will be complete any more."""
-        lost = [self._sums.lacks(place, link.drained) for place, link in enumerate(self.links)]
-        until = max(min(link.drained for link in self.links), *(id or 0 for id in lost))
+        lost = [self._sums.lacks(place, link.drained) for place, link in enumerate(self._teaching)]
+        until = max(min(link.drained for link in self._teaching), *(id or 0 for id in lost))
         if until <= self._drained:
             return []
         self._drained = until

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from dni_runtime.core.step import as_inputs
 from dni_runtime.link import Batch, Marker
 from dni_runtime.wire import Mark
 from dni_runtime.worker.fanout import Fanout
@@ -42,6 +43,8 @@ class Head:
         output: Fanout | None,
     ) -> None:
         self.position = start.position
+        role = metrics.spec.head
+        self._takes = (0,) if role is None else role.takes
         self._stream = stream
         self._start = start
         # An earlier attempt may also have used the id after the last one that it counted.
@@ -93,9 +96,11 @@ class Head:
         item = next(self._stream)
         self._metrics.waiting_s["data"] += time.monotonic() - began
         self.position = item.position
-        if item.x_BX is None or item.y_BY is None:
+        if item.x is None or item.y_BY is None:
             return Marker(id, item.epoch, item.mark, {})
-        return Batch(id, item.epoch, item.mode, (item.x_BX,), item.y_BY, item.part)
+        data = as_inputs(item.x)
+        xs = tuple(data[one] for one in self._takes)
+        return Batch(id, item.epoch, item.mode, xs, item.y_BY, item.part, data)
 
     def oldest(self) -> tuple[int, Position] | None:
         """Return the oldest id that may have to be resent, and the position before it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dni_runtime.link import Batch, InputLink, LinkCounters, Marker
 
@@ -53,7 +54,8 @@ class Join:
     def receive(self) -> Batch | Marker | None:
         """Return the next batch or marker, without waiting; None if it is not complete."""
         if len(self.links) == 1:
-            return self.links[0].receive()
+            item = self.links[0].receive()
+            return _joined([item]) if isinstance(item, Batch) and item.data else item
         for link, queue in zip(self.links, self._queues, strict=True):
             # All that has come is read: a message left in a socket would end each poll at once.
             while (item := link.receive()) is not None:
@@ -67,8 +69,7 @@ class Join:
                 return first
             batches = [item for item in items if isinstance(item, Batch)]
             if id > self._passed and len(batches) == len(self.links):
-                x = tuple(x for batch in batches for x in batch.xs)
-                return Batch(id, first.epoch, batches[0].mode, x, batches[0].y, batches[0].part)
+                return _joined(batches)
             self._left_out += id > self._passed
             for place in on:
                 self.links[place].ack(id)
@@ -117,3 +118,10 @@ class Join:
         """Close all links."""
         for link in self.links:
             link.close()
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Return the batch with all inputs, those of the data last."""
+    xs = [x for batch in batches for x in batch.xs]
+    xs += [x for batch in batches for x in batch.data]
+    return replace(batches[0], xs=tuple(xs), data=())

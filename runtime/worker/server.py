@@ -254,7 +254,7 @@ class ModuleServer:
         """Train on a batch, and send its activation on; return the gradients for upstream."""
         step, divergence = self._step, self._divergence
         if self._head is not None and not all(
-            divergence.may_use(batch.id, "the data", one) for one in batch.xs
+            divergence.may_use(batch.id, "the data", one) for one in batch.data
         ):
             if self._output is not None:
                 self._output.miss(batch.id)
@@ -284,7 +284,7 @@ class ModuleServer:
         trains = batch.mode is Mode.TRAIN
         fine = not trains or self._divergence.may_use(batch.id, "the activation", h.wait())
         if fine:
-            output.send_batch(batch.id, batch.epoch, batch.mode, h.wait(), batch.y, batch.part)
+            output.send_batch(batch, h.wait())
             fullest = output.fullest
             self._metrics.count_window(fullest.in_flight, fullest.window)
         else:

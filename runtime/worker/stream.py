@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dni_runtime.core.chain import parts_of
+from dni_runtime.core.step import Inputs
 from dni_runtime.data import Batch, DataSource
 from dni_runtime.spec import HeadRole
 from dni_runtime.wire import Mark, Mode, Part
@@ -46,7 +47,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Item:
-    """An item of the stream: a batch, or a marker if ``x_BX`` is None.
+    """An item of the stream: a batch, or a marker if ``x`` is None.
 
     Attributes:
         position: The stream's position after this item.
@@ -56,7 +57,7 @@ class Item:
     position: Position
     mode: Mode = Mode.TRAIN
     mark: Mark = NOTHING
-    x_BX: Tensor | None = None
+    x: Inputs | None = None
     y_BY: Tensor | None = None
     part: Part | None = None
 
@@ -126,9 +127,9 @@ def items(
 
 def _evaluate(batches: Iterator[Batch], at: Position) -> Generator[Item, None, Position]:
     """Yield an evaluation's remaining batches; return the position after them."""
-    for x_BX, y_BY in islice(batches, at.eval_batch, None):
+    for x, y_BY in islice(batches, at.eval_batch, None):
         at = replace(at, eval_batch=at.eval_batch + 1)
-        yield Item(at.epoch, at, mode=Mode.EVAL, x_BX=x_BX, y_BY=y_BY)
+        yield Item(at.epoch, at, mode=Mode.EVAL, x=x, y_BY=y_BY)
     return at
 
 
@@ -139,7 +140,7 @@ def _train(
     sends, every = _left(source, role, at), role.checkpoint.every_steps
     if not sends or early():
         return at
-    for x_BX, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
+    for x, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
         if every and at.batch and at.step % every == 0 and not at.saved:
             at = replace(at, saved=True)
             yield Item(at.epoch, at, mark=Mark.CHECKPOINT)
@@ -147,12 +148,12 @@ def _train(
                 break
         after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
         if role.micro_batches == 1:
-            yield Item(at.epoch, after, x_BX=x_BX, y_BY=y_BY)
+            yield Item(at.epoch, after, x=x, y_BY=y_BY)
         else:
-            parts = list(parts_of(x_BX, y_BY, role.micro_batches))
-            for number, (part, x, y) in enumerate(parts[at.part :], start=at.part + 1):
+            parts = list(parts_of(x, y_BY, role.micro_batches))
+            for number, (part, some, y) in enumerate(parts[at.part :], start=at.part + 1):
                 then = after if number == len(parts) else replace(at, part=number)
-                yield Item(at.epoch, then, x_BX=x, y_BY=y, part=part)
+                yield Item(at.epoch, then, x=some, y_BY=y, part=part)
         at = after
         if early():
             break

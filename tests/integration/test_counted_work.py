@@ -263,7 +263,7 @@ def greet(input: InputLink) -> bool:
 
 def stream(batches: Batches) -> Iterator[Item]:
     for x_BX, y_BY in cycle(batches):
-        yield Item(1, Position(), x_BX=x_BX, y_BY=y_BY)
+        yield Item(1, Position(), x=x_BX, y_BY=y_BY)
 
 
 def specs(interface: str, dtype: str, samples: int = SAMPLES) -> tuple[WorkerSpec, ...]:

@@ -47,7 +47,7 @@ def head(
         ledger = Ledger(tmp_path / "counts", Counts())
         ledger.close()
     first = start.position.batch + 1
-    stream = (Item(1, at(n), x_BX=X, y_BY=Y) for n in range(first, 100))
+    stream = (Item(1, at(n), x=X, y_BY=Y) for n in range(first, 100))
     metrics = MetricsWriter(run, make_spec(), 1)
     return Head(stream, start=start, ledger=ledger, metrics=metrics, output=output)
 

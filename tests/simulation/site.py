@@ -138,7 +138,7 @@ class Schedule:
             if not any(index in one for one in own[index + 1 :]):
                 own[draw.randrange(index + 1, self.modules)].add(index)
         self.sources = tuple(tuple(draw.sample(sorted(one), len(one))) for one in own)
-        graph = Graph(self.sources)
+        graph = Graph(self.sources, ((),) * self.modules)
         self.window = max(self.window, *(graph.beside(*ends) for ends in graph.numbers))
 
     @property

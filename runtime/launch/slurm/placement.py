@@ -191,7 +191,7 @@ def crossing(graph: Graph, nodes: Sequence[int]) -> list[int | None]:
     """Return for each module one that it takes an input from over the network, if any."""
     return [
         next((source for source in own if nodes[source] != nodes[index]), None)
-        for index, own in enumerate(graph.sources)
+        for index, own in enumerate(graph.links)
     ]
 
 

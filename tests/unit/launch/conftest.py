@@ -80,7 +80,7 @@ def _worker(index: int, *, device: str = "cpu", cpus: int = 1) -> WorkerSpec:
         keep=2,
         stop_grace_s=chain.stop_grace_s,
         head=HeadRole(
-            sample=tensor,
+            samples=(tensor,),
             data=chain.data,
             epochs=4,
             steps=None,

@@ -28,7 +28,7 @@ def role(
     data: DataSpec = DATA,
 ) -> HeadRole:
     return HeadRole(
-        sample=TensorSpec(shape=(1, 8, 8), dtype="float32"),
+        samples=(TensorSpec(shape=(1, 8, 8), dtype="float32"),),
         data=data,
         epochs=epochs,
         steps=steps,
@@ -46,7 +46,7 @@ def run(given: HeadRole, start: Position | None = None) -> list[Item]:
 def shape(stream: list[Item]) -> list[str]:
     words = []
     for item in stream:
-        if item.x_BX is None:
+        if item.x is None:
             words.append("|".join(flag.name or "" for flag in Mark if flag in item.mark))
         else:
             words.append("train" if item.mode is Mode.TRAIN else "eval")
@@ -108,7 +108,7 @@ def test_an_early_end_after_any_item() -> None:
 
 def test_a_checkpoint_before_each_evaluation() -> None:
     given = role(epochs=3, eval_every=2).model_copy(update={"selects": True})
-    markers = [item.mark for item in run(given) if item.x_BX is None]
+    markers = [item.mark for item in run(given) if item.x is None]
     assert [Mark.CHECKPOINT in mark for mark in markers if Mark.EPOCH in mark] == [True] * 3
 
 
@@ -117,8 +117,8 @@ def test_batches_in_parts() -> None:
     assert shape(cut)[0] == "16 train"
     parts = [item for item in cut if item.part is not None]
     assert [item.part.samples for item in parts if item.part] == [64] * 12 + [8] * 4
-    batches = [item.x_BX for item in whole if item.mode is Mode.TRAIN and item.x_BX is not None]
-    assert torch.equal(torch.cat([i.x_BX for i in parts if i.x_BX is not None]), torch.cat(batches))
+    batches = [item.x for item in whole if item.mode is Mode.TRAIN and item.x is not None]
+    assert torch.equal(torch.cat([i.x for i in parts if i.x is not None]), torch.cat(batches))
     steps = [item.position.step for item in parts]
     assert steps == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
 
@@ -155,5 +155,5 @@ def test_goes_on_exactly_after_any_item(given: HeadRole) -> None:
         assert [one.position for one in rest] == [one.position for one in expected]
         for ours, theirs in zip(rest, expected, strict=True):
             assert (ours.mode, ours.mark, ours.epoch) == (theirs.mode, theirs.mark, theirs.epoch)
-            if ours.x_BX is not None and theirs.x_BX is not None:
-                assert torch.equal(ours.x_BX, theirs.x_BX)
+            if ours.x is not None and theirs.x is not None:
+                assert torch.equal(ours.x, theirs.x)

@@ -78,9 +78,9 @@ def test_auto_keeps_to_what_a_node_has() -> None:
 def test_explicit_follows_the_map() -> None:
     wanted = spec("explicit", map={"m0": 1, "m1": 0, "m2": 1})
     assert place(needs(1, 1, 1), wanted) == (1, 0, 1)
-    chain = Graph(((), (0,), (1,), (2,)))
+    chain = Graph(((), (0,), (1,), (2,)), ((),) * 4)
     assert crossing(chain, (1, 0, 0, 1)) == [None, 0, None, 2]
-    diamond = Graph(((), (0,), (0,), (1, 2)))
+    diamond = Graph(((), (0,), (0,), (1, 2)), ((),) * 4)
     assert crossing(diamond, (0, 0, 1, 0)) == [None, None, 0, 2]
 
 
