@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dni_runtime.bench.spread import Spread
 from dni_runtime.core.chain import data_of
+from dni_runtime.core.interfaces import Timing
 from dni_runtime.core.step import ModuleStep, as_inputs, due
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.data import open_data
@@ -175,7 +176,7 @@ def _measure(step: ModuleStep, feeds: Sequence[_Feed], seconds: float) -> _Sums:
     """Train one module for a while, a round of batches at a time."""
     clock = _clock(step.device)
     spec, interface, sums = step.spec, step.interface, _Sums()
-    answers = interface is not None and interface.signals
+    answers = interface is not None and interface.timing.signals
     # Whole rounds, so that batches with gradients occur as often as in training.
     sent = (max(edge.gradients, 1) for edge in spec.sources)
     round_ids = math.lcm(_BATCHES, max(spec.gradients_in, 1), *sent)
@@ -225,7 +226,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 def _cost(step: ModuleStep, measured: Sequence[_Sums], batch: int) -> ModuleCost:
     spec, interface = step.spec, step.interface
-    deferred = interface is not None and interface.applies and not interface.signals
+    deferred = interface is not None and interface.timing is Timing.DEFERRED
     forward = [1e6 * sums.forward_s / sums.batches for sums in measured]
     signal = [1e6 * sums.signal_s / sums.batches for sums in measured]
     update = [1e6 * sums.update_s / sums.batches for sums in measured]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location
-from dni_runtime.core.interfaces import Boundary, build_interface, resolve_interface
+from dni_runtime.core.interfaces import Boundary, Timing, build_interface, resolve_interface
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization, check_groups
@@ -84,7 +84,7 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
     _check_groups(chain, layers)
     for worker, own in zip(workers, layers, strict=True):
         at = ("modules", worker.index)
-        trains = worker.interface is None or resolve_interface(worker.interface).trains
+        trains = worker.interface is None or resolve_interface(worker.interface).timing.trains
         if worker.freeze or not trains:
             own.requires_grad_(False)
         try:
@@ -154,7 +154,7 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
             )
     for worker in workers:
         interface = None if worker.interface is None else resolve_interface(worker.interface)
-        alone = interface is None or interface.signals or not interface.trains
+        alone = interface is None or interface.timing is not Timing.DEFERRED
         if not alone and chain.links.on_loss == "continue":
             raise SpecError(
                 f"module {worker.module!r} is trained by true gradients alone: it cannot continue "

@@ -19,7 +19,7 @@ from dni_runtime.core.checks import (
     place,
 )
 from dni_runtime.core.choices import Location
-from dni_runtime.core.interfaces import Resolved, default_interface
+from dni_runtime.core.interfaces import Resolved, Timing, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import class_axis
@@ -72,7 +72,7 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
             choice = chain.setting(index, "interface") or default_interface(inferred[index].attends)
             found = find_interface(choice, at)
             interface = found.choice
-            if found.applies and not found.signals and found.wanted.max_late is None:
+            if found.timing is Timing.DEFERRED and found.wanted.max_late is None:
                 optimizer = LATE_OPTIMIZER
         modules.append(
             ModuleSpec(
@@ -290,8 +290,8 @@ def _cuts(
         passes_on = math.gcd(*(cut.every for cut in relayed))
         every = math.gcd(interface.wanted.every, passes_on)
         own = interface.wanted.bootstrapped and not passes_on
-        signal = all(one is not None and one.signals for one in below)
-        awaited = interface.applies or any(cut.awaited and cut.every for cut in relayed)
+        signal = all(one is not None and one.timing.signals for one in below)
+        awaited = interface.timing.applies or any(cut.awaited and cut.every for cut in relayed)
         cuts.append(
             _Cut(
                 every=every,

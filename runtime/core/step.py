@@ -140,10 +140,10 @@ class ModuleStep:
             self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
         interface_ = self.interface
-        if spec.freeze or (interface_ is not None and not interface_.trains):
+        if spec.freeze or (interface_ is not None and not interface_.timing.trains):
             self.layers.requires_grad_(False)
-        self._signals = interface_ is not None and interface_.signals
-        self._applies = interface_ is not None and interface_.applies
+        self._signals = interface_ is not None and interface_.timing.signals
+        self._applies = interface_ is not None and interface_.timing.applies
         self.optimization = Optimization(
             spec, self.layers, predicts=interface_ is not None and interface_.predicts
         )

@@ -60,7 +60,7 @@ class Divergence:
             return True
         interface = self._step.interface
         sender = " or ".join(repr(edge.target) for edge in self._step.spec.targets)
-        only_teaches = interface is not None and not interface.applies
+        only_teaches = interface is not None and not interface.timing.applies
         self._found(id, f"the gradient from {sender}", mended=only_teaches)
         return False
 

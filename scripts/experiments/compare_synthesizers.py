@@ -67,7 +67,7 @@ def products(steps: Sequence[ModuleStep], x_BX: Tensor, y_BY: Tensor) -> list[fl
             h_BH.backward(torch.ones_like(h_BH))
         x_BX = h_BH.detach()
         with FlopCounterMode(display=False) as interface:
-            if step.interface.signals:
+            if step.interface.timing.signals:
                 step.interface.signal(x_BX, y_BY)
                 step.interface.learn(x_BX, y_BY, torch.randn_like(x_BX), measure=False)
         shares.append(interface.get_total_flops() / max(module.get_total_flops(), 1))

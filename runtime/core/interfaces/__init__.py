@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dni_runtime.core.choices import Location, find_class, parse_options
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, LateSignal, Signal, Wanted
+from dni_runtime.core.interfaces.base import (
+    Boundary,
+    GradientInterface,
+    LateSignal,
+    Signal,
+    Timing,
+    Wanted,
+)
 from dni_runtime.core.interfaces.corrected import Corrected
 from dni_runtime.core.interfaces.delayed import Delayed, Exact
 from dni_runtime.core.interfaces.local import Local
@@ -32,6 +39,7 @@ __all__ = [
     "LateSignal",
     "Resolved",
     "Signal",
+    "Timing",
     "Wanted",
     "build_interface",
     "default_interface",
@@ -56,16 +64,12 @@ class Resolved(NamedTuple):
     Attributes:
         choice: The choice with all options.
         wanted: What it needs from the modules downstream.
-        applies: As :attr:`GradientInterface.applies`.
-        signals: As :attr:`GradientInterface.signals`.
-        trains: As :attr:`GradientInterface.trains`.
+        timing: When it updates the module.
     """
 
     choice: Choice
     wanted: Wanted
-    applies: bool
-    signals: bool
-    trains: bool
+    timing: Timing
 
 
 def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
@@ -77,7 +81,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
-    return Resolved(full, cls.wants(options), cls.applies, cls.signals, cls.trains)
+    return Resolved(full, cls.wants(options), cls.timing)
 
 
 def build_interface(

@@ -2,7 +2,7 @@
 
 A gradient interface sits at the output of a module that is not the tail. It returns an error
 signal for a batch at once (:meth:`GradientInterface.signal`), lets the true gradient update the
-module when that comes (``applies``), or both. True gradients may also teach it
+module when that comes, or both (:class:`Timing`). True gradients may also teach it
 (:meth:`GradientInterface.learn`). All gradients are per sample, dL_b/dh_b, not divided by the batch
 size: with the mean the targets shrink with the batch and synthesizers stop learning.
 """
@@ -10,6 +10,7 @@ size: with the mean the targets shrink with the batch and synthesizers stop lear
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -84,6 +85,29 @@ class LateSignal(NamedTuple):
     cosine: Tensor
 
 
+class Timing(Enum):
+    """When an interface updates its module.
+
+    Attributes:
+        signals: Whether an error signal comes at once.
+        applies: Whether true gradients update the module.
+        trains: Whether the module is trained at all.
+    """
+
+    NEVER = False, False
+    AT_ONCE = True, False
+    """By its own error signal; true gradients may teach the interface."""
+    CORRECTED = True, True
+    """By its own error signal, and by the difference of the true gradient when that comes."""
+    DEFERRED = False, True
+    """When the true gradient comes; ``Wanted.max_late`` says whether to wait for it."""
+
+    def __init__(self, signals: bool, applies: bool) -> None:
+        self.signals = signals
+        self.applies = applies
+        self.trains = signals or applies
+
+
 Keep = Literal["graph", "input", "weights"]
 """What is kept of a forward pass until its true gradient comes; see ``dni_runtime.core.passes``."""
 
@@ -113,9 +137,7 @@ class GradientInterface(nn.Module):
 
     Attributes:
         Options: The model of its options in the spec.
-        trains: Whether the module is trained at all.
-        signals: Whether an error signal comes at once.
-        applies: Whether true gradients update the module.
+        timing: When it updates the module.
         predicts: Whether forward passes use the weights expected at the time when their gradient
             comes.
         keep: What is kept of forward passes.
@@ -126,9 +148,7 @@ class GradientInterface(nn.Module):
 
     Options: ClassVar[type[Frozen]] = Frozen
 
-    trains: bool = True
-    signals: ClassVar[bool] = True
-    applies: ClassVar[bool] = False
+    timing: ClassVar[Timing] = Timing.AT_ONCE
     predicts: bool = False
     keep: Keep = "graph"
     store: int | None = None

@@ -11,6 +11,7 @@ from dni_runtime.core.interfaces.base import (
     Boundary,
     GradientInterface,
     Signal,
+    Timing,
     Wanted,
     build_part,
 )
@@ -42,7 +43,7 @@ class Corrected(GradientInterface):
 
     Options = CorrectedOptions
 
-    applies = True
+    timing = Timing.CORRECTED
 
     def __init__(self, boundary: Boundary, options: CorrectedOptions) -> None:
         super().__init__(boundary, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Keep, Wanted
+from dni_runtime.core.interfaces.base import Boundary, GradientInterface, Keep, Timing, Wanted
 from dni_runtime.spec.named import Frozen
 
 MICRO_BATCHES = Field(default=1, ge=1, le=4096)
@@ -31,8 +31,7 @@ class Exact(GradientInterface):
 
     Options = ExactOptions
 
-    signals = False
-    applies = True
+    timing = Timing.DEFERRED
 
     @classmethod
     def wants(cls, options: ExactOptions) -> Wanted:
@@ -75,8 +74,7 @@ class Delayed(GradientInterface):
 
     Options = DelayedOptions
 
-    signals = False
-    applies = True
+    timing = Timing.DEFERRED
 
     def __init__(self, boundary: Boundary, options: DelayedOptions) -> None:
         super().__init__(boundary, options)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dni_runtime.core.interfaces.base import GradientInterface, Wanted
+from dni_runtime.core.interfaces.base import GradientInterface, Timing, Wanted
 
 
 class Untrained(GradientInterface):
     """Returns no signal and needs no gradient."""
 
-    trains = False
-    signals = False
+    timing = Timing.NEVER
 
     @classmethod
     def wants(cls, options: Any) -> Wanted:
