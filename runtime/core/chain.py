@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.step import Gradients, Inputs, ModuleStep, as_inputs
+from dni_runtime.core.passes import Inputs, as_inputs
+from dni_runtime.core.step import Gradients, ModuleStep
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.core.training import module_seed, seeded
 from dni_runtime.spec import WorkerSpec

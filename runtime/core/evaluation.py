@@ -16,7 +16,8 @@ from dni_runtime.core.metrics import (
     cross_entropy_of,
     mean_of,
 )
-from dni_runtime.core.step import Inputs, ModuleStep
+from dni_runtime.core.passes import Inputs
+from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import Choice, WorkerSpec
 
 _NATS = "cross-entropy"

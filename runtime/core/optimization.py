@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -53,6 +53,8 @@ class Optimization:
         gathered: Batches whose gradients are summed up for the next update.
         skipped: Updates that were not made, because a gradient was not finite (``on_nan: skip``).
         before: The parameters before the newest update, if weights are predicted.
+        before_step: Called with the parameters when their gradients are complete, before clipping
+            and the optimizer's step; it may change the gradients, as an average over replicas does.
         version: A number that changes whenever the weights change.
 
     Raises:
@@ -76,6 +78,7 @@ class Optimization:
         self.gathered = self.skipped = self.version = 0
         self._predicts = predicts
         self.before: list[Tensor] | None = None
+        self.before_step: Callable[[Sequence[Tensor]], None] | None = None
 
     def update(self) -> None:
         """Note a batch's complete gradient; update the weights every ``accumulate`` batches."""
@@ -87,6 +90,8 @@ class Optimization:
                 if p.grad is not None:
                     p.grad.div_(self.gathered)
         self.gathered = 0
+        if self.before_step is not None:
+            self.before_step(self.parameters)
         gradients = (p.grad for p in self.parameters if p.grad is not None)
         if self._spec.on_nan == "skip" and not all_finite(gradients):
             self.skipped += 1

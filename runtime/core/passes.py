@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +25,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dni_runtime.core.interfaces.base import Keep
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
+"""A module's input, or several."""
+
+
+def as_inputs(x: Inputs) -> tuple[Tensor, ...]:
+    """Return a module's inputs, which may be given as one tensor."""
+    return x if isinstance(x, tuple) else (x,)
 
 
 @dataclass

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dni_runtime.core.backward import backward, per_sample
+from dni_runtime.core.counters import StepCounters
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.interfaces import (
     Boundary,
@@ -27,10 +28,9 @@ from dni_runtime.core.interfaces import (
 )
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.mean import Mean
 from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.passes import ForwardPass, ForwardPasses
+from dni_runtime.core.passes import ForwardPass, ForwardPasses, Inputs, as_inputs
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import module_seed, seeded, torch_dtype
 from dni_runtime.spec import WorkerSpec
@@ -39,40 +39,8 @@ from dni_runtime.wire import Part
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 """Per-sample gradients for the modules upstream, in the order of ``WorkerSpec.sources``."""
 
-Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
-"""A module's input, or several."""
-
 MARGIN = 8
 """Batches kept beyond the late ones, for acknowledgements and gradients on their way."""
-
-
-@dataclass
-class StepCounters:
-    """Counters of gradients, and the newest losses.
-
-    Attributes:
-        gradients: Gradients received from downstream.
-        unpaired: Gradients received whose batch was no longer stored.
-        given_up: Batches whose gradient did not come before the store was full.
-        skipped: Gradients received but not learnt from, because they were not finite.
-        lag: Sum of the ages of gradients that came, in batches.
-        lag_max: The largest of these ages since this was last set to 0.
-        loss: The module's own loss (tail: the chain's; local head: its), newest.
-        error: Error of synthetic gradients, when measured (``LateSignal``).
-        cosine: Their cosine, when measured.
-        head_accuracy: Accuracy of an early head on training batches, when measured.
-    """
-
-    gradients: int = 0
-    unpaired: int = 0
-    given_up: int = 0
-    skipped: int = 0
-    lag: int = 0
-    lag_max: int = 0
-    loss: Tensor | None = None
-    error: Mean = field(default_factory=Mean)
-    cosine: Mean = field(default_factory=Mean)
-    head_accuracy: Mean = field(default_factory=Mean)
 
 
 @dataclass
@@ -450,11 +418,6 @@ class ModuleStep:
             while len(self._kept) > self.store:
                 self._kept.popitem(last=False)
                 self.counters.given_up += 1
-
-
-def as_inputs(x: Inputs) -> tuple[Tensor, ...]:
-    """Return a module's inputs, which may be given as one tensor."""
-    return x if isinstance(x, tuple) else (x,)
 
 
 def due(id: int, every: int) -> bool:

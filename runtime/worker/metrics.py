@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from dni_runtime.core.mean import Mean
-from dni_runtime.core.step import ModuleStep, StepCounters
+from dni_runtime.core.counters import Mean, StepCounters
+from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError, DniError
 from dni_runtime.link import LinkCounters
 from dni_runtime.rundir import RunDir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -229,3 +230,21 @@ def test_exact_is_backprop_with_dropout_too() -> None:
         reference.train_batch(x, y)
     for ours, theirs in zip(parameters(chain), reference.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_hook_may_change_gradients_before_the_step() -> None:
+    """It sees the mean of the accumulated batches, before clipping."""
+    step, seen = tail("accumulate: 2, clip: {value: 0.001}"), list[float]()
+
+    def clear(parameters: Sequence[Tensor]) -> None:
+        seen.append(max(float(p.grad.abs().max()) for p in parameters if p.grad is not None))
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.zero_()
+
+    step.optimization.before_step = clear
+    before = [p.detach().clone() for p in step.layers.parameters()]
+    after = trained(step, 4)
+    assert len(seen) == 2
+    assert min(seen) > 0.001
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -2,7 +2,7 @@
 
 import torch
 
-from dni_runtime.core.mean import Mean
+from dni_runtime.core.counters import Mean
 
 
 def test_a_mean_is_taken_once() -> None:
