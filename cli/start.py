@@ -209,6 +209,7 @@ def run(
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import create_run
+    from dni_runtime.launch.runtimes import worker_argv
     from dni_runtime.rundir import RunDir, socket_folder
 
     prepared = prepare(chain, data=data)
@@ -234,8 +235,9 @@ def run(
         supervised=False,
     )
     (worker,) = (one for one in plan.workers if one.module == module)
+    argv = worker_argv(worker)
     if dry_run:
-        click.echo(shlex.join(worker.argv))
+        click.echo(shlex.join(argv))
         return
     if RunDir(run_dir).record.exists():
         _same_spec(prepared, run_dir, module)
@@ -244,7 +246,7 @@ def run(
     socket_folder(run_dir.absolute())
     environ = host_environment(os.environ) if site.backend == "apptainer" else dict(os.environ)
     sys.stdout.flush()
-    os.execvpe(worker.argv[0], worker.argv, {**environ, **worker.environment})
+    os.execvpe(argv[0], argv, {**environ, **worker.environment})
 
 
 def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
@@ -260,12 +262,18 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
 
 
 def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
+    from dni_runtime.launch.runtimes import worker_argv
+
+    commands = [worker_argv(worker) for worker in plan.workers]
     if as_json:
-        print_json(plan.to_json())
+        document = plan.to_json()
+        for worker, argv in zip(document["workers"], commands, strict=True):
+            worker["argv"] = argv
+        print_json(document)
         return
     click.echo(f"# run {plan.run}, backend {plan.backend}")
-    for worker in plan.workers:
-        click.echo(f"\n# {worker.module}: log {worker.log}")
-        for name, value in worker.environment.items():
+    for planned, argv in zip(plan.workers, commands, strict=True):
+        click.echo(f"\n# {planned.module}: log {planned.log}")
+        for name, value in planned.environment.items():
             click.echo(f"{name}={shlex.quote(value)} \\")
-        click.echo(shlex.join(worker.argv))
+        click.echo(shlex.join(argv))

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.launch.state import ModuleState, lives, session_of
 
 
@@ -189,19 +190,28 @@ class LocalStarter:
     Args:
         environ: The environment, which a plan's own variables extend.
         tied: Whether the workers end with this process.
+        render: Returns a worker's command on this host.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None, *, tied: bool = True) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        tied: bool = True,
+        render: Callable[[WorkerPlan], Sequence[str]] = worker_argv,
+    ) -> None:
         self._tied = tied
+        self._render = render
         self._environ = dict(os.environ if environ is None else environ)
 
     def start(self, worker: WorkerPlan) -> LocalProcess:
-        mode: Literal["exec", "watch"] = "exec" if worker.image is None else "watch"
+        container_here = worker.image is not None and worker.node is None
+        mode: Literal["exec", "watch"] = "watch" if container_here else "exec"
         try:
             descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 popen = subprocess.Popen(
-                    guarded(worker.argv, mode=mode, tied=self._tied),
+                    guarded(self._render(worker), mode=mode, tied=self._tied),
                     stdin=subprocess.DEVNULL,
                     stdout=descriptor,
                     stderr=descriptor,

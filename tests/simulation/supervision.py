@@ -233,20 +233,20 @@ class Supervision:
             self._world.at(self._world.random.uniform(0.1, 5.0), self.begin)
 
     def _plan(self) -> LaunchPlan:
-        attempt = self._attempt
+        attempt, sockets = self._attempt, Path(f"{self._run.root}/sockets")
         workers = tuple(
             WorkerPlan(
                 spec.module,
                 attempt,
-                ("--attempt", str(attempt), "--first", str(attempt), "--resume", "auto"),
-                {},
-                str(self._run.log(spec.module, attempt)),
+                run=str(self._run.root),
+                sockets=str(sockets),
+                log=str(self._run.log(spec.module, attempt)),
+                first=attempt,
             )
             for spec in self._specs
         )
         scope: Any = "chain" if any(spec.exact for spec in self._specs) else "module"
         rules = RestartPlan("on-failure", limit=30, backoff_max_s=5.0, scope=scope)
-        sockets = Path(f"{self._run.root}/sockets")
         return LaunchPlan(
             str(self._run.root), "process", str(sockets), GRACE_S, workers, restart=rules
         )

@@ -20,7 +20,7 @@ from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.placement import link_kinds
-from dni_runtime.launch.slurm.script import JobRequest, group_option, step_argv
+from dni_runtime.launch.slurm.script import JobRequest, group_option, step_args
 from dni_runtime.launch.slurm.starter import end_steps
 from dni_runtime.launch.slurm.submit import make_request, needs_of
 from dni_runtime.launch.state import RunState
@@ -118,7 +118,9 @@ def plan_in_allocation(
         scratch=scratch,
     )
     plan = make_plan(chain, workers, settings)
-    return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation, sockets, scratch))
+    return replace(
+        plan, workers=_as_steps(plan, chain, workers, job, allocation), scheduler="slurm"
+    )
 
 
 def plan_of_job(record: Record, job: JobRecord, state: RunState) -> LaunchPlan | None:
@@ -175,25 +177,14 @@ def _as_steps(
     workers: Sequence[WorkerSpec],
     job: JobRecord,
     allocation: Allocation,
-    sockets: Path,
-    scratch: str,
 ) -> tuple[WorkerPlan, ...]:
     needs = needs_of(chain, workers)
     any_gpus = any(need.gpus for need in needs)
     steps = []
     for worker, need, number in zip(plan.workers, needs, job.nodes, strict=True):
-        host = allocation.hosts[number]
-        argv = step_argv(
-            need,
-            host,
-            worker.argv,
-            profile=job.site,
-            sockets=sockets,
-            scratch=scratch,
-            any_gpus=any_gpus,
-            group=allocation.groups[number],
-        )
-        steps.append(replace(worker, argv=tuple(argv), node=host, need=need))
+        host, group = allocation.hosts[number], allocation.groups[number]
+        options = step_args(need, profile=job.site, any_gpus=any_gpus, group=group)
+        steps.append(replace(worker, node=host, need=need, scheduler_args=options))
     return tuple(steps)
 
 

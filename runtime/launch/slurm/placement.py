@@ -7,28 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dni_runtime.errors import UsageError
+from dni_runtime.launch.plan import Need
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.machines import PlacementSpec
 from dni_runtime.spec.profile import ProfileSpec
-
-
-@dataclass(frozen=True)
-class Need:
-    """The resources that one module needs.
-
-    Attributes:
-        module: Its name.
-        cpus: Processors.
-        gpus: GPUs.
-        memory_mib: Memory in MiB.
-        cost: Its share of the work, in the same unit for all modules.
-    """
-
-    module: str
-    cpus: int = 1
-    gpus: int = 0
-    memory_mib: int = 0
-    cost: float = 1.0
 
 
 @dataclass(frozen=True)

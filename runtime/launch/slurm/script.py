@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from jinja2 import Environment, StrictUndefined
 
 from dni_runtime import __version__
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.slurm.placement import Need
+from dni_runtime.launch.plan import Need, WorkerPlan
+from dni_runtime.launch.runtimes import on_node
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.profile import ProfileSpec
 
@@ -25,17 +26,6 @@ _LEAVE_S = 30
 
 NO_KILL = "--no-kill"
 """The job continues when a node fails; the supervisor moves its modules (sbatch(1))."""
-
-# Creates the worker's folders by a shell on its node, which may not be the supervisor's. The socket
-# folder must be private to this user; the scratch folder may belong to root.
-_STEP = (
-    "umask 077; sockets=$1; scratch=$2; shift 2; foreign() { "
-    'echo "the folder $1 cannot be made, or belongs to another user" >&2; exit 69; }; '
-    'mkdir -p -- "$sockets" && [ -O "$sockets" ] && [ ! -L "$sockets" ] && chmod 700 "$sockets" || '
-    'foreign "$sockets"; '
-    '[ -z "$scratch" ] || { mkdir -p -- "$scratch" && case $(stat -L -c %u -- "$scratch") in '
-    '0|$(id -u)) ;; *) false ;; esac; } || foreign "$scratch"; exec "$@"'
-)
 
 
 @dataclass(frozen=True)
@@ -170,47 +160,43 @@ def _name(directive: str) -> str:
     return directive.removeprefix("--").partition("=")[0].partition(" ")[0]
 
 
-def step_argv(
-    need: Need,
-    node: str,
-    argv: Sequence[str],
-    *,
-    profile: ProfileSpec,
-    sockets: Path,
-    scratch: str = "",
-    any_gpus: bool = False,
-    group: int | None = None,
-) -> list[str]:
-    """Return the command that runs one module's worker as a step of the job.
+def step_args(
+    need: Need, *, profile: ProfileSpec, any_gpus: bool = False, group: int | None = None
+) -> tuple[str, ...]:
+    """Return those options of a module's step that depend on the job.
 
     Args:
         need: The module and its resources.
-        node: The node's name, as Slurm prints it.
-        argv: The worker's command.
         profile: The site profile.
-        sockets: Folder of the run's ipc sockets, on the node.
-        scratch: Folder for temporary files on the node, or an empty string.
         any_gpus: Whether any module of the chain has GPUs.
         group: The node's component of a heterogeneous job, or None.
     """
-    options = [
-        f"--job-name={need.module}",  # used to find the step
+    gpus = gpu_directive(profile, need.gpus) if need.gpus else "--gres=none"
+    return (*group_option(group), *([gpus] if any_gpus else []))
+
+
+def step_argv(worker: WorkerPlan) -> list[str]:
+    """Return the command that runs a worker as a step of the job."""
+    return [*_srun_argv(worker), *on_node(worker)]
+
+
+def _srun_argv(worker: WorkerPlan) -> list[str]:
+    assert worker.need is not None
+    return [
+        "srun",
+        f"--job-name={worker.module}",  # used to find the step
         "--nodes=1",
         "--ntasks=1",
-        f"--nodelist={node}",
-        *group_option(group),
+        f"--nodelist={worker.node}",
         # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
         # step waits. --cpus-per-task is not inherited from the job since Slurm 22.05.
         "--exact",
-        f"--cpus-per-task={need.cpus}",
-        f"--mem={need.memory_mib}M",
+        f"--cpus-per-task={worker.need.cpus}",
+        f"--mem={worker.need.memory_mib}M",
         "--input=none",
         "--export=ALL",  # variables set by the site's prologue
+        *worker.scheduler_args,
     ]
-    if any_gpus:
-        options.append(gpu_directive(profile, need.gpus) if need.gpus else "--gres=none")
-    shell = ["/bin/sh", "-c", _STEP, "dni-step", str(sockets), scratch]
-    return ["srun", *options, *shell, *argv]
 
 
 def group_option(group: int | None) -> list[str]:
@@ -220,16 +206,14 @@ def group_option(group: int | None) -> list[str]:
 
 def step_outline(need: Need, request: JobRequest) -> str:
     """Return a step's command for display, without the worker's command."""
-    argv = step_argv(
+    options = step_args(
         need,
-        "NODE",
-        (),
         profile=request.profile,
-        sockets=Path(),
         any_gpus=bool(request.largest("gpus")),
         group=0 if request.partitions else None,
     )
-    return shlex.join([*argv[: argv.index("/bin/sh")], "WORKER"])
+    worker = WorkerPlan(need.module, 1, run="", sockets="", log="", node="NODE", need=need)
+    return shlex.join([*_srun_argv(replace(worker, scheduler_args=options)), "WORKER"])
 
 
 def placement_lines(request: JobRequest) -> list[str]:

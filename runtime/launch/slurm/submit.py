@@ -12,13 +12,14 @@ from typing import Any
 
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.host import Locator, Site
+from dni_runtime.launch.plan import Need
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.partitions import place_in_partitions
-from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, link_kinds
+from dni_runtime.launch.slurm.placement import Capacity, crossing, link_kinds
 from dni_runtime.launch.slurm.script import DEFAULT_MEMORY_MIB, JobRequest, render_script
 from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec, PlacementSpec, WorkerSpec

@@ -34,7 +34,9 @@ IMAGES = [None, "m.sif"]
 
 def plan(tmp_path: Path, code: str, image: str | None = None, **environment: str) -> WorkerPlan:
     log = str(tmp_path / "m.log")
-    return WorkerPlan("m", 1, (*PYTHON, code), environment, log, image=image)
+    return WorkerPlan(
+        "m", 1, "", "", log, environment=environment, prefix=(*PYTHON, code), image=image
+    )
 
 
 def finish(process: Process) -> int:
@@ -106,7 +108,7 @@ from pathlib import Path
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter
 command = (sys.executable, "-I", "-S", "-c", sys.argv[1])
-worker = WorkerPlan("m", 1, command, {}, sys.argv[2], image=sys.argv[3] or None)
+worker = WorkerPlan("m", 1, "", "", sys.argv[2], prefix=command, image=sys.argv[3] or None)
 print(LocalStarter().start(worker).pid, flush=True)
 time.sleep(60)
 """
@@ -167,7 +169,7 @@ def test_the_wrapper_reports_what_cannot_be_run(tmp_path: Path, mode: str) -> No
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    worker = WorkerPlan("m", 1, ("true",), {}, str(tmp_path / "no" / "m.log"))
+    worker = WorkerPlan("m", 1, "", "", str(tmp_path / "no" / "m.log"))
     with pytest.raises(UnavailableError, match="module 'm' cannot be started"):
         LocalStarter().start(worker)
 
