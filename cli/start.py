@@ -77,11 +77,12 @@ def up(
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import create_run, new_run_id
+    from dni_runtime.launch.slurm.commands import own_job
     from dni_runtime.launch.start import Launch
 
     prepared = prepare(chain, data=data)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
-    if backend == "auto" and "SLURM_JOB_ID" in os.environ:
+    if backend == "auto" and own_job() is not None:
         from dnictl.allocation import up_in_allocation
 
         site = site_for(prepared, "auto", images, elsewhere=True)

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from dni_runtime.errors import DataError
+from dni_runtime.errors import DataError, UsageError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.rundir import WORKER_FOLDERS, RunDir
+from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_json
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
 from dni_runtime.worker.version import STARTED_WITH, this_version
@@ -176,6 +176,19 @@ class LaunchPlan:
             where = ".".join(map(str, first["loc"]))
             raise DataError(f"not a launch plan: {where}: {first['msg']}") from None
 
+    @classmethod
+    def read(cls, run: RunDir) -> LaunchPlan:
+        """Return the plan in a run directory.
+
+        Raises:
+            UsageError: There is none.
+            DataError: It is not a plan, or one of another version.
+        """
+        document = read_json(run.plan)
+        if document is None:
+            raise UsageError(f"{str(run.root)!r} holds no launch plan")
+        return cls.from_json(document)
+
 
 _PLAN = TypeAdapter(LaunchPlan)
 
@@ -201,6 +214,7 @@ class LaunchSettings:
         links: Transport and interface of upstream links, by module, if they differ from the chain.
         container_args: Further arguments of the container program.
         scratch: Folder for temporary files on the worker's node, or an empty string.
+        hosts: The hosts of the workers, if the user names them.
         supervised: Whether a supervisor prepares the run. Otherwise containers see the whole run
             directory, and the workers create the files that they need.
     """
@@ -221,6 +235,7 @@ class LaunchSettings:
     links: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     container_args: tuple[str, ...] = ()
     scratch: str = ""
+    hosts: tuple[str, ...] = ()
     supervised: bool = True
 
 

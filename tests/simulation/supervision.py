@@ -12,7 +12,6 @@ from dni_runtime.errors import DniError
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process as Started
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.start import planned
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import RunDir, peek_json, write_json
@@ -206,7 +205,7 @@ class Supervision:
                     write_json(self._run.plan, self._plan().to_json())
                 self._supervisor = supervisor = Supervisor(
                     self._run,
-                    planned(self._run),
+                    LaunchPlan.read(self._run),
                     self._starter,
                     adopt=adopt,
                     clock=time.monotonic,

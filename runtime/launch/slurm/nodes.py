@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from dni_runtime.errors import UnavailableError
+from dni_runtime.launch.placement import Capacity
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.placement import Capacity
 
 _LOOK_S = 15.0
 """Seconds between polls; usually an ``srun`` ends first, unless this node was cut off."""

@@ -1,10 +1,10 @@
-"""The batch script and the steps of a job, as texts and argument lists (pure)."""
+"""The batch script of a job, as a text (pure)."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -14,12 +14,9 @@ from jinja2 import Environment, StrictUndefined
 from dni_runtime import __version__
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.plan import Need, WorkerPlan
-from dni_runtime.launch.runtimes import on_node
+from dni_runtime.launch.slurm.steps import gpu_directive, srun_argv, step_args
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.profile import ProfileSpec
-
-DEFAULT_MEMORY_MIB = 2048
-"""Default memory of a module's worker; torch alone takes some hundred MiB."""
 
 _LEAVE_S = 30
 """Seconds beyond the chain's ``stop_grace_s``, for the supervisor and a requeue of the job."""
@@ -93,14 +90,6 @@ class JobRequest:
         return math.ceil(self.stop_grace_s) + _LEAVE_S
 
 
-def gpu_directive(profile: ProfileSpec, gpus: int) -> str:
-    """Return the site's option to request GPUs."""
-    kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
-    if profile.gpu_request == "gres":
-        return f"--gres=gpu:{kind}{gpus}"
-    return f"--{profile.gpu_request}={kind}{gpus}"
-
-
 def directives(request: JobRequest) -> list[str]:
     """Return the job's ``#SBATCH`` directives, without those that the profile suppresses.
 
@@ -160,50 +149,6 @@ def _name(directive: str) -> str:
     return directive.removeprefix("--").partition("=")[0].partition(" ")[0]
 
 
-def step_args(
-    need: Need, *, profile: ProfileSpec, any_gpus: bool = False, group: int | None = None
-) -> tuple[str, ...]:
-    """Return those options of a module's step that depend on the job.
-
-    Args:
-        need: The module and its resources.
-        profile: The site profile.
-        any_gpus: Whether any module of the chain has GPUs.
-        group: The node's component of a heterogeneous job, or None.
-    """
-    gpus = gpu_directive(profile, need.gpus) if need.gpus else "--gres=none"
-    return (*group_option(group), *([gpus] if any_gpus else []))
-
-
-def step_argv(worker: WorkerPlan) -> list[str]:
-    """Return the command that runs a worker as a step of the job."""
-    return [*_srun_argv(worker), *on_node(worker)]
-
-
-def _srun_argv(worker: WorkerPlan) -> list[str]:
-    assert worker.need is not None
-    return [
-        "srun",
-        f"--job-name={worker.module}",  # used to find the step
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={worker.node}",
-        # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
-        # step waits. --cpus-per-task is not inherited from the job since Slurm 22.05.
-        "--exact",
-        f"--cpus-per-task={worker.need.cpus}",
-        f"--mem={worker.need.memory_mib}M",
-        "--input=none",
-        "--export=ALL",  # variables set by the site's prologue
-        *worker.scheduler_args,
-    ]
-
-
-def group_option(group: int | None) -> list[str]:
-    """Return the ``srun`` option for a component of a heterogeneous job; its default is 0."""
-    return [] if group is None else [f"--het-group={group}"]
-
-
 def step_outline(need: Need, request: JobRequest) -> str:
     """Return a step's command for display, without the worker's command."""
     options = step_args(
@@ -213,7 +158,7 @@ def step_outline(need: Need, request: JobRequest) -> str:
         group=0 if request.partitions else None,
     )
     worker = WorkerPlan(need.module, 1, run="", sockets="", log="", node="NODE", need=need)
-    return shlex.join([*_srun_argv(replace(worker, scheduler_args=options)), "WORKER"])
+    return shlex.join([*srun_argv(replace(worker, scheduler_args=options)), "WORKER"])
 
 
 def placement_lines(request: JobRequest) -> list[str]:
@@ -260,15 +205,3 @@ def render_script(request: JobRequest) -> str:
         python=request.python,
         max_requeues=request.profile.max_requeues,
     )
-
-
-def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of ``srun`` without the job's own request.
-
-    Steps have their own options; srun(1), "INPUT ENVIRONMENT VARIABLES".
-    """
-    dropped = ("SLURM_GPUS", "SLURM_GRES", "SLURM_MEM_", "SLURM_CPUS_PER_", "SLURM_NTASKS",
-               "SLURM_TRES_PER_", "SLURM_TASKS_PER_", "SLURM_NPROCS", "SLURM_DISTRIBUTION",
-               "SLURM_EXACT", "SLURM_OVERLAP", "SLURM_EXCLUSIVE", "SLURM_TIMELIMIT",
-               "SLURM_JOB_NAME", "SRUN_", "SBATCH_")  # fmt: skip
-    return {name: value for name, value in environ.items() if not name.startswith(dropped)}

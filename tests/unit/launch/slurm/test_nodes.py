@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from dni_runtime.launch.placement import Capacity
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.slurm.nodes import JobNodes, choose, on_node, room_of
-from dni_runtime.launch.slurm.placement import Capacity
 
 ROOM = Capacity(cpus=4, gpus=1, memory_mib=4000)
 

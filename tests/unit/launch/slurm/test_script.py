@@ -20,10 +20,8 @@ from dni_runtime.launch.slurm.script import (
     JobRequest,
     directives,
     render_script,
-    step_args,
-    step_argv,
-    step_environment,
 )
+from dni_runtime.launch.slurm.steps import step_args, step_argv, step_environment
 from dni_runtime.spec.profile import ProfileSpec
 
 REQUEST = JobRequest(
