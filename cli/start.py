@@ -21,6 +21,7 @@ from dnictl.options import (
     data_option,
     detach_option,
     dry_run_option,
+    hosts_option,
     images_option,
     json_option,
     level_option,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 @click.command()
 @chain_argument
 @backend_option
+@hosts_option
 @detach_option
 @run_dir_option
 @runs_option
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 def up(
     chain: Path,
     backend: Wanted,
+    hosts: str | None,
     detach: bool,
     run_dir: Path | None,
     runs: Path,
@@ -73,16 +76,19 @@ def up(
     Example:
       dnictl up chain.yaml
       dnictl up chain.yaml -d && dnictl logs -f
+      dnictl up chain.yaml --hosts a,b
     """
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import create_run, new_run_id
+    from dni_runtime.launch.schedulers import SCHEDULERS
     from dni_runtime.launch.slurm.commands import own_job
+    from dni_runtime.launch.ssh import parse_hosts
     from dni_runtime.launch.start import Launch
 
     prepared = prepare(chain, data=data)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
-    if backend == "auto" and own_job() is not None:
+    if hosts is None and backend == "auto" and own_job() is not None:
         from dnictl.allocation import up_in_allocation
 
         site = site_for(prepared, "auto", images, elsewhere=True)
@@ -90,14 +96,30 @@ def up(
         if launch is not None:
             go(launch, detached=detach, as_json=as_json)
         return
-    site = site_for(prepared, backend, images)
+    names, scheduler = ((), "local") if hosts is None else (parse_hosts(hosts), "ssh")
+    site = site_for(prepared, backend, images, elsewhere=SCHEDULERS[scheduler].elsewhere)
     plan = plan_here(
-        root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
+        root,
+        prepared.chain,
+        prepared.workers,
+        site,
+        data=prepared.data,
+        log_level=log_level,
+        scheduler=scheduler,
+        hosts=names,
     )
     if dry_run:
         _print_plan(plan, as_json)
         return
-    run = create_run(root, prepared, backend=site.backend, images=site.images)
+    SCHEDULERS[scheduler].check(plan)
+    run = create_run(
+        root,
+        prepared,
+        backend=site.backend,
+        images=site.images,
+        scheduler=scheduler,
+        hosts=names,
+    )
     go(Launch.of(run, plan), detached=detach, as_json=as_json)
 
 
@@ -263,9 +285,9 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
 
 
 def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
-    from dni_runtime.launch.runtimes import worker_argv
+    from dni_runtime.launch.schedulers import SCHEDULERS
 
-    commands = [worker_argv(worker) for worker in plan.workers]
+    commands = [SCHEDULERS[plan.scheduler].command(worker) for worker in plan.workers]
     if as_json:
         document = plan.to_json()
         for worker, argv in zip(document["workers"], commands, strict=True):
@@ -275,6 +297,7 @@ def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
     click.echo(f"# run {plan.run}, backend {plan.backend}")
     for planned, argv in zip(plan.workers, commands, strict=True):
         click.echo(f"\n# {planned.module}: log {planned.log}")
-        for name, value in planned.environment.items():
+        # another host gets it by the command
+        for name, value in planned.environment.items() if planned.node is None else ():
             click.echo(f"{name}={shlex.quote(value)} \\")
         click.echo(shlex.join(argv))

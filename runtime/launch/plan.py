@@ -73,7 +73,7 @@ class WorkerPlan:
         interface: Interface of that link, if it differs from the chain's.
         environment: Variables that extend the starting process's environment.
         backend: Its container runtime (``launch/runtimes.py``).
-        python: The interpreter, for processes.
+        python: The interpreter on its host.
         tool: The container program, for containers.
         image: Path of its image, or None without a container.
         mounts: Folders of the host inside its container.
@@ -286,6 +286,7 @@ def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> Wo
         interface=interface,
         environment=_environment(worker),
         backend=settings.backend,
+        python=settings.python,
         scratch=settings.scratch,
     )
     if settings.backend == "apptainer":
@@ -307,7 +308,7 @@ def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> Wo
         STARTED_WITH: this_version(),  # images keep their version
         "PYTHONPATH": ":".join(path for path in paths if path),
     }
-    return replace(plan, environment=environment, python=settings.python)
+    return replace(plan, environment=environment)
 
 
 def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:

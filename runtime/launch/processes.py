@@ -18,9 +18,12 @@ from typing import Literal, Protocol
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
+from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.state import ModuleState, lives, session_of
+from dni_runtime.launch.state import ModuleState, lives
+
+Mode = Literal["exec", "watch", "send"]
 
 
 class Process(Protocol):
@@ -148,27 +151,7 @@ class AdoptedProcess:
             kill_session(self.pid)
 
 
-def kill_session(leader: int) -> None:
-    """Kill a process and all of its session.
-
-    The process group is not enough: Apptainer's FUSE helpers have groups of their own, and stay
-    when the starter is killed.
-
-    Args:
-        leader: A session leader, or a new process that is about to become one.
-    """
-    members = [leader]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and session_of(int(entry.name)) == leader:
-            members.append(int(entry.name))
-    for pid in members:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def guarded(
-    argv: Sequence[str], *, mode: Literal["exec", "watch"] = "exec", tied: bool = True
-) -> list[str]:
+def guarded(argv: Sequence[str], *, mode: Mode = "exec", tied: bool = True) -> list[str]:
     """Return a command that gets SIGTERM when the thread that starts it ends (``launch.child``).
 
     Args:
@@ -191,6 +174,7 @@ class LocalStarter:
         environ: The environment, which a plan's own variables extend.
         tied: Whether the workers end with this process.
         render: Returns a worker's command on this host.
+        mode: How it gets signals (``launch.child``); by default as a process of this host.
     """
 
     def __init__(
@@ -199,14 +183,16 @@ class LocalStarter:
         *,
         tied: bool = True,
         render: Callable[[WorkerPlan], Sequence[str]] = worker_argv,
+        mode: Mode | None = None,
     ) -> None:
         self._tied = tied
+        self._mode = mode
         self._render = render
         self._environ = dict(os.environ if environ is None else environ)
 
     def start(self, worker: WorkerPlan) -> LocalProcess:
         container_here = worker.image is not None and worker.node is None
-        mode: Literal["exec", "watch"] = "watch" if container_here else "exec"
+        mode = self._mode or ("watch" if container_here else "exec")
         try:
             descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:

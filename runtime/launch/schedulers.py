@@ -13,6 +13,7 @@ from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm.scheduler import Slurm
+from dni_runtime.launch.ssh import Ssh
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
@@ -88,7 +89,7 @@ class Scheduler(Protocol):
         """Cancel a start that waits for its hosts."""
 
 
-SCHEDULERS: Mapping[str, Scheduler] = {"local": Local(), "slurm": Slurm()}
+SCHEDULERS: Mapping[str, Scheduler] = {"local": Local(), "slurm": Slurm(), "ssh": Ssh()}
 
 
 def read_state(run: RunDir) -> RunState:

@@ -16,10 +16,10 @@ from functools import partial
 
 from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
+from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.lease import Lease
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.launch.processes import kill_session
 from dni_runtime.launch.runtime_files import remove_runtime_files
 from dni_runtime.launch.schedulers import SCHEDULERS
 from dni_runtime.launch.slurm.commands import own_job
