@@ -84,7 +84,7 @@ class Ssh(Local):
         for host, done in _on_each(_hosts_of(plan), shell).items():
             if done.returncode == 0:
                 continue
-            if missing := done.stdout.strip():
+            if done.returncode == 1 and (missing := done.stdout.strip()):
                 raise UnavailableError(
                     f"host {host!r} has no {missing!r}",
                     hint="this Python and the run directory must lie on a file system that all "

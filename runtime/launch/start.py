@@ -18,7 +18,7 @@ from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.interrupts import catching_signals
-from dni_runtime.launch.lease import Lease
+from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.runtime_files import remove_runtime_files
 from dni_runtime.launch.schedulers import SCHEDULERS
@@ -79,11 +79,16 @@ class Launch:
         Raises:
             DniError: A worker cannot be started.
         """
+        owned = True
         try:
             return self.supervisor().run(observe)
+        except LeaseError:
+            owned = False  # the new owner needs what is there
+            raise
         finally:
-            with catching_signals(lambda number: None):  # the run has ended
-                SCHEDULERS[self.plan.scheduler].clean_up(self.plan)
+            if owned:
+                with catching_signals(lambda number: None):  # the run has ended
+                    SCHEDULERS[self.plan.scheduler].clean_up(self.plan)
 
     def supervisor(self) -> Supervisor:
         """Return the supervisor that :meth:`supervise` runs."""
