@@ -1,7 +1,7 @@
 """Protocols for starting workers, and their implementation by processes of this host.
 
-A cluster's steps (``srun``) are processes of this host, too. Another way to start workers only
-needs another :class:`Starter`.
+A step of a cluster's job (``srun``) and a connection to another host (``ssh``) are processes of
+this host, too.
 """
 
 from __future__ import annotations

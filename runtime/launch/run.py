@@ -79,7 +79,7 @@ class Run:
 
     @property
     def job(self) -> JobRecord | None:
-        """Its Slurm job; None for a run on one host."""
+        """Its Slurm job, or None."""
         return JobRecord.read(self.directory)
 
     @property
