@@ -28,12 +28,9 @@ def up_in_allocation(
     Raises:
         UsageError: There are no nodes, or the chain cannot be placed on them.
     """
-    from dni_runtime.launch.records import Record, create_run
-    from dni_runtime.launch.slurm.allocation import (
-        allocation_here,
-        plan_in_allocation,
-        request_here,
-    )
+    from dni_runtime.launch.planning import plan_here
+    from dni_runtime.launch.records import create_run
+    from dni_runtime.launch.slurm.allocation import allocation_here, request_here
     from dni_runtime.launch.slurm.profiles import load_profile
     from dni_runtime.launch.slurm.script import placement_lines
     from dni_runtime.launch.slurm.submit import job_record, placement_rows
@@ -56,8 +53,9 @@ def up_in_allocation(
         for line in placement_lines(request):
             click.echo(line)
         return None
-    run = create_run(root, prepared, backend=site.backend, images=site.images)
-    job = job_record(request, profile_name, log_level, allocation.job)
-    job.write(run)
-    record = Record.read(run.root)
-    return Launch.of(run, plan_in_allocation(record, job, allocation, attempt=1, site=site))
+    run = create_run(root, prepared, backend=site.backend, images=site.images, scheduler="slurm")
+    job_record(request, profile_name, log_level, allocation.job).write(run)
+    plan = plan_here(
+        root, prepared.chain, prepared.workers, site, data=prepared.data, scheduler="slurm"
+    )
+    return Launch.of(run, plan)

@@ -74,6 +74,10 @@ profile_option = click.option(
     "--profile", metavar="NAME", envvar="DNICTL_PROFILE", shell_complete=complete_profiles,
     help="Site profile (also: DNICTL_PROFILE); see 'dnictl profile list'.",
 )  # fmt: skip
+hosts_option = click.option(
+    "--hosts", metavar="A,B,...",
+    help="Run the workers on these hosts, by ssh; they share the run directory and this Python.",
+)  # fmt: skip
 detach_option = click.option("-d", "--detach", is_flag=True, help="Run in the background.")
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."

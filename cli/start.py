@@ -21,6 +21,7 @@ from dnictl.options import (
     data_option,
     detach_option,
     dry_run_option,
+    hosts_option,
     images_option,
     json_option,
     level_option,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 @click.command()
 @chain_argument
 @backend_option
+@hosts_option
 @detach_option
 @run_dir_option
 @runs_option
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 def up(
     chain: Path,
     backend: Wanted,
+    hosts: str | None,
     detach: bool,
     run_dir: Path | None,
     runs: Path,
@@ -73,15 +76,19 @@ def up(
     Example:
       dnictl up chain.yaml
       dnictl up chain.yaml -d && dnictl logs -f
+      dnictl up chain.yaml --hosts a,b
     """
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import create_run, new_run_id
+    from dni_runtime.launch.schedulers import SCHEDULERS
+    from dni_runtime.launch.slurm.commands import own_job
+    from dni_runtime.launch.ssh import parse_hosts
     from dni_runtime.launch.start import Launch
 
     prepared = prepare(chain, data=data)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
-    if backend == "auto" and "SLURM_JOB_ID" in os.environ:
+    if hosts is None and backend == "auto" and own_job() is not None:
         from dnictl.allocation import up_in_allocation
 
         site = site_for(prepared, "auto", images, elsewhere=True)
@@ -89,14 +96,30 @@ def up(
         if launch is not None:
             go(launch, detached=detach, as_json=as_json)
         return
-    site = site_for(prepared, backend, images)
+    names, scheduler = ((), "local") if hosts is None else (parse_hosts(hosts), "ssh")
+    site = site_for(prepared, backend, images, elsewhere=SCHEDULERS[scheduler].elsewhere)
     plan = plan_here(
-        root, prepared.chain, prepared.workers, site, data=prepared.data, log_level=log_level
+        root,
+        prepared.chain,
+        prepared.workers,
+        site,
+        data=prepared.data,
+        log_level=log_level,
+        scheduler=scheduler,
+        hosts=names,
     )
     if dry_run:
         _print_plan(plan, as_json)
         return
-    run = create_run(root, prepared, backend=site.backend, images=site.images)
+    SCHEDULERS[scheduler].check(plan)
+    run = create_run(
+        root,
+        prepared,
+        backend=site.backend,
+        images=site.images,
+        scheduler=scheduler,
+        hosts=names,
+    )
     go(Launch.of(run, plan), detached=detach, as_json=as_json)
 
 
@@ -209,6 +232,7 @@ def run(
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import create_run
+    from dni_runtime.launch.runtimes import worker_argv
     from dni_runtime.rundir import RunDir, socket_folder
 
     prepared = prepare(chain, data=data)
@@ -234,8 +258,9 @@ def run(
         supervised=False,
     )
     (worker,) = (one for one in plan.workers if one.module == module)
+    argv = worker_argv(worker)
     if dry_run:
-        click.echo(shlex.join(worker.argv))
+        click.echo(shlex.join(argv))
         return
     if RunDir(run_dir).record.exists():
         _same_spec(prepared, run_dir, module)
@@ -244,7 +269,7 @@ def run(
     socket_folder(run_dir.absolute())
     environ = host_environment(os.environ) if site.backend == "apptainer" else dict(os.environ)
     sys.stdout.flush()
-    os.execvpe(worker.argv[0], worker.argv, {**environ, **worker.environment})
+    os.execvpe(argv[0], argv, {**environ, **worker.environment})
 
 
 def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
@@ -260,12 +285,19 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
 
 
 def _print_plan(plan: LaunchPlan, as_json: bool) -> None:
+    from dni_runtime.launch.schedulers import SCHEDULERS
+
+    commands = [SCHEDULERS[plan.scheduler].command(worker) for worker in plan.workers]
     if as_json:
-        print_json(plan.to_json())
+        document = plan.to_json()
+        for worker, argv in zip(document["workers"], commands, strict=True):
+            worker["argv"] = argv
+        print_json(document)
         return
     click.echo(f"# run {plan.run}, backend {plan.backend}")
-    for worker in plan.workers:
-        click.echo(f"\n# {worker.module}: log {worker.log}")
-        for name, value in worker.environment.items():
+    for planned, argv in zip(plan.workers, commands, strict=True):
+        click.echo(f"\n# {planned.module}: log {planned.log}")
+        # another host gets it by the command
+        for name, value in planned.environment.items() if planned.node is None else ():
             click.echo(f"{name}={shlex.quote(value)} \\")
-        click.echo(shlex.join(worker.argv))
+        click.echo(shlex.join(argv))

@@ -34,8 +34,9 @@ from safetensors.torch import load_file
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.schedulers import read_state
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.job import JobRecord, read_state
+from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState, process_birth
 from dni_runtime.rundir import read_json, read_lines
 

@@ -142,8 +142,7 @@ def measure_chain(
     plan = replace(
         plan,
         workers=tuple(
-            replace(worker, argv=(*wrap.get(worker.module, ()), *worker.argv))
-            for worker in plan.workers
+            replace(worker, prefix=tuple(wrap.get(worker.module, ()))) for worker in plan.workers
         ),
     )
     launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # restarts would be measured

@@ -17,9 +17,9 @@ from dni_runtime.bench.ends import Job
 from dni_runtime.bench.link import SMALL_BYTES
 from dni_runtime.bench.peer import PROGRAM, Peer
 from dni_runtime.errors import DniError
+from dni_runtime.launch.placement import link_kinds
 from dni_runtime.launch.slurm.allocation import Allocation, beside
-from dni_runtime.launch.slurm.placement import link_kinds
-from dni_runtime.launch.slurm.script import step_environment
+from dni_runtime.launch.slurm.steps import step_environment
 from dni_runtime.link import encrypted
 from dni_runtime.spec import ChainSpec, LinksSpec
 from dni_runtime.spec.profile import ProfileSpec
@@ -91,7 +91,7 @@ def lines_of_chain(
         nodes: The node of each module, head first.
         hosts: Names of the nodes.
     """
-    kinds = link_kinds(chain, profile, nodes)
+    kinds = link_kinds(chain, profile.interface, nodes)
     lines: list[Line] = []
     for source, index in chain.graph.numbers:
         transport, interface = kinds[chain.modules[index].name]

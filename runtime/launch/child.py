@@ -4,12 +4,19 @@
 
     python -I -S child.py exec  PARENT SIGNAL COMMAND [ARGUMENT…]
     python -I -S child.py watch PARENT SIGNAL COMMAND [ARGUMENT…]
+    python -I -S child.py send  PARENT SIGNAL COMMAND [ARGUMENT…]
+    python -I -S child.py receive COMMAND [ARGUMENT…]
 
 SIGNAL is sent when the parent dies; 0: the command continues.
 
 ``exec`` is replaced by the command. ``watch`` runs it as a child, forwards signals and exits with
 its status: for programs that lose a parent-death signal, as Apptainer's starter does when it
 changes its credentials (prctl(2), PR_SET_PDEATHSIG).
+
+``send`` and ``receive`` are the two ends of a connection to another host, such as ssh's. ``send``
+writes the names of signals to the input of its command, the connection, and an empty line every
+few seconds. ``receive``, on the other host, sends these signals to its own command, and kills it
+if the input ends or is silent for too long. Both exit with the status of the distant command.
 
 A wrapper instead of ``preexec_fn``: code between fork and exec is unsafe in a parent with threads,
 and torch starts some. It imports the standard library only and starts in about 10 ms.
@@ -19,16 +26,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_BEAT_S, _SILENT_S = 5, 25  # ssh notices a lost connection later (``launch/ssh.py``)
 _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Run the command line."""
+    if arguments[0] == "receive":
+        receive(arguments[1:])
     mode, parent, number, command = (
         arguments[0],
         int(arguments[1]),
@@ -36,16 +48,21 @@ def main(arguments: list[str]) -> NoReturn:
         arguments[3:],
     )
     if number:
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-            sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-        if os.getppid() != parent:  # it died before prctl
-            sys.exit(128 + number)
+        tie(parent, number)
     # A shell's background job ignores these, and so would every program it starts.
     for one in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(one, signal.SIG_DFL)
-    if mode == "watch":
-        watch(command)
+    if mode in ("watch", "send"):
+        watch(command, send=mode == "send")
     become(command)
+
+
+def tie(parent: int, number: int) -> None:
+    """Have this process get a signal when its parent dies."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent:  # it died before prctl
+        sys.exit(128 + number)
 
 
 def become(command: list[str]) -> NoReturn:
@@ -58,29 +75,98 @@ def become(command: list[str]) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def watch(command: list[str]) -> NoReturn:
-    """Run the command, forward signals, and exit with its status."""
+def watch(command: list[str], *, send: bool = False) -> NoReturn:
+    """Run the command, forward signals, and exit with its status.
+
+    Args:
+        command: The command.
+        send: Write the names of signals to its input instead.
+    """
     awaited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    output, pipe = os.pipe()  # not inheritable
     pid = os.fork()
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if send:
+            os.dup2(output, 0)
         become(command)
+    os.close(output)
     while True:
-        number = signal.sigwait(awaited)
-        if number != signal.SIGCHLD:
-            os.kill(pid, number)
-            continue
+        info = signal.sigtimedwait(awaited, _BEAT_S)
+        if send and (info is None or info.si_signo != signal.SIGCHLD):
+            name = "" if info is None else signal.Signals(info.si_signo).name
+            with suppress(BrokenPipeError):  # the command is about to end
+                os.write(pipe, f"{name}\n".encode())
+        elif info is not None and info.si_signo != signal.SIGCHLD:
+            os.kill(pid, info.si_signo)
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             break
     code = os.waitstatus_to_exitcode(status)
+    if send and 128 < code < 128 + signal.NSIG:
+        code = 128 - code
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def receive(command: list[str]) -> NoReturn:
+    """Run the command in a session of its own, with the signals that the input names."""
+    ready, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakeup)
+    for number in (*_PASSED_ON, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    me, pid = os.getpid(), os.fork()
+    if pid == 0:
+        os.setsid()
+        tie(me, signal.SIGKILL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        become(command)
+    inputs, rest = [0, ready], b""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        readable = select.select(inputs, [], [], _SILENT_S)[0]
+        if ready in readable:
+            for got in os.read(ready, 512):
+                if got != signal.SIGCHLD:
+                    os.kill(pid, got)
+        read = os.read(0, 512) if 0 in readable else b""
+        *lines, rest = (rest + read).split(b"\n")
+        for name in filter(None, lines):
+            os.kill(pid, signal.Signals[name.decode()])
+        if not readable or (0 in readable and not read):  # the connection is lost
+            kill_session(pid)
+            inputs = [ready]
+    kill_session(pid)  # the rest of it, before its id can be reused
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def session_of(pid: int) -> int | None:
+    """Return the session of a process; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[3])  # proc(5)
+    except OSError:
+        return None
+
+
+def kill_session(leader: int) -> None:
+    """Kill a process and all of its session.
+
+    The process group is not enough: Apptainer's FUSE helpers have groups of their own, and stay
+    when the starter is killed.
+
+    Args:
+        leader: A session leader, or a new process that is about to become one.
+    """
+    others = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    for pid in [leader, *(pid for pid in others if session_of(pid) == leader)]:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

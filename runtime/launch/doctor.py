@@ -17,6 +17,7 @@ from typing import Literal
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import find_apptainer, host_environment
+from dni_runtime.launch.slurm.commands import own_job
 from dni_runtime.rundir import socket_path
 
 Status = Literal["ok", "warning", "missing"]
@@ -242,7 +243,7 @@ def _slurm() -> Iterator[Check]:
     if not version:
         yield Check("slurm", "warning", f"{path} fails", hint="see 'sinfo --version'")
         return
-    job = os.environ.get("SLURM_JOB_ID")
+    job = own_job()
     yield Check("slurm", "ok", f"{version}{f', inside job {job}' if job else ''}")
 
 

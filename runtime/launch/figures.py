@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.slurm.job import JobRecord, read_state
+from dni_runtime.launch.schedulers import read_state
+from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState, WorkerPhase
 from dni_runtime.lines import LineReader, last_line, offset_of_last, offset_where
 from dni_runtime.rundir import RunDir, read_json

@@ -1,20 +1,22 @@
-"""The launch plan: the commands to start, as data (pure; nothing here touches the machine).
+"""The launch plan: how workers are started, as data (pure; nothing here touches the machine).
 
-The same plan is printed by ``--dry-run``, kept in the run directory and executed by a starter.
+The same plan is printed by ``--dry-run``, kept in the run directory and executed by a starter. Its
+commands are rendered last (``launch/runtimes.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from dni_runtime.errors import DataError
-from dni_runtime.image.apptainer import Apptainer, Mount, run_argv
+from pydantic import TypeAdapter, ValidationError
+
+from dni_runtime.errors import DataError, UsageError
+from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.slurm.placement import Need
-from dni_runtime.rundir import WORKER_FOLDERS, RunDir
+from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_json
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.worker import WorkerSpec
 from dni_runtime.worker.version import STARTED_WITH, this_version
@@ -31,33 +33,83 @@ AUTO = "auto"
 
 # Libraries for matrix products read one of these when they are loaded.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_FORMAT = 2  # 1 held commands instead of fields
+
+
+@dataclass(frozen=True)
+class Need:
+    """The resources that one module needs.
+
+    Attributes:
+        module: Its name.
+        cpus: Processors.
+        gpus: GPUs.
+        memory_mib: Memory in MiB.
+        cost: Its share of the work, in the same unit for all modules.
+    """
+
+    module: str
+    cpus: int = 1
+    gpus: int = 0
+    memory_mib: int = 0
+    cost: float = 1.0
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """How one worker is started.
+    """How one worker is started; paths are the host's.
 
     Attributes:
         module: The module that it serves.
         attempt: Number of this start of the module, from 1.
-        argv: The command.
-        environment: Variables that extend the starting process's environment.
-        mounts: Folders of the host inside its container.
-        image: Path of its image, or None without a container.
+        run: The run directory.
+        sockets: Folder of the run's ipc sockets.
         log: File for its output.
-        node: Its cluster node, or None for this host.
+        resume: Where it starts: ``auto``, ``none`` or the stream position of a checkpoint.
+        first: Its attempt when the whole chain was last started; None without a supervisor.
+        log_level: Its log level.
+        data: Folder or file of the head's data, or None.
+        transport: Transport of its link from upstream, if it differs from the chain's.
+        interface: Interface of that link, if it differs from the chain's.
+        environment: Variables that extend the starting process's environment.
+        backend: Its container runtime (``launch/runtimes.py``).
+        python: The interpreter on its host.
+        tool: The container program, for containers.
+        image: Path of its image, or None without a container.
+        mounts: Folders of the host inside its container.
+        gpu: The kind of GPU that its container gets, or None.
+        container_args: Further arguments of the container program.
+        prefix: A command that executes the worker's command, such as ``nsenter``.
+        node: The host that it runs on, or None for this one.
         need: Its resources there.
+        scratch: Folder for temporary files there, or an empty string.
+        scheduler_args: Further arguments of the scheduler's command.
     """
 
     module: str
     attempt: int
-    argv: tuple[str, ...]
-    environment: dict[str, str]
+    run: str
+    sockets: str
     log: str
-    mounts: tuple[Mount, ...] = ()
+    resume: str = AUTO
+    first: int | None = None
+    log_level: str = "info"
+    data: str | None = None
+    transport: str | None = None
+    interface: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    backend: Backend = "process"
+    python: str = "python3"
+    tool: Apptainer | None = None
     image: str | None = None
+    mounts: tuple[Mount, ...] = ()
+    gpu: Literal["cuda", "rocm"] | None = None
+    container_args: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
     node: str | None = None
     need: Need | None = None
+    scratch: str = ""
+    scheduler_args: tuple[str, ...] = ()
 
     def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """Return the plan of the worker's next start.
@@ -67,19 +119,9 @@ class WorkerPlan:
             resume: Where the whole chain starts (``worker/resume.py``); None: only this worker
                 restarts, at its own newest state if it has joined the stream.
         """
-        argv = list(self.argv)
-        changed = {"--attempt": str(attempt)}
-        if resume is not None:
-            changed |= {"--resume": resume, "--first": str(attempt)}
-        for name, value in changed.items():
-            argv[argv.index(name) + 1] = value
-        log = RunDir(Path(self.log).parent.parent).log(self.module, attempt)
-        return replace(self, attempt=attempt, argv=tuple(argv), log=str(log))
-
-    @property
-    def resume(self) -> str:
-        """Where it starts: ``auto``, ``none`` or the stream position of a checkpoint."""
-        return self.argv[self.argv.index("--resume") + 1]
+        log = str(RunDir(Path(self.run)).log(self.module, attempt))
+        plan = replace(self, attempt=attempt, log=log)
+        return plan if resume is None else replace(plan, resume=resume, first=attempt)
 
 
 @dataclass(frozen=True)
@@ -95,6 +137,7 @@ class LaunchPlan:
         sources: Names of the modules that each one takes its inputs from.
         keys: Whether the workers need keys, for links that may be encrypted.
         restart: Rules for restarts of dead workers.
+        scheduler: What starts the workers (``launch/schedulers.py``).
     """
 
     run: str
@@ -105,6 +148,7 @@ class LaunchPlan:
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     keys: bool = False
     restart: RestartPlan = field(default_factory=RestartPlan)
+    scheduler: str = "local"
 
     @property
     def resume(self) -> str:
@@ -113,33 +157,42 @@ class LaunchPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON document."""
-        return asdict(self)
+        return {"format": _FORMAT, **_PLAN.dump_python(self, mode="json")}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Self:
+    def from_json(cls, document: dict[str, Any]) -> LaunchPlan:
         """Return the plan in a document of :meth:`to_json`.
 
         Raises:
-            DataError: The document is not a plan.
+            DataError: The document is not a plan, or one of another version.
         """
-        try:
-            workers = tuple(
-                WorkerPlan(
-                    **{
-                        **worker,
-                        "argv": tuple(worker["argv"]),
-                        "mounts": tuple(Mount(**mount) for mount in worker["mounts"]),
-                        "need": Need(**worker["need"]) if worker.get("need") else None,
-                    }
-                )
-                for worker in document["workers"]
+        if document.get("format") != _FORMAT:
+            raise DataError(
+                "not a launch plan of this version of dni-runtime",
+                hint="'dnictl resume' makes a new one",
             )
-            restart = RestartPlan(**document.get("restart", {}))
-            sources = {name: tuple(own) for name, own in document.get("sources", {}).items()}
-            made = {"workers": workers, "sources": sources, "restart": restart}
-            return cls(**{**document, **made})
-        except (KeyError, TypeError) as error:
-            raise DataError(f"not a launch plan: {error!r}") from None
+        try:
+            return _PLAN.validate_python(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise DataError(f"not a launch plan: {where}: {first['msg']}") from None
+
+    @classmethod
+    def read(cls, run: RunDir) -> LaunchPlan:
+        """Return the plan in a run directory.
+
+        Raises:
+            UsageError: There is none.
+            DataError: It is not a plan, or one of another version.
+        """
+        document = read_json(run.plan)
+        if document is None:
+            raise UsageError(f"{str(run.root)!r} holds no launch plan")
+        return cls.from_json(document)
+
+
+_PLAN = TypeAdapter(LaunchPlan)
 
 
 @dataclass(frozen=True)
@@ -163,6 +216,7 @@ class LaunchSettings:
         links: Transport and interface of upstream links, by module, if they differ from the chain.
         container_args: Further arguments of the container program.
         scratch: Folder for temporary files on the worker's node, or an empty string.
+        hosts: The hosts of the workers, if the user names them.
         supervised: Whether a supervisor prepares the run. Otherwise containers see the whole run
             directory, and the workers create the files that they need.
     """
@@ -183,6 +237,7 @@ class LaunchSettings:
     links: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     container_args: tuple[str, ...] = ()
     scratch: str = ""
+    hosts: tuple[str, ...] = ()
     supervised: bool = True
 
 
@@ -202,17 +257,12 @@ def make_plan(
     transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
 
-    def make(worker: WorkerSpec) -> WorkerPlan:
-        if settings.backend == "apptainer":
-            return _in_container(worker, settings, keys)
-        return _as_process(worker, settings)
-
     return LaunchPlan(
         run=str(settings.run),
         backend=settings.backend,
         sockets=str(settings.sockets),
         stop_grace_s=chain.stop_grace_s,
-        workers=tuple(make(worker) for worker in workers),
+        workers=tuple(_worker_plan(worker, settings, keys) for worker in workers),
         sources={one.module: tuple(edge.source for edge in one.sources) for one in workers},
         keys=keys,
         restart=RestartPlan(
@@ -222,26 +272,46 @@ def make_plan(
     )
 
 
-def _as_process(worker: WorkerSpec, settings: LaunchSettings) -> WorkerPlan:
+def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> WorkerPlan:
     run = RunDir(settings.run)
-    paths = [str(run.sources), settings.python_path]
-    return WorkerPlan(
+    transport, interface = settings.links.get(worker.module, (None, None))
+    plan = WorkerPlan(
         module=worker.module,
         attempt=settings.attempt,
-        # -P: do not import torch from the current folder.
-        argv=(
-            *(settings.python, "-P", "-m", "dni_runtime.worker"),
-            *_arguments(worker, settings, str(settings.run), str(settings.sockets)),
-            *(("--data", str(settings.data)) if worker.head and settings.data else ()),
-        ),
-        environment={
-            **_environment(worker),
-            **({"TMPDIR": settings.scratch} if settings.scratch else {}),
-            STARTED_WITH: this_version(),  # images keep their version
-            "PYTHONPATH": ":".join(path for path in paths if path),
-        },
+        run=str(settings.run),
+        sockets=str(settings.sockets),
         log=str(run.log(worker.module, settings.attempt)),
+        resume=settings.resume,
+        first=settings.attempt if settings.supervised else None,
+        log_level=settings.log_level,
+        data=str(settings.data) if worker.head and settings.data else None,
+        transport=transport,
+        interface=interface,
+        environment=_environment(worker),
+        backend=settings.backend,
+        python=settings.python,
+        scratch=settings.scratch,
     )
+    if settings.backend == "apptainer":
+        kind = worker.device.partition(":")[0]
+        return replace(
+            plan,
+            tool=settings.tool,
+            image=str(settings.images[worker.module]),
+            mounts=_mounts(worker, settings, keys),
+            # Without a GPU Apptainer only warns, which is right for 'auto'; if a GPU is
+            # requested, the worker itself refuses to run without it.
+            gpu="rocm" if kind == "rocm" else "cuda" if kind in ("cuda", "auto") else None,
+            container_args=settings.container_args,
+        )
+    paths = [str(run.sources), settings.python_path]
+    environment = {
+        **plan.environment,
+        **({"TMPDIR": settings.scratch} if settings.scratch else {}),
+        STARTED_WITH: this_version(),  # images keep their version
+        "PYTHONPATH": ":".join(path for path in paths if path),
+    }
+    return replace(plan, environment=environment)
 
 
 def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
@@ -266,60 +336,17 @@ def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
     ]
 
 
-def _in_container(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> WorkerPlan:
-    assert settings.tool is not None
-    run = RunDir(settings.run)
+def _mounts(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> tuple[Mount, ...]:
     if settings.supervised:
-        mounts = _run_mounts(worker, run, keys)
+        mounts = _run_mounts(worker, RunDir(settings.run), keys)
     else:
         mounts = [Mount(str(settings.run), RUN_TARGET, read_only=False)]
     mounts.append(Mount(str(settings.sockets), SOCKETS_TARGET, read_only=False))
-    arguments = _arguments(worker, settings, RUN_TARGET, SOCKETS_TARGET)
     if worker.head is not None and settings.data is not None:
-        folder = settings.data_folder or settings.data
-        mounts.append(Mount(str(folder), str(DATA_TARGET)))
-        arguments += ["--data", str(DATA_TARGET / settings.data.relative_to(folder))]
+        mounts.append(Mount(str(settings.data_folder or settings.data), str(DATA_TARGET)))
     if settings.scratch:
         mounts.append(Mount(settings.scratch, "/tmp", read_only=False))
-    mounts += settings.mounts
-    image = settings.images[worker.module]
-    kind = worker.device.partition(":")[0]
-    return WorkerPlan(
-        module=worker.module,
-        attempt=settings.attempt,
-        argv=tuple(
-            run_argv(
-                settings.tool,
-                image,
-                arguments,
-                mounts=mounts,
-                # Without a GPU these only warn, which is right for 'auto'; if a GPU is
-                # requested, the worker itself refuses to run without it.
-                nv=kind in ("cuda", "auto"),
-                rocm=kind == "rocm",
-                extra=settings.container_args,
-            )
-        ),
-        environment=_environment(worker),
-        log=str(run.log(worker.module, settings.attempt)),
-        mounts=tuple(mounts),
-        image=str(image),
-    )
-
-
-def _arguments(worker: WorkerSpec, settings: LaunchSettings, run: str, sockets: str) -> list[str]:
-    transport, interface = settings.links.get(worker.module, (None, None))
-    return [
-        *("--run", run),
-        *("--module", worker.module),
-        *("--ipc", sockets),
-        *("--attempt", str(settings.attempt)),
-        *(("--first", str(settings.attempt)) if settings.supervised else ()),
-        *("--resume", settings.resume),
-        *("--log-level", settings.log_level),
-        *(("--transport", transport) if transport else ()),
-        *(("--interface", interface) if interface else ()),
-    ]
+    return (*mounts, *settings.mounts)
 
 
 def _environment(worker: WorkerSpec) -> dict[str, str]:

@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from dni_runtime.launch.host import Site, check_host
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings
 from dni_runtime.launch.prepare import location_in
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.schedulers import SCHEDULERS
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 
-def site_again(record: Record, *, elsewhere: bool = False) -> Site:
-    """Check this host for an existing run, with its backend and its images.
+def plan_again(
+    record: Record, *, attempt: int, resume: str = "auto", log_level: str = "info"
+) -> LaunchPlan:
+    """Plan the next start of an existing run, with its scheduler, its backend and its images.
 
     Args:
         record: The run.
-        elsewhere: As in :func:`check_host`.
+        attempt: Number of this start of the run.
+        resume: ``auto``, ``none`` or the stream position of a checkpoint.
+        log_level: Log level of the workers.
 
     Raises:
-        DniError: As :func:`check_host`.
+        DniError: As :func:`check_host` and :func:`plan_here`.
     """
     chain, workers = record.specs()
-    return check_host(
+    site = check_host(
         chain,
         workers,
         wanted="apptainer" if record.backend == "apptainer" else "process",
         images=next((path.parent for path in record.images.values()), Path("images")),
         data=record.data,
         locate=partial(location_in, record.run.chain_file),
-        elsewhere=elsewhere,
+        elsewhere=SCHEDULERS[record.scheduler].elsewhere,
+    )
+    return plan_here(
+        record.run.root,
+        chain,
+        workers,
+        site,
+        data=record.data,
+        attempt=attempt,
+        resume=resume,
+        log_level=log_level,
+        scheduler=record.scheduler,
+        hosts=record.hosts,
     )
 
 
@@ -49,8 +66,10 @@ def plan_here(
     resume: str = "auto",
     log_level: str = "info",
     supervised: bool = True,
+    scheduler: str = "local",
+    hosts: Sequence[str] = (),
 ) -> LaunchPlan:
-    """Plan a run on this host; writes nothing.
+    """Plan a start of a run; writes nothing.
 
     Args:
         root: The run directory.
@@ -62,25 +81,14 @@ def plan_here(
         resume: ``auto``, ``none`` or the stream position of a checkpoint.
         log_level: Log level of the workers.
         supervised: Whether a supervisor will start the workers.
+        scheduler: What starts them (``launch/schedulers.py``).
+        hosts: Their hosts, if the user names them.
+
+    Raises:
+        DniError: The chain cannot be placed on the hosts.
     """
-    settings = settings_here(
-        root, site, data=data, attempt=attempt, resume=resume, log_level=log_level
-    )
-    return make_plan(chain, workers, replace(settings, supervised=supervised))
-
-
-def settings_here(
-    root: Path,
-    site: Site,
-    *,
-    data: Path | None,
-    attempt: int = 1,
-    resume: str = "auto",
-    log_level: str = "info",
-) -> LaunchSettings:
-    """Return the settings of workers on this host; see :func:`plan_here`."""
     root = root.absolute()
-    return LaunchSettings(
+    settings = LaunchSettings(
         run=root,
         backend=site.backend,
         sockets=socket_path(root),
@@ -94,4 +102,7 @@ def settings_here(
         python=sys.executable,
         python_path=os.environ.get("PYTHONPATH", ""),
         log_level=log_level,
+        hosts=tuple(hosts),
+        supervised=supervised,
     )
+    return SCHEDULERS[scheduler].plan(chain, workers, settings)

@@ -1,7 +1,7 @@
 """Protocols for starting workers, and their implementation by processes of this host.
 
-A cluster's steps (``srun``) are processes of this host, too. Another way to start workers only
-needs another :class:`Starter`.
+A step of a cluster's job (``srun``) and a connection to another host (``ssh``) are processes of
+this host, too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from typing import Literal, Protocol
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
+from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.state import ModuleState, lives, session_of
+from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.state import ModuleState, lives
+
+Mode = Literal["exec", "watch", "send"]
 
 
 class Process(Protocol):
@@ -147,27 +151,7 @@ class AdoptedProcess:
             kill_session(self.pid)
 
 
-def kill_session(leader: int) -> None:
-    """Kill a process and all of its session.
-
-    The process group is not enough: Apptainer's FUSE helpers have groups of their own, and stay
-    when the starter is killed.
-
-    Args:
-        leader: A session leader, or a new process that is about to become one.
-    """
-    members = [leader]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and session_of(int(entry.name)) == leader:
-            members.append(int(entry.name))
-    for pid in members:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def guarded(
-    argv: Sequence[str], *, mode: Literal["exec", "watch"] = "exec", tied: bool = True
-) -> list[str]:
+def guarded(argv: Sequence[str], *, mode: Mode = "exec", tied: bool = True) -> list[str]:
     """Return a command that gets SIGTERM when the thread that starts it ends (``launch.child``).
 
     Args:
@@ -189,19 +173,31 @@ class LocalStarter:
     Args:
         environ: The environment, which a plan's own variables extend.
         tied: Whether the workers end with this process.
+        render: Returns a worker's command on this host.
+        mode: How it gets signals (``launch.child``); by default as a process of this host.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None, *, tied: bool = True) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        tied: bool = True,
+        render: Callable[[WorkerPlan], Sequence[str]] = worker_argv,
+        mode: Mode | None = None,
+    ) -> None:
         self._tied = tied
+        self._mode = mode
+        self._render = render
         self._environ = dict(os.environ if environ is None else environ)
 
     def start(self, worker: WorkerPlan) -> LocalProcess:
-        mode: Literal["exec", "watch"] = "exec" if worker.image is None else "watch"
+        container_here = worker.image is not None and worker.node is None
+        mode = self._mode or ("watch" if container_here else "exec")
         try:
             descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 popen = subprocess.Popen(
-                    guarded(worker.argv, mode=mode, tied=self._tied),
+                    guarded(self._render(worker), mode=mode, tied=self._tied),
                     stdin=subprocess.DEVNULL,
                     stdout=descriptor,
                     stderr=descriptor,

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ def new_run_id(chain: str) -> str:
 
 
 def create_run(
-    root: Path, prepared: Prepared, *, backend: str, images: Mapping[str, Path] | None = None
+    root: Path,
+    prepared: Prepared,
+    *,
+    backend: str,
+    images: Mapping[str, Path] | None = None,
+    scheduler: str = "local",
+    hosts: Sequence[str] = (),
 ) -> RunDir:
     """Write all that workers, supervisor and later commands need into a new run directory.
 
@@ -44,6 +50,8 @@ def create_run(
         prepared: The checked chain.
         backend: Backend of the workers.
         images: Image of each module, for containers.
+        scheduler: What starts the workers.
+        hosts: Their hosts, if the user names them.
 
     Raises:
         UsageError: The directory already holds a run, or cannot be created.
@@ -83,6 +91,8 @@ def create_run(
             "chain": prepared.chain.name,
             "modules": prepared.modules,
             "backend": backend,
+            "scheduler": scheduler,
+            "hosts": list(hosts),
             "created": time.time(),
             "chain_file": str(prepared.path.absolute()),
             "data": None if prepared.data is None else str(prepared.data),
@@ -121,6 +131,8 @@ class Record:
         total_steps: Training batches in the whole run, if known.
         version: The version of this package that created it.
         checkpoint: The format of its first checkpoints; None if an earlier version created it.
+        scheduler: What starts the workers (``launch/schedulers.py``).
+        hosts: Their hosts, if the user named them.
     """
 
     run: RunDir
@@ -136,6 +148,8 @@ class Record:
     total_steps: int | None
     version: str = __version__
     checkpoint: int | None = CHECKPOINT_FORMAT
+    scheduler: str = "local"
+    hosts: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, root: Path) -> Record:
@@ -171,6 +185,9 @@ class Record:
                 total_steps=document["total_steps"],
                 version=version,
                 checkpoint=versions.get("checkpoint"),
+                # earlier versions did not name it
+                scheduler=document.get("scheduler", "slurm" if run.job.exists() else "local"),
+                hosts=tuple(document.get("hosts", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{str(run.record)!r} is not a valid run record: {error!r}") from None

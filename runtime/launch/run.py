@@ -13,7 +13,8 @@ from dni_runtime.errors import DamagedError, DniError, UsageError
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.records import Record, find_run, list_runs
-from dni_runtime.launch.slurm.job import JobRecord, read_state, read_states
+from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
+from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 
@@ -78,11 +79,16 @@ class Run:
 
     @property
     def job(self) -> JobRecord | None:
-        """Its Slurm job; None for a run on one host."""
+        """Its Slurm job, or None."""
         return JobRecord.read(self.directory)
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """What starts its workers."""
+        return SCHEDULERS[self.record.scheduler]
+
     def state(self) -> RunState:
-        """Its state now, as its supervisor, its workers and Slurm report it."""
+        """Its state now, as its supervisor, its workers and its scheduler report it."""
         return read_state(self.directory)
 
     def states(self, every_s: float = _POLL_S) -> Iterator[RunState]:
@@ -155,7 +161,6 @@ class Run:
         Raises:
             UsageError: It is active still: its supervisor does not answer.
         """
-        from dni_runtime.launch.slurm.commands import cancel
         from dni_runtime.launch.start import end_leftovers
 
         job, state = self.job, self.state()
@@ -166,8 +171,8 @@ class Run:
         if not state.active:
             return state
         write_json(self.directory.stop_request, {"time": time.time(), "timeout_s": timeout_s})
-        if state.phase == "queued" and job is not None and job.job is not None:
-            cancel(job.job)  # there is no supervisor to read the request
+        if state.phase == "queued":
+            self.scheduler.cancel(self.directory)  # there is no supervisor to read the request
         # The supervisor looks a few times a second, and kills late workers itself.
         state = self.wait(grace_s + _STOP_TIMEOUT_S)
         if state.active:
@@ -336,29 +341,20 @@ class Run:
         return submit_again(self.directory, self.job, log_level)
 
     def plan(self, cut: str = "auto", *, log_level: str = "info") -> LaunchPlan:
-        """The plan of its next start on this host; writes nothing.
+        """The plan of its next start; writes nothing.
 
         Raises:
             DniError: This host lacks something: data, images, devices.
         """
-        from dni_runtime.launch.planning import plan_here, site_again
+        from dni_runtime.launch.planning import plan_again
 
-        chain, workers = self.record.specs()
-        return plan_here(
-            self.directory.root,
-            chain,
-            workers,
-            site_again(self.record),
-            data=self.record.data,
-            attempt=self.state().last_attempt + 1,
-            resume=cut,
-            log_level=log_level,
-        )
+        attempt = self.state().last_attempt + 1
+        return plan_again(self.record, attempt=attempt, resume=cut, log_level=log_level)
 
     def relaunch(
         self, cut: str = "auto", *, log_level: str = "info", tell: Tell = lambda line: None
     ) -> Launch | None:
-        """Become its owner, and plan its next start on this host.
+        """Become its owner, and plan its next start.
 
         Workers that a killed supervisor has left are stopped first.
 
@@ -387,7 +383,9 @@ class Run:
             return None
         if cut == "auto" and not newest_cut(self.directory, self.modules)[0]:
             tell(f"{self.name}: no complete checkpoint, so it starts from scratch")
-        return Launch.of(self.directory, self.plan(cut, log_level=log_level), lease)
+        plan = self.plan(cut, log_level=log_level)
+        self.scheduler.check(plan)
+        return Launch.of(self.directory, plan, lease)
 
     def take_over(self) -> Launch | None:
         """Become its supervisor: what a background process and a batch script do.
@@ -401,19 +399,19 @@ class Run:
         Raises:
             UsageError: Another process supervises it, or this process is outside its job.
         """
-        from dni_runtime.launch.slurm.allocation import plan_of_job
-        from dni_runtime.launch.start import Launch, planned, take
+        from dni_runtime.launch.plan import LaunchPlan
+        from dni_runtime.launch.start import Launch, take
 
-        lease, job = take(self.directory), self.job
+        lease = take(self.directory)
         state = RunState.read(self.directory)
         adopt = state if state.phase == "unsupervised" and state.host == gethostname() else None
-        if job is None or adopt is not None:
-            return Launch(self.directory, planned(self.directory), lease, adopt)
-        plan = plan_of_job(self.record, job, state)
+        if adopt is not None:
+            return Launch(self.directory, LaunchPlan.read(self.directory), lease, adopt)
+        plan = self.scheduler.take_over(self.record, state)
         return None if plan is None else Launch.of(self.directory, plan, lease)
 
 
 def runs_in(folder: Path | str) -> list[tuple[Run, RunState]]:
-    """The runs in a folder, oldest first, with their states; Slurm is asked once for all."""
+    """The runs in a folder, oldest first, with their states; a scheduler is asked once for all."""
     runs = [Run(record) for record in list_runs(Path(folder))]
     return list(zip(runs, read_states([run.directory for run in runs]), strict=True))

@@ -16,34 +16,20 @@ from functools import partial
 
 from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
+from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.interrupts import catching_signals
-from dni_runtime.launch.lease import Lease
+from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.launch.processes import LocalStarter, Starter, kill_session
 from dni_runtime.launch.runtime_files import remove_runtime_files
-from dni_runtime.launch.slurm.allocation import clean_up
-from dni_runtime.launch.slurm.commands import component_jobs
-from dni_runtime.launch.slurm.nodes import JobNodes
-from dni_runtime.launch.slurm.starter import SlurmStarter
+from dni_runtime.launch.schedulers import SCHEDULERS
+from dni_runtime.launch.slurm.commands import own_job
 from dni_runtime.launch.state import ModuleState, RunState, lives
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import last_lines
-from dni_runtime.rundir import RunDir, read_json, socket_path, write_json
+from dni_runtime.rundir import RunDir, socket_path, write_json
 
 _DETACH_TIMEOUT_S = 60.0
 _KILLED_S = 10.0  # for the kernel to free the memory of a killed worker
-
-
-def planned(run: RunDir) -> LaunchPlan:
-    """Return the plan in a run directory.
-
-    Raises:
-        UsageError: There is none.
-    """
-    document = read_json(run.plan)
-    if document is None:
-        raise UsageError(f"{str(run.root)!r} holds no launch plan")
-    return LaunchPlan.from_json(document)
 
 
 def take(run: RunDir) -> Lease:
@@ -52,8 +38,7 @@ def take(run: RunDir) -> Lease:
     Raises:
         UsageError: Another process owns it.
     """
-    job = os.environ.get("SLURM_JOB_ID")
-    lease = Lease.take(run, job, told=partial(print, file=sys.stderr))
+    lease = Lease.take(run, own_job(), told=partial(print, file=sys.stderr))
     atexit.register(lease.release)  # also if the run is never started
     return lease
 
@@ -86,7 +71,7 @@ class Launch:
         return cls(run, plan, lease)
 
     def supervise(self, observe: Callable[[RunState], None] | None = None) -> RunState:
-        """Start the workers, on this host or as steps of this job, and supervise them.
+        """Start the workers, by the plan's scheduler, and supervise them.
 
         Args:
             observe: Called with the run's state a few times a second, and at the end.
@@ -94,26 +79,23 @@ class Launch:
         Raises:
             DniError: A worker cannot be started.
         """
+        owned = True
         try:
             return self.supervisor().run(observe)
+        except LeaseError:
+            owned = False  # the new owner needs what is there
+            raise
         finally:
-            if self.plan.workers[0].node is not None:
+            if owned:
                 with catching_signals(lambda number: None):  # the run has ended
-                    clean_up(self.plan)
+                    SCHEDULERS[self.plan.scheduler].clean_up(self.plan)
 
     def supervisor(self) -> Supervisor:
         """Return the supervisor that :meth:`supervise` runs."""
-        plan = self.plan
-        job = component_jobs(os.environ) if plan.workers[0].node is not None else None
+        plan, scheduler = self.plan, SCHEDULERS[self.plan.scheduler]
         # Containers get the host's variables, except those that would change the image's Python.
         environ = host_environment(os.environ) if plan.backend == "apptainer" else dict(os.environ)
-        starter: Starter = LocalStarter(environ, tied=False)
-        hosts = None
-        if job is not None:
-            starter = SlurmStarter(job, environ)
-            # modules are not moved between the components of a heterogeneous job
-            if len({worker.node for worker in plan.workers}) > 1 and "," not in job:
-                hosts = JobNodes(job, plan)
+        starter, hosts = scheduler.starter(environ), scheduler.hosts(plan)
         return Supervisor(self.run, plan, starter, hosts=hosts, lease=self.lease, adopt=self.adopt)
 
     def detach(self) -> int:

@@ -203,12 +203,6 @@ def process_birth(pid: int) -> int | None:
     return None if stat is None or stat[0] in "ZX" else int(stat[19])  # a zombie has ended
 
 
-def session_of(pid: int) -> int | None:
-    """Return the session of a process; None if it is gone."""
-    stat = _stat(pid)
-    return None if stat is None else int(stat[3])
-
-
 def _stat(pid: int) -> list[str] | None:
     """Return fields 3 and up of proc(5)'s stat; the second, a bracketed name, may hold anything."""
     try:

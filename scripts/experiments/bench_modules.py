@@ -52,6 +52,7 @@ from dni_runtime.launch.planning import plan_here
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import create_run
+from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import FOLDERS, write_json
@@ -264,8 +265,9 @@ class ThreadStarter:
         while True:
             pool, worker = self._waiting.get()
             self._loading.acquire()
-            first = worker.argv.index("dni_runtime.worker") + 1
-            pool.tell("start", worker.module, worker.argv[first:])
+            argv = worker_argv(worker)
+            first = argv.index("dni_runtime.worker") + 1
+            pool.tell("start", worker.module, argv[first:])
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
         for process in workers.values():

@@ -134,7 +134,7 @@ def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert summary["state"] == "finished"
     assert summary["accuracy"] > 0.9
     plan = json.loads((Path(summary["path"]) / "plan.json").read_text())
-    assert all("apptainer" in worker["argv"][0] for worker in plan["workers"])
+    assert all(worker["image"] for worker in plan["workers"])
     dnictl(site, "export", "-o", "model.safetensors")
     monkeypatch.syspath_prepend(str(site))
     model = load(site / "model.safetensors")

@@ -54,6 +54,6 @@ def test_two_partitions_train_through_a_requeue(dnictl: Dnictl, slurm: str) -> N
         assert seen == list(range(1, EPOCHS + 1))
     plan = read_json(root.plan)
     assert plan is not None
-    groups = [[word for word in w["argv"] if "het-group" in word] for w in plan["workers"]]
+    groups = [worker["scheduler_args"] for worker in plan["workers"]]
     assert groups == [["--het-group=0"], ["--het-group=1"]]
     assert "PENDING" not in run(shown).stdout

@@ -426,7 +426,7 @@ class Site:
             module=name,
             ipc=self.root,
             attempt=attempt,
-            first=int(worker.argv[worker.argv.index("--first") + 1]),
+            first=worker.first,
             resume=worker.resume,
         )
         begun = False

@@ -12,7 +12,6 @@ from dni_runtime.errors import DniError
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process as Started
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.start import planned
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import RunDir, peek_json, write_json
@@ -206,7 +205,7 @@ class Supervision:
                     write_json(self._run.plan, self._plan().to_json())
                 self._supervisor = supervisor = Supervisor(
                     self._run,
-                    planned(self._run),
+                    LaunchPlan.read(self._run),
                     self._starter,
                     adopt=adopt,
                     clock=time.monotonic,
@@ -233,20 +232,20 @@ class Supervision:
             self._world.at(self._world.random.uniform(0.1, 5.0), self.begin)
 
     def _plan(self) -> LaunchPlan:
-        attempt = self._attempt
+        attempt, sockets = self._attempt, Path(f"{self._run.root}/sockets")
         workers = tuple(
             WorkerPlan(
                 spec.module,
                 attempt,
-                ("--attempt", str(attempt), "--first", str(attempt), "--resume", "auto"),
-                {},
-                str(self._run.log(spec.module, attempt)),
+                run=str(self._run.root),
+                sockets=str(sockets),
+                log=str(self._run.log(spec.module, attempt)),
+                first=attempt,
             )
             for spec in self._specs
         )
         scope: Any = "chain" if any(spec.exact for spec in self._specs) else "module"
         rules = RestartPlan("on-failure", limit=30, backoff_max_s=5.0, scope=scope)
-        sockets = Path(f"{self._run.root}/sockets")
         return LaunchPlan(
             str(self._run.root), "process", str(sockets), GRACE_S, workers, restart=rules
         )

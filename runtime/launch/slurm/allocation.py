@@ -11,20 +11,21 @@ from pathlib import Path
 
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import Mount
-from dni_runtime.launch.host import Site, infiniband_mounts
-from dni_runtime.launch.plan import LaunchPlan, WorkerPlan, make_plan
-from dni_runtime.launch.planning import settings_here, site_again
+from dni_runtime.launch.host import infiniband_mounts
+from dni_runtime.launch.placement import link_kinds, needs_of
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan, make_plan
+from dni_runtime.launch.planning import plan_again
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.nodes import nodes_of
-from dni_runtime.launch.slurm.placement import link_kinds
-from dni_runtime.launch.slurm.script import JobRequest, group_option, step_argv
+from dni_runtime.launch.slurm.script import JobRequest
 from dni_runtime.launch.slurm.starter import end_steps
-from dni_runtime.launch.slurm.submit import make_request, needs_of
+from dni_runtime.launch.slurm.steps import group_option, step_args
+from dni_runtime.launch.slurm.submit import make_request
 from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import socket_path
+from dni_runtime.rundir import RunDir, socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
 
@@ -69,26 +70,21 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
 
 
 def plan_in_allocation(
-    record: Record,
-    job: JobRecord,
-    allocation: Allocation,
-    *,
-    attempt: int,
-    site: Site | None = None,
+    chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
 ) -> LaunchPlan:
-    """Plan a start of a run's workers as steps of this job.
+    """Plan a start of a run's workers as steps of this process's job.
 
     Args:
-        record: The run.
-        job: The record of its job.
-        allocation: The nodes.
-        attempt: Number of this start of the run.
-        site: Resources of this host; by default found by :func:`site_again`.
+        chain: The chain.
+        workers: The workers' specs, head first.
+        settings: The settings; the run directory has the record of the job.
 
     Raises:
+        UsageError: This process is not in an allocation.
         UnavailableError: The allocation has too few nodes.
-        DniError: Data, images or the container program are missing.
     """
+    allocation, job = _own_allocation(settings.run.name), JobRecord.read(RunDir(settings.run))
+    assert job is not None
     count = max(job.nodes) + 1
     if len(allocation.hosts) < count:
         raise UnavailableError(
@@ -96,47 +92,49 @@ def plan_in_allocation(
             f"{len(allocation.hosts)} ({', '.join(allocation.hosts)})",
             hint="submit it again with more nodes or another placement",
         )
-    chain, workers = record.specs()
-    profile = job.site
-    site = site or site_again(record, elsewhere=True)
-    if site.backend == "apptainer":
+    profile, mounts = job.site, settings.mounts
+    if settings.backend == "apptainer":
         # checked on this node, the first; the nodes of one job are alike
-        found = infiniband_mounts(chain.infiniband)
-        site = replace(site, mounts=(*site.mounts, *found, *bind_mounts(profile)))
-    root = record.run.root
-    # A local folder of each node; XDG_RUNTIME_DIR does not exist on nodes without a login.
-    sockets = socket_path(root, Path("/tmp"))
-    scratch = os.environ.get("DNI_SCRATCH", "")
-    kinds = link_kinds(chain, profile, job.nodes)
+        mounts = (*mounts, *infiniband_mounts(chain.infiniband), *bind_mounts(profile))
+    kinds = link_kinds(chain, profile.interface, job.nodes)
     interface = chain.links.interface or profile.interface
     settings = replace(
-        settings_here(root, site, data=record.data, attempt=attempt, log_level=job.log_level),
-        sockets=sockets,
+        settings,
+        # A local folder of each node; XDG_RUNTIME_DIR does not exist on nodes without a login.
+        sockets=socket_path(settings.run, Path("/tmp")),
+        mounts=mounts,
+        log_level=job.log_level,
         # the interface also for ipc: moved to another node, the module listens on tcp
         links={name: (transport, interface) for name, (transport, _) in kinds.items()},
         container_args=profile.container_args,
-        scratch=scratch,
+        scratch=os.environ.get("DNI_SCRATCH", ""),
     )
     plan = make_plan(chain, workers, settings)
-    return replace(plan, workers=_as_steps(plan, chain, workers, job, allocation, sockets, scratch))
+    steps = _as_steps(plan, chain, workers, job, allocation)
+    return replace(plan, workers=steps, scheduler="slurm")
 
 
-def plan_of_job(record: Record, job: JobRecord, state: RunState) -> LaunchPlan | None:
+def plan_of_job(record: Record, state: RunState) -> LaunchPlan | None:
     """Return the plan for this start of a run's job; None if the run has finished.
 
     Raises:
         UsageError: This process is not in an allocation.
     """
-    allocation = allocation_here()
-    if allocation is None:
-        raise UsageError(
-            f"run {record.name!r} belongs to a Slurm job, but this is not an allocation",
-            hint=f"resume it with 'dnictl resume {record.name}'",
-        )
+    _own_allocation(record.name)
     if state.phase == "finished":
         return None
     end_steps(record.modules)  # of a supervisor that was killed
-    return plan_in_allocation(record, job, allocation, attempt=state.last_attempt + 1)
+    return plan_again(record, attempt=state.last_attempt + 1)
+
+
+def _own_allocation(run: str) -> Allocation:
+    allocation = allocation_here()
+    if allocation is None:
+        raise UsageError(
+            f"run {run!r} belongs to a Slurm job, but this is not an allocation",
+            hint=f"resume it with 'dnictl resume {run}'",
+        )
+    return allocation
 
 
 def request_here(
@@ -175,25 +173,14 @@ def _as_steps(
     workers: Sequence[WorkerSpec],
     job: JobRecord,
     allocation: Allocation,
-    sockets: Path,
-    scratch: str,
 ) -> tuple[WorkerPlan, ...]:
     needs = needs_of(chain, workers)
     any_gpus = any(need.gpus for need in needs)
     steps = []
     for worker, need, number in zip(plan.workers, needs, job.nodes, strict=True):
-        host = allocation.hosts[number]
-        argv = step_argv(
-            need,
-            host,
-            worker.argv,
-            profile=job.site,
-            sockets=sockets,
-            scratch=scratch,
-            any_gpus=any_gpus,
-            group=allocation.groups[number],
-        )
-        steps.append(replace(worker, argv=tuple(argv), node=host, need=need))
+        host, group = allocation.hosts[number], allocation.groups[number]
+        options = step_args(need, profile=job.site, any_gpus=any_gpus, group=group)
+        steps.append(replace(worker, node=host, need=need, scheduler_args=options))
     return tuple(steps)
 
 

@@ -6,6 +6,7 @@ later; JSON output is not used, because some sites build Slurm without it.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -231,6 +232,11 @@ def hostnames(nodelist: str) -> list[str]:
     if code != 0 or not names:
         raise UnavailableError(f"the list of nodes {nodelist!r} cannot be expanded: {err.strip()}")
     return names
+
+
+def own_job() -> str | None:
+    """Return the id of the job that this process runs in, or None."""
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def component_jobs(environ: Mapping[str, str]) -> str | None:

@@ -71,23 +71,16 @@ class JobRecord:
         return record
 
 
-def read_state(run: RunDir) -> RunState:
-    """Return a run's state; see :func:`read_states`."""
-    (state,) = read_states([run])
-    return state
-
-
-def read_states(runs: Sequence[RunDir]) -> list[RunState]:
-    """Return the states of runs, completed by one query to Slurm: a run's own state is out of
-    date before its start, between two starts, and after its job was ended from outside.
+def describe(runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
+    """Complete the states of runs by one query to Slurm: a run's own state is out of date before
+    its start, between two starts, and after its job was ended from outside.
     """
-    states = [RunState.read(run) for run in runs]
     jobs = [_job_to_ask_for(run, state) for run, state in zip(runs, states, strict=True)]
     asked = sorted({job for job in jobs if job is not None})
     try:
         infos = job_infos(asked) if asked else {}
     except UnavailableError:
-        return states
+        return list(states)
     return [
         state
         if job is None

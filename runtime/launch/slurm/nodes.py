@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from dni_runtime.errors import UnavailableError
-from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.placement import Capacity
+from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.placement import Capacity, Need
 
 _LOOK_S = 15.0
 """Seconds between polls; usually an ``srun`` ends first, unless this node was cut off."""
@@ -138,8 +138,5 @@ def on_node(worker: WorkerPlan, node: str) -> WorkerPlan:
 
     Its neighbours may be anywhere; those on its old node, linked by ipc, move as well.
     """
-    argv = list(worker.argv)
-    argv[argv.index(f"--nodelist={worker.node}")] = f"--nodelist={node}"
-    if "--transport" in argv:
-        argv[argv.index("--transport") + 1] = "tcp"
-    return replace(worker, argv=tuple(argv), node=node)
+    transport = None if worker.transport is None else "tcp"  # the head has no link from upstream
+    return replace(worker, node=node, transport=transport)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.slurm.placement import Capacity, Need, place
+from dni_runtime.launch.placement import Capacity, place
+from dni_runtime.launch.plan import Need
 from dni_runtime.spec.machines import PlacementSpec
 
 Partition = str | None

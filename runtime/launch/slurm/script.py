@@ -1,11 +1,11 @@
-"""The batch script and the steps of a job, as texts and argument lists (pure)."""
+"""The batch script of a job, as a text (pure)."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,29 +13,16 @@ from jinja2 import Environment, StrictUndefined
 
 from dni_runtime import __version__
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.slurm.placement import Need
+from dni_runtime.launch.plan import Need, WorkerPlan
+from dni_runtime.launch.slurm.steps import gpu_directive, srun_argv, step_args
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.profile import ProfileSpec
-
-DEFAULT_MEMORY_MIB = 2048
-"""Default memory of a module's worker; torch alone takes some hundred MiB."""
 
 _LEAVE_S = 30
 """Seconds beyond the chain's ``stop_grace_s``, for the supervisor and a requeue of the job."""
 
 NO_KILL = "--no-kill"
 """The job continues when a node fails; the supervisor moves its modules (sbatch(1))."""
-
-# Creates the worker's folders by a shell on its node, which may not be the supervisor's. The socket
-# folder must be private to this user; the scratch folder may belong to root.
-_STEP = (
-    "umask 077; sockets=$1; scratch=$2; shift 2; foreign() { "
-    'echo "the folder $1 cannot be made, or belongs to another user" >&2; exit 69; }; '
-    'mkdir -p -- "$sockets" && [ -O "$sockets" ] && [ ! -L "$sockets" ] && chmod 700 "$sockets" || '
-    'foreign "$sockets"; '
-    '[ -z "$scratch" ] || { mkdir -p -- "$scratch" && case $(stat -L -c %u -- "$scratch") in '
-    '0|$(id -u)) ;; *) false ;; esac; } || foreign "$scratch"; exec "$@"'
-)
 
 
 @dataclass(frozen=True)
@@ -103,14 +90,6 @@ class JobRequest:
         return math.ceil(self.stop_grace_s) + _LEAVE_S
 
 
-def gpu_directive(profile: ProfileSpec, gpus: int) -> str:
-    """Return the site's option to request GPUs."""
-    kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
-    if profile.gpu_request == "gres":
-        return f"--gres=gpu:{kind}{gpus}"
-    return f"--{profile.gpu_request}={kind}{gpus}"
-
-
 def directives(request: JobRequest) -> list[str]:
     """Return the job's ``#SBATCH`` directives, without those that the profile suppresses.
 
@@ -170,66 +149,16 @@ def _name(directive: str) -> str:
     return directive.removeprefix("--").partition("=")[0].partition(" ")[0]
 
 
-def step_argv(
-    need: Need,
-    node: str,
-    argv: Sequence[str],
-    *,
-    profile: ProfileSpec,
-    sockets: Path,
-    scratch: str = "",
-    any_gpus: bool = False,
-    group: int | None = None,
-) -> list[str]:
-    """Return the command that runs one module's worker as a step of the job.
-
-    Args:
-        need: The module and its resources.
-        node: The node's name, as Slurm prints it.
-        argv: The worker's command.
-        profile: The site profile.
-        sockets: Folder of the run's ipc sockets, on the node.
-        scratch: Folder for temporary files on the node, or an empty string.
-        any_gpus: Whether any module of the chain has GPUs.
-        group: The node's component of a heterogeneous job, or None.
-    """
-    options = [
-        f"--job-name={need.module}",  # used to find the step
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={node}",
-        *group_option(group),
-        # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
-        # step waits. --cpus-per-task is not inherited from the job since Slurm 22.05.
-        "--exact",
-        f"--cpus-per-task={need.cpus}",
-        f"--mem={need.memory_mib}M",
-        "--input=none",
-        "--export=ALL",  # variables set by the site's prologue
-    ]
-    if any_gpus:
-        options.append(gpu_directive(profile, need.gpus) if need.gpus else "--gres=none")
-    shell = ["/bin/sh", "-c", _STEP, "dni-step", str(sockets), scratch]
-    return ["srun", *options, *shell, *argv]
-
-
-def group_option(group: int | None) -> list[str]:
-    """Return the ``srun`` option for a component of a heterogeneous job; its default is 0."""
-    return [] if group is None else [f"--het-group={group}"]
-
-
 def step_outline(need: Need, request: JobRequest) -> str:
     """Return a step's command for display, without the worker's command."""
-    argv = step_argv(
+    options = step_args(
         need,
-        "NODE",
-        (),
         profile=request.profile,
-        sockets=Path(),
         any_gpus=bool(request.largest("gpus")),
         group=0 if request.partitions else None,
     )
-    return shlex.join([*argv[: argv.index("/bin/sh")], "WORKER"])
+    worker = WorkerPlan(need.module, 1, run="", sockets="", log="", node="NODE", need=need)
+    return shlex.join([*srun_argv(replace(worker, scheduler_args=options)), "WORKER"])
 
 
 def placement_lines(request: JobRequest) -> list[str]:
@@ -276,15 +205,3 @@ def render_script(request: JobRequest) -> str:
         python=request.python,
         max_requeues=request.profile.max_requeues,
     )
-
-
-def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of ``srun`` without the job's own request.
-
-    Steps have their own options; srun(1), "INPUT ENVIRONMENT VARIABLES".
-    """
-    dropped = ("SLURM_GPUS", "SLURM_GRES", "SLURM_MEM_", "SLURM_CPUS_PER_", "SLURM_NTASKS",
-               "SLURM_TRES_PER_", "SLURM_TASKS_PER_", "SLURM_NPROCS", "SLURM_DISTRIBUTION",
-               "SLURM_EXACT", "SLURM_OVERLAP", "SLURM_EXCLUSIVE", "SLURM_TIMELIMIT",
-               "SLURM_JOB_NAME", "SRUN_", "SBATCH_")  # fmt: skip
-    return {name: value for name, value in environ.items() if not name.startswith(dropped)}

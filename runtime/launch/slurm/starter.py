@@ -7,13 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.script import step_environment
+from dni_runtime.launch.slurm.steps import step_argv, step_environment
 from dni_runtime.launch.state import ModuleState, lives
 
 _END_S = 30.0
@@ -44,7 +43,7 @@ class StepProcess:
 
 
 class SlurmStarter:
-    """Starts workers whose plans begin with ``srun``.
+    """Starts workers by ``srun``.
 
     Signals go to the steps and not to ``srun``, which kills its step at once on SIGTERM. If Slurm
     does not respond, they are not sent, and the run continues.
@@ -57,11 +56,11 @@ class SlurmStarter:
     def __init__(self, job: str, environ: Mapping[str, str] | None = None) -> None:
         self._job = job
         environ = step_environment(os.environ if environ is None else environ)
-        self._local = LocalStarter(environ, tied=False)  # a later supervisor adopts them
+        # a later supervisor adopts them
+        self._local = LocalStarter(environ, tied=False, render=step_argv)
 
     def start(self, worker: WorkerPlan) -> StepProcess:
-        # The container is not a process of this host, so it needs no wrapper here.
-        return StepProcess(self._local.start(replace(worker, image=None)))
+        return StepProcess(self._local.start(worker))
 
     def adopt(
         self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]

@@ -10,39 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.launch.host import Locator, Site
+from dni_runtime.errors import UsageError
+from dni_runtime.launch.host import Site
+from dni_runtime.launch.placement import (
+    Capacity,
+    check_links,
+    link_kinds,
+    needs_of,
+    wanted_placement,
+)
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.partitions import place_in_partitions
-from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, link_kinds
-from dni_runtime.launch.slurm.script import DEFAULT_MEMORY_MIB, JobRequest, render_script
+from dni_runtime.launch.slurm.script import JobRequest, render_script
 from dni_runtime.rundir import RunDir, write_atomic
-from dni_runtime.spec import ChainSpec, PlacementSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.profile import ProfileSpec
-
-
-def needs_of(
-    chain: ChainSpec, workers: Sequence[WorkerSpec], costs: Mapping[str, float] | None = None
-) -> tuple[Need, ...]:
-    """Return each module's resources; by default a module on a GPU requests one."""
-    needs = []
-    for index, worker in enumerate(workers):
-        asked = chain.resources(index)
-        wants_gpu = worker.device.partition(":")[0] in ("cuda", "rocm")
-        needs.append(
-            Need(
-                module=worker.module,
-                cpus=worker.cpus,
-                gpus=int(wants_gpu) if asked.gpus is None else asked.gpus,
-                memory_mib=asked.memory_mib or DEFAULT_MEMORY_MIB,
-                cost=1.0 if costs is None else costs[worker.module],
-            )
-        )
-    return tuple(needs)
 
 
 def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
@@ -68,11 +54,6 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
     return {module: found[module] for module in modules}
 
 
-def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
-    """Return the chain's placement, with the number of nodes from the command line."""
-    return chain.placement if nodes is None else chain.placement.model_copy(update={"nodes": nodes})
-
-
 def wanted_partitions(
     chain: ChainSpec, given: str | None, profile: ProfileSpec
 ) -> tuple[str | None, ...]:
@@ -84,33 +65,6 @@ def wanted_partitions(
     named = set(asked) - {None}
     rest = named.pop() if len(named) == 1 else profile.partition
     return tuple(partition or rest for partition in asked)
-
-
-def check_links(
-    chain: ChainSpec, nodes: Sequence[int], profile: ProfileSpec, locate: Locator
-) -> None:
-    """Refuse links that cannot work between the nodes.
-
-    Raises:
-        SpecError: Names the setting.
-    """
-    crossed = enumerate(crossing(chain.graph, nodes))
-    ends = next(((source, index) for index, source in crossed if source is not None), None)
-    if ends is None:
-        return
-    names = [repr(chain.modules[end].name) for end in ends]
-    pair = f"{' and '.join(names)} are on two nodes"
-    if chain.links.transport == "ipc":
-        raise SpecError(
-            f"{locate('links', 'transport')}: {pair}, which ipc cannot connect",
-            hint="omit 'transport' (auto), or place all modules on one node",
-        )
-    if chain.links.interface is None and profile.interface is None:
-        raise SpecError(
-            f"{locate('links', 'interface')}: {pair}, but no network interface is set",
-            hint="set one, or a network such as 10.0.0.0/16, in 'links.interface' or the site "
-            "profile's 'interface'",
-        )
 
 
 def check_room(
@@ -191,7 +145,7 @@ def make_request(
     partitions = tuple(partitions) or (profile.partition,) * len(needs)
     known = {} if shapes is None else {name: largest_node(s) for name, s in shapes.items()}
     placed, at = place_in_partitions(needs, wanted_placement(chain, nodes), partitions, known)
-    check_links(chain, placed, profile, prepared.locate)
+    check_links(chain, placed, profile.interface, prepared.locate)
     request = JobRequest(
         run=root,
         chain=chain.name,
@@ -228,7 +182,9 @@ def submit_run(
     """
     text = render_script(request)
     existed = request.run.exists()
-    run = create_run(request.run, prepared, backend=site.backend, images=site.images)
+    run = create_run(
+        request.run, prepared, backend=site.backend, images=site.images, scheduler="slurm"
+    )
     record = job_record(request, profile_name, log_level)
     record.write(run)
     write_atomic(run.script, text, mode=0o700)
@@ -268,7 +224,7 @@ def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -
 
 def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
     """Return the node and resources of each module, for display."""
-    kinds = link_kinds(prepared.chain, request.profile, request.nodes)
+    kinds = link_kinds(prepared.chain, request.profile.interface, request.nodes)
     total = sum(need.cost for need in request.needs)
     return [
         {

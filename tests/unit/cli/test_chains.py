@@ -73,6 +73,19 @@ def test_schema(dnictl: Dnictl) -> None:
     assert "modules" in document["properties"]
 
 
+def test_dry_run_for_hosts(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
+    """No host is asked."""
+    path = write_chain(("epochs: 2", "epochs: 2\nlinks: {interface: lo}"))
+    result = dnictl("up", path, "--dry-run", "--backend", "process", "--hosts", "no.a,no.b")
+    assert result.code == 0, result.err
+    commands = [line for line in result.out.splitlines() if line.startswith("ssh ")]
+    assert [" -- no.a " in line for line in commands] == [True, False]
+    assert [" -- no.b " in line for line in commands] == [False, True]
+    assert "OMP_NUM_THREADS=1 \\" not in result.out
+    assert not (folder / "runs").exists()
+    assert dnictl("up", path, "--hosts", "a,a").code == 64
+
+
 def test_dry_run_prints_the_plan(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
     path = write_chain()
     result = dnictl("up", path, "--dry-run", "--backend", "process", "--run-dir", "my run")

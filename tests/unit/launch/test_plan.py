@@ -13,6 +13,7 @@ from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.wire import PROTOCOL_VERSION
 
@@ -42,7 +43,7 @@ def test_processes(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
         *("--log-level", "info"),
     ]
     start = ["/usr/bin/python3", "-P", "-m", "dni_runtime.worker", "--run", "/runs/a b"]
-    assert [list(worker.argv) for worker in plan.workers] == [
+    assert [worker_argv(worker) for worker in plan.workers] == [
         [*start, "--module", "bottom", *common, "--data", "/data/x"],
         [*start, "--module", "middle", *common],
         [*start, "--module", "top", *common],
@@ -103,7 +104,7 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
             *("--attempt", "1", "--first", "1", "--resume", "auto", "--log-level", "info"),
         ]
 
-    assert [list(worker.argv) for worker in plan.workers] == [
+    assert [worker_argv(worker) for worker in plan.workers] == [
         [
             *start, "--nv", *run("bottom"), *sockets, *data, *scratch, "/img/bottom.sif",
             *arguments("bottom"), "--data", "/dni/data/x.npz",
@@ -156,8 +157,9 @@ def test_auto_device_may_use_a_gpu(chain: ChainSpec, workers: tuple[WorkerSpec, 
         tool=Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
         images={"middle": Path("/img/m.sif")},
     )
-    assert "--nv" in plan.workers[0].argv
-    assert "--rocm" not in plan.workers[0].argv
+    argv = worker_argv(plan.workers[0])
+    assert "--nv" in argv
+    assert "--rocm" not in argv
 
 
 def test_same_arguments_same_plan(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
@@ -176,8 +178,11 @@ def test_json_round_trip(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> N
 
 
 def test_not_a_plan() -> None:
-    with pytest.raises(DataError, match="not a launch plan"):
+    with pytest.raises(DataError, match="not a launch plan: run: Field required"):
+        LaunchPlan.from_json({"format": 2})
+    with pytest.raises(DataError, match="not a launch plan of this version") as caught:
         LaunchPlan.from_json({"workers": [{"argv": []}]})
+    assert "dnictl resume" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("backend", ["process", "apptainer"])
@@ -191,14 +196,11 @@ def test_the_next_start_of_a_worker(
     }
     worker = plan_of(chain, workers, **where).workers[1]
     again = worker.again(4)
-    changed = {a: b for a, b in zip(worker.argv, again.argv, strict=True) if a != b}
-    assert changed == {"1": "4"}
-    assert (again.attempt, again.resume) == (4, "auto")
-    assert again.argv[again.argv.index("--first") + 1] == "1"
-    assert again.log == f"{RUN}/logs/middle.4.log"
-    assert replace(again, attempt=1, argv=worker.argv, log=worker.log) == worker
+    assert again == replace(worker, attempt=4, log=f"{RUN}/logs/middle.4.log")
+    argv = zip(worker_argv(worker), worker_argv(again), strict=True)
+    assert {a: b for a, b in argv if a != b} == {"1": "4"}
     together = again.again(5, resume="78")
-    assert (together.resume, together.argv[together.argv.index("--first") + 1]) == ("78", "5")
+    assert (together.resume, together.first) == ("78", 5)
 
 
 def test_restarts_are_those_of_the_chain(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:

@@ -34,7 +34,9 @@ IMAGES = [None, "m.sif"]
 
 def plan(tmp_path: Path, code: str, image: str | None = None, **environment: str) -> WorkerPlan:
     log = str(tmp_path / "m.log")
-    return WorkerPlan("m", 1, (*PYTHON, code), environment, log, image=image)
+    return WorkerPlan(
+        "m", 1, "", "", log, environment=environment, prefix=(*PYTHON, code), image=image
+    )
 
 
 def finish(process: Process) -> int:
@@ -106,7 +108,7 @@ from pathlib import Path
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter
 command = (sys.executable, "-I", "-S", "-c", sys.argv[1])
-worker = WorkerPlan("m", 1, command, {}, sys.argv[2], image=sys.argv[3] or None)
+worker = WorkerPlan("m", 1, "", "", sys.argv[2], prefix=command, image=sys.argv[3] or None)
 print(LocalStarter().start(worker).pid, flush=True)
 time.sleep(60)
 """
@@ -167,7 +169,7 @@ def test_the_wrapper_reports_what_cannot_be_run(tmp_path: Path, mode: str) -> No
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    worker = WorkerPlan("m", 1, ("true",), {}, str(tmp_path / "no" / "m.log"))
+    worker = WorkerPlan("m", 1, "", "", str(tmp_path / "no" / "m.log"))
     with pytest.raises(UnavailableError, match="module 'm' cannot be started"):
         LocalStarter().start(worker)
 
@@ -194,3 +196,65 @@ def test_a_number_that_is_another_processs_by_now(tmp_path: Path) -> None:
     process = LocalStarter().adopt(plan(tmp_path, ""), known, lambda: -signal.SIGKILL)
     process.kill()
     assert process.poll() == -signal.SIGKILL
+
+
+def distant(tmp_path: Path, code: str) -> Process:
+    """A worker at the other end of a connection, which is a pipe here."""
+
+    def connect(worker: WorkerPlan) -> list[str]:
+        return [sys.executable, "-I", "-S", child.__file__, "receive", *worker.prefix]
+
+    return LocalStarter(render=connect, mode="send").start(plan(tmp_path, code))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_a_distant_worker(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\n"
+        "print(os.getpid() == os.getsid(0), os.read(0, 1), flush=True); time.sleep(60)"
+    )
+    process = distant(tmp_path, code)
+    eventually(lambda: (tmp_path / "m.log").read_text() == "True b''\n")
+    process.send(number)
+    assert finish(process) == (7 if number == signal.SIGUSR1 else -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+@pytest.mark.parametrize("then", ["os._exit(0)", "time.sleep(60)"])
+def test_what_a_distant_worker_started_ends_with_it(
+    tmp_path: Path, then: str, own_group: bool
+) -> None:
+    """Also where the connection is lost, as it is with the process that stands for the worker."""
+    process = distant(tmp_path, FORKS.format(then=then, own_group=own_group))
+    log = tmp_path / "m.log"
+    eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+    if "sleep" in then:
+        os.kill(process.pid, signal.SIGKILL)
+    assert finish(process) == (-signal.SIGKILL if "sleep" in then else 0)
+    eventually(lambda: process_birth(int(log.read_text())) is None)
+
+
+def test_a_distant_worker_that_is_killed(tmp_path: Path) -> None:
+    code = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
+    assert finish(distant(tmp_path, code)) == -signal.SIGKILL
+
+
+def test_silence_ends_a_distant_worker(tmp_path: Path) -> None:
+    code = (
+        "from dni_runtime.launch import child\n"
+        "child._SILENT_S = 0.2\n"
+        "child.receive(['sleep', '60'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.wait(30) == 128 + signal.SIGKILL
+
+
+def test_the_far_end_passes_its_own_signals_on(tmp_path: Path) -> None:
+    far = [sys.executable, "-I", "-S", child.__file__, "receive", *PYTHON, SAYS_WHAT_IT_GETS]
+    with subprocess.Popen(far, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 6) == b"ready "
+        process.terminate()
+        assert process.stdout.read() == b"SIGTERM"
+        assert process.wait(30) == 0

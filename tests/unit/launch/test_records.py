@@ -32,6 +32,16 @@ def test_what_a_run_holds(record: Record, prepared: Prepared) -> None:
     assert record.specs() == (prepared.chain, prepared.workers)
 
 
+def test_runs_of_earlier_versions_do_not_name_their_scheduler(record: Record) -> None:
+    document = read_json(record.run.record)
+    assert document is not None
+    assert (document.pop("scheduler"), document.pop("hosts")) == ("local", [])
+    write_json(record.run.record, document)
+    assert Record.read(record.run.root).scheduler == "local"
+    write_json(record.run.job, {})
+    assert Record.read(record.run.root).scheduler == "slurm"
+
+
 def test_a_run_is_not_overwritten(record: Record, prepared: Prepared) -> None:
     with pytest.raises(UsageError, match="already holds a run") as caught:
         create_run(record.run.root, prepared, backend="process")

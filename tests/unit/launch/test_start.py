@@ -6,12 +6,49 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from dni_runtime.launch.start import end_leftovers
+from dni_runtime.errors import WorkerError
+from dni_runtime.launch.lease import Lease, LeaseError
+from dni_runtime.launch.local import Local
+from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.schedulers import SCHEDULERS
+from dni_runtime.launch.start import Launch, end_leftovers
 from dni_runtime.launch.state import RunState, process_birth
 from dni_runtime.rundir import RunDir
+
+
+class Counting(Local):
+    """Counts how often it has cleaned up."""
+
+    def __init__(self) -> None:
+        self.cleaned = 0
+
+    def clean_up(self, plan: LaunchPlan) -> None:
+        self.cleaned += 1
+
+
+@pytest.mark.parametrize(("error", "cleaned"), [(WorkerError("x"), 1), (LeaseError("x"), 0)])
+def test_hosts_are_cleaned_up_unless_another_supervisor_has_the_run(
+    plan: LaunchPlan,
+    record: Record,
+    monkeypatch: pytest.MonkeyPatch,
+    error: WorkerError,
+    cleaned: int,
+) -> None:
+    def fail(launch: Launch) -> NoReturn:
+        raise error
+
+    scheduler = Counting()
+    monkeypatch.setitem(SCHEDULERS, "local", scheduler)  # type: ignore[arg-type]
+    monkeypatch.setattr(Launch, "supervisor", fail)
+    with pytest.raises(type(error)):
+        Launch(record.run, plan, Lease.take(record.run)).supervise()
+    assert scheduler.cleaned == cleaned
+
 
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {OBEDIENT}"

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.placement import Capacity
+from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.slurm.nodes import JobNodes, choose, on_node, room_of
-from dni_runtime.launch.slurm.placement import Capacity, Need
 
 ROOM = Capacity(cpus=4, gpus=1, memory_mib=4000)
 
@@ -30,8 +30,7 @@ def test_no_room(need: Need) -> None:
 
 
 def placed(worker: WorkerPlan, node: str, need: Need) -> WorkerPlan:
-    argv = ("srun", f"--nodelist={node}", *worker.argv, "--transport", "ipc")
-    return replace(worker, node=node, need=need, argv=argv)
+    return replace(worker, node=node, need=need, transport="ipc")
 
 
 @pytest.fixture
@@ -106,7 +105,6 @@ def test_without_a_reason_slurm_is_seldom_asked(job: LaunchPlan) -> None:
 
 def test_a_moved_worker_listens_on_tcp(job: LaunchPlan) -> None:
     moved = on_node(job.workers[1], "n3")
-    assert moved.node == "n3"
-    assert "--nodelist=n3" in moved.argv
-    assert moved.argv[moved.argv.index("--transport") + 1] == "tcp"
-    assert "--nodelist=n2" not in moved.argv
+    assert (moved.node, moved.transport) == ("n3", "tcp")
+    head = on_node(replace(job.workers[0], transport=None), "n3")
+    assert (head.node, head.transport) == ("n3", None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dni_runtime.errors import UsageError
+from dni_runtime.launch.placement import Capacity
+from dni_runtime.launch.plan import Need
 from dni_runtime.launch.slurm.partitions import place_in_partitions
-from dni_runtime.launch.slurm.placement import Capacity, Need
 from dni_runtime.spec import PlacementSpec
 
 NEEDS = tuple(Need(name, cost=cost) for name, cost in zip("abcd", (1, 1, 1, 9), strict=True))

@@ -9,18 +9,19 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.slurm.placement import Need
+from dni_runtime.launch.plan import Need, WorkerPlan
+from dni_runtime.launch.runtimes import on_node
 from dni_runtime.launch.slurm.script import (
     JobRequest,
     directives,
     render_script,
-    step_argv,
-    step_environment,
 )
+from dni_runtime.launch.slurm.steps import step_args, step_argv, step_environment
 from dni_runtime.spec.profile import ProfileSpec
 
 REQUEST = JobRequest(
@@ -78,32 +79,38 @@ def test_a_profile_adds_and_suppresses() -> None:
     assert {"--partition=gpu", "--time=20"} <= set(directives(given))
 
 
+def step(need: Need, **fields: Any) -> WorkerPlan:
+    """The plan of a module's worker in the job."""
+    worker = WorkerPlan(need.module, 1, "/run", "/tmp/s", "/log", node="n1", need=need)
+    return replace(worker, **fields)
+
+
 @pytest.mark.parametrize(
-    ("style", "job", "step"),
+    ("style", "job", "of_step"),
     [
         ("gres", "--gres=gpu:a100:3", "--gres=gpu:a100:1"),
         ("gpus-per-task", "--gpus-per-task=a100:3", "--gpus-per-task=a100:1"),
         ("gpus-per-node", "--gpus-per-node=a100:3", "--gpus-per-node=a100:1"),
     ],
 )
-def test_gpus_in_the_sites_style(style: str, job: str, step: str) -> None:
+def test_gpus_in_the_sites_style(style: str, job: str, of_step: str) -> None:
     profile = ProfileSpec.model_validate({"gpu_request": style, "gpu_type": "a100"})
     needs = (Need("a", 1, 1, 10), Need("b", 1, 2, 10), Need("c", 1, 0, 10))
     request = replace(REQUEST, needs=needs, nodes=(0, 0, 0), profile=profile)
     assert job in directives(request)
 
     def options(need: Need) -> list[str]:
-        return step_argv(need, "n1", [], profile=profile, sockets=Path("/tmp/s"), any_gpus=True)
+        return step_argv(step(need, scheduler_args=step_args(need, profile=profile, any_gpus=True)))
 
-    assert step in options(needs[0])
+    assert of_step in options(needs[0])
     # without it a step inherits the job's GPUs
     assert "--gres=none" in options(needs[2])
 
 
 def test_a_step_takes_its_share_and_no_more() -> None:
     argv = step_argv(
-        REQUEST.needs[0], "n2", ["worker", "--run", "/a b"], profile=ProfileSpec(),
-        sockets=Path("/tmp/dni-1"), scratch="/scratch/1",
+        step(REQUEST.needs[0], node="n2", sockets="/tmp/dni-1", scratch="/scratch/1",
+             prefix=("worker", "--run", "/a b"))
     )  # fmt: skip
     assert argv[0] == "srun"
     shell = argv.index("/bin/sh")
@@ -111,34 +118,36 @@ def test_a_step_takes_its_share_and_no_more() -> None:
         "--job-name=bottom", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--exact",
         "--cpus-per-task=2", "--mem=1000M", "--input=none", "--export=ALL",
     }  # fmt: skip
-    assert argv[-6:] == ["dni-step", "/tmp/dni-1", "/scratch/1", "worker", "--run", "/a b"]
+    assert argv[shell + 3 : shell + 9] == [
+        "dni-step", "/tmp/dni-1", "/scratch/1", "worker", "--run", "/a b",
+    ]  # fmt: skip
 
 
 def test_the_steps_shell_makes_private_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step(sockets: Path, scratch: str = "") -> subprocess.CompletedProcess[str]:
-        argv = step_argv(
-            REQUEST.needs[0], "n", ["echo", "a  b"], profile=ProfileSpec(), sockets=sockets,
-            scratch=scratch,
-        )  # fmt: skip
-        return subprocess.run(argv[argv.index("/bin/sh") :], capture_output=True, text=True)
+    def shell(sockets: Path, scratch: str = "") -> subprocess.CompletedProcess[str]:
+        worker = step(
+            REQUEST.needs[0], sockets=str(sockets), scratch=scratch, prefix=("echo", "a  b")
+        )
+        return subprocess.run(on_node(worker), capture_output=True, text=True)
 
-    done = step(tmp_path / "s s", str(tmp_path / "t"))
-    assert (done.returncode, done.stdout) == (0, "a  b\n")
+    done = shell(tmp_path / "s s", str(tmp_path / "t"))
+    assert done.returncode == 0
+    assert done.stdout.startswith("a  b ")
     assert (tmp_path / "s s").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "t").is_dir()
     (tmp_path / "open").mkdir(mode=0o777)
-    assert step(tmp_path / "open").returncode == 0
+    assert shell(tmp_path / "open").returncode == 0
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "open")
-    assert step(tmp_path / "link").returncode == 69
-    assert step(tmp_path / "s s", "/tmp").returncode == 0  # root's
+    assert shell(tmp_path / "link").returncode == 69
+    assert shell(tmp_path / "s s", "/tmp").returncode == 0  # root's
     stat = tmp_path / "stat"  # as if somebody else had made it
     stat.write_text("#!/bin/sh\necho 12345\n")
     stat.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    done = step(tmp_path / "s s", str(tmp_path / "t"))
+    done = shell(tmp_path / "s s", str(tmp_path / "t"))
     assert (done.returncode, done.stdout) == (69, "")
     assert f"the folder {tmp_path / 't'} cannot be made, or belongs to another user" in done.stderr
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.plan import Need, WorkerPlan
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.slurm.starter import SlurmStarter
 
@@ -64,8 +64,9 @@ def workers(bin: Path, starter: SlurmStarter, tmp_path: Path) -> Iterator[dict[s
     """Three workers; the step of ``top`` has not begun."""
     found: dict[str, Process] = {}
     for name in ("bottom", "middle", "top"):
-        argv, log = ("srun", f"--job-name={name}"), str(tmp_path / f"{name}.log")
-        found[name] = starter.start(WorkerPlan(name, 1, argv, {}, log))
+        log = str(tmp_path / f"{name}.log")
+        worker = WorkerPlan(name, 1, "", "", log, node="n1", need=Need(name))
+        found[name] = starter.start(worker)
     notes, until = tmp_path / "asked", time.monotonic() + 30
     while not notes.exists() or notes.read_text().count("srun") < 3:
         assert time.monotonic() < until, "srun does not start"

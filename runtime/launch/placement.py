@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from dni_runtime.errors import UsageError
-from dni_runtime.spec import ChainSpec, Graph
+from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.launch.plan import Need
+from dni_runtime.spec import ChainSpec, Graph, WorkerSpec
 from dni_runtime.spec.machines import PlacementSpec
-from dni_runtime.spec.profile import ProfileSpec
 
+if TYPE_CHECKING:  # it imports what images need
+    from dni_runtime.launch.host import Locator
 
-@dataclass(frozen=True)
-class Need:
-    """The resources that one module needs.
-
-    Attributes:
-        module: Its name.
-        cpus: Processors.
-        gpus: GPUs.
-        memory_mib: Memory in MiB.
-        cost: Its share of the work, in the same unit for all modules.
-    """
-
-    module: str
-    cpus: int = 1
-    gpus: int = 0
-    memory_mib: int = 0
-    cost: float = 1.0
+DEFAULT_MEMORY_MIB = 2048
+"""Default memory of a module's worker; torch alone takes some hundred MiB."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,31 @@ class Capacity:
             if there is not None and wanted > there:
                 return f"{wanted} {what}, but a node has {there}"
         return None
+
+
+def needs_of(
+    chain: ChainSpec, workers: Sequence[WorkerSpec], costs: Mapping[str, float] | None = None
+) -> tuple[Need, ...]:
+    """Return each module's resources; by default a module on a GPU requests one."""
+    needs = []
+    for index, worker in enumerate(workers):
+        asked = chain.resources(index)
+        wants_gpu = worker.device.partition(":")[0] in ("cuda", "rocm")
+        needs.append(
+            Need(
+                module=worker.module,
+                cpus=worker.cpus,
+                gpus=int(wants_gpu) if asked.gpus is None else asked.gpus,
+                memory_mib=asked.memory_mib or DEFAULT_MEMORY_MIB,
+                cost=1.0 if costs is None else costs[worker.module],
+            )
+        )
+    return tuple(needs)
+
+
+def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
+    """Return the chain's placement, with the number of nodes from the command line."""
+    return chain.placement if nodes is None else chain.placement.model_copy(update={"nodes": nodes})
 
 
 def place(
@@ -196,13 +209,18 @@ def crossing(graph: Graph, nodes: Sequence[int]) -> list[int | None]:
 
 
 def link_kinds(
-    chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int]
+    chain: ChainSpec, interface: str | None, nodes: Sequence[int]
 ) -> dict[str, tuple[str, str | None]]:
     """Return transport and interface of each module's links from upstream.
 
     ``auto``: ipc if all ends are on one node, else tcp on the chain's or the site's interface.
+
+    Args:
+        chain: The chain.
+        interface: The site's interface, or None.
+        nodes: The node of each module.
     """
-    interface = chain.links.interface or profile.interface
+    interface = chain.links.interface or interface
     kinds: dict[str, tuple[str, str | None]] = {}
     for index, source in enumerate(crossing(chain.graph, nodes)):
         if index == 0:
@@ -210,3 +228,36 @@ def link_kinds(
         tcp = source is not None or chain.links.transport == "tcp"
         kinds[chain.modules[index].name] = ("tcp", interface) if tcp else ("ipc", None)
     return kinds
+
+
+def check_links(
+    chain: ChainSpec, nodes: Sequence[int], interface: str | None, locate: Locator
+) -> None:
+    """Refuse links that cannot work between the nodes.
+
+    Args:
+        chain: The chain.
+        nodes: The node of each module.
+        interface: Interface of links between nodes if the chain names none.
+        locate: Returns the location of a setting in the chain file.
+
+    Raises:
+        SpecError: Names the setting.
+    """
+    crossed = enumerate(crossing(chain.graph, nodes))
+    ends = next(((source, index) for index, source in crossed if source is not None), None)
+    if ends is None:
+        return
+    names = [repr(chain.modules[end].name) for end in ends]
+    pair = f"{' and '.join(names)} are on two nodes"
+    if chain.links.transport == "ipc":
+        raise SpecError(
+            f"{locate('links', 'transport')}: {pair}, which ipc cannot connect",
+            hint="omit 'transport' (auto), or place all modules on one node",
+        )
+    if chain.links.interface is None and interface is None:
+        raise SpecError(
+            f"{locate('links', 'interface')}: {pair}, but no network interface is set",
+            hint="set one, or a network such as 10.0.0.0/16, in 'links.interface' or the site "
+            "profile's 'interface'",
+        )

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.slurm.placement import Capacity, Need, crossing, place
+from dni_runtime.launch.placement import Capacity, crossing, place
+from dni_runtime.launch.plan import Need
 from dni_runtime.spec import Graph
 from dni_runtime.spec.machines import PlacementSpec
 

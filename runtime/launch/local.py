@@ -1,0 +1,48 @@
+"""The scheduler ``local``: workers are processes of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan, make_plan
+from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+
+class Local:
+    """Runs workers on this host; see :class:`dni_runtime.launch.schedulers.Scheduler`."""
+
+    elsewhere = False
+
+    def plan(
+        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+    ) -> LaunchPlan:
+        return make_plan(chain, workers, settings)
+
+    def check(self, plan: LaunchPlan) -> None:
+        pass
+
+    def take_over(self, record: Record, state: RunState) -> LaunchPlan | None:
+        return LaunchPlan.read(record.run)
+
+    def command(self, worker: WorkerPlan) -> Sequence[str]:
+        return worker_argv(worker)
+
+    def starter(self, environ: Mapping[str, str]) -> Starter:
+        return LocalStarter(environ, tied=False)  # a later supervisor adopts them
+
+    def hosts(self, plan: LaunchPlan) -> Hosts | None:
+        return None
+
+    def clean_up(self, plan: LaunchPlan) -> None:
+        pass
+
+    def describe(self, runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
+        return list(states)
+
+    def cancel(self, run: RunDir) -> None:
+        pass

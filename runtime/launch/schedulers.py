@@ -1,0 +1,106 @@
+"""Schedulers: what starts the workers of a run, and on which hosts.
+
+They are independent of the container runtimes (``launch/runtimes.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from dni_runtime.launch.local import Local
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
+from dni_runtime.launch.processes import Hosts, Starter
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.slurm.scheduler import Slurm
+from dni_runtime.launch.ssh import Ssh
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+
+class Scheduler(Protocol):
+    """Runs the workers of a run; logs are files in the run directory, whatever starts them.
+
+    Attributes:
+        elsewhere: Whether workers run on other hosts, which share the files of this one.
+    """
+
+    @property
+    def elsewhere(self) -> bool: ...
+
+    def plan(
+        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+    ) -> LaunchPlan:
+        """Plan a start of a run; writes nothing.
+
+        Args:
+            chain: The chain.
+            workers: The workers' specs, head first.
+            settings: All other settings.
+
+        Raises:
+            DniError: The chain cannot be placed on the hosts.
+        """
+
+    def check(self, plan: LaunchPlan) -> None:
+        """Check that workers can be started on the hosts of a plan.
+
+        Raises:
+            UnavailableError: A host cannot be used.
+        """
+
+    def take_over(self, record: Record, state: RunState) -> LaunchPlan | None:
+        """Return the plan that a supervisor in the background starts; None if the run has finished.
+
+        Args:
+            record: The run.
+            state: Its state.
+
+        Raises:
+            DniError: There is no plan.
+        """
+
+    def command(self, worker: WorkerPlan) -> Sequence[str]:
+        """Return the command of this host that runs a worker."""
+
+    def starter(self, environ: Mapping[str, str]) -> Starter:
+        """Return what starts and signals workers.
+
+        Args:
+            environ: The environment, which a plan's own variables extend.
+        """
+
+    def hosts(self, plan: LaunchPlan) -> Hosts | None:
+        """Return the hosts of a plan's workers, if a host can be lost and its modules moved."""
+
+    def clean_up(self, plan: LaunchPlan) -> None:
+        """Remove what a run has left on its hosts."""
+
+    def describe(self, runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
+        """Complete the states of those runs that are this scheduler's.
+
+        Args:
+            runs: Runs, of any scheduler.
+            states: Their own states.
+        """
+
+    def cancel(self, run: RunDir) -> None:
+        """Cancel a start that waits for its hosts."""
+
+
+SCHEDULERS: Mapping[str, Scheduler] = {"local": Local(), "slurm": Slurm(), "ssh": Ssh()}
+
+
+def read_state(run: RunDir) -> RunState:
+    """Return a run's state; see :func:`read_states`."""
+    (state,) = read_states([run])
+    return state
+
+
+def read_states(runs: Sequence[RunDir]) -> list[RunState]:
+    """Return the states of runs, as their supervisors, workers and schedulers report them."""
+    states = [RunState.read(run) for run in runs]
+    for scheduler in SCHEDULERS.values():
+        states = scheduler.describe(runs, states)
+    return states

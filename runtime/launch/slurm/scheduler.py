@@ -1,0 +1,67 @@
+"""The scheduler ``slurm``: workers are steps of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from dni_runtime.launch.local import Local
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
+from dni_runtime.launch.processes import Hosts, Starter
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.slurm import commands
+from dni_runtime.launch.slurm.job import JobRecord, describe
+from dni_runtime.launch.slurm.nodes import JobNodes
+from dni_runtime.launch.slurm.starter import SlurmStarter
+from dni_runtime.launch.slurm.steps import step_argv
+from dni_runtime.launch.state import RunState
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+
+class Slurm(Local):
+    """Runs workers as steps of a job; its supervisor runs within the job."""
+
+    elsewhere = True
+
+    def plan(
+        self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
+    ) -> LaunchPlan:
+        from dni_runtime.launch.slurm.allocation import plan_in_allocation
+
+        return plan_in_allocation(chain, workers, settings)
+
+    def take_over(self, record: Record, state: RunState) -> LaunchPlan | None:
+        from dni_runtime.launch.slurm.allocation import plan_of_job
+
+        return plan_of_job(record, state)
+
+    def command(self, worker: WorkerPlan) -> Sequence[str]:
+        return step_argv(worker)
+
+    def starter(self, environ: Mapping[str, str]) -> Starter:
+        return SlurmStarter(self._jobs(), environ)
+
+    def hosts(self, plan: LaunchPlan) -> Hosts | None:
+        # modules are not moved between the components of a heterogeneous job
+        movable = len({worker.node for worker in plan.workers}) > 1 and "," not in self._jobs()
+        return JobNodes(self._jobs(), plan) if movable else None
+
+    def clean_up(self, plan: LaunchPlan) -> None:
+        from dni_runtime.launch.slurm.allocation import clean_up
+
+        clean_up(plan)
+
+    def describe(self, runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
+        return describe(runs, states)
+
+    def cancel(self, run: RunDir) -> None:
+        record = JobRecord.read(run)
+        if record is not None and record.job is not None:
+            commands.cancel(record.job)
+
+    @staticmethod
+    def _jobs() -> str:
+        job = commands.component_jobs(os.environ)
+        assert job is not None  # the plan is one of this job
+        return job
