@@ -8,19 +8,19 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from dni_runtime.cuts import check_cut, choose_cut, newest_cut
-from dni_runtime.errors import DamagedError, DniError, UsageError
+from dni_runtime.cuts import check_cut, newest_cut
+from dni_runtime.errors import DniError, UsageError
+from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.records import Record, find_run, list_runs
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
+from dni_runtime.rundir import read_json, read_lines, write_json
 
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
     from matplotlib.figure import Figure
-    from torch import nn
 
     from dni_runtime.launch.plan import LaunchPlan
     from dni_runtime.launch.start import Launch
@@ -33,24 +33,8 @@ _RESTART_TIMEOUT_S = 60.0  # the supervisor looks once a second, a shared file s
 _STOP_TIMEOUT_S = 30.0  # beyond the workers' own time
 
 
-class Run:
-    """A run, by its directory; any process that can read the directory may look at it.
-
-    Args:
-        record: What the directory says of it.
-
-    Attributes:
-        record: The same.
-        directory: Its files.
-        name: Its name.
-        modules: Its modules, head first.
-    """
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.directory: RunDir = record.run
-        self.name = record.name
-        self.modules = record.modules
+class Run(Checkpointed):
+    """A run, by its directory; any process that can read the directory may look at it."""
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory.root)!r})"
@@ -236,54 +220,6 @@ class Run:
             state: Its state, where the caller has it.
         """
         return failure(self.directory, state or self.state())
-
-    # Checkpoints.
-
-    def choose_cut(
-        self, wanted: str | None = None, *, force: bool = False
-    ) -> tuple[int, list[DamagedError]]:
-        """The checkpoint that is meant; see :func:`dni_runtime.cuts.choose_cut`."""
-        return choose_cut(self.directory, self.modules, wanted, force=force)
-
-    def export(self, output: Path | str, cut: int | None = None, *, force: bool = False) -> None:
-        """Write the trained network to one file, which :func:`dni_runtime.load` reads.
-
-        Args:
-            output: ``.safetensors`` or ``.pt2``.
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
-            force: Write weights that are not finite, too.
-
-        Raises:
-            DniError: As :meth:`choose_cut`, and as ``core.export.export_model``.
-        """
-        from dni_runtime.core.export import export_model
-        from dni_runtime.launch.prepare import importing_from
-
-        states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
-        with importing_from(self.directory.sources):
-            export_model(self.record.specs()[1], states, Path(output), force=force)
-
-    def model(self, cut: int | None = None) -> nn.Module:
-        """The trained network, as one plain torch module in eval mode.
-
-        Args:
-            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
-
-        Raises:
-            DniError: As :meth:`choose_cut`.
-        """
-        from dni_runtime.core.export import assemble
-        from dni_runtime.launch.prepare import importing_from
-
-        states = self._states_of(self.choose_cut()[0] if cut is None else cut)
-        with importing_from(self.directory.sources):
-            return assemble(self.record.specs()[1], states)
-
-    def _states_of(self, cut: int) -> dict[str, Path]:
-        return {
-            module: self.directory.checkpoint(cut, module).with_suffix(".safetensors")
-            for module in self.modules
-        }
 
     # Resuming.
 

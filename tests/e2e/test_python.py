@@ -31,6 +31,7 @@ def test_the_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [epoch for epoch, _ in names["curve"]] == [1, 2, 3, 4]
     assert names["curve"][-1][1] > 0.7
     assert names["logits"].shape == (5, 10)
+    assert names["result"]["accuracy"] == pytest.approx(names["curve"][-1][1])
     assert [name for name, _ in names["model"].named_children()] == ["bottom", "top"]
     assert (site.folder / "curves.png").stat().st_size > 1000
     run: Run = names["run"]

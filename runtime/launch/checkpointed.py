@@ -1,0 +1,103 @@
+"""A run's checkpoints as one network: export, the model itself, and its evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dni_runtime.cuts import choose_cut
+from dni_runtime.errors import DamagedError
+from dni_runtime.launch.records import Record
+from dni_runtime.rundir import RunDir
+
+if TYPE_CHECKING:  # torch takes a while to import
+    from torch import nn
+
+
+class Checkpointed:
+    """What is done with a run's checkpoints.
+
+    Args:
+        record: What the run directory says of the run.
+
+    Attributes:
+        record: The same.
+        directory: Its files.
+        name: Its name.
+        modules: Its modules, head first.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.directory: RunDir = record.run
+        self.name = record.name
+        self.modules = record.modules
+
+    def choose_cut(
+        self, wanted: str | None = None, *, force: bool = False
+    ) -> tuple[int, list[DamagedError]]:
+        """The checkpoint that is meant; see :func:`dni_runtime.cuts.choose_cut`."""
+        return choose_cut(self.directory, self.modules, wanted, force=force)
+
+    def export(self, output: Path | str, cut: int | None = None, *, force: bool = False) -> None:
+        """Write the trained network to one file, which :func:`dni_runtime.load` reads.
+
+        Args:
+            output: ``.safetensors`` or ``.pt2``.
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            force: Write weights that are not finite, too.
+
+        Raises:
+            DniError: As :meth:`choose_cut`, and as ``core.export.export_model``.
+        """
+        from dni_runtime.core.export import export_model
+        from dni_runtime.launch.prepare import importing_from
+
+        states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
+        with importing_from(self.directory.sources):
+            export_model(self.record.specs()[1], states, Path(output), force=force)
+
+    def model(self, cut: int | None = None) -> nn.Module:
+        """The trained network, as one plain torch module in eval mode.
+
+        Args:
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+
+        Raises:
+            DniError: As :meth:`choose_cut`.
+        """
+        from dni_runtime.core.export import assemble
+        from dni_runtime.launch.prepare import importing_from
+
+        states = self._states_of(self.choose_cut()[0] if cut is None else cut)
+        with importing_from(self.directory.sources):
+            return assemble(self.record.specs()[1], states)
+
+    def evaluate(self, cut: int | None = None) -> dict[str, float]:
+        """Loss and metrics of the trained network on the test set, else the evaluation samples.
+
+        They are computed here, in one process.
+
+        Args:
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+
+        Raises:
+            DniError: As :meth:`choose_cut`; or the data cannot be read here.
+        """
+        from dni_runtime.core.evaluation import evaluate
+        from dni_runtime.core.passes import as_inputs
+        from dni_runtime.data import open_data
+        from dni_runtime.launch.prepare import importing_from
+
+        model, (chain, workers) = self.model(cut), self.record.specs()
+        sources = self.directory.sources
+        with importing_from(sources):
+            source = open_data(chain.data.at(self.record.data), sources, seed=chain.seed)
+            batches = source.test_batches() if source.has_test else source.eval_batches()
+            return evaluate(lambda x: model(*as_inputs(x)), batches, workers[-1])
+
+    def _states_of(self, cut: int) -> dict[str, Path]:
+        return {
+            module: self.directory.checkpoint(cut, module).with_suffix(".safetensors")
+            for module in self.modules
+        }
