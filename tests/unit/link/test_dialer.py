@@ -210,6 +210,17 @@ def test_libzmq_gives_up_after_a_final_failure_only(
     assert world.take() == (once if again else [])
 
 
+def test_failures_that_go_on_do_not_postpone_the_next_attempt(world: Zmq) -> None:
+    made = world.dialer()
+    made.dial(HERE, KEY)
+    world.take()
+    for _ in range(50):
+        world.events.append(AUTH)
+        made.look(connected=False)
+        world.now_s += 0.1
+    assert 4 <= world.take().count(("connect", HERE)) <= 5
+
+
 def test_a_link_in_use_is_looked_at_once_a_second(world: Zmq) -> None:
     made = world.dialer()
     made.dial(HERE, KEY)
