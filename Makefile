@@ -16,7 +16,7 @@ help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 demo: system ## Train a chain on Fashion-MNIST in four Apptainer containers, beside plain backprop
-	@$(AS_USER) demo-here
+	@$(AS_USER) demo-here EPOCHS='$(EPOCHS)'
 
 test: system ## Run all tests, with real containers and, as root, a real Slurm of three hosts
 	@scripts/slurm-testbed run -- $(AS_USER) test-here TESTS='$(TESTS)'
@@ -50,15 +50,15 @@ build/typed: pyproject.toml # static tools cannot follow the import hook of an e
 	@mkdir -p $@ && ln -sfn ../../runtime $@/dni_runtime && ln -sfn ../../cli $@/dnictl
 
 demo-here: $(VENV)/ready
-	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py
+	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py $(EPOCHS:%=--epochs %)
 
-# Three parts beside each other, because much of it is waiting: Slurm, real workers, and all others, which are shown
-# first. 5: no tests in this part. A shell has its background ignore SIGINT.
+# Three parts of about the same length beside each other, because much of it is waiting: Slurm and containers, real
+# workers, and all others, which are shown first. 5: no tests in this part. A shell has its background ignore SIGINT.
 PYTEST := $(BIN)/python -m pytest --durations=10
 test-here: $(VENV)/ready
 	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 a=0 b=0; \
-	env --default-signal=INT $(PYTEST) $(TESTS) -m slurm >build/test-slurm.log 2>&1 & slurm=$$!; \
-	env --default-signal=INT $(PYTEST) $(TESTS) -m "e2e and not slurm and not measures" >build/test-e2e.log 2>&1 & e2e=$$!; \
+	env --default-signal=INT $(PYTEST) $(or $(TESTS),tests/e2e) -m "slurm or (e2e and apptainer and not measures)" >build/test-slurm.log 2>&1 & slurm=$$!; \
+	env --default-signal=INT $(PYTEST) $(or $(TESTS),tests/e2e) -m "e2e and not (slurm or apptainer or measures)" >build/test-e2e.log 2>&1 & e2e=$$!; \
 	trap "kill $$slurm $$e2e 2>/dev/null || true" EXIT; \
 	$(PYTEST) $(TESTS) -m "measures or not (e2e or slurm)" || code=$$?; \
 	wait $$slurm || a=$$?; wait $$e2e || b=$$?; cat build/test-slurm.log build/test-e2e.log; \

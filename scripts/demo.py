@@ -6,7 +6,9 @@ network by plain backpropagation in this process, and draws both learning curves
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -43,7 +45,7 @@ def dnictl(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def write_chain() -> Path:
+def write_chain(epochs: int | None) -> Path:
     """The packaged example with this machine's data and torch filled in."""
     data = subprocess.run(
         [ROOT / "scripts" / "fetch-fashion-mnist", ROOT / "build" / "fashion-mnist"],
@@ -53,6 +55,8 @@ def write_chain() -> Path:
     ).stdout.splitlines()[-1]
     text = (files("dni_runtime.definitions") / "chains" / "fashion-cdni.yaml").read_text()
     text = text.replace("  flatten: true\n", f"  flatten: true\n  path: {json.dumps(data)}\n")
+    if epochs is not None:
+        text = re.sub("^epochs: .*", f"epochs: {epochs}", text, count=1, flags=re.MULTILINE)
     if index := Path(sys.prefix, "torch-index").read_text().strip():
         text += f"\nimage: {json.dumps({'torch_index': index})}\n"
     path = OUT / "chain.yaml"
@@ -93,9 +97,14 @@ def draw(chain: list[float], backprop: list[float], path: Path) -> None:
 
 def main() -> None:
     """Run the demo; exit status 1 when the chain has not learned as it should."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--epochs", type=int, help="train for so many, whatever the accuracy then is"
+    )
+    epochs = parser.parse_args().epochs
     began = time.monotonic()
     OUT.mkdir(parents=True, exist_ok=True)
-    path = write_chain()
+    path = write_chain(epochs)
     chain = load_chain(path)
     say("images (the base image takes some minutes, once)")
     dnictl("build", path, "--out", OUT / "images")
@@ -137,7 +146,8 @@ def main() -> None:
     (OUT / "result.json").write_text(
         json.dumps({"chain": curve, "backprop": backprop, "exported": exported}) + "\n"
     )
-    if gap > MOST_POINTS_BELOW or curve[-1] < LEAST_ACCURACY or abs(exported - curve[-1]) > 0.01:
+    learned = gap <= MOST_POINTS_BELOW and curve[-1] >= LEAST_ACCURACY
+    if not (learned or epochs is not None) or abs(exported - curve[-1]) > 0.01:
         sys.exit("demo: the chain did not learn as it should")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,16 @@ from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpe
 torch.set_num_threads(1)  # tests run beside each other; more threads only fight for cores
 
 MakeSpec = Callable[..., WorkerSpec]
+
+
+def eventually(
+    what: str, condition: Callable[[], object], within_s: float = 60, every_s: float = 0.1
+) -> None:
+    """Wait until something is so, or fail."""
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {within_s} s: {what}"
+        time.sleep(every_s)
 
 
 @pytest.fixture

@@ -185,6 +185,7 @@ class Guard:
         """Process all events, then enforce the limit."""
         refused: Counter[str] = Counter()
         kept = [self._kept.popleft() for _ in range(len(self._kept))]
+        self._peers.update(one for one in kept if one in self._open)  # before it may be gone
         while (event := sockets.next_event(self._monitor)) is not None:
             kind, value = event
             if kind == _ACCEPTED:
@@ -198,7 +199,7 @@ class Guard:
                 self._failed.append("silent")
             else:
                 self._failed.append(_FAILED[kind])
-        self._peers.update(one for one in kept if one in self._open)
+        self._peers.update(one for one in kept if one in self._open)  # or was accepted just now
         while len(self._open) > self._limit and self._drop_oldest():
             pass
         if refused:

@@ -95,7 +95,6 @@ class OutputLink:
             frame_limit=self._contract.frame_limit("output"),
         )
         self._dialer = Dialer(self._context, self._socket, self._contract, spec.links, keys)
-        self._dismissed = False
         self.heard_s = time.monotonic()
         self._greet_again_s = 0.0
         self._events: list[Event] = []
@@ -164,14 +163,14 @@ class OutputLink:
     @property
     def connected(self) -> bool:
         """Whether WELCOME has come; a lost connection is noticed at the next send."""
-        return self._sender.state is State.OPEN
+        return self._sender.connected
 
     @property
     def lost(self) -> bool:
         """Whether the neighbour is gone: its connection has ended and was not replaced."""
-        if self.connected and not self._dismissed and not sockets.has_peer(self._socket):
+        if self.connected and not sockets.has_peer(self._socket):
             self._lose()
-        return not self.connected and not self._dismissed
+        return not self.connected and self._sender.state is not State.DISMISSED
 
     def connect(
         self,
@@ -236,10 +235,8 @@ class OutputLink:
 
     def dismiss(self) -> None:
         """Note that the module downstream has finished: it has all, and sends no more gradients."""
-        if not self._dismissed:
+        if self._sender.dismiss():
             self._events.append(Drained(ID_LIMIT))
-        self._dismissed, self._sender.drained = True, ID_LIMIT
-        self._sender.window.acknowledge(self._sender.window.last)
 
     def send_batch(
         self,
@@ -355,7 +352,7 @@ class OutputLink:
     def finish(self, deadline_s: float) -> bool:
         """Do :meth:`flush`, then send BYE: the module downstream need not answer any more."""
         flushed = self.flush(deadline_s)
-        if flushed and not self._dismissed:
+        if flushed and self._sender.state is not State.DISMISSED:
             sockets.send(self._socket, self._sender.bye())
         return flushed
 
@@ -391,16 +388,17 @@ class OutputLink:
 
         An open link is checked, too, so that lost messages are sent again, whatever the reason.
         """
-        now_s = time.monotonic()
+        now_s, state = time.monotonic(), self._sender.state
+        due = now_s >= self._greet_again_s
         if self.connected:
-            if not self._dismissed and now_s >= max(self.heard_s + _ASK_S, self._greet_again_s):
+            if due and now_s >= self.heard_s + _ASK_S:
                 self._greet_again_s = now_s + _ASK_S
                 if not sockets.send(self._socket, self._sender.ask()):
                     self._lose()
-        elif self._sender.greeting_due or now_s >= self._greet_again_s:
+        elif state is State.INVITED or (due and state is not State.DISMISSED):
             self._greet_again_s = now_s + _GREET_S
             if sockets.send(self._socket, self._sender.hello()):
-                self._sender.greeting_due = False
+                self._sender.greeted()
 
     def _tune(self, tuner: WindowTuner) -> None:
         tuner.acknowledged(self._sender.window.acked, time.monotonic())
@@ -415,9 +413,6 @@ class OutputLink:
         return Request(str(message.body["what"]))
 
     def _transmit(self) -> None:
-        if self._dismissed:
-            self._sender.window.acknowledge(self._sender.window.last)
-            return
         while (frames := self._sender.pending()) is not None:
             if not sockets.send(self._socket, frames):
                 # high-water marks lie above the window: the connection is gone

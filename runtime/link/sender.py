@@ -1,15 +1,23 @@
 """The output end of a link as pure state: frames in, messages and frames out.
 
-States (docs/wire.md, "Handshake")::
+Only :class:`Sender` changes its state (docs/wire.md, "Handshake")::
 
-    state      event                 next       what is sent
-    silent     REFUSE hello          greeting   HELLO
-    greeting   WELCOME               open       everything unacknowledged above ``received``
-    greeting   REFUSE hello          greeting   HELLO
-    open       REFUSE hello          greeting   HELLO
-    open       nothing for a while   open       HELLO, then nothing until WELCOME, as in greeting
-    any        the connection ends   silent
-    any        REFUSE anything else  HandshakeError
+    state      event                                 next       may be sent
+    silent     REFUSE hello                          invited    HELLO
+    silent     WELCOME, to a HELLO without REFUSE    open       messages above ``received``
+    invited    HELLO is sent: :meth:`Sender.greeted` greeting   HELLO, seldom
+    invited    WELCOME, to an earlier HELLO          open       messages above ``received``
+    greeting   WELCOME                               open       messages above ``received``
+    greeting   REFUSE hello                          invited    HELLO
+    open       REFUSE hello                          invited    HELLO
+    open       long silence: :meth:`Sender.ask`      asking     HELLO, seldom
+    asking     WELCOME                               open       messages above ``received``
+    asking     REFUSE hello                          invited    HELLO
+    these      connection ends: :meth:`Sender.lose`  silent     HELLO, seldom
+    these      REFUSE anything else                  HandshakeError
+    any        :meth:`Sender.dismiss`                dismissed  nothing; what comes is ignored
+
+A WELCOME counts only if it answers a HELLO of the present connection, and changes nothing in open.
 """
 
 from __future__ import annotations
@@ -34,6 +42,7 @@ from dni_runtime.link.handshake import (
 from dni_runtime.link.window import JUMP_LIMIT, SendWindow
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import (
+    ID_LIMIT,
     PROTOCOL_VERSION,
     Body,
     Buffer,
@@ -52,11 +61,14 @@ WINDOWS = "windows"
 
 
 class State(Enum):
-    """Progress of the handshake."""
+    """Progress of the handshake, in words."""
 
     SILENT = "no connection"
+    INVITED = "connected, but HELLO has not been sent"
     GREETING = "connected, but it does not answer HELLO"
     OPEN = "open"
+    ASKING = "open, but it does not answer HELLO"
+    DISMISSED = "it has finished"
 
 
 class Sender:
@@ -74,8 +86,6 @@ class Sender:
         attempt: Number of the module's attempt.
 
     Attributes:
-        state: Progress of the handshake.
-        greeting_due: Whether HELLO must be sent.
         window: The unacknowledged messages.
         below: Windows of the next links, as far as downstream has reported them.
         drained: Id up to which no more gradients will come: downstream has sent DRAINED, or had
@@ -99,8 +109,7 @@ class Sender:
         self.run = run
         self.counters = counters
         self.window = SendWindow(window, next_id=next_id, retain=retain)
-        self.state = State.SILENT
-        self.greeting_due = False
+        self._state = State.SILENT
         self.below: tuple[int, ...] = ()
         self.drained = 0
         self._cut = cut
@@ -108,7 +117,6 @@ class Sender:
         self._newest = next_id - 1
         self._number = 0  # of the newest HELLO
         self._since = 1  # of the first HELLO on this connection
-        self._asking = False
         self._welcomed = False
         self._retains = retain > 0
         self._largest_window = largest_window or window
@@ -116,8 +124,18 @@ class Sender:
         self._limits = contract.up
         self._sizes: OrderedDict[int, int] = OrderedDict()
 
+    @property
+    def state(self) -> State:
+        """Progress of the handshake."""
+        return self._state
+
+    @property
+    def connected(self) -> bool:
+        """Whether WELCOME has come, and the connection has not been lost since."""
+        return self._state in (State.OPEN, State.ASKING)
+
     def hello(self) -> list[Buffer]:
-        """Return the frames of HELLO."""
+        """Return the frames of HELLO; call :meth:`greeted` when they are sent."""
         self._number += 1
         hello = Hello(
             self._session,
@@ -130,19 +148,35 @@ class Sender:
         )
         return encode(Message(Kind.HELLO, self.run, self.contract.source, body=hello.body()))
 
+    def greeted(self) -> None:
+        """Note that HELLO has been sent."""
+        if self._state is State.INVITED:
+            self._state = State.GREETING
+
     def ask(self) -> list[Buffer]:
         """Return the frames of a HELLO on an open link, to ask what has arrived.
 
         Until the answer comes nothing else is sent; then all that has not arrived is sent again.
         """
-        if not self._asking:
-            self._asking, self._since = True, self._number + 1
+        if self._state is State.OPEN:
+            self._state, self._since = State.ASKING, self._number + 1
         return self.hello()
 
     def lose(self) -> None:
         """Note that the connection has ended."""
-        self.state, self._asking = State.SILENT, False
-        self._since = self._number + 1
+        if self._state is not State.DISMISSED:
+            self._state, self._since = State.SILENT, self._number + 1
+
+    def dismiss(self) -> bool:
+        """Note that the module downstream has finished: it has all, and sends no more gradients.
+
+        Returns:
+            Whether that is new.
+        """
+        new = self._state is not State.DISMISSED
+        self._state, self.drained = State.DISMISSED, ID_LIMIT
+        self.window.acknowledge(self.window.last)
+        return new
 
     def miss(self, id: int) -> None:
         """Leave a batch out: the other end is gone, and the window is full."""
@@ -166,6 +200,8 @@ class Sender:
         """
         self.window.add(message.id, encode(message), force=force)
         self._newest = message.id
+        if self._state is State.DISMISSED:
+            self.window.acknowledge(message.id)
         if samples is not None:
             self._sizes[message.id] = samples
             if len(self._sizes) > SIZES_KEPT:
@@ -173,7 +209,7 @@ class Sender:
 
     def pending(self) -> Sequence[Buffer] | None:
         """Return the frames to transmit next, or None."""
-        if self.state is not State.OPEN or self._asking:
+        if self._state is not State.OPEN:
             return None
         sent = self.window.pending()
         return None if sent is None else sent.frames
@@ -193,10 +229,12 @@ class Sender:
             HandshakeError: The other end does not fit.
             WireError: The message cannot be accepted; nothing has changed.
         """
+        if self._state is State.DISMISSED:
+            return None
         try:
             message = decode(frames, self._limits)
         except WireError as error:
-            if error.reason == "version" and self.state is not State.OPEN:
+            if error.reason == "version" and not self.connected:
                 yours = header_version(frames[0])
                 raise mismatch(
                     self.contract.source,
@@ -219,17 +257,16 @@ class Sender:
         refusal = Refusal.of(message)
         if refusal.field != INVITATION:
             raise refusal.error(self.contract.source, self.contract.target)
-        if self.state is State.OPEN and not self._asking:
+        if self._state is State.OPEN:
             self._since = self._number + 1  # the connection was lost unnoticed
         # else a HELLO was sent on this connection before the invitation came
-        self.state, self._asking = State.GREETING, False
-        self.greeting_due = True
+        self._state = State.INVITED
 
     def _accept(self, message: Message) -> Message | None:
         if message.kind is Kind.WELCOME:
             self._welcome(message)
             return None
-        if self.state is not State.OPEN:
+        if not self.connected:
             raise WireError("stranger", f"{message.kind.name} before WELCOME")
         if message.kind is Kind.ACK:
             self._acknowledge(message.ack)
@@ -253,17 +290,15 @@ class Sender:
 
     def _welcome(self, message: Message) -> None:
         number, received = number_of(message), received_of(message)
-        if not self._since <= number <= self._number or (
-            self.state is State.OPEN and not self._asking
-        ):
+        if not self._since <= number <= self._number or self._state is State.OPEN:
             return  # from a connection that has ended, or a second answer
         if not self._welcomed:
             self._welcomed = True
             self.drained = received
         self.window.rewind(received)
         self._acknowledge(message.ack)
-        self.counters.handshakes += self.state is not State.OPEN
-        self.state, self._asking = State.OPEN, False
+        self.counters.handshakes += not self.connected
+        self._state = State.OPEN
 
     def _acknowledge(self, id: int) -> None:
         if not self.window.acknowledge(id):

@@ -37,7 +37,6 @@ from dni_runtime.rundir import RunDir, read_json, read_lines
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 TICKS = os.sysconf("SC_CLK_TCK")
-WARMUP_S = 4.0
 STARTED_WITHIN_S = 180.0
 
 
@@ -170,7 +169,7 @@ def running(spec: ChainSpec) -> Iterator[Running]:
             chain.stop()
 
 
-def step_alone_us(worker: WorkerSpec, batch: int) -> float:
+def step_alone_us(worker: WorkerSpec, batch: int, steps: int) -> float:
     """:func:`step_us` in as many processes as there are cores, busy as they are in a chain."""
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(
@@ -179,10 +178,12 @@ def step_alone_us(worker: WorkerSpec, batch: int) -> float:
         initializer=torch.set_num_threads,
         initargs=(1,),
     ) as pool:
-        return statistics.median(pool.map(step_us, cores * [worker], cores * [batch]))
+        return statistics.median(
+            pool.map(step_us, *(cores * [one] for one in (worker, batch, steps)))
+        )
 
 
-def step_us(worker: WorkerSpec, batch: int, count: int = 5000) -> float:
+def step_us(worker: WorkerSpec, batch: int, count: int) -> float:
     """CPU per batch of a module's step alone: forward, update, learning from the late gradient."""
     step = ModuleStep(worker)
     x_BX = empty_batch(worker.inputs[0], batch, "cpu").uniform_()
@@ -199,12 +200,12 @@ def step_us(worker: WorkerSpec, batch: int, count: int = 5000) -> float:
     return 1e6 * (time.process_time() - began) / count
 
 
-def grow(modules: int, seconds: float) -> Growth:
+def grow(modules: int, seconds: float, warmup_s: float, steps: int) -> Growth:
     """Measure a chain of so many modules."""
     spec = chain_spec(modules)
     workers = worker_specs(spec, describe(spec.data, Path()))
     with running(spec) as chain:
-        time.sleep(WARMUP_S)
+        time.sleep(warmup_s)
         since, before = time.time(), [cpu_s(pid) for pid in chain.pids]
         time.sleep(seconds)
         until, after = time.time(), [cpu_s(pid) for pid in chain.pids]
@@ -218,7 +219,7 @@ def grow(modules: int, seconds: float) -> Growth:
             rates.append(batches / (until - since))
         start_s = chain.start_s
     worker_us = statistics.median(costs)
-    alone_us = step_alone_us(workers[watched[0]], spec.data.batch_size)
+    alone_us = step_alone_us(workers[watched[0]], spec.data.batch_size, steps)
     overhead_us = worker_us - alone_us
     return Growth(
         modules,
@@ -232,10 +233,10 @@ def grow(modules: int, seconds: float) -> Growth:
     )
 
 
-def idle_share(seconds: float) -> dict[str, float]:
+def idle_share(seconds: float, warmup_s: float) -> dict[str, float]:
     """Share of a core that workers use while the last module is halted and their windows fill."""
     with running(chain_spec(3)) as chain:
-        time.sleep(WARMUP_S)
+        time.sleep(warmup_s)
         os.kill(chain.pids[-1], signal.SIGSTOP)
         time.sleep(2)
         before = [cpu_s(pid) for pid in chain.pids]
@@ -244,12 +245,12 @@ def idle_share(seconds: float) -> dict[str, float]:
     return {"head": round(shares[0], 4), "middle": round(shares[1], 4)}
 
 
-def memory_by_window(windows: list[int]) -> dict[int, list[float]]:
+def memory_by_window(windows: list[int], warmup_s: float) -> dict[int, list[float]]:
     """Resident memory (MiB) of head, middle and tail; activations of 1 MiB a batch."""
     found = {}
     for window in windows:
         with running(chain_spec(3, width=1024, batch=256, window=window)) as chain:
-            time.sleep(WARMUP_S)
+            time.sleep(warmup_s)
             os.kill(chain.pids[-1], signal.SIGSTOP)  # windows fill
             time.sleep(3)
             found[window] = [round(rss_mib(pid), 1) for pid in chain.pids]
@@ -264,6 +265,8 @@ def main() -> None:
     parser.add_argument("--modules", default="2,4,8,16,32", help="lengths of the chains")
     parser.add_argument("--windows", default="2,8,32", help="windows for the memory's table")
     parser.add_argument("--seconds", type=float, default=10.0, help="watched, of each chain")
+    parser.add_argument("--warmup", type=float, default=4.0, help="seconds before that")
+    parser.add_argument("--steps", type=int, default=5000, help="timed, of a module alone")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -273,12 +276,13 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     rows = []
     for modules in map(int, arguments.modules.split(",")):
-        row = grow(modules, arguments.seconds)
+        row = grow(modules, arguments.seconds, arguments.warmup, arguments.steps)
         rows.append(asdict(row))
         print("| " + " | ".join(str(value) for value in asdict(row).values()) + " |", flush=True)
-    idle = idle_share(arguments.seconds)
+    idle = idle_share(arguments.seconds, arguments.warmup)
     print(f"\nblocked by a halted tail, share of a core: {idle}")
-    memory = memory_by_window([int(window) for window in arguments.windows.split(",")])
+    windows = [int(window) for window in arguments.windows.split(",")]
+    memory = memory_by_window(windows, arguments.warmup)
     print("\n| window | head MiB | middle MiB | tail MiB |\n|---|---|---|---|")
     for window, values in memory.items():
         print(f"| {window} | " + " | ".join(map(str, values)) + " |")

@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, find_apptainer
 from dni_runtime.launch.state import process_birth
 from dni_runtime.rundir import RunDir
+from tests.conftest import eventually
 
 MODULES = ["bottom", "middle", "top"]
 
@@ -107,14 +107,6 @@ def fashion_mnist() -> Path:
         missing(done.stderr)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.splitlines()[-1])
-
-
-def eventually(what: str, condition: Callable[[], object], within_s: float = 60) -> None:
-    """Wait until something is so."""
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, f"not within {within_s} s: {what}"
-        time.sleep(0.1)
 
 
 def command_of(pid: int) -> bytes:

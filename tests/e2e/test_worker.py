@@ -54,6 +54,9 @@ modules:
     layers: [{Dropout: {p: 0.1}}, {Linear: {in_features: 48, out_features: 10}}]
 """
 
+CARRIED = 150_000
+"""Bytes of several batches, with their gradients."""
+
 
 def chain_spec(
     interface: str = "mixed",
@@ -201,8 +204,9 @@ def test_exact_is_backprop_however_often_a_connection_is_lost(
     try:
         chain.start(b=("--connect", relay.address), c=("--listen", address))
         for cuts in range(8):
-            chain.wait_until(lambda cuts=cuts: relay.connections > cuts)  # type: ignore[misc]
-            time.sleep(0.2)
+            chain.wait_until(
+                lambda cuts=cuts: relay.connections > cuts and relay.carried > CARRIED  # type: ignore[misc]
+            )
             relay.cut()
         assert set(chain.wait().values()) == {0}, chain.logs()
     finally:

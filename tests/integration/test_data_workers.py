@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dni_runtime.data import open_data
 from dni_runtime.data.ahead import in_processes
 from dni_runtime.errors import DataError, WorkerError
 from dni_runtime.spec import DataSpec
+from tests.conftest import eventually
 
 # Python 3.12 and later warn of forks in processes with threads, torch of more workers than cores.
 pytestmark = pytest.mark.filterwarnings(
@@ -60,19 +60,14 @@ class Noise:
 """
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     threads, handler = set(threading.enumerate()), signal.getsignal(signal.SIGCHLD)
     yield
     assert multiprocessing.active_children() == []
-    eventually(lambda: set(threading.enumerate()) <= threads)  # those of queues end by themselves
+    eventually(  # those of queues end by themselves
+        "threads end", lambda: set(threading.enumerate()) <= threads, every_s=0.02
+    )
     assert signal.getsignal(signal.SIGCHLD) == handler
 
 
@@ -186,7 +181,7 @@ def test_a_process_that_hangs_is_killed(make, tmp_path: Path) -> None:
     spec = make(str(asleep), workers=1, shuffle=False)
     batches = open_data(spec, tmp_path, seed=0).train_batches(1)
     next(batches)
-    eventually(asleep.exists)
+    eventually("it sleeps", asleep.exists, every_s=0.02)
     (process,) = multiprocessing.active_children()
     batches.close()
     assert process.exitcode == -signal.SIGKILL
@@ -226,7 +221,7 @@ def test_they_do_not_outlive_a_head_that_is_killed() -> None:
     finally:
         head.kill()
         head.communicate()
-    eventually(lambda: not any(_runs(pid) for pid in pids))
+    eventually("they end", lambda: not any(_runs(pid) for pid in pids), every_s=0.02)
 
 
 def _runs(pid: int) -> bool:

@@ -21,6 +21,7 @@ from dni_runtime.link import Batch, InputLink, Marker, OutputLink
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
+from dni_runtime.worker import report
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
@@ -35,12 +36,13 @@ from tests.conftest import MakeSpec
 
 
 def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
-    tmp_path: Path, make_spec: MakeSpec
+    tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream is gone; who looks from another host knows only the times in the state file."""
+    monkeypatch.setattr(report, "REPORT_S", 0.02)
     run, stop = RunDir(tmp_path), StopRequest()
     run.create()
-    spec = make_spec("tail", tail=TailRole(metrics=()), stop_grace_s=3.5)
+    spec = make_spec("tail", tail=TailRole(metrics=()), stop_grace_s=0.5)
     metrics = MetricsWriter(run, spec, 1)
     metrics.set_state("running")
     ledger = Ledger(run.ledger("tail"), Counts())
@@ -50,10 +52,10 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
     done = threading.Event()
 
     def look() -> None:
-        while not done.wait(0.05):
-            report = read_json(run.worker("tail")) or {}
-            times.add(report["time"])
-            doing.add(report["doing"])
+        while not done.wait(0.005):
+            seen = read_json(run.worker("tail")) or {}
+            times.add(seen["time"])
+            doing.add(seen["doing"])
 
     looking = threading.Thread(target=look)
     looking.start()

@@ -54,22 +54,22 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     process.adam = sgd  # type: ignore[assignment]
-    for name in job["names"]:
-        if job["processes"] > 1:
-            process.join(job["rank"], job["processes"], f"{job['folder']}/{name}.meet")
-        trainer = process.make_trainer(
-            {**job, "name": name, "cut": None, "seed": 1}, NETWORKS[job["network"]]
-        )
+    for name, network, processes in job["cases"]:
+        if job["rank"] >= processes:
+            continue
+        path = f"{job['folder']}/{name}-{network}-{processes}"
+        process.join(job["rank"], processes, f"{path}.meet")
+        case = {**job, "name": name, "processes": processes, "cut": None, "seed": 1}
+        trainer = process.make_trainer(case, NETWORKS[network])
         for x_BT, y_BT in batches(job["steps"]):
             trainer.step(x_BT, y_BT)
         if hasattr(trainer, "finish"):
             trainer.finish()
         p_BTV = trainer.predict(batches(1)[0][0])
         if p_BTV is not None:
-            torch.save(p_BTV, f"{job['folder']}/{name}.pt")
-        if job["processes"] > 1:
-            dist.barrier()
-            dist.destroy_process_group()
+            torch.save(p_BTV, f"{path}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
     os._exit(0)  # gloo's orderly end can take long
 
 

@@ -16,7 +16,7 @@ from dni_runtime.spec import Choice
 from dni_runtime.spec.model import ModuleDefaults
 
 CHAIN = Path(__file__).resolve().parents[3] / "definitions" / "chains" / "cnn.yaml"
-SMALL = "{epochs: 3, data: {validation: 200, train_limit: 900}}"
+SMALL = "{epochs: 2, data: {validation: 200, train_limit: 600}}"
 
 
 def table(

@@ -39,33 +39,26 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], Tensor]:
     """What each contender's network predicts after some steps."""
-    found = {}
-    for network, count in BACKPROP:
-        folder = tmp_path_factory.mktemp("peers")
-        names = BACKPROP[network, count] + OTHERS[network, count]
-        job = {
-            "names": names, "network": network, "processes": count, "folder": str(folder),
-            "steps": STEPS,
-        }  # fmt: skip
-        program = Path(__file__).with_name("peer_steps.py")
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(program), json.dumps({**job, "rank": rank})],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(count)
-        ]
-        try:
-            errors = [process.communicate(timeout=240)[1] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        assert [process.returncode for process in started] == [0] * count, "\n".join(errors)
-        found |= {(name, network, count): torch.load(folder / f"{name}.pt") for name in names}
-    return found
+    folder = tmp_path_factory.mktemp("peers")
+    job = {"cases": CASES, "folder": str(folder), "steps": STEPS}
+    program = Path(__file__).with_name("peer_steps.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program), json.dumps({**job, "rank": rank})],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(max(count for _, _, count in CASES))
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(errors)
+    return {case: torch.load(folder / f"{'-'.join(map(str, case))}.pt") for case in CASES}
 
 
 def predict(parts: Sequence[nn.Module]) -> Tensor:

@@ -13,6 +13,7 @@ class Relay:
     Attributes:
         address: Where to connect.
         connections: How many there have been.
+        carried: Bytes that the newest one has carried, in both directions.
     """
 
     def __init__(self, target: str) -> None:
@@ -20,7 +21,7 @@ class Relay:
         self._target = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.connections = 0
+        self.connections = self.carried = 0
         self._other: dict[socket.socket, socket.socket] = {}
         self._cut, self._done = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -49,6 +50,7 @@ class Relay:
                         near.close()
                         continue
                     self._other |= {near: far, far: near}
+                    self.carried = 0
                     self.connections += 1
                 elif end in self._other:
                     self._forward(end)
@@ -59,6 +61,7 @@ class Relay:
         try:
             data = end.recv(1 << 16)
             self._other[end].sendall(data)
+            self.carried += len(data)
         except OSError:
             data = b""
         if not data:

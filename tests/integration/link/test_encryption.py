@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -193,10 +192,7 @@ def test_no_thread_is_left(links: Any) -> None:
     assert threading.active_count() > before
     output.close()
     input.close()
-    end_s = time.monotonic() + 5
-    while threading.active_count() > before:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    links.until(lambda: threading.active_count() <= before, "its threads have ended")
 
 
 @pytest.mark.parametrize("key", [b"short", b"x" * 41, b"~" * 40])

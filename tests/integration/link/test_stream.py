@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import zmq
 
 from dni_runtime.errors import HandshakeError, StoppedError, UnavailableError, WorkerError
 from dni_runtime.link import Batch, Drained, Gradient, Marker, Request, sockets
+from dni_runtime.link.sender import Sender
 from dni_runtime.link.tensors import dequantize, quantize
 from dni_runtime.spec import LinksSpec, TensorSpec
 from dni_runtime.wire import Mark, Mode
@@ -315,7 +317,7 @@ def test_the_last_acknowledgement_outlives_the_connection(links: Any, address: s
 
     leaving = threading.Thread(target=leave)
     leaving.start()
-    time.sleep(0.3)  # busy, while what was sent arrives
+    links.until(lambda: bool(output.socket.poll(0)), "what was sent has arrived, and is not read")
     assert output.finish(links.DEADLINE_S)
     leaving.join()
     assert output.receive() == [Drained(1)]
@@ -459,20 +461,33 @@ def test_a_killed_receiver_leaves_an_address_that_can_be_used_again(
     assert [item.id for item in links.collect(input, 2, output=output)] == [3, 4]
 
 
-def test_a_stall_over_two_lost_connections(links: Any) -> None:
+def test_a_stall_over_two_lost_connections(links: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The input end reads what both have brought: the older one, which is dead, brought more."""
+    monkeypatch.setattr("dni_runtime.link.output._GREET_S", 0.1)
+    greeted, real = [], Sender.greeted
+
+    def note(sender: Sender) -> None:
+        greeted.append(sender)
+        real(sender)
+
+    monkeypatch.setattr(Sender, "greeted", note)
     input, output = links.input(), links.output()
     relay = Relay(input.bind("tcp://127.0.0.1:*"))
     try:
         links.shake(output, input, relay.address)
         seen = 0
-        for stands_s in (2.6, 1.6):  # it says HELLO once a second
+
+        def greets(connection: int, hellos: int) -> bool:  # only the output end works
+            nonlocal seen
+            if relay.connections < connection:
+                greeted.clear()
+            output.receive()
+            seen += output.lost
+            return len(greeted) >= hellos
+
+        for connection, hellos in ((2, 3), (3, 2)):
             relay.cut()
-            end_s = time.monotonic() + stands_s
-            while time.monotonic() < end_s:  # only the output end works
-                output.receive()
-                seen += output.lost
-                time.sleep(0.01)
+            links.until(partial(greets, connection, hellos), f"{hellos} HELLOs")
         send(links, output, 1, 2)
         items = links.collect(input, 2, output=output)
         assert [item.id for item in items] == [1, 2]

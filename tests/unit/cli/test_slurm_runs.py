@@ -55,6 +55,8 @@ def test_a_run_between_two_starts_of_its_job(
     assert "dnictl status" in result.err
 
     monkeypatch.setattr("dnictl.tensorboard._POLL_S", 0.0)
+    clock = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
+    monkeypatch.setattr("dni_runtime.launch.run.time", clock)
     answers.write_text("2\n")
     assert dnictl("tensorboard", "--follow").code == 0
     assert int(answers.read_text()) < 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,19 +21,52 @@ real = lambda: "torch._dynamo.eval_frame" in sys.modules
 """
 
 
-def python(code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + code],
+RUN_EACH = """
+import json, os, traceback
+for line in sys.stdin:
+    if not (child := os.fork()):
+        try:
+            exec(json.loads(line))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    print("ended", os.waitpid(child, 0)[1], flush=True)
+"""
+
+Python = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Python]:
+    """Runs code in a process that has postponed dynamo and imported torch, and done nothing else.
+
+    It is a child of one that stays like this: importing torch takes longest.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + RUN_EACH],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    ) as process:  # fmt: skip
+
+        def run(code: str) -> list[str]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(code) + "\n")
+            words: list[str] = []
+            while "ended" not in words:
+                line = process.stdout.readline()
+                assert line, "it has ended"
+                words += line.split()
+            assert words[-2:] == ["ended", "0"]
+            return words[:-2]
+
+        yield run
 
 
 @pytest.mark.parametrize("interface", ["mixed", "delayed"])
-def test_a_module_is_trained_without_it(small: Chain, interface: str) -> None:
+def test_a_module_is_trained_without_it(python: Python, small: Chain, interface: str) -> None:
     code = """\
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.spec import WorkerSpec
@@ -50,7 +85,7 @@ print(real(), "sympy" in sys.modules)
     assert python(code.format(specs=specs)) == ["False", "False"]
 
 
-def test_who_compiles_gets_the_real_one() -> None:
+def test_who_compiles_gets_the_real_one(python: Python) -> None:
     code = """\
 torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
 print(real())
@@ -60,7 +95,7 @@ print(tuple(compiled(torch.ones(3, 2)).shape) == (3, 2), real())
     assert python(code) == ["False", "True", "True"]
 
 
-def test_parts_of_it_can_be_imported() -> None:
+def test_parts_of_it_can_be_imported(python: Python) -> None:
     code = """\
 import inspect
 import torch._dynamo
@@ -73,7 +108,7 @@ print(real(), torch._dynamo is sys.modules["torch._dynamo"], torch._dynamo.confi
     assert python(code) == ["False", "True", "True", "True"]
 
 
-def test_a_part_that_is_imported_first_is_the_one_that_the_others_use() -> None:
+def test_a_part_that_is_imported_first_is_the_one_that_the_others_use(python: Python) -> None:
     code = """\
 import torch._dynamo.config as part
 from torch._dynamo import eval_frame
@@ -82,7 +117,7 @@ print(real(), eval_frame.config is part, part.__spec__.origin == part.__file__)
     assert python(code) == ["True", "True", "True"]
 
 
-def test_who_has_it_keeps_it() -> None:
+def test_who_has_it_keeps_it(python: Python) -> None:
     code = """\
 sys.meta_path.pop(0)
 import torch._dynamo

@@ -58,9 +58,10 @@ class Pair:
     def settle(self) -> None:
         """Carry messages until nothing moves."""
         while True:
-            if self.sender.greeting_due:
-                self.sender.greeting_due = False
-                self.down(self.sender.hello())
+            if self.sender.state is State.INVITED:
+                hello = self.sender.hello()
+                self.sender.greeted()
+                self.down(hello)
             elif (frames := self.sender.pending()) is not None:
                 self.sender.transmitted()
                 self.down(frames)
@@ -291,7 +292,7 @@ def test_a_peer_that_is_forgotten_is_invited_again(pair: Pair, message: Message)
         refused(pair, encode(message), b"\x00other")
     (invitation,) = pair.receiver.replies
     pair.sender.handle(invitation[1])
-    assert pair.sender.state is State.GREETING
+    assert pair.sender.state is State.INVITED
 
 
 def test_a_silent_neighbour_is_asked_what_it_has_got(pair: Pair) -> None:
@@ -609,11 +610,11 @@ def test_broken_scales_are_refused_and_change_nothing(make_spec: MakeSpec) -> No
 )
 def test_a_welcome_that_says_nothing(make_spec: MakeSpec, body: dict[str, Any]) -> None:
     sender = make_sender(make_spec("stem"))
-    sender.state = State.GREETING
+    sender.hello()
     with pytest.raises(WireError) as caught:
         sender.handle(encode(Message(Kind.WELCOME, "run", "tail", body=body)))
     assert caught.value.reason == "body"
-    assert sender.state is State.GREETING
+    assert sender.state is State.SILENT
 
 
 def test_a_handshake_may_name_any_id(make_spec: MakeSpec) -> None:

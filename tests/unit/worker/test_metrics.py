@@ -19,7 +19,6 @@ from dni_runtime.errors import StoppedError
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
-from dni_runtime.worker.idle import ReplayBuffer
 from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
 
 CHAIN = """\
@@ -285,26 +284,3 @@ def test_training_again_is_shown_though_nothing_new_comes(worker: Worker, clock:
     clock.now_s += 1
     worker.line(replayed=7)
     assert len(list(read_lines(worker.run.metrics("a")))) == 2
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_batch_is_trained_on_again(index: int) -> None:
-    """The weights move; nothing waits for a true gradient that will not come."""
-    step = ModuleStep(workers()[index])
-    buffer = ReplayBuffer(2, seed=0)
-    assert buffer.choose() is None
-    x = X[:, : step.spec.inputs[0].shape[0]]
-    for _ in range(3):
-        buffer.keep(x, Y)
-    before = [p.detach().clone() for p in step.layers.parameters()]
-    chosen = buffer.choose()
-    assert chosen is not None
-    assert step.replays
-    step.replay(*chosen)
-    assert any(not torch.equal(a, b) for a, b in zip(before, step.layers.parameters(), strict=True))
-    assert (step.waiting, step.batches, buffer.replayed) == (0, 0, 1)
-
-
-def test_who_waits_for_gradients_does_not_train_again() -> None:
-    assert not ModuleStep(workers("exact")[0]).replays
-    assert not ModuleStep(workers("delayed")[0]).replays

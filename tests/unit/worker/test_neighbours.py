@@ -1,84 +1,449 @@
-"""What finding the neighbours, and clearing away old cuts, costs in the file system."""
+"""Finding the neighbours, against fake links, real records, and a clock that the waits move."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dni_runtime.link import OutputLink
-from dni_runtime.rundir import RunDir, write_json
+from dni_runtime.errors import EncryptionError, UnavailableError
+from dni_runtime.rundir import RunDir, peek_json, write_json
+from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import neighbours
-from dni_runtime.worker.neighbours import Neighbours
+from dni_runtime.worker.neighbours import (
+    CONNECT_SLICE_S,
+    LOOK_S,
+    QUIET_S,
+    Neighbours,
+    publish,
+    withdraw,
+)
 from tests.conftest import MakeSpec
 
+TIMEOUT_S = 30.0
+HERE, THERE = "tcp://10.0.0.1:5000", "tcp://10.0.0.2:5000"
+KEY = b"k" * 40
 
-class Listed:
-    """Entries of folders that were listed."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.entries = 0
-        original = os.listdir
+class World:
+    """A run directory, two links, and a clock that the waits move.
 
-        def listdir(path: Any = ".") -> list[str]:
-            found = original(path)
-            self.entries += len(found)
-            return found
+    ``at`` maps seconds to what happens then; ``answers`` tells how the module downstream answers at
+    an address: by an error, or not at all (None: it accepts).
+    """
 
-        patch.setattr(os, "listdir", listdir)
+    def __init__(self, run: RunDir, spec: WorkerSpec) -> None:
+        self.run = run
+        self.spec = spec
+        self.now_s = 100.0
+        self.at: dict[float, Callable[[], None]] = {}
+        self.answers: dict[str, Callable[[], Exception | None]] = {}
+        self.reads = Counter[int]()
+        self.tried: list[tuple[str, bytes | None, float]] = []
+        self.moved: list[tuple[str, bytes | None]] = []
+        self.greeted = 0
+        self.dismissed = self.peer = False
+        # of the link downstream
+        self.lost, self.connected, self.in_flight, self.heard_s = False, True, 0, self.now_s
+        self.address: str | None = HERE
+
+    # The clock.
+
+    @property
+    def age_s(self) -> float:
+        return self.now_s - 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds
+        for moment in sorted(self.at):
+            if moment <= self.age_s:
+                self.at.pop(moment)()
+
+    # The link downstream.
+
+    def connect(
+        self, address: str, *, deadline_s: float, server_key: bytes | None, stop: Any
+    ) -> None:
+        self.tried.append((address, server_key, self.age_s))
+        answer = self.answers.get(address, lambda: UnavailableError("no answer"))()
+        if answer is None:
+            return
+        assert 0 < deadline_s <= CONNECT_SLICE_S
+        stop()
+        self.sleep(deadline_s)
+        raise answer
+
+    def move(self, address: str, server_key: bytes | None) -> None:
+        self.moved.append((address, server_key))
+        self.address = address
+
+    def dismiss(self) -> None:
+        self.dismissed = True
+
+    # The link upstream.
+
+    def greet(self) -> bool:
+        self.greeted += 1
+        return self.peer
+
+    def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool]) -> None:
+        end_s = self.now_s + deadline_s
+        while not self.peer:
+            if self.now_s >= end_s:
+                raise UnavailableError("nobody")
+            self.sleep(min(1.0, end_s - self.now_s))
+
+    # The run directory.
+
+    def record(self, address: str = HERE, **fields: Any) -> None:
+        write_json(self.run.endpoint("tail"), {"address": address, **fields}, durable=False)
+
+    def report(self, module: str, state: str) -> None:
+        write_json(self.run.worker(module), {"state": state}, durable=False)
+
+    def supervisor(self, state: str, module: str = "tail", restarts: int = 1) -> None:
+        modules = {module: {"restarts": restarts, "state": state}}
+        write_json(self.run.state, {"updated": self.now_s, "modules": modules}, durable=False)
+
+    def neighbours(
+        self, *, again: bool = False, address: str | None = None, until_s: float = 1e9
+    ) -> Neighbours:
+        return Neighbours(
+            self.spec, self.run, address=address, again=again, stop=lambda: self.age_s >= until_s
+        )
+
+
+MakeWorld = Callable[[str], World]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> MakeWorld:
+    """Make the world of one module."""
+
+    def make(module: str) -> World:
+        run = RunDir(tmp_path)
+        run.create()
+        made = World(run, make_spec(module, links=LinksSpec(connect_timeout_s=TIMEOUT_S)))
+        clock = SimpleNamespace(monotonic=made.monotonic, sleep=made.sleep, time=made.monotonic)
+        monkeypatch.setattr(neighbours, "time", clock)
+        read = neighbours.fresh_record
+
+        def fresh_record(path: Path) -> dict[str, Any]:
+            made.reads[int(made.age_s)] += 1
+            return read(path)
+
+        monkeypatch.setattr(neighbours, "fresh_record", fresh_record)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    return make_world("stem")
+
+
+def connect(world: World, **settings: Any) -> None:
+    link: Any = world
+    world.neighbours(**settings).connect(link, link)
+
+
+def look(world: World, known: Neighbours) -> None:
+    link: Any = world
+    known.look(link)
+
+
+# At the start.
+
+
+def test_a_record_that_comes_late(world: World) -> None:
+    """Its address and key are used; the module upstream is answered meanwhile."""
+    world.answers[HERE] = lambda: None
+    world.at[20.0] = lambda: world.record(public_key=KEY.decode())
+    connect(world)
+    ((address, key, at_s),) = world.tried
+    assert (address, key) == (HERE, KEY)
+    assert 20 <= at_s < 21.1
+    assert world.greeted > 100
+
+
+def test_an_address_that_was_given_needs_no_record(world: World) -> None:
+    world.answers[THERE] = lambda: None
+    world.record(HERE)
+    connect(world, address=THERE)
+    assert world.tried == [(THERE, None, 0.0)]
+    assert not world.reads
+
+
+def test_a_module_that_moves_before_it_answers(world: World) -> None:
+    """Its record is read again after each slice."""
+    world.answers[THERE] = lambda: None
+    world.record(HERE)
+    world.at[7.0] = lambda: world.record(THERE)
+    connect(world)
+    assert world.tried == [
+        (HERE, None, 0.0),
+        (HERE, None, 3.0),
+        (HERE, None, 6.0),
+        (THERE, None, 9.0),
+    ]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_module_that_does_not_answer_is_named(world: World, recorded: bool) -> None:
+    if recorded:
+        world.record()
+    with pytest.raises(UnavailableError) as caught:
+        connect(world)
+    assert world.age_s == pytest.approx(TIMEOUT_S, abs=0.1)
+    where = f"at {HERE}" if recorded else f"no endpoint in {str(world.run.endpoint('tail'))!r}"
+    for word in ("'tail'", "'stem'", where, f"{TIMEOUT_S:.0f} s"):
+        assert word in caught.value.message
+    assert "dnictl logs tail" in str(caught.value.hint)
+
+
+def test_encryption_that_does_not_match_is_an_error_only_in_the_end(world: World) -> None:
+    """Keys may appear late, too."""
+    world.answers[HERE] = lambda: EncryptionError("another key")
+    world.record()
+    with pytest.raises(EncryptionError, match="another key"):
+        connect(world)
+    assert world.age_s >= TIMEOUT_S
+
+
+def test_a_module_that_is_gone_after_its_encryption_failed(world: World) -> None:
+    """The newest failure counts."""
+    world.answers[HERE] = lambda: EncryptionError("another key")
+    world.record()
+    world.at[20.0] = lambda: world.answers.clear()
+    with pytest.raises(UnavailableError):
+        connect(world)
+
+
+def test_a_module_that_is_being_restarted_gets_more_time(world: World) -> None:
+    """As long as a supervisor says so, and lives."""
+    world.record()
+    for moment in range(0, 200, 10):
+        world.at[float(moment)] = lambda: world.supervisor("restarting")
+    world.at[200.0] = lambda: world.answers.__setitem__(HERE, lambda: None)
+    connect(world)
+    assert 200 <= world.age_s < 210
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "end_s"),
+    [("restarting", 1, 90), ("starting", 1, 90), ("connecting", 2, 90),
+     ("running", 1, 30), ("failed", 1, 30), ("starting", 0, 30)],
+)  # fmt: skip
+def test_who_is_waited_for_longer(world: World, state: str, restarts: int, end_s: int) -> None:
+    """A supervisor that writes nothing for a minute counts as dead."""
+    world.record()
+    world.supervisor(state, restarts=restarts)
+    with pytest.raises(UnavailableError):
+        connect(world)
+    assert end_s <= world.age_s <= end_s + 6
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_module_downstream_that_has_finished(world: World, again: bool) -> None:
+    """A report of an earlier start does not count when all modules start."""
+    world.report("tail", "finished")
+    connect(world, again=again, until_s=5.0)
+    assert world.dismissed == again
+    assert (world.age_s == 0) == again
+
+
+def test_a_worker_that_is_stopped_connects_no_more(world: World) -> None:
+    connect(world, until_s=2.0)
+    assert world.age_s == pytest.approx(2, abs=0.1)
+    assert world.tried == []
+    assert not world.dismissed
 
 
 def test_a_worker_looks_for_its_neighbour_by_name(
-    tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others' records cost it nothing, and the longer it waits the more seldom it looks."""
-    run = RunDir(tmp_path)
-    run.create()
     for number in range(200):
-        write_json(run.endpoint(f"other{number}"), {"address": "tcp://127.0.0.1:1"}, durable=False)
-    now_s, looks = [100.0], Counter[int]()
-    monkeypatch.setattr(neighbours.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(
-        neighbours.time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds)
-    )
-    original = neighbours.fresh_record
+        write_json(world.run.endpoint(f"other{number}"), {"address": HERE}, durable=False)
+    listed, original = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path=".": listed.append(path) or original(path))
+    connect(world, until_s=29.0)
+    assert listed == []
+    assert 5 <= world.reads[0] <= 20
+    assert all(world.reads[second] <= 2 for second in range(10, 29))
+    assert sum(world.reads.values()) < 80
 
-    def look(path: Path) -> dict[str, Any]:
-        looks[int(now_s[0] - 100)] += 1
-        return original(path)
 
-    monkeypatch.setattr(neighbours, "fresh_record", look)
-    listed = Listed(monkeypatch)
-    spec = make_spec(downstream="tail")
-    with OutputLink(spec, run="run", next_id=1) as output:
-        Neighbours(spec, run, address=None, again=False, stop=lambda: now_s[0] >= 130).connect(
-            output, None
-        )
-    assert listed.entries == 0
-    assert 5 <= looks[0] <= 20
-    assert all(looks[second] <= 2 for second in range(10, 30))
-    assert sum(looks.values()) < 80
+# The module upstream.
+
+
+def wait_for_upstream(world: World, *, again: bool = False) -> bool:
+    link: Any = world
+    return world.neighbours(again=again).wait_for_upstream(link)
+
+
+def test_a_module_upstream_that_comes(make_world: MakeWorld) -> None:
+    world = make_world("tail")
+    world.at[12.0] = lambda: setattr(world, "peer", True)
+    assert wait_for_upstream(world)
+    assert world.age_s == 12
+
+
+def test_a_module_upstream_that_does_not_come(make_world: MakeWorld) -> None:
+    world = make_world("tail")
+    world.report("stem", "finished")  # by an earlier start
+    with pytest.raises(UnavailableError, match="nobody"):
+        wait_for_upstream(world)
+    assert world.age_s == TIMEOUT_S
+
+
+def test_a_module_upstream_that_is_being_restarted(make_world: MakeWorld) -> None:
+    world = make_world("tail")
+    world.supervisor("restarting", "stem")
+    world.at[50.0] = lambda: setattr(world, "peer", True)
+    assert wait_for_upstream(world)
+    assert world.age_s == 50
+
+
+def test_a_module_upstream_that_has_finished(make_world: MakeWorld) -> None:
+    world = make_world("tail")
+    world.at[7.0] = lambda: world.report("stem", "finished")
+    assert not wait_for_upstream(world, again=True)
+    assert world.age_s == 10
+
+
+# During training.
+
+
+def test_a_link_that_lives_costs_nothing(world: World) -> None:
+    known = world.neighbours()
+    world.in_flight = 1
+    for _ in range(1000):
+        world.sleep(0.1)
+        world.heard_s = world.now_s - QUIET_S / 2
+        look(world, known)
+    world.in_flight, world.heard_s = 0, 0.0  # nothing to answer
+    world.sleep(LOOK_S)
+    look(world, known)
+    assert not world.reads
+
+
+@pytest.mark.parametrize("why", ["lost", "silent"])
+def test_a_silent_neighbours_record_is_read_twice_a_second(world: World, why: str) -> None:
+    known = world.neighbours()
+    world.record()
+    world.lost, world.in_flight, world.heard_s = why == "lost", int(why == "silent"), 0.0
+    for _ in range(1000):
+        look(world, known)
+        world.sleep(0.01)
+    assert 18 <= sum(world.reads.values()) <= 20
+    assert not world.moved
+
+
+@pytest.mark.parametrize(
+    ("address", "attempt", "connected", "moves"),
+    [
+        (HERE, 1, False, False),  # ZeroMQ itself reconnects
+        (HERE, 2, False, True),  # restarted; ZeroMQ might wait long before it connects again
+        (HERE, 2, True, False),
+        (THERE, 2, False, True),
+        (THERE, 2, True, True),
+    ],
+)
+def test_a_neighbour_that_was_restarted(
+    world: World, address: str, attempt: int, connected: bool, moves: bool
+) -> None:
+    known, link = world.neighbours(), world
+    world.lost, world.connected = True, False
+    world.record(attempt=1)
+    look(link, known)
+    first = list(world.moved)
+    world.moved.clear()
+    world.connected, world.lost = connected, not connected
+    world.in_flight, world.heard_s = 1, world.now_s - 10
+    world.record(address, attempt=attempt, public_key=KEY.decode())
+    world.sleep(LOOK_S)
+    look(link, known)
+    assert world.moved == ([(address, KEY)] if moves else [])
+    assert first == [(HERE, None)]  # its attempt was not known before
+
+
+def test_a_lost_neighbour_without_a_record(world: World) -> None:
+    world.lost = True
+    look(world, world.neighbours())
+    assert world.moved == []
+    assert not world.dismissed
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_lost_neighbour_that_has_finished(world: World, again: bool) -> None:
+    world.lost = True
+    world.report("tail", "finished")
+    look(world, world.neighbours(again=again))
+    assert world.dismissed == again
+
+
+# What is known of a neighbour.
+
+
+@pytest.mark.parametrize(
+    ("report", "supervisor", "remains"),
+    [
+        ("running", None, True),
+        ("stopping", None, True),
+        ("finished", None, False),
+        ("stopped", None, False),
+        ("failed", None, False),
+        (None, None, False),
+        ("failed", "restarting", True),
+        (None, "starting", True),
+        ("failed", "failed", False),
+    ],
+)
+def test_who_remains(
+    world: World, report: str | None, supervisor: str | None, remains: bool
+) -> None:
+    if report is not None:
+        world.report("tail", report)
+    if supervisor is not None:
+        world.supervisor(supervisor)
+    assert world.neighbours().remains("tail") == remains
 
 
 @pytest.mark.parametrize("clock", [0.0, 1e12])
-def test_a_supervisor_whose_clock_differs(
-    tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, clock: float
-) -> None:
+def test_a_supervisor_whose_clock_differs(world: World, clock: float) -> None:
     """That it goes on writing counts, and not what time it thinks it is."""
-    run, now_s = RunDir(tmp_path), [100.0]
-    run.create()
-    monkeypatch.setattr(neighbours.time, "monotonic", lambda: now_s[0])
-    known = Neighbours(
-        make_spec(downstream="tail"), run, address=None, again=False, stop=lambda: False
-    )
+    known = world.neighbours()
     assert not known.expected("tail")
     modules = {"tail": {"restarts": 1, "state": "restarting"}}
     for beat in range(30):
-        write_json(run.state, {"updated": clock + 10 * beat, "modules": modules})
+        write_json(world.run.state, {"updated": clock + 10 * beat, "modules": modules})
         assert known.expected("tail")
-        now_s[0] += 10
-    now_s[0] += 51
+        world.sleep(10)
+    world.sleep(51)
     assert not known.expected("tail")
+
+
+def test_a_record_is_withdrawn_by_its_own_attempt_only(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    world = make_world("tail")
+    keys: Any = None  # ipc is never encrypted
+    path = world.run.endpoint("tail")
+    publish(world.run, world.spec, 2, "ipc:///tmp/tail.sock", keys)
+    record = peek_json(path)
+    assert (record["attempt"], record["pid"], record["public_key"]) == (2, os.getpid(), None)
+    withdraw(world.run, world.spec, 1)
+    assert path.exists()
+    withdraw(world.run, world.spec, 2)
+    assert not path.exists()

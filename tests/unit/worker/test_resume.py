@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from dni_runtime.worker import checkpoint
 from dni_runtime.worker.ledger import Counts, Ledger
 from dni_runtime.worker.resume import Start, begin, document, forget_later, note_mark
 from dni_runtime.worker.stream import Position
+from tests.conftest import eventually
 
 CHAIN = """\
 name: x
@@ -205,33 +205,50 @@ def test_a_schedule_of_batches_catches_up(run: RunDir) -> None:
 
 
 WRITES = """\
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from dni_runtime.rundir import RunDir
 from dni_runtime.worker.checkpoint import CheckpointWriter
-writer = CheckpointWriter(RunDir(Path(sys.argv[1])), "b", ["b"], 1000, print)
-tensors = {"x": torch.zeros(4_000_000)}
-for cut in range(1, 10_000):
-    writer.write_snapshot(cut, tensors, {}) if cut % 2 else writer.write(cut, tensors, {})
-    print(cut, flush=True)
+for _ in sys.stdin:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        print("ended", flush=True)
+        continue
+    writer = CheckpointWriter(RunDir(Path(sys.argv[1])), "b", ["b"], 1000, print)
+    tensors = {"x": torch.zeros(4_000_000)}
+    for cut in range(1, 10_000):
+        writer.write_snapshot(cut, tensors, {}) if cut % 2 else writer.write(cut, tensors, {})
+        print(os.getpid(), flush=True)
 """
+"""For each line a process that writes until it is killed."""
 
 
 def test_killed_while_it_writes(run: RunDir) -> None:
     """Whatever is found then, is whole; what was half-written is removed."""
-    for delay_s in (0.1, 0.13, 0.17):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITES, str(run.root)], stdout=subprocess.PIPE
-        )
+
+    def half_written() -> list[Path]:
+        return list(run.root.rglob(".b.*"))
+
+    left = 0
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(run.root)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
         assert process.stdout is not None
-        while int(process.stdout.readline()) < 3:
-            pass
-        time.sleep(delay_s)
-        os.kill(process.pid, signal.SIGKILL)
-        process.stdout.close()
-        process.wait()
-        remove_temporaries(run, ["b"])
-        state = checkpoint.read_newest(run, "b")
-        assert state is not None
-        assert state[0]["x"].shape == (4_000_000,)
-        assert not [path for path in run.root.rglob(".b.*")]
+        for _ in range(5):
+            process.stdin.write("\n")
+            child = [int(process.stdout.readline()) for _ in range(3)][-1]
+            try:
+                eventually("it writes", half_written, every_s=0.001)
+            finally:
+                os.kill(child, signal.SIGKILL)
+            while process.stdout.readline() != "ended\n":
+                pass
+            left += bool(half_written())
+            remove_temporaries(run, ["b"])
+            state = checkpoint.read_newest(run, "b")
+            assert state is not None
+            assert state[0]["x"].shape == (4_000_000,)
+            assert not half_written()
+    assert left, "no kill came while it wrote"
