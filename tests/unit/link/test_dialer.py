@@ -37,7 +37,7 @@ class Zmq:
         self.calls: list[tuple[str, Any]] = []
         self.events: deque[tuple[int, int]] = deque()
         self.publics: dict[str, bytes] = {}
-        self._contract = LinkContract.of(make_spec("stem"), "output")
+        self._contract = LinkContract.of(one := make_spec("stem"), one.targets[0])
         patch.setattr(dialer, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         patch.setattr(sockets, "monitor", lambda *args: None)
         patch.setattr(

@@ -69,7 +69,10 @@ def make(make_spec: MakeSpec) -> Make:
     """Make a sender in a state, with a message in its window."""
 
     def make(state: State) -> Sender:
-        contract, counters = LinkContract.of(make_spec("stem"), "output"), LinkCounters()
+        contract, counters = (
+            LinkContract.of(one := make_spec("stem"), one.targets[0]),
+            LinkCounters(),
+        )
         sender = Sender(contract, run="run", window=4, next_id=1, counters=counters)
         mark(sender, 1)
         for event in PATHS[state]:

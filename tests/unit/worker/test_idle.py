@@ -36,9 +36,9 @@ def workers(links: str = "", interface: str = "mixed") -> tuple[WorkerSpec, ...]
     return worker_specs(parse_chain(CHAIN % (links, interface)), INFO)
 
 
-def batch(number: int, features: int = 5) -> tuple[Tensor, Tensor]:
+def batch(number: int, features: int = 5) -> tuple[tuple[Tensor, ...], Tensor]:
     """A batch that tells its number."""
-    return torch.full((4, features), float(number)), Y
+    return (torch.full((4, features), float(number)),), Y
 
 
 # The replay buffer.
@@ -46,7 +46,7 @@ def batch(number: int, features: int = 5) -> tuple[Tensor, Tensor]:
 
 def numbers(buffer: ReplayBuffer, draws: int) -> list[int]:
     chosen = [buffer.choose() for _ in range(draws)]
-    return [int(one[0][0, 0]) for one in chosen if one is not None]
+    return [int(one[0][0][0, 0]) for one in chosen if one is not None]
 
 
 def test_an_empty_buffer_has_nothing() -> None:
@@ -85,12 +85,12 @@ def test_synthetic_inputs_are_like_the_true_ones_of_their_label() -> None:
     assert source.choose() is None
     x = torch.stack([torch.full((5,), 10.0 * label) for label in Y.tolist()])
     for _ in range(3):
-        source.keep(x, Y)
+        source.keep((x,), Y)
     before = torch.get_rng_state()
     chosen = source.choose()
     assert chosen is not None
     assert torch.equal(torch.get_rng_state(), before)
-    drawn, labels = chosen
+    (drawn,), labels = chosen
     assert torch.equal(labels, Y)
     torch.testing.assert_close(drawn, x)  # a label's inputs have no variance here
     assert source.replayed == 1
@@ -110,13 +110,13 @@ def test_labels_are_of_recent_batches() -> None:
 
 
 class Input:
-    """The link from upstream."""
+    """The links from upstream."""
 
     def __init__(self) -> None:
         self.alive = False
         self.asked = 0
 
-    def reaches_peer(self) -> bool:
+    def reaches_peers(self) -> bool:
         self.asked += 1
         return self.alive
 
@@ -125,10 +125,10 @@ class Step:
     """A module that notes what it is trained on."""
 
     def __init__(self) -> None:
-        self.trained: list[tuple[Tensor, Tensor]] = []
+        self.trained: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
-    def replay(self, x_BX: Tensor, y_BY: Tensor) -> None:
-        self.trained.append((x_BX, y_BY))
+    def replay(self, xs: tuple[Tensor, ...], y_BY: Tensor) -> None:
+        self.trained.append((xs, y_BY))
 
 
 class World:
@@ -239,6 +239,6 @@ def test_a_batch_is_trained_on_again(index: int) -> None:
     step = ModuleStep(workers()[index])
     before = [p.detach().clone() for p in step.layers.parameters()]
     assert step.replays
-    step.replay(*batch(1, features=step.spec.input.shape[0]))
+    step.replay(*batch(1, features=step.spec.inputs[0].shape[0]))
     assert any(not torch.equal(a, b) for a, b in zip(before, step.layers.parameters(), strict=True))
     assert (step.waiting, step.batches) == (0, 0)

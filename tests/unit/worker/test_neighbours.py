@@ -50,6 +50,7 @@ class World:
         self.dismissed = self.peer = False
         # of the link downstream
         self.lost, self.connected, self.in_flight, self.heard_s = False, True, 0, self.now_s
+        self.target, self.source, self.links = "tail", "stem", [self]
         self.address: str | None = HERE
 
     # The clock.
@@ -440,7 +441,7 @@ def test_a_record_is_withdrawn_by_its_own_attempt_only(
     world = make_world("tail")
     keys: Any = None  # ipc is never encrypted
     path = world.run.endpoint("tail")
-    publish(world.run, world.spec, 2, "ipc:///tmp/tail.sock", keys)
+    publish(world.run, world.spec, 2, {"stem": "ipc:///tmp/tail.sock"}, keys)
     record = peek_json(path)
     assert (record["attempt"], record["pid"], record["public_key"]) == (2, os.getpid(), None)
     withdraw(world.run, world.spec, 1)
