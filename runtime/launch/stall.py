@@ -226,11 +226,21 @@ class StallRule:
 
     def _waits(self, name: str, finished: Collection[str], after: str) -> Stall | None:
         if self._seen[name].doing == "input":
-            others = self._sources.get(name, ())
-        else:
+            others = self._missing(name)
+        else:  # a join that waits for another input is not the cause
             others = [other for other in self._modules if name in self._sources.get(other, ())]
+            others = [other for other in others if name in self._missing(other)]
         found = (self._waits_for(name, other, finished, after) for other in others)
         return next((stall for stall in found if stall is not None), None)
+
+    def _missing(self, name: str) -> Sequence[str]:
+        """Return the modules whose output a module waits for, if it waits for input."""
+        its, sources = self._seen.get(name), self._sources.get(name, ())
+        if its is None or its.doing != "input":
+            return sources
+        seen = {source: self._seen.get(source) for source in sources}
+        behind = [source for source, one in seen.items() if one is None or one.id <= its.id]
+        return behind or sources
 
     def _waits_for(
         self, name: str, other: str, finished: Collection[str], after: str

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from dni_runtime.launch import pool, supervisor
-from dni_runtime.link import handshake, input, output, receiver, sender
+from dni_runtime.link import Drained, handshake, input, output, receiver, sender
+from dni_runtime.worker import fanout, server
 
 
 @contextmanager
@@ -110,6 +112,34 @@ def steps_unasked() -> Any:
     return replaced((pool.WorkerPool, "kill_gone", lambda self, modules: None))
 
 
+def links_in_turn() -> Any:
+    """At the end one link is flushed after the other, and the next ones are not served."""
+
+    def flush(self: Any, output: Any, left_s: float) -> None:
+        end_s = time.monotonic() + left_s
+        for link in output.links:
+            while not link.finish(0.5):
+                self._neighbours.look(link)
+                over = self._outcome is server.Outcome.FINISHED and not self._stop()
+                if not over and time.monotonic() >= end_s:
+                    return
+
+    return replaced((server.ModuleServer, "_flush", flush))
+
+
+def half_sums() -> Any:
+    """A gradient that one of two modules has lost is waited for until both have sent all."""
+
+    def given_up(self: Any) -> Any:
+        until = min(link.drained for link in self.links)
+        if until <= self._drained:
+            return []
+        self._drained = until
+        return [Drained(until)]
+
+    return replaced((fanout.Fanout, "_given_up", given_up))
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "gradients-once": gradients_once,
     "newest-read": newest_read,
@@ -117,4 +147,6 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "own-cuts": own_cuts,
     "exit-code-0": exit_code_0,
     "steps-unasked": steps_unasked,
+    "links-in-turn": links_in_turn,
+    "half-sums": half_sums,
 }

@@ -243,3 +243,24 @@ def test_both_ends_tell_of_one_stall() -> None:
     assert [stall.modules for stall in found] == [("top", "middle")]
     assert rule.moves(NAMES) > 3 * (BEGIN_S - 3)
     assert rule.still_s("top") == pytest.approx(300 - BEGIN_S, abs=2)
+
+
+@pytest.mark.parametrize("late", ["left", "right"])
+def test_a_join_waits_for_the_input_that_has_not_come(late: str) -> None:
+    """The other one has sent more, and waits for room itself."""
+    sources = {"left": ("head",), "right": ("head",), "join": ("left", "right")}
+    names = ("head", "left", "right", "join")
+    rule = StallRule(names, STALL_S, sources)
+    other = {"left": "right", "right": "left"}[late]
+    found: list[Stall] = []
+    for s in range(400):
+        reports = {name: report(s, "batch") for name in names}
+        if s >= BEGIN_S:
+            reports = {
+                "head": report(104, "window"), other: report(104, "window"),
+                late: report(100, "gradient"), "join": report(100, "input"),
+            }  # fmt: skip
+        shown = {name: one | {"time": s} for name, one in reports.items()}
+        found = rule.look(float(s), shown) or found
+    assert ("join", late) in {stall.modules for stall in found}
+    assert ("join", other) not in {stall.modules for stall in found}

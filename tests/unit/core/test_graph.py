@@ -1,0 +1,228 @@
+"""Graphs of modules beside plain backpropagation of the same network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dni_runtime import load
+from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.export import METADATA, export_model
+from dni_runtime.core.network import connect
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.sums import KEPT, GradientSum
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from tests.unit.core.test_export import saved
+
+A = "{name: a, layers: [{Linear: {in_features: 12, out_features: 8}}, Tanh]}"
+DIAMOND = [
+    A,
+    "{name: b, layers: [{Linear: {in_features: 8, out_features: 8}}, Tanh]}",
+    "{name: c, inputs: a, layers: [{Linear: {in_features: 8, out_features: 8}}, Tanh]}",
+    "{name: d, inputs: [b, c, a], layers: [Concat, {Linear: {in_features: 24, out_features: 3}}]}",
+]
+U_SHAPE = [
+    A,
+    "{name: b, layers: [{Linear: {in_features: 8, out_features: 4}}, Tanh]}",
+    "{name: c, layers: [{Linear: {in_features: 4, out_features: 4}}, Tanh]}",
+    "{name: d, inputs: [c, b], layers: [Add, {Linear: {in_features: 4, out_features: 8}}, Tanh]}",
+    "{name: e, inputs: [d, a], layers: [Add, {Linear: {in_features: 8, out_features: 3}}]}",
+]
+TWO_INPUTS = [
+    "{name: a, inputs: [data.0], layers: [{Linear: {in_features: 12, out_features: 8}}, Tanh]}",
+    "{name: b, inputs: [data.1], layers: [{Embedding: {num_embeddings: 5, embedding_dim: 8}}]}",
+    "{name: c, inputs: [a, b], layers: [{Bilinear: {in1_features: 8, in2_features: 8,"
+    " out_features: 8}}, Tanh]}",
+    "{name: d, inputs: [c, data.0], layers: [Concat, {Linear: {in_features: 20,"
+    " out_features: 3}}]}",
+]
+NETWORKS = {"diamond": DIAMOND, "u-shape": U_SHAPE, "two inputs": TWO_INPUTS}
+LABEL = TensorSpec(shape=(), dtype="int64")
+ONE = DataInfo(sample=TensorSpec(shape=(12,), dtype="float32"), label=LABEL, classes=3)
+TWO = ONE.model_copy(update={"further": (TensorSpec(shape=(), dtype="int64"),)})
+
+
+def workers(
+    modules: list[str], interface: str = "exact", rest: str = "", optimizer: str = "SGD: {lr: 0.1}"
+) -> tuple[WorkerSpec, ...]:
+    text = f"name: net\ndata: {{batch_size: 16}}\n{rest}\ndefaults:\n  interface: {interface}\n"
+    text += f"  optimizer: {{{optimizer}}}\nmodules:\n" + "\n".join(f"- {one}" for one in modules)
+    return worker_specs(parse_chain(text), TWO if modules is TWO_INPUTS else ONE)
+
+
+def batches(count: int, two: bool = False) -> list[tuple[Tensor | tuple[Tensor, ...], Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 16, 12, generator=draw)
+    z = torch.randint(0, 5, (count, 16), generator=draw)
+    ys = x[:, :, :3].argmax(2)
+    return [((a, b) if two else a, y) for a, b, y in zip(x, z, ys, strict=True)]
+
+
+@pytest.mark.parametrize("interface", ["exact", "{exact: {micro_batches: 4}}", "delayed"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_true_gradients_are_backpropagation_bit_for_bit(name: str, interface: str) -> None:
+    specs = workers(NETWORKS[name], interface)
+    graph, reference = LocalChain(specs), Backprop(specs)
+    for x, y in batches(50, name == "two inputs"):
+        graph.train_batch(x, y)
+        reference.train_batch(x, y)
+    for step, module in zip(graph.steps, reference.model, strict=True):
+        for ours, theirs in zip(step.layers.parameters(), module.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    x, _ = batches(1, name == "two inputs")[0]
+    assert torch.equal(graph.predict(x), reference.predict(x))
+
+
+@pytest.mark.parametrize(
+    "interface",
+    [
+        "mixed", "local", "corrected", "synthetic", "{synthetic: {bootstrapped: true}}",
+        "{synthetic: {learn_every: 3}}", "{delayed: {max_late: 2}}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_interface_learns_at_every_output(name: str, interface: str) -> None:
+    graph = LocalChain(workers(NETWORKS[name], interface, optimizer="Adam: {lr: 0.01}"), delay=2)
+    losses = [graph.train_batch(x, y) for x, y in batches(200, name == "two inputs")]
+    assert sum(losses[-20:]) < 0.6 * sum(losses[:5]) * 4
+    for step in graph.steps[:-1]:
+        assert step.counters.unpaired == 0
+        assert (step.counters.gradients > 0) == (step.spec.gradients_in > 0)
+
+
+def test_what_is_sent_up_at_a_join() -> None:
+    """Bootstrapped gradients come from all that take the output, or true ones do."""
+    tail = workers(DIAMOND, "{synthetic: {bootstrapped: true}}")
+    assert [edge.bootstrapped for edge in tail[3].sources] == [False, False, False]
+    assert [edge.bootstrapped for edge in tail[1].sources] == [False], "the tail has no signal"
+    skip = workers(U_SHAPE, "{synthetic: {bootstrapped: true}}")
+    assert not any(edge.bootstrapped for one in skip for edge in one.sources), "'a' has the tail's"
+    own = [A.replace("name: a", "name: a, interface: local"), *U_SHAPE[1:]]
+    skip = workers(own, "{synthetic: {bootstrapped: true}}")
+    by_link = {(e.source, e.target): e.bootstrapped for one in skip for e in one.sources}
+    assert by_link == {
+        ("a", "b"): False, ("b", "c"): True, ("b", "d"): True, ("c", "d"): True,
+        ("d", "e"): False, ("a", "e"): False,
+    }  # fmt: skip
+    exact = workers(U_SHAPE)
+    assert all(edge.awaited and edge.resend == 1 for one in exact for edge in one.sources)
+    window = 8
+    late = workers(U_SHAPE, rest=f"links: {{window: {window}}}")
+    assert [one.late for one in late] == [4 * window, 3 * window, 2 * window, window, 0]
+
+
+def test_a_join_that_begins_with_a_layer_of_one_argument() -> None:
+    wrong = [*DIAMOND[:3], "{name: d, inputs: [b, c], layers: [Flatten]}"]
+    with pytest.raises(SpecError, match=r"it gets float32\[B x 8\] and float32\[B x 8\]") as caught:
+        workers(wrong)
+    assert caught.value.location[:2] == ("modules", 3)
+    assert "Concat" in str(caught.value.hint)
+
+
+def test_an_input_that_the_data_does_not_have() -> None:
+    with pytest.raises(
+        SpecError, match=r"'c' takes 'data\.1', but the data has one input"
+    ) as caught:
+        workers([*DIAMOND[:2], "{name: c, inputs: [b, data.1], layers: [Concat]}"])
+    assert caught.value.location == ("modules", 2, "inputs")
+
+
+def test_batches_are_not_joined_along_the_batch() -> None:
+    with pytest.raises(SpecError, match="dim 0 is the batch"):
+        workers([*DIAMOND[:3], "{name: d, inputs: [b, c], layers: [{Concat: {dim: 0}}]}"])
+
+
+def test_lookahead_needs_one_next_module_with_one_input() -> None:
+    with pytest.raises(SpecError, match="'lookahead' of module 'a'"):
+        workers(DIAMOND, "{local: {lookahead: 1}}")
+    own = U_SHAPE.copy()
+    own[1] = own[1].replace("name: b", "name: b, interface: {local: {lookahead: 2}}")
+    own[3] = own[3].replace("[c, b]", "[c, a]").replace("in_features: 4", "in_features: 8")
+    own[2] = own[2].replace("out_features: 4", "out_features: 8")
+    ahead = workers(own, "local")[1].ahead
+    assert ahead is not None
+    assert (len(ahead.layers), ahead.ends) == (2, False), "the join is not looked at"
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt2"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_export(name: str, suffix: str, tmp_path: Path) -> None:
+    two = name == "two inputs"
+    graph = LocalChain(workers(NETWORKS[name]))
+    for x, y in batches(5, two):
+        graph.train_batch(x, y)
+    file = tmp_path / f"model{suffix}"
+    export_model([step.spec for step in graph.steps], saved(graph, tmp_path), file)
+    (x, _) = batches(1, two)[0]
+    model = load(file)
+    found = model(*x) if isinstance(x, tuple) else model(x)
+    assert torch.equal(found, graph.predict(x))
+
+
+def test_a_file_from_before_modules_had_inputs(tmp_path: Path) -> None:
+    specs = workers([A, "{name: b, layers: [{Linear: {in_features: 8, out_features: 3}}]}"])
+    graph, file = LocalChain(specs), tmp_path / "model.safetensors"
+    export_model(specs, saved(graph, tmp_path), file)
+    with safe_open(file, framework="pt") as reader:
+        metadata = dict(reader.metadata())
+        tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118
+    description = json.loads(metadata[METADATA])
+    for module in description["modules"]:
+        del module["inputs"], module["data"]
+    save_file(tensors, file, metadata | {METADATA: json.dumps(description)})
+    (x, _) = batches(1)[0]
+    model = load(file)
+    assert isinstance(model, nn.Sequential)
+    assert torch.equal(model(x), graph.predict(x))
+
+
+def test_a_chain_is_a_plain_sequence() -> None:
+    modules = {"a": nn.Sequential(nn.ReLU()), "b": nn.Sequential(nn.Tanh())}
+    assert type(connect(modules, [[], [0]], [[0], []])) is nn.Sequential
+    assert type(connect(modules, [[], [0]], [[1], []])) is not nn.Sequential
+
+
+def test_gradients_are_added_last_module_first() -> None:
+    """As autograd does: the order in which they come makes no difference."""
+    parts = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
+    wanted = (parts[2] + parts[1]) + parts[0]
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        total = GradientSum(3)
+        found = [total.add(7, place, parts[place]) for place in order]
+        assert found[:2] == [None, None]
+        assert found[2] is not None
+        assert torch.equal(found[2], wanted)
+
+
+def test_a_gradient_that_comes_again_counts_once() -> None:
+    total, g = GradientSum(2), torch.ones(1)
+    assert total.add(1, 0, g) is None
+    assert total.add(1, 0, 2 * g) is None
+    found = total.add(1, 1, g)
+    assert found is not None
+    assert float(found) == 3
+
+
+def test_batches_that_one_module_sends_no_gradient_of() -> None:
+    total, g = GradientSum(2), torch.ones(1)
+    for id in (1, 2, 3):
+        total.add(id, 0, g)
+    assert total.lacks(0, 3) is None
+    assert total.lacks(1, 2) == 2
+    assert total.add(2, 1, g) is None, "it was forgotten"
+    assert total.add(3, 1, g) is not None
+
+
+def test_incomplete_sums_are_bounded() -> None:
+    total, g = GradientSum(2), torch.ones(1)
+    for id in range(1, KEPT + 3):
+        total.add(id, 0, g)
+    assert total.add(1, 1, g) is None
+    assert total.add(KEPT + 2, 1, g) is not None

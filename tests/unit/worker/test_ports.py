@@ -1,0 +1,243 @@
+"""A module's links as one stream and one output, with fakes of the links."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dni_runtime.link import Batch, Drained, Event, Gradient, LinkCounters, Marker, Request
+from dni_runtime.wire import Mark, Mode
+from dni_runtime.worker.fanout import Fanout
+from dni_runtime.worker.join import Join
+
+Y = torch.zeros(2, dtype=torch.int64)
+
+
+def batch(id: int, *values: float, data: tuple[float, ...] = ()) -> Batch:
+    xs = tuple(torch.full((2, 1), value) for value in values)
+    return Batch(id, 1, Mode.TRAIN, xs, Y, None, tuple(torch.full((2, 1), one) for one in data))
+
+
+def marker(id: int) -> Marker:
+    return Marker(id, 1, Mark.CHECKPOINT, {})
+
+
+class Above:
+    """A link from upstream."""
+
+    def __init__(self, *items: Batch | Marker, awaited: bool = False) -> None:
+        self.items = deque(items)
+        self.awaited, self.connected, self.left_at = awaited, True, 0
+        self.counters = LinkCounters(gaps=1)
+        self.received = max((item.id for item in items), default=0)
+        self.acked: list[int] = []
+        self.drained: list[int] = []
+        self.asked: list[str] = []
+        self.finishes = 0
+
+    def receive(self) -> Batch | Marker | None:
+        return self.items.popleft() if self.items else None
+
+    def ack(self, id: int) -> None:
+        self.acked.append(id)
+
+    def send_drained(self, id: int) -> None:
+        self.drained.append(id)
+
+    def request(self, what: str) -> None:
+        self.asked.append(what)
+
+    def finish(self, deadline_s: float) -> bool:
+        self.finishes += 1
+        return self.finishes > self.left_at
+
+
+def join(*links: Any) -> Join:
+    return Join(links)
+
+
+def taken(joined: Join) -> list[tuple[int, list[float]] | int]:
+    """What comes out: batches with their inputs, and ids of markers."""
+    found: list[tuple[int, list[float]] | int] = []
+    while (item := joined.receive()) is not None:
+        is_batch = isinstance(item, Batch)
+        found.append((item.id, [float(x[0, 0]) for x in item.xs]) if is_batch else item.id)  # type: ignore[union-attr]
+    return found
+
+
+def test_batches_are_joined_in_the_order_of_the_inputs() -> None:
+    left, right = Above(batch(1, 1.0), batch(2, 2.0), marker(3)), Above(batch(1, -1.0))
+    both = join(left, right)
+    assert taken(both) == [(1, [1.0, -1.0])]
+    assert not left.items, "what has come is read: it must not wake the worker up again"
+    right.items += [batch(2, -2.0), marker(3)]
+    assert taken(both) == [(2, [2.0, -2.0]), 3]
+
+
+def test_inputs_of_the_data_come_last() -> None:
+    one = join(Above(batch(1, 1.0, data=(7.0, 8.0))))
+    assert taken(one) == [(1, [1.0, 7.0, 8.0])]
+    two = join(Above(batch(1, 1.0, data=(7.0,))), Above(batch(1, 2.0)))
+    assert taken(two) == [(1, [1.0, 2.0, 7.0])]
+
+
+def test_a_batch_that_one_link_has_lost_is_left_out() -> None:
+    left, right = Above(batch(1, 1.0), batch(2, 2.0), awaited=True), Above(batch(2, -2.0))
+    both = join(left, right)
+    assert taken(both) == [(2, [2.0, -2.0])]
+    assert (left.acked, left.drained) == ([1], [1])
+    assert (right.acked, right.drained) == ([], [])
+    assert both.counters.gaps == 2 + 1
+
+
+def test_none_is_told_who_does_not_wait() -> None:
+    left, right = Above(batch(1, 1.0), batch(2, 2.0)), Above(batch(2, -2.0))
+    assert taken(join(left, right)) == [(2, [2.0, -2.0])]
+    assert (left.acked, left.drained) == ([1], [])
+
+
+def test_a_marker_is_not_lost_with_a_link() -> None:
+    left, right = Above(marker(1), batch(2, 2.0)), Above(batch(2, -2.0))
+    assert taken(join(left, right)) == [1, (2, [2.0, -2.0])]
+
+
+def test_what_some_link_cannot_bring_any_more_is_passed_over() -> None:
+    left, right = Above(batch(4, 4.0), marker(5), batch(6, 6.0)), Above(batch(6, -6.0))
+    both = join(left, right)
+    both.start_after(5)
+    assert taken(both) == [(6, [6.0, -6.0])]
+    assert left.acked == [4, 5]
+    assert both.counters.gaps == 2, "it is not counted as lost here"
+
+
+def test_a_request_goes_the_way_that_stands() -> None:
+    left, right = Above(), Above()
+    left.connected = False
+    join(left, right).request("checkpoint")
+    assert (left.asked, right.asked) == ([], ["checkpoint"])
+
+
+def test_at_the_end_every_link_gets_its_turn() -> None:
+    left, right = Above(), Above()
+    left.left_at = 3
+    join(left, right).finish(1000)
+    assert (left.finishes, right.finishes) == (4, 1)
+
+
+class Below:
+    """A link to downstream."""
+
+    def __init__(self, *, teaches: bool = True, window: int = 4, in_flight: int = 0) -> None:
+        self.teaches, self.window, self.in_flight = teaches, window, in_flight
+        self.lost, self.drained, self.first = False, 0, 1
+        self.counters = LinkCounters(missed=2)
+        self.events: list[Event] = []
+        self.sent: list[int] = []
+        self.missed: list[int] = []
+
+    @property
+    def room(self) -> bool:
+        return self.in_flight < self.window
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return (self.window, 2)
+
+    def send_batch(self, id: int, *rest: Any) -> None:
+        self.sent.append(id)
+
+    def miss(self, id: int) -> None:
+        self.missed.append(id)
+
+    def receive(self) -> list[Event]:
+        events, self.events = self.events, []
+        for event in events:
+            if isinstance(event, Drained):
+                self.drained = event.id
+        return events
+
+
+def fanout(*links: Any) -> Fanout:
+    return Fanout(links)
+
+
+def gradient(id: int, value: float) -> Gradient:
+    return Gradient(id, torch.full((2, 1), value))
+
+
+def come(output: Fanout) -> list[tuple[int, float] | str | int]:
+    """Gradients with their values, requests, and how far no more will come."""
+    found: list[tuple[int, float] | str | int] = []
+    for event in output.receive():
+        match event:
+            case Gradient(id, g):
+                found.append((id, float(g[0, 0])))
+            case Request(what):
+                found.append(what)
+            case Drained(id):
+                found.append(id)
+    return found
+
+
+def test_the_gradient_is_the_sum() -> None:
+    a, b = Below(), Below()
+    output = fanout(a, b)
+    a.events = [gradient(1, 1.0), gradient(2, 2.0), Request("checkpoint")]
+    assert come(output) == ["checkpoint"]
+    b.events = [gradient(1, 10.0)]
+    assert come(output) == [(1, 11.0)]
+
+
+def test_a_batch_that_one_module_has_lost_is_given_up() -> None:
+    """At once, though the other one has sent its gradient, or will."""
+    a, b = Below(), Below()
+    output = fanout(a, b)
+    a.events = [gradient(1, 1.0)]
+    b.events = [Drained(2)]
+    assert come(output) == [1]
+    assert output.drained == 2
+    a.events = [gradient(2, 2.0), gradient(3, 3.0)]
+    assert come(output) == [2]
+    b.events = [gradient(3, 30.0)]
+    assert come(output) == [(3, 33.0)]
+
+
+def test_gradients_that_come_before_the_end_are_not_given_up() -> None:
+    a, b = Below(), Below()
+    output = fanout(a, b)
+    a.events = [gradient(1, 1.0), Drained(2)]
+    assert come(output) == []
+    b.events = [gradient(1, 10.0), Drained(2)]
+    assert come(output) == [(1, 11.0), 2]
+
+
+def test_who_gets_only_inputs_of_the_data_sends_no_gradients() -> None:
+    a, data = Below(), Below(teaches=False)
+    output = fanout(a, data)
+    a.events, data.events = [gradient(1, 1.0)], [Drained(9), Request("end")]
+    assert come(output) == ["end", (1, 1.0)]
+    assert output.drained == 0
+
+
+def test_a_batch_goes_where_there_is_room() -> None:
+    a, b = Below(in_flight=4), Below(in_flight=3)
+    output = fanout(a, b)
+    assert not output.room
+    assert output.fullest is a
+    assert not output.room_or_alone()
+    a.lost = True
+    assert output.room_or_alone()
+    h: Tensor = torch.zeros(2, 1)
+    output.send_batch(batch(5, 1.0), h)
+    assert (a.missed, a.sent, b.missed, b.sent) == ([5], [], [], [5])
+    assert output.counters.missed == 4
+
+
+@pytest.mark.parametrize(("one", "other"), [(3, 5), (5, 3)])
+def test_windows_are_the_largest(one: int, other: int) -> None:
+    output = fanout(Below(window=one), Below(window=other))
+    assert output.windows == (5, 2)
