@@ -1,0 +1,204 @@
+"""Modules with several inputs, as real workers: beside backpropagation, killed, stopped, in tcp."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dni_runtime import Run
+from dni_runtime.launch.reference import opened
+from dni_runtime.launch.state import RunState
+from tests.e2e.conftest import Site, eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CHAIN = """\
+name: net
+seed: 3
+data: {dataset: %s, batch_size: 64}
+epochs: %d
+restart: {backoff_s: 0.1, snapshot_s: 1}
+links: %s
+defaults: {interface: %s, optimizer: {Adam: {lr: 0.005}}}
+modules:
+"""
+DIGITS = "digits, flatten: true, drop_last: true"
+"""Batches of a power of two: see docs/architecture.md, ``exact``."""
+DIAMOND = """\
+- {name: stem, layers: [{Linear: {in_features: 64, out_features: 32}}, ReLU%s]}
+- {name: left, layers: [{Linear: {in_features: 32, out_features: 32}}, ReLU]}
+- {name: right, inputs: stem, layers: [{Linear: {in_features: 32, out_features: 32}}, Tanh]}
+- {name: top, inputs: [left, right, stem], layers: [Concat, {Linear: {in_features: 96, out_features: 10}}]}
+"""  # noqa: E501
+U_SHAPE = """\
+- {name: down, layers: [{Linear: {in_features: 64, out_features: 32}}, ReLU]}
+- {name: low, layers: [{Linear: {in_features: 32, out_features: 16}}, ReLU]}
+- {name: up, layers: [{Linear: {in_features: 16, out_features: 32}}, ReLU]}
+- {name: top, inputs: [up, down], layers: [Add, {Linear: {in_features: 32, out_features: 10}}]}
+"""
+TWO_INPUTS = """\
+- {name: image, inputs: [data.0], layers: [{Linear: {in_features: 8, out_features: 16}}, ReLU]}
+- {name: text, inputs: [data.1], layers: [{Embedding: {num_embeddings: 4, embedding_dim: 8}}, Flatten, {Linear: {in_features: 24, out_features: 16}}, ReLU]}
+- {name: both, inputs: [image, text], layers: [{Bilinear: {in1_features: 16, in2_features: 16, out_features: 16}}, ReLU]}
+- {name: top, inputs: [both, data.0], layers: [Concat, {Linear: {in_features: 24, out_features: 4}}]}
+"""  # noqa: E501
+PAIRS = """\
+import torch
+from torch.utils.data import Dataset
+
+class Pairs(Dataset):
+    num_classes = 4
+
+    def __init__(self, train):
+        draw = torch.Generator().manual_seed(int(train))
+        count = 1024 if train else 256
+        self.image = torch.randn(count, 8, generator=draw)
+        self.text = torch.randint(0, 4, (count, 3), generator=draw)
+        self.label = (self.image[:, :3].argmax(1) + self.text[:, 0]) % 4
+
+    def __len__(self):
+        return len(self.label)
+
+    def __getitem__(self, index):
+        return (self.image[index], self.text[index]), self.label[index]
+"""
+PAUSE = """\
+import time
+from torch import nn
+
+class Pause(nn.Module):
+    def forward(self, h):
+        if self.training:
+            time.sleep(0.01)
+        return h
+"""
+PAUSES = ", {import: 'pause:Pause'}"
+IPC, CURVE = "{}", "{transport: tcp, interface: lo, security: curve}"
+
+
+def write(
+    site: Site, modules: str, interface: str, *, data: str = DIGITS, epochs: int = 3,
+    links: str = IPC,
+) -> Path:  # fmt: skip
+    (site.folder / "pairs.py").write_text(PAIRS)
+    (site.folder / "pause.py").write_text(PAUSE)
+    path = site.folder / "chain.yaml"
+    path.write_text(CHAIN % (data, epochs, links, interface) + modules)
+    return path
+
+
+def up(site: Site, *arguments: Any, **settings: Any) -> Run:
+    site.run("up", write(site, *arguments, **settings), "--backend", "process")
+    return Run.open(site.latest.root)
+
+
+def backpropagation(run: Run) -> tuple[list[torch.Tensor], float]:
+    """The weights of the same network in one process, and its share of right predictions."""
+    with opened(run.record, 1) as (chain, _, reference, source):
+        for epoch in range(1, chain.epochs + 1):
+            for x, y_BY in source.train_batches(epoch):
+                reference.train_batch(x, y_BY)
+            reference.end_epoch()
+        right = [(reference.predict(x).argmax(1) == y).float() for x, y in source.eval_batches()]
+        return list(reference.model.state_dict().values()), float(torch.cat(right).mean())
+
+
+def pid_of(site: Site, name: str) -> int | None:
+    return RunState.read(site.latest).modules[name].pid
+
+
+def assert_same(run: Run) -> None:
+    wanted, _ = backpropagation(run)
+    found = run.model().state_dict()
+    for (name, ours), theirs in zip(found.items(), wanted, strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(
+    ("modules", "data", "links"),
+    [
+        (DIAMOND % "", DIGITS, IPC),
+        (DIAMOND % "", DIGITS, CURVE),
+        (U_SHAPE, DIGITS, IPC),
+        (TWO_INPUTS, '"pairs:Pairs"', IPC),
+    ],
+    ids=["diamond", "diamond over encrypted tcp", "u-shape", "two inputs"],
+)
+def test_exact_is_backpropagation_bit_for_bit(
+    site: Site, same_rounding: None, modules: str, data: str, links: str
+) -> None:
+    run = up(site, modules, "exact", data=data, links=links, epochs=4)
+    assert_same(run)
+    assert run.evaluate()["accuracy"] == pytest.approx(run.status().accuracy, abs=1e-6)
+
+
+def test_a_worker_that_is_killed_changes_no_bit(site: Site, same_rounding: None) -> None:
+    """With ``exact`` all go back to the newest checkpoint, and each batch counts once."""
+    path = write(site, DIAMOND % PAUSES, "exact", epochs=6)
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    for name in ("right", "stem"):
+        before = len(site.cuts(list(run.modules)))
+        eventually("a checkpoint", lambda n=before: len(site.cuts(list(run.modules))) > n)
+        pid = pid_of(site, name)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        eventually("a restart", lambda p=pid, n=name: pid_of(site, n) not in (None, p))
+    site.run("wait")
+    assert run.state().phase == "finished"
+    assert_same(run)
+
+
+@pytest.mark.parametrize("interface", ["mixed", "delayed"])
+def test_any_module_may_be_killed(site: Site, interface: str) -> None:
+    """Its neighbours on both ways go on; every batch of every epoch is counted by all."""
+    path = write(site, DIAMOND % PAUSES, interface, epochs=8)
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    for name in ("left", "top", "stem"):
+        step = run.status().modules[0].step or 0
+        eventually("training goes on", lambda s=step: (run.status().modules[0].step or 0) > s + 5)
+        state = RunState.read(site.latest).modules[name]
+        assert state.pid is not None
+        os.kill(state.pid, signal.SIGKILL)
+        eventually(
+            f"{name} is back",
+            lambda n=name, r=state.restarts: RunState.read(site.latest).modules[n].restarts > r,
+        )
+    site.run("wait")
+    figures = run.status()
+    assert figures.state == "finished"
+    assert {one.step for one in figures.modules} == {8 * 22}
+    _, wanted = backpropagation(run)
+    assert figures.accuracy is not None
+    assert figures.accuracy > wanted - 0.06
+
+
+def test_stop_and_resume(site: Site, same_rounding: None) -> None:
+    path = write(site, DIAMOND % PAUSES, "exact", epochs=4)
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    eventually("it trains", lambda: (run.status().modules[-1].step or 0) > 10)
+    run.stop()
+    assert run.state().phase == "stopped"
+    site.run("resume")
+    assert_same(run)
+
+
+def test_what_validate_shows(site: Site) -> None:
+    path = write(site, TWO_INPUTS, "mixed", data='"pairs:Pairs"')
+    found = site.json("validate", path)
+    assert [row["inputs"] for row in found["modules"]] == [
+        ["data.0"], ["data.1"], ["image", "text"], ["both", "data.0"],
+    ]  # fmt: skip
+    shown = site.run("validate", path).stdout
+    assert "both, data.0" in shown
+    path.write_text(path.read_text().replace("links: {}", "links: {window: 1}"))
+    error = site.run("validate", path, expect=78).stderr
+    assert "chain.yaml" in error
+    assert "Set 'window: 2' or more" in error
