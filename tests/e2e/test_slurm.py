@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -12,11 +14,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
+from dni_runtime import Run
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.image.apptainer import Apptainer
+from dni_runtime.launch.records import Record
+from dni_runtime.launch.reference import opened
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from tests.e2e import conftest
-from tests.e2e.conftest import FOREVER, Dnictl, run, state_of
+from tests.e2e.conftest import FOREVER, Dnictl, command_of, run, state_of
 
 eventually = partial(conftest.eventually, within_s=90)  # Slurm takes its time
 
@@ -185,9 +192,9 @@ modules:
 
 def build_images(folder: Path, network: str, security: str) -> None:
     """A chain of two modules, and their images."""
-    torch = version("torch").split("+")[0]
+    torch_version = version("torch").split("+")[0]
     lower = LOWER.format(name="bottom")
-    text = IMAGES.format(network=network, security=security, torch=torch, lower=lower)
+    text = IMAGES.format(network=network, security=security, torch=torch_version, lower=lower)
     (folder / "chain.yaml").write_text(text)
     Dnictl(folder).run("build")
 
@@ -207,6 +214,54 @@ def test_containers_on_two_hosts(tool: Apptainer, slurm: str, tmp_path: Path) ->
     listens = r"listening on tcp://10\.77\.0\.2:\d+, encrypted"
     assert re.search(listens, root.log("top", 1).read_text())
     assert not root.keys.exists()
+
+
+DIAMOND = """\
+name: diamond
+data: {{dataset: digits, batch_size: 64, flatten: true, drop_last: true}}
+epochs: 12
+stop_grace_s: 10
+restart: {{backoff_s: 0.1, snapshot_s: 1}}
+links: {{interface: {network}}}
+image: {{torch: "torch=={torch}"}}
+defaults: {{interface: exact, optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
+modules:
+  - {{name: stem, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, ReLU]}}
+  - {{name: left, layers: [{{Linear: {{in_features: 64, out_features: 32}}}}, ReLU]}}
+  - {{name: right, inputs: stem, layers: [{{Linear: {{in_features: 64, out_features: 32}}}}, Tanh]}}
+  - {{name: top, inputs: [left, right, stem], layers: [Concat, {{Linear: {{in_features: 128, out_features: 10}}}}]}}
+"""  # noqa: E501
+
+
+@pytest.mark.apptainer
+def test_a_diamond_in_containers_on_three_hosts(
+    tool: Apptainer, slurm: str, dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker in the middle is killed: after its restart the weights are backpropagation's."""
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    text = DIAMOND.format(network=slurm, torch=version("torch").split("+")[0])
+    (dnictl.folder / "chain.yaml").write_text(text)
+    dnictl.run("build")
+    said = dnictl.run("submit", "--nodes", "3", "--backend", "apptainer", "--parsable").stdout
+    name, _, _ = said.strip().partition(";")
+    root = RunDir(dnictl.folder / "runs" / name)
+    eventually("a checkpoint", lambda: complete_cuts(root, ["stem", "left", "right", "top"]))
+    worker = b"--module\0right\0"
+    killed = [pid for pid in conftest.processes_of(dnictl.folder) if worker in command_of(pid)]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    figures = dnictl.json("wait")
+    assert killed
+    assert figures["state"] == "finished"
+    assert {one["host"] for one in figures["modules"]} == {"n1", "n2", "n3"}
+    assert any(one["restarts"] for one in figures["modules"])
+    with opened(Record.read(root.root), 1) as (chain, _, reference, source):
+        for epoch in range(1, chain.epochs + 1):
+            for x, y in source.train_batches(epoch):
+                reference.train_batch(x, y)
+    found = Run.open(root.root).model().state_dict().values()
+    for ours, theirs in zip(found, reference.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.apptainer
