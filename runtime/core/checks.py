@@ -142,7 +142,8 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
 
     Raises:
         SpecError: ``on_loss: continue`` with true gradients alone, scales per channel without
-            channels, or other batches between the micro-batches of one.
+            channels, other batches between the micro-batches of one, or synthetic inputs for a
+            module with several.
     """
     head = workers[0].head
     for field in ("replay", "synthetic_inputs"):
@@ -153,6 +154,13 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 hint="leave it out, or 'micro_batches: 1'",
             )
     for worker in workers:
+        if chain.links.synthetic_inputs is not None and len(worker.inputs) > 1 and worker.sources:
+            raise SpecError(
+                f"module {worker.module!r} has {len(worker.inputs)} inputs, and they are predicted "
+                "for one only",
+                location=("links", "synthetic_inputs"),
+                hint="leave it out, or use 'replay'",
+            )
         interface = None if worker.interface is None else resolve_interface(worker.interface)
         alone = interface is None or interface.timing is not Timing.DEFERRED
         if not alone and chain.links.on_loss == "continue":

@@ -134,6 +134,13 @@ def test_an_input_that_the_data_does_not_have() -> None:
     assert caught.value.location == ("modules", 2, "inputs")
 
 
+def test_synthetic_inputs_are_for_one_input() -> None:
+    with pytest.raises(SpecError, match="module 'd' has 3 inputs") as caught:
+        workers(DIAMOND, "mixed", "links: {synthetic_inputs: gone}")
+    assert caught.value.location == ("links", "synthetic_inputs")
+    workers(DIAMOND, "mixed", "links: {replay: 4}")
+
+
 def test_batches_are_not_joined_along_the_batch() -> None:
     with pytest.raises(SpecError, match="dim 0 is the batch"):
         workers([*DIAMOND[:3], "{name: d, inputs: [b, c], layers: [{Concat: {dim: 0}}]}"])
