@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ class Chain:
         modules: Mapping[str, nn.Module],
         *,
         data: Mapping[str, Any],
+        inputs: Mapping[str, Sequence[str]] | None = None,
         path: Path | str = "chain.yaml",
         **settings: Any,
     ) -> Chain:
@@ -60,18 +61,24 @@ class Chain:
         Args:
             modules: The modules by name, head first. An ``nn.Sequential`` is a list of layers.
             data: The chain's ``data``; ``dataset`` may be a class.
+            inputs: Names of the modules that a module takes its inputs from, by its own name; by
+                default the module before.
             path: The chain file; one that this method wrote is replaced.
             settings: The chain's other keys: ``epochs``, ``loss``, ``defaults``, ...
 
         Raises:
             SpecError: A module cannot be described in a file, or the chain cannot be used.
-            UsageError: The file exists, and this method did not write it.
+            UsageError: The file exists, and this method did not write it; or ``inputs`` names no
+                module.
         """
         from dni_runtime.core.describe import import_path, layer_entry
         from dni_runtime.core.export import separate
 
         path = Path(path)
         folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
+        unknown = set(inputs or ()) - set(modules)
+        if unknown:
+            raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
         if path.exists() and not path.read_text().startswith(_WRITTEN):
             raise UsageError(f"{str(path)!r} exists, and was not written by Chain.from_modules")
         layers = {
@@ -88,7 +95,11 @@ class Chain:
             },
             "defaults": {"init": {"file": weights.name}, **settings.get("defaults", {})},
             "modules": [
-                {"name": name, "layers": [layer_entry(layer, folder) for layer in inside]}
+                {
+                    "name": name,
+                    **({"inputs": list(inputs[name])} if inputs and name in inputs else {}),
+                    "layers": [layer_entry(layer, folder) for layer in inside],
+                }
                 for name, inside in layers.items()
             ],
         }

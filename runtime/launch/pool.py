@@ -148,9 +148,7 @@ class WorkerPool:
                 failed[name] = error
         return failed
 
-    def start_again(
-        self, name: str, delay_s: float, reason: str, *, resume: str | None = None
-    ) -> None:
+    def restart(self, name: str, delay_s: float, reason: str, *, resume: str | None = None) -> None:
         """Restart a worker that has ended.
 
         Args:
@@ -180,7 +178,7 @@ class WorkerPool:
             reason=reason,
         )
 
-    def start_all_again(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
+    def restart_all(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
         """Kill all workers and restart them from the newest complete cut.
 
         Args:
@@ -197,26 +195,24 @@ class WorkerPool:
         self.processes.clear()
         cut = self._newest_cut(below)
         for worker in self._plan.workers:
-            self.start_again(worker.module, delay_s, reason, resume=str(cut))
+            self.restart(worker.module, delay_s, reason, resume=str(cut))
 
-    def fall_back(self, name: str) -> bool:
+    def may_fall_back(self, name: str) -> bool:
+        """Whether a module may start at an older cut: the user has not asked for this one."""
+        return self.workers[name].resume != self._plan.resume
+
+    def fall_back(self, name: str) -> None:
         """Restart all modules at an older cut, because one module's part is damaged.
-
-        Returns:
-            False if the user asked for that cut.
 
         Raises:
             DamagedError: All older cuts are damaged.
         """
         begun_at = self.workers[name].resume
-        if begun_at == self._plan.resume:
-            return False
         problem = peek_json(self._run.worker(name)).get("error")
         problem = problem or how_it_ended(name, self._modules[name])
         self._journal.damaged(problem)
         below = int(begun_at) if begun_at.isdecimal() else None
-        self.start_all_again(0.0, problem, below=below)
-        return True
+        self.restart_all(0.0, problem, below=below)
 
     def _newest_cut(self, below: int | None) -> int:
         """Choose one cut for all modules: on their own they might choose different ones."""
@@ -253,7 +249,7 @@ class WorkerPool:
         """Return whether an exited worker was told to exit; clear the request."""
         return self._shutdown.pop(name, None) is not None
 
-    def see_off(self) -> None:
+    def kill_late(self) -> None:
         """Kill the workers that did not exit in time."""
         now = self._clock()
         late = [name for name, kill_at in self._shutdown.items() if now >= kill_at]

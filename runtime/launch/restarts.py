@@ -55,6 +55,16 @@ class Backoff:
         if self.running_since_s is not None:
             self.running_since_s += seconds
 
+    def allows(self, plan: RestartPlan, exit_code: int, now_s: float) -> bool:
+        """Whether the rules allow another restart; see :meth:`delay_s`."""
+        since_s = self.running_since_s
+        # what was available once (an address, a driver, a neighbour) may be so again
+        passes = (self.ran or since_s is not None) and exit_code == UnavailableError.exit_code
+        if plan.policy == "never" or (exit_code in LASTING and not passes):
+            return False
+        healthy = since_s is not None and now_s - since_s >= plan.healthy_s
+        return (0 if healthy else self.streak) < plan.limit
+
     def delay_s(self, plan: RestartPlan, exit_code: int, now_s: float) -> float | None:
         """Return the seconds until the restart; None if there is none.
 
@@ -63,15 +73,12 @@ class Backoff:
             exit_code: The worker's exit code, as a shell reports it.
             now_s: Time, by the clock of ``running_since_s``.
         """
+        allowed = self.allows(plan, exit_code, now_s)
         since_s, self.running_since_s = self.running_since_s, None
         self.ran |= since_s is not None
-        # what was available once (an address, a driver, a neighbour) may be so again
-        passes = self.ran and exit_code == UnavailableError.exit_code
-        if plan.policy == "never" or (exit_code in LASTING and not passes):
-            return None
         if since_s is not None and now_s - since_s >= plan.healthy_s:
             self.streak = 0
-        if self.streak >= plan.limit:
+        if not allowed:
             return None
         self.streak += 1
         # the exponent is limited: 2 to the power of a large limit overflows a float

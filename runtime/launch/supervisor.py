@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.cuts import remove_temporaries
-from dni_runtime.errors import DamagedError, DivergedError, DniError, StoppedError
+from dni_runtime.errors import DniError
+from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
@@ -75,7 +76,7 @@ class Supervisor:
         self._backoff = {worker.module: Backoff() for worker in plan.workers}
         self._hosts = hosts
         self._lost: dict[str, str] = {}
-        self._told: dict[tuple[str, str], Any] = {}
+        self._reported: dict[tuple[str, str], Any] = {}
         self._refresh_at = self._logs_at = self._ask_at = 0.0
         self._adopts = adopt is not None
         new = RunState.begin(plan.backend, plan.workers[0].attempt, self._backoff)
@@ -137,7 +138,7 @@ class Supervisor:
 
     def _look(self) -> None:
         self._journal.check()
-        self._obey()
+        self._handle_signals()
         if self._clock() >= self._refresh_at:
             self._refresh_at = self._clock() + _REFRESH_S
             self._refresh()
@@ -155,11 +156,11 @@ class Supervisor:
             self._pool.hurry_all()
         if self._kill_at is not None and self._clock() >= self._kill_at:
             self._pool.kill_all("it did not exit in time")
-        self._pool.see_off()
+        self._pool.kill_late()
         self._pool.remind()
         self._journal.heartbeat()
 
-    def _obey(self) -> None:
+    def _handle_signals(self) -> None:
         signals, self._signals = self._signals, []
         if signals:
             name = signal.Signals(signals[0]).name
@@ -184,7 +185,7 @@ class Supervisor:
             reports[name] = report if report.get("attempt") == module.attempt else {}
             if not reports[name]:
                 continue
-            self._tell_of(name, report)
+            self._record_findings(name, report)
             if report.get("state") != module.state:
                 module.state = report["state"]
                 changed = True
@@ -197,7 +198,7 @@ class Supervisor:
         ):
             self.state.phase = "running"
             self._journal.event("run_running")
-        self._heed_requests()
+        self._handle_restart_requests()
         if changed:
             self._journal.write()
         for name, still_s in self._watchdog.look(self._clock(), reports).items():
@@ -207,19 +208,19 @@ class Supervisor:
             self._ask_at = self._clock() + _SILENT_S
             self._pool.kill_gone(silent)
 
-    def _tell_of(self, name: str, report: Mapping[str, Any]) -> None:
+    def _record_findings(self, name: str, report: Mapping[str, Any]) -> None:
         """Record a worker's new findings as events."""
         diverged, warning = report.get("diverged"), report.get("warning")
-        if self._told.get((name, "diverged")) != diverged:
-            self._told[name, "diverged"] = diverged
+        if self._reported.get((name, "diverged")) != diverged:
+            self._reported[name, "diverged"] = diverged
             if diverged is not None:
                 self._journal.event("worker_diverged", module=name, **diverged)
-        if self._told.get((name, "warning")) != warning:
-            self._told[name, "warning"] = warning
+        if self._reported.get((name, "warning")) != warning:
+            self._reported[name, "warning"] = warning
             if warning is not None:
                 self._journal.event("worker_warning", module=name, warning=warning)
 
-    def _heed_requests(self) -> None:
+    def _handle_restart_requests(self) -> None:
         """Handle requests to restart modules (``dnictl restart``)."""
         with contextlib.suppress(OSError):
             for name in self._run.wanted_restarts():
@@ -230,28 +231,33 @@ class Supervisor:
     def _reap(self) -> None:
         ended = self._pool.reap()
         if self._hosts is not None:
-            self._mind_hosts(self._hosts, [name for name in ended if not self._complete(name)])
+            self._replace_lost_hosts(
+                self._hosts, [name for name in ended if not self._complete(name)]
+            )
         for name in ended:
             self._judge(name, self.state.modules[name])
         if ended:
             self._journal.write()
 
     def _judge(self, name: str, module: ModuleState) -> None:
-        """Decide what the exit of one worker means for the run."""
-        told = self._stop_reason is not None
-        # SIGTERM kills a worker that is still importing torch and has no handler yet.
-        driven = name in self._pool.killed or name in self._pool.hurried
-        obeyed = told and (driven or module.exit_code in (0, 128 + signal.SIGTERM))
-        asked = self._pool.has_left(name) and not told
-        lost = self._lost.pop(name, None)
-        if lost is not None:  # however its process ended
-            module.state = "stopped" if told else "failed"
-        elif self._complete(name):
-            module.state = "finished"
-        elif module.exit_code == StoppedError.exit_code or obeyed:
-            module.state = "stopped"
-        else:
-            module.state = "failed"
+        """Record the exit of one worker, and do what ``decide`` says."""
+        stopping, pool = self._stop_reason is not None, self._pool
+        node, code = self._lost.pop(name, None), module.exit_code
+        assert code is not None
+        exited = Exit(
+            code,
+            finished=self._complete(name),
+            # one that dies before its first report would do so again
+            reported=bool(module.signal or not code or self._run.worker(name).exists()),
+            lost=node is not None,
+            driven=name in pool.killed or name in pool.hurried,
+            asked=pool.has_left(name),
+            due=name in pool.due,
+            older_cut=pool.may_fall_back(name),
+            may_restart=self._backoff[name].allows(self._plan.restart, code, self._clock()),
+            tail=name == self._plan.workers[-1].module and bool(pool),
+        )
+        module.state = exited.ending(stopping=stopping)
         self._journal.event(
             "worker_ended",
             module=name,
@@ -260,60 +266,56 @@ class Supervisor:
             exit_code=module.exit_code,
             signal=module.signal,
         )
-        self._tell_of(name, report := peek_json(self._run.worker(name)))
+        self._record_findings(name, report := peek_json(self._run.worker(name)))
         how = how_it_ended(name, module, report.get("error"))
-        if name in self._pool.due:  # the whole chain is restarted
-            module.state = "restarting"
-        elif lost is not None and not told:
-            self._linger_until = None
-            self._backoff[name] = Backoff()
-            self._start_again(name, 0.0, f"node {lost} is lost")
-        elif asked and module.state != "finished":
-            self._pool.start_again(name, 0.0, "'dnictl restart' was called")
-        elif module.exit_code == DamagedError.exit_code and not told and self._pool.fall_back(name):
-            self._lost.clear()
-        elif module.state == "failed" and not told and self._may_start_again(name, module):
-            pass
-        elif module.state == "failed":
-            if self.state.failed is None:
-                self.state.failed, self.state.error = name, how
-            self._stop(how, broken=True)
-        elif module.state == "stopped":
-            self._stop(how)
-        elif name == self._plan.workers[-1].module and self._pool:
-            # The tail has seen the end of the stream: the others have nothing left to do.
-            self._linger_until = self._clock() + self._plan.stop_grace_s
-
-    def _may_start_again(self, name: str, module: ModuleState) -> bool:
-        """Restart a worker that has died; return False if that cannot help."""
-        plan, backoff = self._plan.restart, self._backoff[name]
-        assert module.exit_code is not None
-        if module.signal is None and module.exit_code and not self._run.worker(name).exists():
-            return False  # it died before its first report, as the next one would
-        delay_s = backoff.delay_s(plan, module.exit_code, self._clock())
-        if delay_s is None:
-            return False
-        self._linger_until = None
-        self._start_again(name, delay_s, how_it_ended(name, module))
-        return True
+        match decide(exited, stopping=stopping):
+            case Action.NOTHING if exited.due:
+                module.state = "restarting"
+            case Action.MOVE:
+                self._linger_until = None
+                self._backoff[name] = Backoff()
+                self._restart(name, 0.0, f"node {node} is lost")
+            case Action.RESTART_NOW:
+                pool.restart(name, 0.0, "'dnictl restart' was called")
+            case Action.FALL_BACK:
+                pool.fall_back(name)
+                self._lost.clear()
+            case Action.RESTART:
+                self._restart_later(name, code, how_it_ended(name, module))
+            case Action.FAIL:
+                self._fail(name, how)
+            case Action.STOP:
+                self._stop(how)
+            case Action.LINGER:  # the tail has seen the end of the stream
+                self._linger_until = self._clock() + self._plan.stop_grace_s
 
     def _could_not_start(self, name: str, error: DniError) -> None:
         """Retry later: the disk may be full, or the host's limit of processes reached."""
         module = self.state.modules[name]
         module.state, module.exit_code = "failed", error.exit_code
-        delay_s = self._backoff[name].delay_s(self._plan.restart, DniError.exit_code, self._clock())
-        if delay_s is not None:
-            self._start_again(name, delay_s, error.message)
-            return
-        self.state.failed, self.state.error = name, error.message
-        self._stop(error.message, broken=True)
+        code = DniError.exit_code
+        if self._backoff[name].allows(self._plan.restart, code, self._clock()):
+            self._restart_later(name, code, error.message)
+        else:
+            self._fail(name, error.message)
 
-    def _start_again(self, name: str, delay_s: float, reason: str) -> None:
+    def _fail(self, name: str, how: str) -> None:
+        if self.state.failed is None:
+            self.state.failed, self.state.error = name, how
+        self._stop(how, broken=True)
+
+    def _restart_later(self, name: str, exit_code: int, reason: str) -> None:
+        delay_s = self._backoff[name].delay_s(self._plan.restart, exit_code, self._clock())
+        assert delay_s is not None  # the rules allow it
+        self._linger_until = None
+        self._restart(name, delay_s, reason)
+
+    def _restart(self, name: str, delay_s: float, reason: str) -> None:
         if self._plan.restart.scope == "module":
-            self._pool.start_again(name, delay_s, reason)
+            self._pool.restart(name, delay_s, reason)
         else:  # its neighbours wait for gradients of batches that it has lost
             self._lost.clear()
-            self._pool.start_all_again(delay_s, reason)
+            self._pool.restart_all(delay_s, reason)
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""
@@ -321,7 +323,7 @@ class Supervisor:
         said = (report.get("attempt"), report.get("state"))
         return module.exit_code == 0 and said == (module.attempt, "finished")
 
-    def _mind_hosts(self, hosts: Hosts, ended: Sequence[str]) -> None:
+    def _replace_lost_hosts(self, hosts: Hosts, ended: Sequence[str]) -> None:
         """Find other hosts for the modules of lost hosts.
 
         Args:
@@ -373,18 +375,15 @@ class Supervisor:
         self._pool.stop_all()
 
     def _conclude(self) -> None:
-        tail = self.state.modules[self._plan.workers[-1].module]
-        if self.state.failed is not None:
-            code = self.state.modules[self.state.failed].exit_code
-            own = code if code == DivergedError.exit_code else DniError.exit_code
-            self.state.phase, self.state.exit_code = "failed", own
-        elif tail.state == "finished":
-            self.state.phase, self.state.exit_code = "finished", 0
+        failed = None if self.state.failed is None else self.state.modules[self.state.failed]
+        self.state.phase, self.state.exit_code = conclusion(
+            None if failed is None else failed.exit_code,
+            self.state.modules[self._plan.workers[-1].module].state,
+            self._killed_by,
+        )
+        if self.state.phase == "finished":
             self.state.error = None
-        else:
-            self.state.phase = "stopped"
-            by = self._killed_by
-            self.state.exit_code = StoppedError.exit_code if by is None else 128 + by
+        elif self.state.phase == "stopped":
             self.state.error = self._stop_reason
         self.state.ended = time.time()
         self._journal.event("run_ended", state=self.state.phase, exit_code=self.state.exit_code)

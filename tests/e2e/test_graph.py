@@ -157,7 +157,7 @@ def test_a_worker_that_is_killed_changes_no_bit(site: Site, same_rounding: None)
 @pytest.mark.parametrize("interface", ["mixed", "delayed"])
 def test_any_module_may_be_killed(site: Site, interface: str) -> None:
     """Its neighbours on both ways go on; every batch of every epoch is counted by all."""
-    path = write(site, DIAMOND % PAUSES, interface, epochs=8)
+    path = write(site, DIAMOND % PAUSES, interface, epochs=20)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     for name in ("left", "top", "stem"):
@@ -173,7 +173,7 @@ def test_any_module_may_be_killed(site: Site, interface: str) -> None:
     site.run("wait")
     figures = run.status()
     assert figures.state == "finished"
-    assert {one.step for one in figures.modules} == {8 * 22}
+    assert {one.step for one in figures.modules} == {20 * 22}
     _, wanted = backpropagation(run)
     assert figures.accuracy is not None
     assert figures.accuracy > wanted - 0.06

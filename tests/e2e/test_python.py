@@ -78,17 +78,21 @@ def test_stop_and_resume(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(300)
 def test_modules_begin_with_their_weights(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(site.folder)
-    head, tail = nn.Sequential(nn.Linear(64, 16), nn.Tanh()), nn.Linear(16, 10)
+    head, middle = nn.Sequential(nn.Linear(64, 16), nn.Tanh()), nn.Linear(16, 8)
+    tail = nn.Bilinear(16, 8, 10)
     settings: dict[str, Any] = {"defaults": {"optimizer": {"SGD": {"lr": 1e-30}}}}
     chain = Chain.from_modules(
-        {"head": head, "tail": tail},
+        {"head": head, "middle": middle, "tail": tail},
         data={"dataset": "digits", "batch_size": 64, "flatten": True},
+        inputs={"tail": ["head", "middle"]},
         **settings,
     )
     run = chain.train(backend="process")
     assert run.wait(120).phase == "finished"
-    trained, given = run.model().state_dict(), nn.Sequential(head, tail).state_dict()
+    trained, given = run.model().state_dict(), nn.Sequential(head, middle, tail).state_dict()
     assert all(torch.equal(*pair) for pair in zip(trained.values(), given.values(), strict=True))
+    with pytest.raises(UsageError, match="'inputs' names 'top', which is not one of the modules"):
+        Chain.from_modules({"tail": tail}, data={"dataset": "digits"}, inputs={"top": ["tail"]})
     site.write(1)
     with pytest.raises(UsageError, match="was not written by"):
         Chain.from_modules({"tail": tail}, data={"dataset": "digits"})

@@ -81,3 +81,39 @@ def test_every_package_is_listed() -> None:
             inside = file.parent.relative_to(ROOT / folder).parts
             found.add(".".join((package, *inside)))
     assert found == set(setuptools["packages"])
+
+
+def module_of(layer: str, file: Path) -> str:
+    package, folder = ("dnictl", "cli") if layer == "dnictl" else ("dni_runtime", "runtime")
+    parts = file.relative_to(ROOT / folder).with_suffix("").parts
+    return ".".join((package, *(part for part in parts if part != "__init__")))
+
+
+def needed_at_once(file: Path) -> set[str]:
+    """What is imported with a file: not inside functions, nor for type checkers only."""
+    names, left = set[str](), list[ast.stmt](ast.parse(file.read_text()).body)
+    while left:
+        match left.pop():
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pass
+            case ast.If(body=body, orelse=orelse):
+                left += body + orelse
+            case ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(module)):
+                names.add(module)
+    return names
+
+
+def test_no_two_files_need_each_other() -> None:
+    """Directly or through others, within a package, too."""
+    files = {module_of(layer, file): file for layer, file in sources()}
+    left = {
+        name: needed_at_once(file) & files.keys()
+        for name, file in files.items()
+        if file.name != "__init__.py"  # it collects what its package offers
+    }
+    while ends := [name for name, own in left.items() if not own & left.keys()]:
+        for name in ends:
+            del left[name]
+    assert not left, f"a circle among {', '.join(sorted(left))}"
