@@ -22,6 +22,10 @@ from dni_runtime.launch.state import process_birth
 from dni_runtime.rundir import RunDir
 from tests.conftest import eventually
 
+# Figures agree to the last digit, whatever the CPU (docs/architecture.md, `exact`). MKL reads this
+# once, at a process's first product: it is set before any test, here and for what tests start.
+os.environ["MKL_CBWR"] = "COMPATIBLE"
+
 MODULES = ["bottom", "middle", "top"]
 
 CHAIN = """\
@@ -217,12 +221,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
         for process in made.started:
             process.kill()
             process.communicate(timeout=30)
-
-
-@pytest.fixture
-def same_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For figures that must agree to the last digit, whatever the CPU (docs/architecture.md)."""
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
 
 
 def run(

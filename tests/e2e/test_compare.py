@@ -24,7 +24,6 @@ modules:
 """
 
 
-@pytest.mark.usefixtures("same_rounding")
 def test_compare(tmp_path: Path) -> None:
     (tmp_path / "chain.yaml").write_text(CHAIN)
     shell = Dnictl(tmp_path, {"OMP_NUM_THREADS": "1"})

@@ -41,7 +41,6 @@ def test_fashion_mnist(fashion_mnist: Path) -> None:
     assert abs(x.std().item() - 1) < 1e-3
 
 
-@pytest.mark.usefixtures("same_rounding")
 def test_batches_made_by_processes_are_the_same(site: Site) -> None:
     """Plain backpropagation, so that figures agree to the last digit; also after a kill."""
     (site.folder / "augment.py").write_text(AUGMENT)

@@ -130,14 +130,14 @@ def assert_same(run: Run) -> None:
     ids=["diamond", "diamond over encrypted tcp", "u-shape", "two inputs"],
 )
 def test_exact_is_backpropagation_bit_for_bit(
-    site: Site, same_rounding: None, modules: str, data: str, links: str
+    site: Site, modules: str, data: str, links: str
 ) -> None:
     run = up(site, modules, "exact", data=data, links=links, epochs=4)
     assert_same(run)
     assert run.evaluate()["accuracy"] == pytest.approx(run.status().accuracy, abs=1e-6)
 
 
-def test_a_worker_that_is_killed_changes_no_bit(site: Site, same_rounding: None) -> None:
+def test_a_worker_that_is_killed_changes_no_bit(site: Site) -> None:
     """With ``exact`` all go back to the newest checkpoint, and each batch counts once."""
     path = write(site, DIAMOND % PAUSES, "exact", epochs=6)
     site.run("up", path, "--backend", "process", "-d")
@@ -179,7 +179,7 @@ def test_any_module_may_be_killed(site: Site, interface: str) -> None:
     assert figures.accuracy > wanted - 0.06
 
 
-def test_stop_and_resume(site: Site, same_rounding: None) -> None:
+def test_stop_and_resume(site: Site) -> None:
     path = write(site, DIAMOND % PAUSES, "exact", epochs=4)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)

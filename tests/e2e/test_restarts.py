@@ -191,7 +191,6 @@ def test_workers_come_to_the_end_without_their_supervisor(site: Site) -> None:
     assert site.json("status")["state"] == "finished"
 
 
-@pytest.mark.usefixtures("same_rounding")
 def test_an_exact_chain_begins_again_as_a_whole(site: Site) -> None:
     """It is plain backpropagation, with or without a kill: the same figures to the last digit."""
     exact = "defaults: {interface: exact, optimizer: {Adam: {lr: 0.002}}}"

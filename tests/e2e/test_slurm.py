@@ -235,10 +235,9 @@ modules:
 
 @pytest.mark.apptainer
 def test_a_diamond_in_containers_on_three_hosts(
-    tool: Apptainer, slurm: str, dnictl: Dnictl, monkeypatch: pytest.MonkeyPatch
+    tool: Apptainer, slurm: str, dnictl: Dnictl
 ) -> None:
     """A worker in the middle is killed: after its restart the weights are backpropagation's."""
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     text = DIAMOND.format(network=slurm, torch=version("torch").split("+")[0])
     (dnictl.folder / "chain.yaml").write_text(text)
     dnictl.run("build")
