@@ -83,12 +83,14 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
 
     warnings = [*advice(prepared.workers), *filter(None, [exposure(prepared.chain.links)])]
     counts = parameter_counts(prepared.workers)
+    given = prepared.chain.losses
+    losses = " + ".join(one.loss.name for one in given) if given else prepared.chain.loss.name
     rows: list[dict[str, Any]] = [
         {
             "module": worker.module,
-            "input": " and ".join(map(str, worker.inputs)),
+            "input": " and ".join(map(str, worker.arguments)),
             "inputs": list(module.inputs or [edge.source for edge in worker.sources]),
-            "output": str(worker.output),
+            "output": " and ".join(map(str, worker.outputs or (worker.output,))),
             "parameters": counts[worker.module],
             "interface": worker.interface.name if worker.interface else None,
             "device": worker.device,
@@ -120,7 +122,7 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
             [
                 row["module"], *([] if plain else [", ".join(row["inputs"])]), row["input"],
                 row["output"], f"{row['parameters']:,}",
-                row["interface"] or f"loss: {prepared.chain.loss.name}", row["device"],
+                row["interface"] or f"loss: {losses}", row["device"],
             ]
             for row in rows
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 
+# Figures agree to the last digit, whatever the CPU (docs/architecture.md, `exact`). MKL reads this
+# once, at a process's first product: it is set before any test, here and for what tests start.
+os.environ["MKL_CBWR"] = "COMPATIBLE"
 torch.set_num_threads(1)  # tests run beside each other; more threads only fight for cores
 
 MakeSpec = Callable[..., WorkerSpec]

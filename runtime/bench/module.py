@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.bench.spread import Spread
-from dni_runtime.core.chain import data_of
+from dni_runtime.core.chain import inputs_of
 from dni_runtime.core.interfaces import Timing
 from dni_runtime.core.passes import as_inputs
 from dni_runtime.core.step import ModuleStep, due
@@ -27,6 +27,7 @@ from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.link.contract import LinkContract
+from dni_runtime.packing import given_back
 from dni_runtime.spec.load import suggestion
 from dni_runtime.worker.device import choose_device
 
@@ -154,16 +155,17 @@ def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]
         gradients = [GradientSum(len(step.spec.targets)) for step in steps]
         sums: dict[int, Tensor] = {}
         for index, step in enumerate(steps):
-            given = [outputs[above] for above in sources[index]]
-            given += [as_inputs(x)[one] for one in data_of(step.spec)]
+            given = inputs_of(prepared.workers, index, outputs, as_inputs(x))
             inputs.append(tuple(one.to(step.device) for one in given))
             every = math.lcm(*(max(edge.gradients, 1) for edge in step.spec.sources))
             outputs.append(step.forward(id * every, inputs[-1]))
             found = step.update(y_BY.to(step.device))
-            for above, g_BX in zip(sources[index], found, strict=True):
+            edges = step.spec.sources
+            for above, edge, g_BX in zip(sources[index], edges, found, strict=False):
                 # A module that defers its update has no gradient yet for the previous ones.
                 if g_BX is not None:
-                    total = gradients[above].add(id, index, g_BX.cpu())
+                    g_BH = given_back(g_BX.cpu(), steps[above].spec.outputs, edge)
+                    total = gradients[above].add(id, index, g_BH)
                     sums |= {} if total is None else {above: total}
         for index, step in enumerate(steps):
             step.give_up_waiting()

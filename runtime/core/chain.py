@@ -16,6 +16,7 @@ from dni_runtime.core.passes import Inputs, as_inputs
 from dni_runtime.core.step import Gradients, ModuleStep
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.core.training import module_seed, seeded
+from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
@@ -55,10 +56,10 @@ class LocalChain:
         for index, worker in enumerate(workers):  # stores must not limit delays
             late = max(worker.late, sum(self._delays[index:]) * self._micro_batches)
             self.steps.append(ModuleStep(worker.model_copy(update={"late": late})))
+        self._workers = workers
         self._sources = sources_of(workers)
-        self._data = [data_of(worker) for worker in workers]
-        taken = [[edge for edge in worker.targets if edge.tensor] for worker in workers]
-        self._sums = [GradientSum(len(edges)) for edges in taken]
+        targets = [[edge for edge in worker.targets if edge.tensor] for worker in workers]
+        self._sums = [GradientSum(len(edges)) for edges in targets]
         self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
         self._down, self._up = down, up
         self._now = 0
@@ -109,16 +110,18 @@ class LocalChain:
         return outputs[-1]
 
     def _inputs(self, index: int, x: Inputs, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        data = as_inputs(x)
-        sources = tuple(self._down(one, outputs[one]) for one in self._sources[index])
-        return sources + tuple(data[one] for one in self._data[index])
+        given = inputs_of(self._workers, index, outputs, as_inputs(x))
+        sources = self._sources[index]
+        return tuple(map(self._down, sources, given)) + given[len(sources) :]
 
     def _pass_up(self, index: int, id: int, gradients: Gradients) -> None:
-        for source, g_BX in zip(self._sources[index], gradients, strict=False):
+        edges = self.steps[index].spec.sources
+        for source, edge, g_BX in zip(self._sources[index], edges, gradients, strict=False):
             if g_BX is not None:
-                own = self.steps[index].spec.module
-                place = [edge.target for edge in self.steps[source].spec.targets].index(own)
-                total = self._sums[source].add(id, place, self._up(source, g_BX))
+                above = self.steps[source].spec
+                place = [one.target for one in above.targets].index(edge.target)
+                g_BH = given_back(self._up(source, g_BX), above.outputs, edge)
+                total = self._sums[source].add(id, place, g_BH)
                 if total is not None:
                     due = self._now + self._delays[source]
                     self._late[source].append((due, id, total))
@@ -143,6 +146,26 @@ def data_of(worker: WorkerSpec) -> tuple[int, ...]:
     if worker.head is not None:
         return worker.head.takes
     return tuple(one for edge in worker.sources for one in edge.data)
+
+
+def inputs_of(
+    workers: Sequence[WorkerSpec], index: int, outputs: Sequence[Tensor], data: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return a module's inputs of a batch, those of the data last.
+
+    Args:
+        workers: All modules.
+        index: The module's number.
+        outputs: The outputs of those before it.
+        data: The data's inputs.
+    """
+    given = [
+        taken(h_BH, above.outputs, edge)
+        for edge in workers[index].sources
+        for above, h_BH in zip(workers, outputs, strict=False)
+        if edge.tensor and above.module == edge.source
+    ]
+    return (*given, *(data[one] for one in data_of(workers[index])))
 
 
 def parts_of(x: Inputs, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Inputs, Tensor]]:
@@ -179,8 +202,7 @@ class Backprop:
                 self._random_states.append(state())
             modules.append(module.requires_grad_(not worker.freeze))
         self.model = nn.ModuleList(modules)
-        self._sources = sources_of(workers)
-        self._data = [data_of(worker) for worker in workers]
+        self._workers = workers
         tail = workers[-1]
         self.loss = ChainLoss(tail.loss, tail.prediction, tail.label).to(self.device)
         self._optimizations = [
@@ -210,8 +232,7 @@ class Backprop:
         outputs: list[Tensor] = []
         for index, module in enumerate(self.model):
             torch.set_rng_state(self._random_states[index])
-            given = [outputs[one] for one in self._sources[index]]
-            outputs.append(module(*given, *(data[one] for one in self._data[index])))
+            outputs.append(module(*inputs_of(self._workers, index, outputs, data)))
             self._random_states[index] = torch.get_rng_state()
         torch.set_rng_state(before)
         return outputs[-1]

@@ -17,39 +17,49 @@ from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.shapes import BATCH
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec, Choice, DataInfo, TensorSpec, WorkerSpec, import_paths
 
 
-def check_loss(chain: ChainSpec, prediction: TensorSpec, info: DataInfo) -> ChainLoss:
+def check_loss(
+    chain: ChainSpec, choice: Choice, prediction: TensorSpec, info: DataInfo
+) -> ChainLoss:
     """Make the loss, and try it on the chain's prediction and labels.
+
+    Args:
+        chain: The chain.
+        choice: Its loss, which may be a sum of several.
+        prediction: One sample at its output.
+        info: Its data.
 
     Raises:
         SpecError: It does not fit them, or is not a mean over the batch.
     """
-    loss = ChainLoss(chain.loss, prediction, info.label, ("loss",))
+    at = ("loss",) if chain.losses is None else ("losses",)
+    loss = ChainLoss(choice, prediction, info.label, at)
     y_BY = empty_batch(info.label, BATCH, "cpu")
     hint = f"the tail's output is {prediction}, labels are {info.label}"
     try:
         p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
         value = loss(p_BP, y_BY)
-        adds_up = ":" in chain.loss.name and _adds_up(loss, p_BP, y_BY)
+        own = any(True for _ in import_paths([chain.loss, chain.losses]))
+        adds_up = own and _adds_up(loss, p_BP, y_BY)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
-            f"{chain.loss.name} does not fit the chain's output: {reason}",
-            location=("loss",),
+            f"{choice.name} does not fit the chain's output: {reason}",
+            location=at,
             hint=hint,
         ) from None
     if value.dim() != 0:
         raise SpecError(
-            f"{chain.loss.name} returns {tuple(value.shape)}, not a scalar",
-            location=("loss",),
+            f"{choice.name} returns {tuple(value.shape)}, not a scalar",
+            location=at,
             hint=hint,
         )
     if adds_up:
         raise SpecError(
-            f"{chain.loss.name} is a sum over the batch: for twice the samples it is twice as high",
-            location=("loss",),
+            f"{choice.name} is a sum over the batch: for twice the samples it is twice as high",
+            location=at,
             hint="divide by the number of samples; gradients between modules are per sample",
         )
     if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:

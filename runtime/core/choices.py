@@ -47,7 +47,8 @@ def find_class(
         raise SpecError(
             f"{kind} {name!r}: there is no module {error.name!r}",
             location=location,
-            hint="import paths start at the folder of chain.yaml, or name an installed package",
+            hint="imports start at the folder of chain.yaml, or name an installed package; images "
+            "have those of 'image.requirements'",
         ) from None
     except AttributeError:
         raise SpecError(

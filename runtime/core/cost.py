@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dni_runtime.core.layers import build_layers
+from dni_runtime.core.layers import build_module
 from dni_runtime.core.training import empty_batch
 from dni_runtime.spec import WorkerSpec
 
@@ -31,8 +31,7 @@ def estimated_costs(workers: Sequence[WorkerSpec]) -> dict[str, float]:
 
 def _cost(worker: WorkerSpec) -> float:
     moved = float(sum(torch.Size(one.shape).numel() for one in (*worker.inputs, worker.output)))
-    with torch.device("meta"):
-        model = build_layers(worker.layers, inputs=len(worker.inputs))
+    model = build_module(worker, "meta")
     counter = FlopCounterMode(display=False)
     try:
         with counter:

@@ -18,6 +18,7 @@ from dni_runtime.core.metrics import (
 )
 from dni_runtime.core.passes import Inputs
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.packing import pack
 from dni_runtime.spec import Choice, WorkerSpec
 
 _NATS = "cross-entropy"
@@ -123,7 +124,7 @@ def _double(value: float) -> Tensor:
 
 
 def evaluate(
-    predict: Callable[[Inputs], Tensor],
+    predict: Callable[[Inputs], Tensor | Sequence[Tensor]],
     batches: Iterable[tuple[Inputs, Tensor]],
     worker: WorkerSpec,
 ) -> dict[str, float]:
@@ -139,5 +140,6 @@ def evaluate(
     evaluation = Evaluation(loss, worker.tail.metrics)
     with torch.no_grad():
         for x, y_BY in batches:
-            evaluation.add(predict(x), y_BY)
+            found = predict(x)
+            evaluation.add(found if isinstance(found, Tensor) else pack(found), y_BY)
     return evaluation.result()

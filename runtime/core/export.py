@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from dni_runtime.core.chain import data_of, sources_of
+from dni_runtime.core.chain import data_of
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.network import connect
@@ -50,9 +50,7 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
     """
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
-        layers = build_layers(
-            [exported(layer) for layer in worker.layers], inputs=len(worker.inputs)
-        )
+        layers = build_layers([exported(layer) for layer in worker.layers])
         # A module without trained weights keeps no average.
         tensors = {} if worker.ema is None else _read(states[worker.module], AVERAGE_PREFIX)
         tensors = tensors or _read(states[worker.module], LAYERS_PREFIX)
@@ -64,7 +62,25 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
                 f"{worker.module!r}: {error}"
             ) from None
         modules[worker.module] = layers
-    return connect(modules, sources_of(workers), [data_of(one) for one in workers]).eval()
+    names = list(modules)
+    sources = [[_source(one, names) for one in _inputs(worker, workers)] for worker in workers]
+    return connect(modules, sources, [data_of(one) for one in workers]).eval()
+
+
+def _inputs(worker: WorkerSpec, workers: Sequence[WorkerSpec]) -> list[str]:
+    """Return what a module takes of others, as in ``chain.yaml``: each output by its name."""
+    outputs = {one.module: len(one.outputs) for one in workers}
+    return [
+        f"{edge.source}.{which}" if outputs[edge.source] else edge.source
+        for edge in worker.sources
+        if edge.tensor
+        for which in edge.takes or range(outputs[edge.source] or 1)
+    ]
+
+
+def _source(input: str, names: Sequence[str]) -> tuple[int, int | None]:
+    name, _, which = input.partition(".")
+    return names.index(name), int(which) if which else None
 
 
 def export_model(
@@ -123,7 +139,7 @@ def export_model(
         "modules": [
             {
                 "name": worker.module,
-                "inputs": [edge.source for edge in worker.sources if edge.tensor],
+                "inputs": _inputs(worker, workers),
                 "data": data_of(worker),
                 "layers": [exported(layer).model_dump(mode="json") for layer in worker.layers],
             }
@@ -162,16 +178,16 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
             f"{str(file)!r} was not written by 'dnictl export': {error}",
         ) from None
     modules: OrderedDict[str, nn.Module] = OrderedDict()
-    sources: list[list[int]] = []
+    sources: list[list[tuple[int, int | None]]] = []
     data: list[list[int]] = []
     try:
         for index, entry in enumerate(description["modules"]):
             names = list(modules)
             before = names[-1:]  # as written before modules had inputs
-            sources.append([names.index(one) for one in entry.get("inputs", before)])
+            sources.append([_source(one, names) for one in entry.get("inputs", before)])
             data.append(entry.get("data", [] if index else [0]))
             layers = [LayerSpec.model_validate(one) for one in entry["layers"]]
-            modules[entry["name"]] = build_layers(layers, inputs=len(sources[-1]) + len(data[-1]))
+            modules[entry["name"]] = build_layers(layers)
     except DniError as error:
         raise DataError(
             f"{str(file)!r}: {error.message}",

@@ -17,6 +17,7 @@ from dni_runtime.core.choices import Location, call, find_class
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError
+from dni_runtime.packing import pack, unpack
 from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
 
 LAYERS: dict[str, type[nn.Module]] = {
@@ -63,14 +64,28 @@ LAYERS |= {"Add": Add, "Concat": Concat}
 
 
 class Layers(nn.Sequential):
-    """The layers of a module with several inputs: the first one gets them all."""
+    """The layers of a module with several inputs or outputs.
+
+    The first layer gets all inputs. Outputs travel in one row (:mod:`~dni_runtime.packing`).
+
+    Args:
+        layers: The layers.
+        rows: For each input, one sample of each tensor that it is a row of; empty if it is none.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], rows: Sequence[Sequence[TensorSpec]]) -> None:
+        super().__init__(*layers)
+        self._rows = tuple(map(tuple, rows))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         first, *others = self
-        x: Tensor = first(*inputs)
+        given: list[Tensor] = []
+        for x, row in zip(inputs, self._rows, strict=True):
+            given += unpack(x, row) if row else (x,)
+        y: Tensor | Sequence[Tensor] = first(*given)
         for layer in others:
-            x = layer(x)
-        return x
+            y = layer(y)
+        return y if isinstance(y, Tensor) else pack(y)
 
 
 class Residual(nn.Module):
@@ -85,21 +100,18 @@ class Residual(nn.Module):
         return cast("Tensor", self.body(x) + self.shortcut(x))
 
 
-def build_layers(
-    layers: Sequence[LayerSpec], location: Location = (), *, inputs: int = 1
-) -> nn.Sequential:
+def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Sequential:
     """Build layers, drawing initial weights from torch's global generator.
 
     Args:
         layers: The layers, in order.
         location: Where the list is in the spec.
-        inputs: Number of arguments of the first one.
 
     Raises:
         SpecError: Unknown layer or keyword, or a value that the layer refuses.
     """
-    cls = nn.Sequential if inputs == 1 else Layers
-    return cls(*(build_layer(layer, (*location, number)) for number, layer in enumerate(layers)))
+    built = (build_layer(layer, (*location, number)) for number, layer in enumerate(layers))
+    return nn.Sequential(*built)
 
 
 def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequential:
@@ -109,7 +121,10 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
         SpecError: As :func:`build_layers`.
     """
     with torch.device("meta") if device == "meta" else contextlib.nullcontext():
-        layers = build_sized(worker.layers, worker.inputs, ("layers",))
+        layers = build_sized(worker.layers, worker.arguments, ("layers",))
+        if len(worker.arguments) > 1 or worker.outputs:
+            rows = [edge.outputs for edge in worker.sources if edge.tensor]
+            layers = Layers(list(layers), rows + [()] * (len(worker.inputs) - len(rows)))
     return layers if device == "meta" else layers.to(device)
 
 
@@ -126,11 +141,12 @@ def build_sized(
     Raises:
         SpecError: As :func:`build_layers`.
     """
-    built = build_layers(layers, location, inputs=len(given))
+    built = build_layers(layers, location)
     lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         with torch.no_grad():
-            built.eval()(*(empty_batch(one, 1, lazy[0].device) for one in given))
+            some = [empty_batch(one, 1, lazy[0].device) for one in given]
+            Layers(list(built.eval()), [()] * len(some))(*some)
         built.train()
     _spare_input(built)
     return built

@@ -7,6 +7,8 @@ tokens), C classes.
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec import Choice, LossSpec, TensorSpec
+from dni_runtime.spec.named import Frozen
 
 LOSSES: dict[str, type[nn.Module]] = {
     name: cls
@@ -24,6 +28,8 @@ LOSSES: dict[str, type[nn.Module]] = {
     and issubclass(cls, nn.modules.loss._Loss)
     and "reduction" in inspect.signature(cls).parameters
 }
+
+_SUM = "SumOfLosses"
 
 _TINY = 1e-30
 """Divisor if no label is valid, which makes the mean zero."""
@@ -179,6 +185,101 @@ class ChainLoss(nn.Module):
         return p_BP if self.class_axis == 1 else p_BP.movedim(-1, 1)
 
 
+class SumOfLosses(nn.Module):
+    """The weighted sum of several losses, each of a part of the prediction and of the label.
+
+    Args:
+        terms: Weights and losses, with where their parts are in the rows: see :func:`sum_of`.
+    """
+
+    def __init__(self, terms: Sequence[dict[str, Any]]) -> None:
+        super().__init__()
+        self._terms = [_Term.model_validate(one) for one in terms]
+        self.losses = nn.ModuleList(
+            ChainLoss(one.loss, one.prediction, one.label) for one in self._terms
+        )
+
+    def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
+        """Return the sum of the means.
+
+        Args:
+            p_BP: Predictions, all outputs in a row.
+            y_BY: Labels, all in a row.
+        """
+        total = p_BP.new_zeros(())
+        for one, loss in zip(self._terms, self.losses, strict=True):
+            p = _part(p_BP, one.prediction, one.prediction_at)
+            y = _part(y_BY, one.label, one.label_at).to(torch_dtype(one.label.dtype))
+            total = total + one.weight * loss(p, y)
+        return total
+
+
+class _Term(Frozen):
+    """A loss with its parts of the rows, and where they begin; None: the row is no row of parts."""
+
+    loss: Choice
+    weight: float
+    prediction: TensorSpec
+    label: TensorSpec
+    prediction_at: int | None
+    label_at: int | None
+
+
+def _part(row: Tensor, part: TensorSpec, first: int | None) -> Tensor:
+    if first is None:
+        return row
+    return row[:, first : first + math.prod(part.shape)].reshape(len(row), *part.shape)
+
+
+def sum_of(
+    losses: Sequence[LossSpec], outputs: Sequence[TensorSpec], labels: Sequence[TensorSpec]
+) -> Choice:
+    """Return several losses as one.
+
+    Args:
+        losses: The losses.
+        outputs: One sample of each of the last module's outputs.
+        labels: One sample of each label.
+
+    Raises:
+        SpecError: There is no such output or label, or an output has no loss.
+    """
+    terms = []
+    for number, one in enumerate(losses):
+        chosen = {}
+        for field, parts in (("output", outputs), ("label", labels)):
+            index = getattr(one, field)
+            if index >= len(parts):
+                raise SpecError(
+                    f"there is no {field} {index}: "
+                    + ("the last module" if field == "output" else "the data")
+                    + f" has {len(parts)}",
+                    location=("losses", number, field),
+                    hint=f"the first one is {field} 0",
+                )
+            first = sum(math.prod(part.shape) for part in parts[:index])
+            chosen[field] = parts[index], first if len(parts) > 1 else None
+        (prediction, prediction_at), (label, label_at) = chosen["output"], chosen["label"]
+        build_loss(one.loss, ("losses", number, "loss"))
+        term = _Term(
+            loss=one.loss,
+            weight=one.weight,
+            prediction=prediction,
+            label=label,
+            prediction_at=prediction_at,
+            label_at=label_at,
+        )
+        terms.append(term.model_dump(mode="json"))
+    lost = set(range(len(outputs))).difference(one.output for one in losses)
+    if lost:
+        raise SpecError(
+            f"output {min(lost)} of the last module has no loss",
+            location=("losses",),
+            hint=f"add one with 'output: {min(lost)}', or do not return it",
+        )
+    return Choice(name=_SUM, args={"terms": terms})
+
+
 def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss:
     """Return ``CrossEntropyLoss`` of ``[N, classes]`` scores.
 
@@ -213,6 +314,8 @@ def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
     Raises:
         SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
     """
+    if choice.name == _SUM:
+        return SumOfLosses(**choice.args)
     cls = find_class(choice.name, "loss", LOSSES, nn.Module, location)
     at = (*location, choice.name)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from operator import getitem
 from typing import Any
 
 from torch import fx, nn
@@ -11,14 +12,15 @@ from torch import fx, nn
 
 def connect(
     modules: Mapping[str, nn.Module],
-    sources: Sequence[Sequence[int]],
+    sources: Sequence[Sequence[tuple[int, int | None]]],
     data: Sequence[Sequence[int]],
 ) -> nn.Module:
     """Connect modules to one network that needs nothing but torch.
 
     Args:
         modules: The modules' layers by name, head first, each a sequence.
-        sources: For each module, the numbers of those whose output it takes.
+        sources: For each module, the numbers of those whose output it takes, each with which output
+            if that one has several.
         data: For each module, which inputs of the data it takes after those.
 
     Returns:
@@ -26,7 +28,9 @@ def connect(
         ``torch.fx.GraphModule`` with one argument for each input of the data. Its children have the
         modules' names.
     """
-    plain = [list(own) == ([index - 1] if index else []) for index, own in enumerate(sources)]
+    plain = [
+        list(own) == ([(index - 1, None)] if index else []) for index, own in enumerate(sources)
+    ]
     if all(plain) and list(map(list, data)) == [[0], *[[]] * (len(data) - 1)]:
         return nn.Sequential(OrderedDict(modules))
     graph, root = fx.Graph(), nn.Module()
@@ -36,7 +40,11 @@ def connect(
     outputs: list[fx.Node] = []
     for (name, layers), own, taken in zip(modules.items(), sources, data, strict=True):
         root.add_module(name, layers)
-        values: tuple[Any, ...] = (*(outputs[one] for one in own), *(given[one] for one in taken))
+        values: tuple[Any, ...] = tuple(
+            outputs[one] if which is None else graph.call_function(getitem, (outputs[one], which))
+            for one, which in own
+        )
+        values += tuple(given[one] for one in taken)
         for layer, _ in layers.named_children():  # only the first layer has several inputs
             values = (graph.call_module(f"{name}.{layer}", values),)
         outputs.append(values[0])

@@ -22,10 +22,11 @@ from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Resolved, Timing, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_module
-from dni_runtime.core.losses import class_axis
+from dni_runtime.core.losses import class_axis, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
-from dni_runtime.core.shapes import Inferred, data_of, infer_shapes
+from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
 from dni_runtime.errors import SpecError
+from dni_runtime.packing import row_of
 from dni_runtime.spec import (
     AheadSpec,
     ChainSpec,
@@ -38,7 +39,6 @@ from dni_runtime.spec import (
     ModuleSpec,
     SelectionRole,
     TailRole,
-    TensorSpec,
     WorkerSpec,
 )
 from dni_runtime.spec.load import suggestion
@@ -116,7 +116,10 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     full = _resolve(chain, inferred, info)
     activations = [one.output for one in inferred]
     prediction = activations[-1]
-    loss = check_loss(full, prediction, info)
+    chosen = full.loss
+    if full.losses is not None:
+        chosen = sum_of(full.losses, inferred[-1].outputs, info.labels or (info.label,))
+    loss = check_loss(full, chosen, prediction, info)
     check_metrics(full.metrics, loss, prediction, info.label)
     interfaces = [
         None if module.interface is None else find_interface(module.interface)
@@ -126,18 +129,22 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
     taken = [data_of(full, index, info) for index in range(len(full.modules))]
-    edges = {
-        (source, target): EdgeSpec(
+    edges: dict[tuple[int, int], EdgeSpec] = {}
+    for (source, target), number in graph.numbers.items():
+        learns = source in graph.sources[target]
+        outputs = taken_of(full, (source, target), inferred[source].outputs) if learns else ()
+        whole = outputs == inferred[source].outputs
+        edges[source, target] = EdgeSpec(
             source=full.modules[source].name,
             target=full.modules[target].name,
             number=number,
-            tensor=activations[source] if source in graph.sources[target] else None,
+            tensor=row_of(outputs) if learns else None,
+            takes=() if whole else graph.takes.get((source, target), ()),
+            outputs=outputs if len(outputs) > 1 else (),
             data=taken[target] if source == 0 else (),
             samples=tuple(info.samples[one] for one in taken[target]) if source == 0 else (),
-            **(cuts[source] if source in graph.sources[target] else NO_GRADIENTS).of_links,
+            **(cuts[source] if learns else NO_GRADIENTS).of_links,
         )
-        for (source, target), number in graph.numbers.items()
-    }
     workers = []
     last = len(full.modules) - 1
     for index, module in enumerate(full.modules):
@@ -155,7 +162,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 index=index,
                 layers=module.layers,
                 interface=module.interface,
-                ahead=_ahead(full, index, interface, activations),
+                ahead=_ahead(full, index, interface, inferred),
                 optimizer=module.optimizer,
                 schedule=module.schedule,
                 schedule_every=module.schedule_every,
@@ -165,7 +172,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 ema=module.ema,
                 freeze=bool(module.freeze),
                 initial=module.init is not None,
-                loss=full.loss,
+                loss=chosen,
                 seed=full.seed,
                 device=module.device,
                 precision=module.precision,
@@ -173,6 +180,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 sources=sources,
                 targets=tuple(edges[ends] for ends in sorted(edges) if ends[0] == index),
                 output=activations[index],
+                outputs=inferred[index].packed,
                 label=info.label,
                 prediction=prediction,
                 classes=info.classes,
@@ -213,31 +221,31 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
 
 
 def _ahead(
-    chain: ChainSpec, index: int, interface: Resolved | None, activations: Sequence[TensorSpec]
+    chain: ChainSpec, index: int, interface: Resolved | None, inferred: Sequence[Inferred]
 ) -> AheadSpec | None:
     """Return the next modules' layers, for as many modules as the interface looks at.
 
     Raises:
-        SpecError: The next module has other inputs, too, or is not the only one.
+        SpecError: The next module has several inputs, or is not the only one.
     """
     if interface is None or not interface.wanted.lookahead:
         return None
     graph, at, layers = chain.graph, index, list[LayerSpec]()
     for _ in range(interface.wanted.lookahead):
         targets = graph.targets[at]
-        if len(targets) != 1 or len(graph.sources[targets[0]]) != 1:
+        if len(targets) != 1 or len(graph.links[targets[0]]) != 1 or inferred[at].packed:
             break
         at = targets[0]
         layers += chain.modules[at].layers
     if at == index:
         raise SpecError(
-            f"'lookahead' of module {chain.modules[index].name!r} needs one next module, with one "
-            "input",
+            f"'lookahead' of module {chain.modules[index].name!r} needs one output, and one next "
+            "module with one input",
             location=place(chain, index, "interface"),
             hint="leave 'lookahead' out there",
         )
     ends = at == len(chain.modules) - 1
-    return AheadSpec(layers=tuple(layers), output=activations[at], ends=ends)
+    return AheadSpec(layers=tuple(layers), output=inferred[at].output, ends=ends)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dni_runtime.core.layers import build_layer
 from dni_runtime.core.recurrent import CELLS
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
+from dni_runtime.packing import row_of
 from dni_runtime.spec import ChainSpec, DataInfo, LayerSpec, TensorSpec
 
 BATCH = 2
@@ -25,12 +26,22 @@ class Inferred(NamedTuple):
     """Result of running a module on the meta device.
 
     Attributes:
-        output: One sample at its output.
+        outputs: One sample at each of its outputs.
         attends: Whether it has attention.
     """
 
-    output: TensorSpec
+    outputs: tuple[TensorSpec, ...]
     attends: bool
+
+    @property
+    def output(self) -> TensorSpec:
+        """One sample of what travels: all outputs in a row, if they are several."""
+        return row_of(self.outputs)
+
+    @property
+    def packed(self) -> tuple[TensorSpec, ...]:
+        """One sample of each output, if they are several."""
+        return self.outputs if len(self.outputs) > 1 else ()
 
 
 def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
@@ -40,16 +51,66 @@ def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
         SpecError: A layer is unknown, or does not fit what it gets.
     """
     modules: list[Inferred] = []
-    for index, (module, sources) in enumerate(zip(chain.modules, chain.graph.sources, strict=True)):
-        given = [modules[source].output for source in sources]
+    graph = chain.graph
+    for index, module in enumerate(chain.modules):
+        given: list[TensorSpec] = []
+        for source in graph.sources[index]:
+            given += taken_of(chain, (source, index), modules[source].outputs)
         given += [info.samples[one] for one in data_of(chain, index, info)]
         attends = False
         for number, layer in enumerate(module.layers):
             at: Location = ("modules", index, "layers", number)
-            output, found = _infer_layer(layer, given, at, first=number == 0 and index > 0)
-            given, attends = [output], attends | found
-        modules.append(Inferred(given[0], attends))
+            found = _infer_layer(layer, given, at, first=number == 0 and index > 0)
+            if len(found.outputs) > 1 and number < len(module.layers) - 1:
+                raise _several(layer, at, "only a module's last layer may return several")
+            given, attends = list(found.outputs), attends | found.attends
+        modules.append(Inferred(tuple(given), attends))
+        if len(given) > 1 and index == len(chain.modules) - 1 and chain.losses is None:
+            raise _several(module.layers[-1], at, "'losses' names a loss for each of them")
+    for source, one in enumerate(modules):
+        links = [(source, target) for target in graph.targets[source]]
+        whole = range(len(one.outputs))
+        lost = set(whole).difference(*(graph.takes.get(link, whole) for link in links))
+        if links and lost:
+            name = f"{chain.modules[source].name}.{min(lost)}"
+            raise SpecError(
+                f"{name!r}, an output of module {chain.modules[source].name!r}, goes nowhere",
+                location=("modules", source, "layers"),
+                hint=f"name {name!r} in the 'inputs' of a later module, or do not return it",
+            )
     return modules
+
+
+def _several(layer: LayerSpec, at: Location, reason: str) -> SpecError:
+    return SpecError(
+        f"{layer.type} returns several tensors instead of one",
+        location=at,
+        hint=reason,
+    )
+
+
+def taken_of(
+    chain: ChainSpec, link: tuple[int, int], outputs: tuple[TensorSpec, ...]
+) -> tuple[TensorSpec, ...]:
+    """Return one sample of each output of a module that another one takes.
+
+    Raises:
+        SpecError: There is no such output.
+    """
+    takes = chain.graph.takes.get(link)
+    if takes is None:
+        return outputs
+    if max(takes) >= len(outputs) or len(outputs) == 1:
+        source = chain.modules[link[0]].name
+        raise SpecError(
+            f"module {chain.modules[link[1]].name!r} takes '{source}.{max(takes)}', but module "
+            f"{source!r} has " + ("one output" if len(outputs) == 1 else f"{len(outputs)} outputs"),
+            location=("modules", link[1], "inputs"),
+            hint=f"name {source!r} alone"
+            if len(outputs) == 1
+            else f"the last one is '{source}.{len(outputs) - 1}'",
+        )
+    return tuple(outputs[one] for one in takes)
 
 
 def data_of(chain: ChainSpec, index: int, info: DataInfo) -> tuple[int, ...]:
@@ -76,8 +137,11 @@ def _infer_layer(
         inner = given
         for number, one in enumerate(getattr(layer, key)):
             place = (key, number) if layer.type == "Residual" else (number,)
-            found = _infer_layer(one, inner, (*at, layer.type, *place), first=first and not number)
-            inner = [found.output]
+            at_one = (*at, layer.type, *place)
+            found = _infer_layer(one, inner, at_one, first=first and not number)
+            if len(found.outputs) > 1:
+                raise _several(one, at_one, "a layer in a block returns one")
+            inner = list(found.outputs)
     with torch.device("meta"):
         built = build_layer(layer, at)
     name = layer.type
@@ -103,22 +167,34 @@ def _infer_layer(
             if len(given) == 1
             else "begin with 'Add', 'Concat' or a layer of your own that takes as many arguments",
         ) from None
-    if not isinstance(output, Tensor):
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    if not outputs or not all(isinstance(one, Tensor) for one in outputs):
         raise SpecError(
             f"{name} returns {type(output).__name__} instead of one tensor",
             location=at,
             hint="'Recurrent' has one output"
             if name in CELLS
-            else "wrap it in a module of your own that returns one tensor",
+            else "wrap it in a module of your own that returns one tensor, or several",
         )
-    if output.dim() < 1 or output.shape[0] != BATCH:
+    for one in outputs:
+        if one.dim() < 1 or one.shape[0] != BATCH:
+            raise SpecError(
+                f"{name} does not keep the batch as first dimension: {BATCH} samples of "
+                f"{' and '.join(map(str, given))} became a tensor of shape {tuple(one.shape)}",
+                location=at,
+            )
+    samples = tuple(
+        TensorSpec(shape=tuple(one.shape[1:]), dtype=str(one.dtype).split(".")[-1])
+        for one in outputs
+    )
+    if len({one.dtype for one in samples}) > 1:
         raise SpecError(
-            f"{name} does not keep the batch as first dimension: {BATCH} samples of "
-            f"{' and '.join(map(str, given))} became a tensor of shape {tuple(output.shape)}",
+            f"{name} returns tensors of several types: {' and '.join(map(str, samples))}",
             location=at,
+            hint="outputs of a module have one type; inputs of the data go to any module as "
+            "'data.0', 'data.1' …",
         )
-    sample = TensorSpec(shape=tuple(output.shape[1:]), dtype=str(output.dtype).split(".")[-1])
-    return Inferred(sample, attends)
+    return Inferred(samples, attends)
 
 
 def _run(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, bool]:

@@ -8,6 +8,7 @@ Shape suffixes: N samples of a split, B samples of a batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from dni_runtime.data.imports import import_class
 from dni_runtime.data.paths import resolve
 from dni_runtime.data.source import Batch, Found, Split
 from dni_runtime.errors import DataError, DniError
+from dni_runtime.packing import pack, row_of
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 from dni_runtime.wire import INPUTS_LIMIT
 
@@ -29,20 +31,22 @@ def find_user(spec: DataSpec, base: Path) -> Found:
     Raises:
         SpecError: The import fails, or the class is not a data set.
         DataError: The class fails, or does not return (sample, label) pairs of numbers; a sample
-            may be a tuple of several inputs.
+            may be a tuple of several inputs, a label one of several labels.
     """
     name = spec.dataset
     cls = import_class(name, base, what="data set", location=("data", "dataset"))
     path = None if spec.path is None else resolve(spec.path, base)
     args = dict(spec.args) if path is None else {"path": str(path), **spec.args}
     train, evaluation = _make(name, cls, args, train=True), _make(name, cls, args, train=False)
-    x, y = UserSplit(name, train).batch(torch.tensor([0]))
-    sample, *further = map(_sample, x if isinstance(x, tuple) else (x,))
+    _, xs, ys = UserSplit(name, train).tensors(torch.tensor([0]))
+    sample, *further = map(_sample, xs)
+    labels = tuple(map(_sample, ys))
     info = DataInfo(
         sample=sample,
         further=tuple(further),
-        label=_sample(y),
-        classes=_classes(train) if y.dtype == torch.int64 else None,
+        label=row_of(labels),
+        labels=labels if len(labels) > 1 else (),
+        classes=_classes(train) if labels[0].dtype == "int64" and len(labels) == 1 else None,
         train_samples=_length(train),
         eval_samples=_length(evaluation),
     )
@@ -77,6 +81,20 @@ class UserSplit(Split):
         Raises:
             DataError: The data set fails, or returns other shapes or types than at first.
         """
+        several, xs, ys = self.tensors(order_B)
+        if self._info is not None:
+            self._check(self._info, xs, ys)
+        if len(ys) == 1:
+            return xs if several else xs[0], ys[0]
+        dtype = torch.float32 if any(y.is_floating_point() for y in ys) else torch.int64
+        return xs if several else xs[0], pack([y.to(dtype) for y in ys])
+
+    def tensors(self, order_B: Tensor) -> tuple[bool, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return inputs and labels of these samples, and whether inputs come as a tuple.
+
+        Raises:
+            DataError: The data set fails, or does not return pairs of numbers.
+        """
         order = order_B.tolist()
         try:
             # As in torch.utils.data.DataLoader: several at once if the data set supports it.
@@ -91,9 +109,6 @@ class UserSplit(Split):
                 hint="try it alone: build the class, index it with each of these numbers and "
                 "collate them with torch.utils.data.default_collate",
             ) from error
-        return self._checked(batch)
-
-    def _checked(self, batch: object) -> Batch:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             raise DataError(
                 f"data set {self._name!r} returns {_kind(batch)}, not (sample, label) pairs",
@@ -102,36 +117,42 @@ class UserSplit(Split):
         given, label = batch
         several = isinstance(given, list | tuple)
         xs = tuple(_number(self._name, "sample", one) for one in (given if several else [given]))
-        y = _number(self._name, "label", label)
+        labels = label if isinstance(label, list | tuple) and label else [label]
+        ys = tuple(_number(self._name, "label", one) for one in labels)
         if not xs or len(xs) > INPUTS_LIMIT:
             raise DataError(
                 f"data set {self._name!r} returns samples of {len(xs)} inputs",
                 hint=f"return from 1 to {INPUTS_LIMIT}",
             )
-        if self._info is not None:
-            expected = [*self._info.samples, self._info.label]
-            found = [_sample(one) for one in (*xs, y)]
-            kinds = ["sample"] * len(xs) + ["label"]
+        return several, xs, ys
+
+    def _check(self, info: DataInfo, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+        """Compare a batch with the first sample.
+
+        Raises:
+            DataError: It has other shapes or types, or a label beyond the classes.
+        """
+        wanted = {"sample": info.samples, "label": info.labels or (info.label,)}
+        for (what, expected), found in zip(wanted.items(), (xs, ys), strict=True):
             if len(found) != len(expected):
+                parts = "inputs" if what == "sample" else "parts"
                 raise DataError(
-                    f"data set {self._name!r}: samples of {len(xs)} inputs, but the first had "
-                    f"{len(self._info.samples)}",
-                    hint="all samples need the same inputs",
+                    f"data set {self._name!r}: {what}s of {len(found)} {parts}, but the first had "
+                    f"{len(expected)}",
+                    hint=f"all {what}s need the same {parts}",
                 )
-            for what, one, other in zip(kinds, found, expected, strict=True):
-                if one != other:
+            for one, first in zip(map(_sample, found), expected, strict=True):
+                if one != first:
                     raise DataError(
-                        f"data set {self._name!r}: {what}s of {one}, but the first was {other}",
+                        f"data set {self._name!r}: {what}s of {one}, but the first was {first}",
                         hint="all samples need one shape and one type",
                     )
-            classes = self._info.classes
-            if classes is not None and int(y.max()) >= classes:
-                raise DataError(
-                    f"data set {self._name!r}: label {int(y.max())}, but it declares {classes} "
-                    "classes",
-                    hint="labels are numbered from 0; see its 'classes' or 'num_classes'",
-                )
-        return xs if several else xs[0], y
+        if info.classes is not None and int(ys[0].max()) >= info.classes:
+            raise DataError(
+                f"data set {self._name!r}: label {int(ys[0].max())}, but it declares "
+                f"{info.classes} classes",
+                hint="labels are numbered from 0; see its 'classes' or 'num_classes'",
+            )
 
 
 def _sample(batch: Tensor) -> TensorSpec:

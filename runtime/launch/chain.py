@@ -76,7 +76,10 @@ class Chain:
 
         path = Path(path)
         folder, weights = path.parent.absolute(), path.with_suffix(".safetensors")
-        unknown = set(inputs or ()) - set(modules)
+        given = {
+            name: one if isinstance(one, str) else list(one) for name, one in (inputs or {}).items()
+        }
+        unknown = set(given) - set(modules)
         if unknown:
             raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
         if path.exists() and not path.read_text().startswith(_WRITTEN):
@@ -97,7 +100,7 @@ class Chain:
             "modules": [
                 {
                     "name": name,
-                    **({"inputs": list(inputs[name])} if inputs and name in inputs else {}),
+                    **({"inputs": names} if (names := given.get(name)) else {}),
                     "layers": [layer_entry(layer, folder) for layer in inside],
                 }
                 for name, inside in layers.items()

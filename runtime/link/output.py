@@ -24,6 +24,7 @@ from dni_runtime.link.items import Drained, Event, Gradient, Request
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_buffers
 from dni_runtime.link.tuner import WindowTuner
+from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import ID_LIMIT, Body, Buffer, Kind, Mark, Message, Mode, Part, TensorEntry
@@ -68,7 +69,7 @@ class OutputLink:
         if edge is None:
             (edge,) = spec.targets
         self._contract = LinkContract.of(spec, edge)
-        self._data = edge.data
+        self._edge, self._outputs = edge, spec.outputs
         self._frames = 1 + self._contract.up.tensors  # with the header
         self.counters = LinkCounters()
         self._tuner: WindowTuner | None = None
@@ -257,7 +258,7 @@ class OutputLink:
             id: Position in the stream; grows.
             epoch: Epoch of the batch.
             mode: What to do with it.
-            h: Activations ``[B, *output]``.
+            h: The module's whole output ``[B, *output]``.
             y: Labels ``[B, *label]``.
             part: Part of a training batch; None: all of it.
             data: All inputs of the data, at the head.
@@ -266,11 +267,12 @@ class OutputLink:
             WireError: A tensor breaks the contract (a bug of the caller).
             ValueError: The window is full, or the id does not grow (a bug of the caller).
         """
-        given = () if self._contract.activation is None else (h,)
+        edge = self._edge
+        given = () if edge.tensor is None else (taken(h, self._outputs, edge),)
         entries: tuple[TensorEntry, ...] = ()
         buffers: tuple[Buffer, ...] = ()
         for tensor, contract in zip(
-            (*given, *(data[one] for one in self._data), y), self._contract.tensors, strict=True
+            (*given, *(data[one] for one in edge.data), y), self._contract.tensors, strict=True
         ):
             if len(tensor) != len(y):
                 raise WireError(
@@ -407,7 +409,7 @@ class OutputLink:
     def _event(self, message: Message) -> Event:
         if message.kind is Kind.GRADIENT:
             g = from_buffers(message.tensors, message.buffers, self._contract.dtype)
-            return Gradient(message.id, g)
+            return Gradient(message.id, given_back(g, self._outputs, self._edge))
         if message.kind is Kind.DRAINED:
             return Drained(message.id)
         return Request(str(message.body["what"]))

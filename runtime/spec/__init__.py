@@ -20,7 +20,7 @@ from dni_runtime.spec.model import (
     LinksSpec,
 )
 from dni_runtime.spec.modules import ClipSpec, GroupSpec, InitSpec, ModuleSpec
-from dni_runtime.spec.named import Choice, LayerSpec
+from dni_runtime.spec.named import Choice, LayerSpec, LossSpec
 from dni_runtime.spec.worker import (
     AheadSpec,
     DataInfo,
@@ -50,6 +50,7 @@ __all__ = [
     "InitSpec",
     "LayerSpec",
     "LinksSpec",
+    "LossSpec",
     "ModuleSpec",
     "MountSpec",
     "PlacementSpec",

@@ -7,9 +7,10 @@ has one input, from the one before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 from dni_runtime.spec.modules import ModuleSpec
 
@@ -25,22 +26,26 @@ class Graph:
         sources: For each module, those whose output it takes, in the order of its inputs.
         data: For each module, which inputs of the data it takes after those; None for a head that
             takes all.
+        takes: Which outputs of a module (source, target) another one takes; it takes all of those
+            that are not here.
     """
 
     sources: tuple[tuple[int, ...], ...]
     data: tuple[tuple[int, ...] | None, ...]
+    takes: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, modules: Sequence[ModuleSpec]) -> Graph:
         """Read the modules' inputs.
 
         Raises:
-            ValueError: An input is not the name of an earlier module, is named twice, or a module's
-                output goes nowhere.
+            ValueError: An input is not the name of an earlier module, or of an output of one; is
+                named twice; or a module's output goes nowhere.
         """
         names = [module.name for module in modules]
         sources: list[tuple[int, ...]] = []
         data: list[tuple[int, ...] | None] = []
+        takes: dict[tuple[int, int], tuple[int, ...]] = {}
         for index, module in enumerate(modules):
             if module.inputs is None:
                 sources.append((index - 1,) if index else ())
@@ -54,16 +59,27 @@ class Graph:
             others = module.inputs[: len(given) - sum(given)]
             if index == 0 and others:
                 raise ValueError(f"the first module, {module.name!r}, takes only 'data.N'")
-            sources.append(tuple(_earlier(one, index, names) for one in others))
+            own: list[int] = []
+            for name, some in groupby(others, key=lambda one: one.partition(".")[0]):
+                outputs = [one.partition(".")[2] for one in some]
+                own.append(_earlier(name, index, names))
+                if own.count(own[-1]) > 1 or outputs != sorted(outputs) or "" in outputs[1:]:
+                    raise ValueError(
+                        f"module {module.name!r} names outputs of {name!r} in another order than "
+                        f"'{name}.0', '{name}.1' …, one after the other"
+                    )
+                if outputs[0]:
+                    takes[own[-1], index] = tuple(map(int, outputs))
+            sources.append(tuple(own))
             data.append(tuple(int(one.removeprefix(DATA)) for one in module.inputs[len(others) :]))
-        used = {source for own in sources for source in own}
+        used = {source for some in sources for source in some}
         unused = [name for index, name in enumerate(names[:-1]) if index not in used]
         if unused:
             raise ValueError(
                 f"the output of module {unused[0]!r} goes nowhere: name it in the 'inputs' of a "
                 "later module"
             )
-        return cls(tuple(sources), tuple(data))
+        return cls(tuple(sources), tuple(data), takes)
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:

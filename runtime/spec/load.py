@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ def naming_file(path: Path) -> Iterator[None]:
 def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
     """Find the user's Python files that the chain needs, by path relative to an import root.
 
+    Those are the files of import paths, the files beside them that these import, and ``sources``.
+
     Args:
         chain: The chain.
         base: Folder of ``chain.yaml``, where import paths start.
@@ -137,13 +140,32 @@ def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
                 f"{name!r} is not a file or folder below {str(base)!r}", location=("sources", index)
             )
         _collect(path, root, found)
-    for target in sorted(set(import_paths(chain))):
-        top = target.split(":")[0].split(".")[0]
-        if (root / f"{top}.py").is_file():
-            _collect(root / f"{top}.py", root, found)
-        elif (root / top / "__init__.py").is_file():
-            _collect(root / top, root, found)
+    wanted = sorted({target.split(":")[0] for target in import_paths(chain)})
+    for file in found.values():
+        wanted += _imports(file)
+    for name in wanted:  # grows
+        top = name.split(".")[0]
+        file, package = root / f"{top}.py", root / top
+        path = file if file.is_file() else package
+        if path == file or (package / "__init__.py").is_file():
+            before = set(found)
+            _collect(path, root, found)
+            for new in set(found) - before:
+                wanted += _imports(found[new])
     return found
+
+
+def _imports(file: Path) -> list[str]:
+    """Return the modules that a Python file imports; none if it is no valid one."""
+    if file.suffix != ".py":
+        return []
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):
+        return []
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    absolute = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return plain + [node.module for node in absolute if node.module]
 
 
 def _collect(path: Path, root: Path, found: dict[str, Path]) -> None:

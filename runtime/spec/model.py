@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.machines import ImageSpec, MountSpec, PlacementSpec, ResourcesSpec
 from dni_runtime.spec.modules import ModuleDefaults, ModuleSpec
-from dni_runtime.spec.named import Choice, Frozen, Name
+from dni_runtime.spec.named import Choice, Frozen, LossSpec, Name
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int8-channel"]
 """Types on the wire; ``int8`` is quantized with one scale per tensor, or one per channel."""
@@ -259,6 +259,7 @@ class ChainSpec(Frozen):
         steps: Training batches after which the run ends, even within an epoch.
         eval_every: Evaluate after every n-th epoch; 0 for never.
         loss: A loss of ``torch.nn``, at the tail.
+        losses: Instead, several: the chain's loss is their sum.
         metrics: Figures that evaluation reports beside the loss: ``PLAIN_METRICS``, or classes of
             torchmetrics.
         defaults: Defaults of the modules' settings.
@@ -285,6 +286,7 @@ class ChainSpec(Frozen):
     steps: Annotated[int, Field(ge=1)] | None = None
     eval_every: Annotated[int, Field(ge=0)] = 1
     loss: Choice = Choice(name="CrossEntropyLoss")
+    losses: Annotated[tuple[LossSpec, ...], Field(min_length=1)] | None = None
     metrics: tuple[Choice, ...] = (Choice(name="accuracy"),)
     defaults: ModuleDefaults = ModuleDefaults()
     modules: Annotated[tuple[ModuleSpec, ...], Field(min_length=1, max_length=1024)]
@@ -316,6 +318,12 @@ class ChainSpec(Frozen):
             )
         Graph.of(modules)
         return modules
+
+    @model_validator(mode="after")
+    def _loss_or_losses(self) -> Self:
+        if self.losses is not None and self.loss != Choice(name="CrossEntropyLoss"):
+            raise ValueError("'loss' and 'losses' exclude each other: list all in 'losses'")
+        return self
 
     @model_validator(mode="after")
     def _windows_fit(self) -> Self:

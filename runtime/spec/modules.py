@@ -67,7 +67,8 @@ class InitSpec(Frozen):
     strict: bool = True
 
 
-DataInput = Annotated[str, StringConstraints(pattern=r"^data\.[0-7]$")]
+Input = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[0-7])?$")]
+"""A module's name, one of its outputs as ``stem.0``, or an input of the data as ``data.0``."""
 
 
 class ModuleDefaults(Frozen):
@@ -117,14 +118,15 @@ class ModuleSpec(ModuleDefaults):
 
     Attributes:
         name: Its name.
-        inputs: What it takes: names of earlier modules, then ``data.0``, ``data.1`` … for inputs of
-            the data (default: the module before; of the first module, all of the data). Several
-            are joined batch by batch, and the first layer gets one argument for each.
+        inputs: What it takes: names of earlier modules (``stem.0``, ``stem.1`` … for some outputs
+            of a module that has several), then ``data.0``, ``data.1`` … for inputs of the data
+            (default: the module before; of the first module, all of the data). Several are joined
+            batch by batch, and the first layer gets one argument for each.
         layers: Its layers.
     """
 
     name: Name
-    inputs: Annotated[tuple[Name | DataInput, ...], Field(min_length=1)] | None = None
+    inputs: Annotated[tuple[Input, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
 
     @field_validator("inputs", mode="before")

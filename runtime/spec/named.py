@@ -80,6 +80,22 @@ class Choice(Frozen):
         return _unnamed(self.name, self.args)
 
 
+class LossSpec(Frozen):
+    """One of several losses, of one of the last module's outputs and one of the labels.
+
+    Attributes:
+        loss: A loss of ``torch.nn``, or a user's.
+        weight: Its factor in the sum.
+        output: Number of the output.
+        label: Number of the label.
+    """
+
+    loss: Choice
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    output: Annotated[int, Field(ge=0)] = 0
+    label: Annotated[int, Field(ge=0)] = 0
+
+
 class LayerSpec(Frozen):
     """One layer: a class of ``torch.nn``, a user's class, or a block of layers.
 

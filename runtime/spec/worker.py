@@ -55,7 +55,8 @@ class DataInfo(Frozen):
     Attributes:
         sample: One input; the first of several.
         further: The other inputs.
-        label: One label.
+        label: One label; several in a row.
+        labels: Each of several labels.
         classes: Number of classes, or None if labels are not class indices.
         train_samples: Number of training samples, or None if not known yet.
         eval_samples: Number of samples of each evaluation, or None if not known yet.
@@ -65,6 +66,7 @@ class DataInfo(Frozen):
     sample: TensorSpec
     further: tuple[TensorSpec, ...] = ()
     label: TensorSpec
+    labels: tuple[TensorSpec, ...] = ()
     classes: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
@@ -99,7 +101,10 @@ class EdgeSpec(Frozen):
         source: The module upstream.
         target: The module downstream.
         number: Number of the link in the chain; its port is ``links.port`` plus this.
-        tensor: One sample of the source's output; None if only inputs of the data travel.
+        tensor: One sample of what travels of the source's output; None if only inputs of the data
+            travel.
+        takes: Which of the source's outputs travel, if not all.
+        outputs: One sample of each of those, if they are several, which travel as one row.
         data: Which inputs of the data travel, from the head.
         samples: One sample of each of those.
         gradients: The target sends gradients of every n-th batch (by id); 0: of none.
@@ -114,6 +119,8 @@ class EdgeSpec(Frozen):
     target: str
     number: int
     tensor: TensorSpec | None
+    takes: tuple[int, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
     data: tuple[int, ...] = ()
     samples: tuple[TensorSpec, ...] = ()
     gradients: int = Field(ge=0)
@@ -190,7 +197,8 @@ class WorkerSpec(Frozen):
         cpus: Number of compute threads.
         sources: Its links from upstream, one for each input; none for the head.
         targets: Its links to downstream; none for the tail.
-        output: One sample at the module's output.
+        output: One sample at the module's output; a row of all its outputs if they are several.
+        outputs: One sample of each of those, if they are several.
         label: One sample's label.
         prediction: One sample at the chain's output (what a local head must produce).
         classes: Number of classes, or None.
@@ -234,6 +242,7 @@ class WorkerSpec(Frozen):
     sources: tuple[EdgeSpec, ...]
     targets: tuple[EdgeSpec, ...]
     output: TensorSpec
+    outputs: tuple[TensorSpec, ...] = ()
     label: TensorSpec
     prediction: TensorSpec
     classes: int | None
@@ -280,6 +289,14 @@ class WorkerSpec(Frozen):
         return outputs + tuple(one for edge in self.sources for one in edge.samples)
 
     @property
+    def arguments(self) -> tuple[TensorSpec, ...]:
+        """One sample of each argument of the first layer: inputs, with rows of outputs cut."""
+        if self.head is not None:
+            return self.inputs
+        links = [edge.outputs or (edge.tensor,) for edge in self.sources if edge.tensor]
+        return tuple(one for own in links for one in own) + self.inputs[len(links) :]
+
+    @property
     def exact(self) -> bool:
         """Whether no true gradient may be missed, so that lost batches must be sent again."""
         return self.max_late == 0
@@ -305,6 +322,7 @@ class WorkerSpec(Frozen):
                 "chain": self.chain,
                 "ends": (edge.source, edge.target),
                 "activation": None if edge.tensor is None else edge.tensor.model_dump(),
+                "outputs": [one.model_dump() for one in edge.outputs],
                 "data": [one.model_dump() for one in edge.samples],
                 "label": self.label.model_dump(),
                 "gradients": edge.gradients,

@@ -223,7 +223,7 @@ def _serve(
         metrics.started()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
-            spec.module, device, " and ".join(map(str, spec.inputs)), spec.output, start.cut,
+            spec.module, device, " and ".join(map(str, spec.arguments)), spec.output, start.cut,
         )  # fmt: skip
         prunes = chain if spec.head is not None or spec.tail is not None else []
         writer = checkpoint.CheckpointWriter(

@@ -22,10 +22,6 @@ from dni_runtime.launch.state import process_birth
 from dni_runtime.rundir import RunDir
 from tests.conftest import eventually
 
-# Figures agree to the last digit, whatever the CPU (docs/architecture.md, `exact`). MKL reads this
-# once, at a process's first product: it is set before any test, here and for what tests start.
-os.environ["MKL_CBWR"] = "COMPATIBLE"
-
 MODULES = ["bottom", "middle", "top"]
 
 CHAIN = """\

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from dni_runtime import Run
+from dni_runtime.core.chain import Backprop
+from dni_runtime.data import DataSource
 from dni_runtime.launch.reference import opened
 from dni_runtime.launch.state import RunState
 from tests.e2e.conftest import Site, eventually
@@ -47,6 +51,24 @@ TWO_INPUTS = """\
 - {name: both, inputs: [image, text], layers: [{Bilinear: {in1_features: 16, in2_features: 16, out_features: 16}}, ReLU]}
 - {name: top, inputs: [both, data.0], layers: [Concat, {Linear: {in_features: 24, out_features: 4}}]}
 """  # noqa: E501
+FORK = """\
+- {name: down, layers: [{import: 'fork:Fork', args: {features: 32}}]}
+- {name: low, inputs: down.0, layers: [{Linear: {in_features: 16, out_features: 8}}, ReLU]}
+- {name: up, inputs: [low, down.1], layers: [Concat, {Linear: {in_features: 40, out_features: 32}}, ReLU]}
+- {name: top, inputs: [up, down], layers: [Concat, {Linear: {in_features: 80, out_features: 10}}]}
+"""  # noqa: E501
+FORKS = """\
+from torch import nn
+
+class Fork(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, features), nn.Linear(features, features // 2)
+
+    def forward(self, x):
+        h = self.wide(x).relu()
+        return self.narrow(h), h
+"""
 PAIRS = """\
 import torch
 from torch.utils.data import Dataset
@@ -81,12 +103,41 @@ PAUSES = ", {import: 'pause:Pause'}"
 IPC, CURVE = "{}", "{transport: tcp, interface: lo, security: curve}"
 
 
+BOTH = """\
+import torch
+from torch import nn
+from pairs import Pairs
+
+class Both(Pairs):
+    def __getitem__(self, index):
+        image, text = super().__getitem__(index)[0]
+        return image, (self.label[index], image[:2].square())
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores, self.numbers = nn.Linear(32, 4), nn.Linear(32, 2)
+
+    def forward(self, h):
+        return self.scores(h), self.numbers(h)
+"""
+LOSSES = """\
+- {name: low, layers: [{Linear: {in_features: 8, out_features: 32}}, ReLU]}
+- {name: top, layers: [{import: 'both:Two'}]}
+losses:
+- {loss: CrossEntropyLoss}
+- {loss: MSELoss, output: 1, label: 1, weight: 0.5}
+"""
+
+
 def write(
     site: Site, modules: str, interface: str, *, data: str = DIGITS, epochs: int = 3,
     links: str = IPC,
 ) -> Path:  # fmt: skip
     (site.folder / "pairs.py").write_text(PAIRS)
     (site.folder / "pause.py").write_text(PAUSE)
+    (site.folder / "fork.py").write_text(FORKS)
+    (site.folder / "both.py").write_text(BOTH)
     path = site.folder / "chain.yaml"
     path.write_text(CHAIN % (data, epochs, links, interface) + modules)
     return path
@@ -97,15 +148,15 @@ def up(site: Site, *arguments: Any, **settings: Any) -> Run:
     return Run.open(site.latest.root)
 
 
-def backpropagation(run: Run) -> tuple[list[torch.Tensor], float]:
-    """The weights of the same network in one process, and its share of right predictions."""
+@contextmanager
+def backpropagation(run: Run) -> Iterator[tuple[Backprop, DataSource]]:
+    """The same network, trained in one process, and its data."""
     with opened(run.record, 1) as (chain, _, reference, source):
         for epoch in range(1, chain.epochs + 1):
             for x, y_BY in source.train_batches(epoch):
                 reference.train_batch(x, y_BY)
             reference.end_epoch()
-        right = [(reference.predict(x).argmax(1) == y).float() for x, y in source.eval_batches()]
-        return list(reference.model.state_dict().values()), float(torch.cat(right).mean())
+        yield reference, source
 
 
 def pid_of(site: Site, name: str) -> int | None:
@@ -113,8 +164,9 @@ def pid_of(site: Site, name: str) -> int | None:
 
 
 def assert_same(run: Run) -> None:
-    wanted, _ = backpropagation(run)
     found = run.model().state_dict()
+    with backpropagation(run) as (reference, _):
+        wanted = reference.model.state_dict().values()
     for (name, ours), theirs in zip(found.items(), wanted, strict=True):
         assert torch.equal(ours, theirs), name
 
@@ -126,8 +178,9 @@ def assert_same(run: Run) -> None:
         (DIAMOND % "", DIGITS, CURVE),
         (U_SHAPE, DIGITS, IPC),
         (TWO_INPUTS, '"pairs:Pairs"', IPC),
+        (FORK, DIGITS, IPC),
     ],
-    ids=["diamond", "diamond over encrypted tcp", "u-shape", "two inputs"],
+    ids=["diamond", "diamond over encrypted tcp", "u-shape", "two inputs", "two outputs"],
 )
 def test_exact_is_backpropagation_bit_for_bit(
     site: Site, modules: str, data: str, links: str
@@ -174,9 +227,10 @@ def test_any_module_may_be_killed(site: Site, interface: str) -> None:
     figures = run.status()
     assert figures.state == "finished"
     assert {one.step for one in figures.modules} == {20 * 22}
-    _, wanted = backpropagation(run)
+    with backpropagation(run) as (reference, source):
+        right = [(reference.predict(x).argmax(1) == y).float() for x, y in source.eval_batches()]
     assert figures.accuracy is not None
-    assert figures.accuracy > wanted - 0.06
+    assert figures.accuracy > float(torch.cat(right).mean()) - 0.06
 
 
 def test_stop_and_resume(site: Site) -> None:
@@ -188,6 +242,15 @@ def test_stop_and_resume(site: Site) -> None:
     assert run.state().phase == "stopped"
     site.run("resume")
     assert_same(run)
+
+
+def test_several_losses(site: Site) -> None:
+    """Of two outputs and two labels; the model returns both outputs."""
+    run = up(site, LOSSES, "exact", data='"both:Both"', epochs=4)
+    assert_same(run)
+    scores, numbers = run.model()(torch.zeros(3, 8))
+    assert (scores.shape, numbers.shape) == ((3, 4), (3, 2))
+    assert run.evaluate() == pytest.approx({"loss": run.status().loss}, abs=1e-6)
 
 
 def test_what_validate_shows(site: Site) -> None:

@@ -43,7 +43,18 @@ TWO_INPUTS = [
     "{name: d, inputs: [c, data.0], layers: [Concat, {Linear: {in_features: 20,"
     " out_features: 3}}]}",
 ]
-NETWORKS = {"diamond": DIAMOND, "u-shape": U_SHAPE, "two inputs": TWO_INPUTS}
+OWN = "import: 'tests.unit.core.outputs:%s'"
+TWO_OUTPUTS = [
+    f"{{name: a, layers: [{{{OWN % 'Fork'}}}]}}",
+    "{name: b, inputs: a.0, layers: [{Linear: {in_features: 8, out_features: 8}}, Tanh]}",
+    "{name: c, inputs: a.1, layers: [Flatten, {Linear: {in_features: 6, out_features: 8}}, Tanh,"
+    f" {{{OWN % 'Ends'}}}]}}",
+    f"{{name: d, inputs: [b, c, a], layers: [{{{OWN % 'Flat'}}},"
+    " {Linear: {in_features: 31, out_features: 3}}]}",
+]
+NETWORKS = {
+    "diamond": DIAMOND, "u-shape": U_SHAPE, "two inputs": TWO_INPUTS, "two outputs": TWO_OUTPUTS
+}  # fmt: skip
 LABEL = TensorSpec(shape=(), dtype="int64")
 ONE = DataInfo(sample=TensorSpec(shape=(12,), dtype="float32"), label=LABEL, classes=3)
 TWO = ONE.model_copy(update={"further": (TensorSpec(shape=(), dtype="int64"),)})
@@ -116,6 +127,51 @@ def test_what_is_sent_up_at_a_join() -> None:
     window = 8
     late = workers(U_SHAPE, rest=f"links: {{window: {window}}}")
     assert [one.late for one in late] == [4 * window, 3 * window, 2 * window, window, 0]
+
+
+def test_what_a_link_carries_of_several_outputs() -> None:
+    specs = workers(TWO_OUTPUTS)
+    carried = {(e.source, e.target): (str(e.tensor), e.takes) for one in specs for e in one.targets}
+    assert carried == {
+        ("a", "b"): ("float32[B x 8]", (0,)),
+        ("a", "c"): ("float32[B x 2 x 3]", (1,)),
+        ("a", "d"): ("float32[B x 14]", ()),
+        ("b", "d"): ("float32[B x 8]", ()),
+        ("c", "d"): ("float32[B x 9]", ()),
+    }
+    assert [one.shape for one in specs[3].arguments] == [(8,), (8,), (), (8,), (2, 3)]
+    assert WorkerSpec.from_json(specs[0].to_json()) == specs[0]
+
+
+@pytest.mark.parametrize(
+    ("index", "module", "message", "hint"),
+    [
+        (0, f"{{name: a, layers: [{{{OWN % 'Fork'}}}, Tanh]}}", "returns several tensors", "last"),
+        (0, f"{{name: a, layers: [{{Sequential: [{{{OWN % 'Fork'}}}, Tanh]}}]}}", "several", "blo"),
+        (0, f"{{name: a, layers: [{{{OWN % 'Types'}}}]}}", r"several types.*int64\[B\]", "data.0"),
+        (1, "{name: b, inputs: a.2, layers: [Tanh]}", "'b' takes 'a.2', .* 2 outputs", "'a.1'"),
+        (2, "{name: c, inputs: b.0, layers: [Tanh]}", "'c' takes 'b.0', .* one output", "'b'"),
+        (3, f"{{name: d, inputs: [b, c.0, a], layers: [{{{OWN % 'Flat'}}},"
+         " {Linear: {in_features: 30, out_features: 3}}]}", "'c.1', an output .* nowhere", "name"),
+        (3, f"{{name: d, inputs: [b, c, a], layers: [{{{OWN % 'Flat'}}}, {{{OWN % 'Ends'}}}]}}",
+         "returns several", "losses"),
+    ],
+)  # fmt: skip
+def test_outputs_that_do_not_fit(index: int, module: str, message: str, hint: str) -> None:
+    wrong = TWO_OUTPUTS.copy()
+    wrong[index] = module
+    with pytest.raises(SpecError, match=message) as caught:
+        workers(wrong)
+    assert caught.value.location[:2] == ("modules", 2 if "nowhere" in message else index)
+    assert hint in str(caught.value.hint)
+
+
+def test_lookahead_is_for_one_output() -> None:
+    chain = [TWO_OUTPUTS[0], f"{{name: b, layers: [{{{OWN % 'Flat'}}}, {{Linear: {{in_features: 14,"
+             " out_features: 3}}]}"]  # fmt: skip
+    workers(chain)
+    with pytest.raises(SpecError, match="'lookahead' of module 'a'"):
+        workers(chain, "{local: {lookahead: 1}}")
 
 
 def test_a_join_that_begins_with_a_layer_of_one_argument() -> None:
@@ -192,8 +248,8 @@ def test_a_file_from_before_modules_had_inputs(tmp_path: Path) -> None:
 
 def test_a_chain_is_a_plain_sequence() -> None:
     modules = {"a": nn.Sequential(nn.ReLU()), "b": nn.Sequential(nn.Tanh())}
-    assert type(connect(modules, [[], [0]], [[0], []])) is nn.Sequential
-    assert type(connect(modules, [[], [0]], [[1], []])) is not nn.Sequential
+    assert type(connect(modules, [[], [(0, None)]], [[0], []])) is nn.Sequential
+    assert type(connect(modules, [[], [(0, None)]], [[1], []])) is not nn.Sequential
 
 
 def test_gradients_are_added_last_module_first() -> None:

@@ -187,3 +187,73 @@ modules:
     with pytest.raises(SpecError, match="sum over the batch") as caught:
         worker_specs(parse_chain(chain), info)
     assert caught.value.location == ("loss",)
+
+
+LABELS = (_labels(()), TensorSpec(shape=(2,), dtype="float32"))
+TWO = DataInfo(
+    sample=TensorSpec(shape=(12,), dtype="float32"),
+    label=TensorSpec(shape=(3,), dtype="float32"),
+    labels=LABELS,
+)
+SEVERAL = """\
+name: net
+data: {batch_size: 16}
+losses:
+- {loss: {CrossEntropyLoss: {label_smoothing: 0.1}}, output: 0, label: 0}
+- {loss: MSELoss, output: 1, label: 1, weight: 0.5}
+defaults: {interface: %s, optimizer: {SGD: {lr: 0.1}}}
+modules:
+- {name: a, layers: [{Linear: {in_features: 12, out_features: 8}}, Tanh]}
+- {name: b, layers: [{import: 'tests.unit.core.outputs:Fork', args: {features: 8, right: 2}}]}
+"""
+
+
+def test_several_losses_are_their_weighted_sum() -> None:
+    """Of two outputs and two labels, beside torch's own losses and backpropagation."""
+    specs = worker_specs(parse_chain(SEVERAL % "exact"), TWO)
+    chain, reference = LocalChain(specs), Backprop(specs)
+    assert str(specs[1].prediction) == "float32[B x 10]"
+    torch.manual_seed(0)
+    for _ in range(5):
+        x, classes, numbers = torch.randn(16, 12), torch.randint(0, 8, (16,)), torch.randn(16, 2)
+        with torch.no_grad():
+            scores, p = reference.model[1][0](reference.model[0](x))
+        expected = F.cross_entropy(scores, classes, label_smoothing=0.1)
+        expected = expected + 0.5 * F.mse_loss(p, numbers)
+        y = torch.cat([classes[:, None], numbers], 1)
+        assert torch.equal(reference.train_batch(x, y), expected)
+        assert chain.train_batch(x, y) == float(expected)
+    for step, module in zip(chain.steps, reference.model, strict=True):
+        for ours, theirs in zip(step.layers.parameters(), module.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_interfaces_with_a_head_learn_several_losses() -> None:
+    chain = LocalChain(worker_specs(parse_chain(SEVERAL % "mixed"), TWO), delay=2)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(200):
+        x = torch.randn(16, 12)
+        losses.append(chain.train_batch(x, torch.cat([x[:, :8].argmax(1)[:, None], x[:, 8:10]], 1)))
+    assert sum(losses[-20:]) < 0.75 * sum(losses[:20])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "at"),
+    [
+        ("output: 1", "output: 2", "there is no output 2: the last module has 2", (1, "output")),
+        ("label: 1", "label: 2", "there is no label 2: the data has 2", (1, "label")),
+        ("output: 1", "output: 0", "output 1 of the last module has no loss", ()),
+        ("MSELoss", "MSELos", "unknown loss 'MSELos'", (1, "loss")),
+        ("label: 0", "label: 1", "does not fit the chain's output", ()),
+    ],
+)
+def test_losses_that_do_not_fit(old: str, new: str, message: str, at: tuple[Any, ...]) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        worker_specs(parse_chain((SEVERAL % "mixed").replace(old, new)), TWO)
+    assert caught.value.location[: 1 + len(at)] == ("losses", *at)
+
+
+def test_loss_and_losses() -> None:
+    with pytest.raises(SpecError, match="'loss' and 'losses' exclude each other"):
+        parse_chain("loss: MSELoss\n" + SEVERAL % "mixed")

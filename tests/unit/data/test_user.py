@@ -119,7 +119,7 @@ def test_types(user_module, tmp_path, sample, label, sample_spec, label_spec, cl
             "KeyError: 'gone'",
         ),
         (", index % 2", "", "not \\(sample, label\\) pairs"),
-        (", index % 2", ", 'cat'", "a label is a (list|tuple) of 1, not numbers"),
+        (", index % 2", ", 'cat'", "a label is a str, not numbers"),
         (", index % 2", ", torch.ones(1) * 1j", "a label is a tensor of complex"),
         ("def __len__", "def size", "has no __len__ and __getitem__"),
         ("def __getitem__", "def item", "has no __len__ and __getitem__|NotImplementedError"),
@@ -242,3 +242,30 @@ def test_reads_ahead_while_a_batch_is_in_use() -> None:
         assert made.acquire(timeout=10)
     assert not made.acquire(timeout=0.05)
     assert [int(x) for x, _ in ahead] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("labels", "row", "found"),
+    [
+        ("(index % 2, torch.tensor([index, 3]))", "int64", [[1, 1, 3], [0, 2, 3]]),
+        ("[index % 2, torch.full((2,), index / 2)]", "float32", [[1, 0.5, 0.5], [0, 1, 1]]),
+    ],
+)
+def test_several_labels_are_a_row(user_module, tmp_path, labels: str, row: str, found) -> None:
+    spec = make(user_module, SQUARES.replace("index % 2", labels), shuffle=False)
+    info = describe(spec, tmp_path)
+    assert info.label == TensorSpec(shape=(3,), dtype=row)
+    assert [one.shape for one in info.labels] == [(), (2,)]
+    assert info.labels[0].dtype == "int64"
+    assert info.classes is None
+    _, y = next(open_data(spec, tmp_path, seed=0).train_batches(0))
+    assert str(y.dtype) == f"torch.{row}"
+    assert y[1:3].tolist() == found
+
+
+def test_the_number_of_labels_does_not_change(user_module, tmp_path) -> None:
+    source = SQUARES.replace("index % 2", "(index,) * (2 + (index > 3))")
+    batches = open_data(make(user_module, source, shuffle=False), tmp_path, seed=0).train_batches(0)
+    next(batches)
+    with pytest.raises(DataError, match="labels of 3 parts, but the first had 2"):
+        next(batches)

@@ -61,6 +61,10 @@ def test_inputs_of_the_data_travel_from_the_head() -> None:
         ({"c": "a"}, "the output of module 'b' goes nowhere"),
         ({"a": "b"}, "the first module, 'a', takes only 'data.N'"),
         ({"c": "[data.0, b]"}, "module 'c' names 'data.N' before a module"),
+        ({"d": "[b.1, b.0, c]"}, "module 'd' names outputs of 'b' in another order"),
+        ({"d": "[b.0, c, b.1]"}, "module 'd' names outputs of 'b' in another order"),
+        ({"d": "[b.0, b, c]"}, "module 'd' names outputs of 'b' in another order"),
+        ({"c": "x.0"}, "module 'c' takes its input from 'x', but the modules are a, b, c, d"),
         ({"c": "[b, data.9]"}, "inputs"),
         ({"c": "[]"}, "inputs"),
     ],
@@ -69,6 +73,12 @@ def test_inputs_that_cannot_be(inputs: dict[str, str], message: str) -> None:
     with pytest.raises(SpecError, match=message) as caught:
         chain(inputs)
     assert caught.value.location[0] == "modules"
+
+
+def test_outputs_of_a_module() -> None:
+    graph = chain({"c": "b.1", "d": "[c, b.0, b.2, a]"}).graph
+    assert graph.sources == ((), (0,), (1,), (2, 1, 0))
+    assert graph.takes == {(1, 2): (1,), (1, 3): (0, 2)}
 
 
 def test_a_window_that_is_too_small_for_the_way_beside_a_link() -> None:

@@ -99,3 +99,22 @@ def test_sources_of_user_classes_are_found(tmp_path: Path) -> None:
     assert sorted(source_files(chain, tmp_path)) == ["extra/table.txt", "mine.py"]
     with pytest.raises(SpecError, match="not a file or folder"):
         source_files(parse_chain(CHAIN + "sources: [../x]\n"), tmp_path)
+
+
+def test_what_sources_import_is_found(tmp_path: Path) -> None:
+    files = {
+        "mine.py": "import torch, blocks.conv as conv\nfrom helpers import one",
+        "helpers.py": "import mine  # in a circle\ndef one():\n    from later import two",
+        "later.py": "no python",
+        "unused.py": "",
+        "blocks/__init__.py": "",
+        "blocks/conv.py": "from . import deep\nfrom .. import unused",
+        "blocks/deep.py": "",
+        "table/read.py": "import parse",
+        "parse.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = source_files(parse_chain(CHAIN + "sources: [table]\n"), tmp_path)
+    assert sorted(found) == sorted(set(files) - {"unused.py"})

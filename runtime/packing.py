@@ -1,0 +1,79 @@
+"""Several outputs of a module, or labels, as one tensor, with one row for each sample.
+
+Links, gradient interfaces and sums of gradients know one tensor per module. So a module lays its
+outputs one after the other, and who takes them cuts the rows again. Both are exact, and autograd
+goes through them. A data set's labels travel in the same way.
+
+Shapes: B batch, N values of one sample's row, H the module's output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dni_runtime.spec import EdgeSpec, TensorSpec
+
+
+def row_of(parts: Sequence[TensorSpec]) -> TensorSpec:
+    """Return one sample of what travels: a single tensor as it is, several as a row.
+
+    Labels of different types travel as float32, which holds integers up to 2^24.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    types = {one.dtype for one in parts}
+    dtype = parts[0].dtype if len(types) == 1 else "float32"
+    return TensorSpec(shape=(sum(_sizes(parts)),), dtype=dtype)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Lay a batch's outputs one after the other: ``[B, N]``."""
+    return torch.cat([one.reshape(len(one), -1) for one in tensors], 1)
+
+
+def unpack(row_BN: Tensor, outputs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
+    """Return the outputs that :func:`pack` has laid one after the other."""
+    rows = torch.split(row_BN, _sizes(outputs), 1)
+    return tuple(row.reshape(len(row), *one.shape) for row, one in zip(rows, outputs, strict=True))
+
+
+def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
+    """Return what a link carries of a module's output.
+
+    Args:
+        h_BH: The module's output.
+        outputs: One sample of each of its outputs; empty if it has one.
+        edge: The link.
+    """
+    if not edge.takes:
+        return h_BH
+    tensors = unpack(h_BH, outputs)
+    some = [tensors[one] for one in edge.takes]
+    return some[0] if len(some) == 1 else pack(some)
+
+
+def given_back(g: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
+    """Return a gradient at a module's whole output; it is 0 at outputs that the link lacks.
+
+    Args:
+        g: The gradient at what the link carries.
+        outputs: One sample of each of the module's outputs; empty if it has one.
+        edge: The link.
+    """
+    if not edge.takes:
+        return g
+    whole = g.new_zeros(len(g), sum(_sizes(outputs)))
+    rows = torch.split(whole, _sizes(outputs), 1)
+    carried = [outputs[one] for one in edge.takes]
+    found = torch.split(g.reshape(len(g), -1), _sizes(carried), 1)
+    for one, row in zip(edge.takes, found, strict=True):
+        rows[one].copy_(row)
+    return whole
+
+
+def _sizes(outputs: Sequence[TensorSpec]) -> list[int]:
+    return [math.prod(one.shape) for one in outputs]

@@ -1,0 +1,40 @@
+"""Layers with several outputs, for tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Fork(nn.Module):
+    """Two outputs of different shapes."""
+
+    def __init__(self, features: int = 12, right: int = 6) -> None:
+        super().__init__()
+        self.left = nn.Linear(features, 8)
+        self.right = nn.Linear(features, right)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        right = self.right(x).tanh()
+        return self.left(x).tanh(), right.unflatten(1, (2, 3)) if right.shape[1] == 6 else right
+
+
+class Flat(nn.Module):
+    """Several inputs of any shapes, one after the other."""
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        return torch.cat([x.reshape(x.shape[0], -1) for x in xs], 1)
+
+
+class Types(nn.Module):
+    """Outputs of two types."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.argmax(1)
+
+
+class Ends(nn.Module):
+    """A last layer with two outputs of two sizes, one of them without features."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x.tanh(), x.sum(1)]
