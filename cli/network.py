@@ -100,7 +100,7 @@ def _lines(
         return network.lines_within(allocation.hosts[0], LinksSpec())
     if interface is None:
         raise UsageError(
-            "no network interface is named for the links between nodes",
+            "the links between nodes need a network interface",
             hint="name one (ib0), or a network such as 10.0.0.0/16, with --interface or in the "
             "site profile",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import warnings
@@ -128,9 +129,9 @@ def export_model(
                 f"torch.export cannot express this network: {str(error).splitlines()[0]}",
                 hint="export to .safetensors instead",
             ) from error
-        temporary = output.with_name(f".{output.name}.{os.getpid()}.pt2")
-        torch.export.save(program, temporary)
-        os.replace(temporary, output)
+        content = io.BytesIO()
+        torch.export.save(program, content)
+        write_atomic(output, content.getvalue(), mode=0o644)
         return model
     description = {
         "format": 1,

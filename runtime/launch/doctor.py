@@ -69,7 +69,8 @@ def _python() -> Iterator[Check]:
     version = platform.python_version()
     status: Status = "ok" if sys.version_info >= (3, 11) else "missing"
     cores = len(os.sched_getaffinity(0))
-    yield Check("python", status, f"{version}, {sys.executable}", "always", "needs 3.11 or newer")
+    hint = None if status == "ok" else "install 3.11 or newer"
+    yield Check("python", status, f"{version}, {sys.executable}", "always", hint)
     yield Check("cpu", "ok", f"{cores} cores usable, {platform.machine()}, {platform.release()}")
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.launch.slurm.job import JobRecord
-from dni_runtime.launch.state import RunState, WorkerPhase
+from dni_runtime.launch.state import RunState
 from dni_runtime.lines import LineReader, last_line, offset_of_last, offset_where
-from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.reports import Report, WorkerPhase
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker.metrics_file import TRAIN
 
 EVALUATIONS = 1000
@@ -300,21 +301,21 @@ class MetricsReader:
 
     def _module(self, name: str, state: RunState) -> ModuleFigures:
         known = state.modules.get(name)
-        report = read_json(self._record.run.worker(name)) or {}
-        if known is not None and report.get("attempt") != known.attempt:
-            report = {}
+        report = Report.read(self._record.run.worker(name))
+        if known is not None:
+            report = report.of(known.attempt)
         train, kept = self._train.get(name, {}), self._kept.get(name, {})
-        early = report.get("evaluation") if name != self._record.modules[-1] else None
+        early = report.evaluation if name != self._record.modules[-1] else None
         return ModuleFigures(
             module=name,
-            state=known.state if known else report.get("state", "new"),
-            attempt=known.attempt if known else report.get("attempt", 0),
+            state=known.state if known else report.state if report else "new",
+            attempt=known.attempt if known else report.attempt,
             restarts=known.restarts if known else 0,
-            pid=report.get("pid") or (known.pid if known else None),
-            host=report.get("host"),
-            epoch=report.get("epoch", train.get("epoch")),
-            step=report.get("step", train.get("step")),
-            samples=report.get("samples", train.get("samples")),
+            pid=report.pid or (known.pid if known else None),
+            host=report.host,
+            epoch=report.epoch if report else train.get("epoch"),
+            step=report.step if report else train.get("step"),
+            samples=report.samples if report else train.get("samples"),
             batches_per_s=train.get("batches_per_s"),
             samples_per_s=train.get("samples_per_s"),
             loss=train.get("loss"),
@@ -337,9 +338,9 @@ class MetricsReader:
             **{key: value + int(train.get(key) or 0) for key, value in kept.items()},
             exit_code=known.exit_code if known else None,
             signal=known.signal if known else None,
-            error=report.get("error"),
-            warning=report.get("warning"),
-            diverged=report.get("diverged"),
+            error=report.error,
+            warning=report.warning,
+            diverged=report.diverged,
             log=known.log if known else None,
         )
 

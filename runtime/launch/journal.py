@@ -15,7 +15,8 @@ from dni_runtime.errors import DivergedError, DniError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.lines import last_lines
-from dni_runtime.rundir import RunDir, append_line, peek_json, write_json
+from dni_runtime.reports import Report
+from dni_runtime.rundir import RunDir, append_line, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -149,10 +150,10 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
     if name is None or name not in state.modules:
         return WorkerError(state.error or f"run {run.root.name!r} failed")
     module = state.modules[name]
-    report = peek_json(run.worker(name))
+    report = Report.read(run.worker(name)).of(module.attempt)
     lines = [how_it_ended(name, module)]
-    if report.get("attempt") == module.attempt and report.get("error"):
-        lines[0] += f": {report['error']}"
+    if report.error:
+        lines[0] += f": {report.error}"
     lines.append(f"  log: {module.log}")
     lines += [f"  | {line}" for line in last_lines(Path(module.log))]
     lines.append("  The other modules were stopped; complete checkpoints are kept.")

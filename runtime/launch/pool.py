@@ -14,7 +14,8 @@ from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.state import process_birth, shell_status
-from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.reports import Report
+from dni_runtime.rundir import RunDir
 
 TICK_S = 0.2
 LEAVE_S = 15.0
@@ -123,13 +124,10 @@ class WorkerPool:
 
     def _ended(self, name: str) -> int:
         """Return the exit code of an adopted worker, by its last report."""
-        report = peek_json(self._run.worker(name))
-        if report.get("attempt") == self._modules[name].attempt:
-            if report["state"] == "finished":
-                return 0
-            if report.get("exit_code") is not None:
-                return int(report["exit_code"])
-        return -signal.SIGKILL
+        report = Report.read(self._run.worker(name)).of(self._modules[name].attempt)
+        if report.state == "finished":
+            return 0
+        return -signal.SIGKILL if report.exit_code is None else report.exit_code
 
     def keep_plan(self) -> None:
         """Record the current plan of each worker, for a supervisor that takes over."""
@@ -208,7 +206,7 @@ class WorkerPool:
             DamagedError: All older cuts are damaged.
         """
         begun_at = self.workers[name].resume
-        problem = peek_json(self._run.worker(name)).get("error")
+        problem = Report.read(self._run.worker(name)).error
         problem = problem or how_it_ended(name, self._modules[name])
         self._journal.damaged(problem)
         below = int(begun_at) if begun_at.isdecimal() else None

@@ -9,7 +9,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import check_cut, newest_cut
-from dni_runtime.errors import DniError, UsageError
+from dni_runtime.errors import DataError, DniError, UsageError
 from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
@@ -68,8 +68,18 @@ class Run(Checkpointed):
 
     @property
     def scheduler(self) -> Scheduler:
-        """What starts its workers."""
-        return SCHEDULERS[self.record.scheduler]
+        """What starts its workers.
+
+        Raises:
+            DataError: This version does not know it.
+        """
+        name = self.record.scheduler
+        if name not in SCHEDULERS:
+            raise DataError(
+                f"run {self.record.name!r} was started by {name!r}, which this version lacks",
+                hint=f"it knows {', '.join(SCHEDULERS)}: use the version that started the run",
+            )
+        return SCHEDULERS[name]
 
     def state(self) -> RunState:
         """Its state now, as its supervisor, its workers and its scheduler report it."""

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from dni_runtime.reports import Report
 
 SLOW = 20
 """Limit of a batch, as a multiple of the module's longest batch."""
@@ -45,8 +46,6 @@ _WAITS = {
     "window": "room in the window of its link",
     "gradient": "gradients",
 }
-
-Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,16 @@ class _Seen:
 
     @property
     def phase(self) -> str:
-        return str(self.report.get("state", "starting"))
+        return self.report.state
 
     @property
     def doing(self) -> str:
         # reports from an image of an older version lack it
-        return str(self.report.get("doing", "" if self.report else "start"))
+        return self.report.doing if self.report else "start"
 
     @property
     def id(self) -> int:
-        return int(self.report.get("id", 0))
+        return self.report.id
 
 
 class StallRule:
@@ -165,7 +164,7 @@ class StallRule:
             self._seen.pop(name, None)
             return
         seen = self._seen.get(name)
-        if seen is None or report.get("attempt") != seen.report.get("attempt"):
+        if seen is None or report.attempt != seen.report.attempt:
             self._seen[name] = _Seen(report, self._now_s, self._now_s)
             return
         if report == seen.report:
@@ -178,7 +177,7 @@ class StallRule:
         if seen.phase != "running" or before.phase != "running":
             return  # it only reports where it starts
         if before.doing == "batch" and before.moves:
-            seen.longest_s = max(seen.longest_s, float(before.report.get("doing_s", 0.0)))
+            seen.longest_s = max(seen.longest_s, before.report.doing_s)
         seen.moves += 1
         self._moves[name] += 1
 
@@ -262,8 +261,8 @@ class StallRule:
         else:
             return None
         upper = (its if for_input else seen).report
-        stands = "up" if upper.get("connected") else "down"
-        message += f"; the link is {stands}, unacknowledged messages: {upper.get('in_flight', 0)}"
+        stands = "up" if upper.connected else "down"
+        message += f"; the link is {stands}, unacknowledged messages: {upper.in_flight}"
         below_first = (name, other) if for_input else (other, name)
         return Stall(below_first, self._starts(*below_first), message)
 
@@ -271,4 +270,4 @@ class StallRule:
         return self._now_s - seen.changed_s >= self._stall_s / 2
 
     def _starts(self, *names: str) -> tuple[int, ...]:
-        return tuple(int(self._seen[name].report.get("attempt", 0)) for name in names)
+        return tuple(self._seen[name].report.attempt for name in names)

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dni_runtime.errors import DataError, StoppedError
-from dni_runtime.rundir import RunDir, peek_json, read_json, write_json, written_lately
+from dni_runtime.reports import Report, WorkerPhase
+from dni_runtime.rundir import RunDir, read_json, write_json, written_lately
 
 RunPhase = Literal[
     "new", "queued", "starting", "running", "stalled", "stopping", "unsupervised",
     "finished", "stopped", "failed", "lost",
-]  # fmt: skip
-WorkerPhase = Literal[
-    "new", "starting", "connecting", "running", "stopping", "restarting",
-    "finished", "stopped", "failed",
 ]  # fmt: skip
 
 ACTIVE: frozenset[RunPhase] = frozenset(
@@ -157,15 +154,14 @@ class RunState:
         """Derive the phase of a run without a supervisor from the workers' reports."""
         going_on = False
         for name, module in self.modules.items():
-            report = peek_json(run.worker(name))
-            if report.get("attempt") == module.attempt:
-                module.state = report["state"]
+            report = Report.read(run.worker(name))
+            if report.of(module.attempt):
+                module.state = report.state
             if self.host == socket.gethostname():
                 alive = lives(module)
             else:
-                said = report.get("time", 0.0)
                 alive = module.state not in _ENDED and written_lately(
-                    run.worker(name), said, _SILENCE_S
+                    run.worker(name), report.time, _SILENCE_S
                 )
             if alive:
                 going_on = True

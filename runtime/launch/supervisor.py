@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dni_runtime.launch.restarts import Backoff
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.watchdog import Watchdog
+from dni_runtime.reports import Report
 from dni_runtime.rundir import COMING, RunDir, peek_json
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
@@ -177,17 +178,16 @@ class Supervisor:
 
     def _refresh(self) -> None:
         changed = False
-        reports: dict[str, dict[str, Any]] = {}
+        reports: dict[str, Report] = {}
         for name, module in self.state.modules.items():
             if name not in self._pool.processes:
                 continue
-            report = peek_json(self._run.worker(name))
-            reports[name] = report if report.get("attempt") == module.attempt else {}
-            if not reports[name]:
+            report = reports[name] = Report.read(self._run.worker(name)).of(module.attempt)
+            if not report:
                 continue
             self._record_findings(name, report)
-            if report.get("state") != module.state:
-                module.state = report["state"]
+            if report.state != module.state:
+                module.state = report.state
                 changed = True
             backoff = self._backoff[name]
             if module.state == "running" and backoff.running_since_s is None:
@@ -208,9 +208,9 @@ class Supervisor:
             self._ask_at = self._clock() + _SILENT_S
             self._pool.kill_gone(silent)
 
-    def _record_findings(self, name: str, report: Mapping[str, Any]) -> None:
+    def _record_findings(self, name: str, report: Report) -> None:
         """Record a worker's new findings as events."""
-        diverged, warning = report.get("diverged"), report.get("warning")
+        diverged, warning = report.diverged, report.warning
         if self._reported.get((name, "diverged")) != diverged:
             self._reported[name, "diverged"] = diverged
             if diverged is not None:
@@ -266,8 +266,8 @@ class Supervisor:
             exit_code=module.exit_code,
             signal=module.signal,
         )
-        self._record_findings(name, report := peek_json(self._run.worker(name)))
-        how = how_it_ended(name, module, report.get("error"))
+        self._record_findings(name, report := Report.read(self._run.worker(name)))
+        how = how_it_ended(name, module, report.error)
         match decide(exited, stopping=stopping):
             case Action.NOTHING if exited.due:
                 module.state = "restarting"
@@ -319,9 +319,8 @@ class Supervisor:
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""
-        module, report = self.state.modules[name], peek_json(self._run.worker(name))
-        said = (report.get("attempt"), report.get("state"))
-        return module.exit_code == 0 and said == (module.attempt, "finished")
+        module, report = self.state.modules[name], Report.read(self._run.worker(name))
+        return module.exit_code == 0 and report.of(module.attempt).state == "finished"
 
     def _replace_lost_hosts(self, hosts: Hosts, ended: Sequence[str]) -> None:
         """Find other hosts for the modules of lost hosts.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.launch.stall import Report, Stall, StallRule
+from dni_runtime.launch.stall import Stall, StallRule
 from dni_runtime.launch.state import RunPhase
+from dni_runtime.reports import Report
 
 
 @dataclass

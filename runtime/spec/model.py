@@ -207,7 +207,7 @@ class SelectionSpec(Frozen):
         metric: Figure by which evaluations are compared: ``loss`` or one of the chain's metrics
             (default: the first of them, else the loss).
         patience: Evaluations in a row without improvement before the run ends; None: any number.
-        min_delta: Smallest difference that counts as an improvement.
+        min_delta: A difference up to this is no improvement.
     """
 
     metric: str | None = None

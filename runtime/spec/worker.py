@@ -85,7 +85,7 @@ class SelectionRole(Frozen):
         metric: Figure that is compared.
         rises: Whether more is better.
         patience: Evaluations without improvement before the run ends; None: any number.
-        min_delta: Smallest difference that counts as an improvement.
+        min_delta: A difference up to this is no improvement.
     """
 
     metric: str

@@ -22,6 +22,7 @@ from dni_runtime.core.counters import Mean, StepCounters
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError, DniError
 from dni_runtime.link import LinkCounters
+from dni_runtime.reports import Report, WorkerPhase
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.fanout import Fanout
@@ -85,7 +86,7 @@ class MetricsWriter:
     loaded_at: float = field(init=False)
     progress: Progress = field(default_factory=Progress)
     waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    state: str = "starting"
+    state: WorkerPhase = "starting"
     doing: str = "start"
     error: str | None = None
     warning: str | None = None
@@ -133,7 +134,7 @@ class MetricsWriter:
             connect_s=round(time.time() - self.loaded_at, 4),
         )
 
-    def set_state(self, state: str, error: BaseException | None = None) -> None:
+    def set_state(self, state: WorkerPhase, error: BaseException | None = None) -> None:
         """Report a state: starting, connecting, running, stopping, finished, stopped or failed.
 
         Raises:
@@ -272,25 +273,25 @@ class MetricsWriter:
             self._complained = True
             log.warning("the run directory cannot be written: %s", error)
 
-    def _report(self) -> dict[str, Any]:
-        return {
-            "module": self.spec.module,
-            "attempt": self.attempt,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "state": self.state,
-            "time": time.time(),
+    def _report(self) -> Report:
+        return Report(
+            module=self.spec.module,
+            attempt=self.attempt,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state=self.state,
+            time=time.time(),
             **vars(self.progress),
-            "doing": self.doing,
-            "doing_s": round(time.monotonic() - self._doing_since_s, 1),
-            "connected": self._link[0],
-            "in_flight": self._link[1],
-            "evaluation": self._evaluation,
-            "error": self.error,
-            "exit_code": self._exit_code,
-            "warning": self.warning,
-            "diverged": self.diverged,
-        }
+            doing=self.doing,
+            doing_s=round(time.monotonic() - self._doing_since_s, 1),
+            connected=self._link[0],
+            in_flight=self._link[1],
+            evaluation=self._evaluation,
+            error=self.error,
+            exit_code=self._exit_code,
+            warning=self.warning,
+            diverged=self.diverged,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
-from dni_runtime.rundir import COMING, RunDir, peek_json, write_json
+from dni_runtime.reports import Endpoint, Report
+from dni_runtime.rundir import COMING, RunDir, peek_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.rendezvous import check_reachable, fresh_record
+from dni_runtime.worker.rendezvous import check_reachable, fresh_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Neighbours:
         self._address = address
         self._again = again
         self._stop = stop
-        self._attempts: dict[str, int | None] = {}
+        self._attempts: dict[str, int] = {}
         self._look_at_s: dict[str, float] = {}
         self._updated: float | None = None
         self._updated_s = -math.inf
@@ -177,18 +178,19 @@ class Neighbours:
         if address is None:
             return
         moved = address != output.address
-        if moved or (not output.connected and self._attempts[target] != attempt):
+        if moved or (not output.connected and self._attempts.get(target) != attempt):
             log.info("connecting to module %s at %s", target, address)
             output.move(address, key)
 
     def gone_for_good(self, neighbour: str) -> bool:
         """Whether a neighbour of a restarted module has finished, and needs nothing more."""
-        return self._again and peek_json(self._run.worker(neighbour)).get("state") == "finished"
+        return self._again and Report.read(self._run.worker(neighbour)).state == "finished"
 
     def remains(self, neighbour: str) -> bool:
         """Whether a neighbour that is out of reach still runs, by its report, or is restarted."""
-        state = peek_json(self._run.worker(neighbour)).get("state", "failed")
-        return state not in ("finished", "stopped", "failed") or self.expected(neighbour)
+        report = Report.read(self._run.worker(neighbour))
+        remains = report and report.state not in ("finished", "stopped", "failed")
+        return bool(remains) or self.expected(neighbour)
 
     def expected(self, neighbour: str) -> bool:
         """Whether a supervisor is restarting the neighbour."""
@@ -204,14 +206,13 @@ class Neighbours:
         """Return the address and the key of a module downstream, as far as they are known."""
         if self._address is not None:
             return self._address, None
-        record = fresh_record(self._run.endpoint(target))
-        if "address" not in record:
+        record = fresh_endpoint(self._run.endpoint(target))
+        address = record.further.get(self._spec.module, record.address)
+        if address is None:
             return None, None
-        address = str(record.get("further", {}).get(self._spec.module, record["address"]))
-        check_reachable(target, record)
-        self._attempts[target] = record.get("attempt")
-        key = record.get("public_key")
-        return address, None if key is None else str(key).encode()
+        check_reachable(address, record)
+        self._attempts[target] = record.attempt
+        return address, None if record.public_key is None else record.public_key.encode()
 
 
 def publish(
@@ -227,24 +228,21 @@ def publish(
         keys: Its keys.
     """
     address, *_ = addresses.values()
-    write_json(
-        run.endpoint(spec.module),
-        {
-            "module": spec.module,
-            "address": address,
-            "further": dict(list(addresses.items())[1:]),
-            "public_key": keys.own.public.decode() if encrypted(spec.links, address) else None,
-            "attempt": attempt,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "time": time.time(),
-        },
-    )
+    Endpoint(
+        module=spec.module,
+        address=address,
+        further=dict(list(addresses.items())[1:]),
+        public_key=keys.own.public.decode() if encrypted(spec.links, address) else None,
+        attempt=attempt,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        time=time.time(),
+    ).write(run.endpoint(spec.module))
 
 
 def withdraw(run: RunDir, spec: WorkerSpec, attempt: int) -> None:
     """Remove the record, unless a later attempt has published its own."""
     path = run.endpoint(spec.module)
     with contextlib.suppress(OSError):  # the file system is unavailable
-        if fresh_record(path).get("attempt") == attempt:
+        if fresh_endpoint(path).attempt == attempt:
             path.unlink(missing_ok=True)

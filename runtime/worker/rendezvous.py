@@ -5,15 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dni_runtime.errors import UnavailableError
-from dni_runtime.rundir import peek_json
+from dni_runtime.reports import Endpoint
 
 
-def fresh_record(path: Path) -> dict[str, Any]:
+def fresh_endpoint(path: Path) -> Endpoint:
     """Read a record as it is now; return an empty one if there is none that can be read.
 
     A shared file system may cache for seconds that a file is missing (nfs(5), "lookupcache"):
@@ -23,22 +21,21 @@ def fresh_record(path: Path) -> dict[str, Any]:
     try:
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
     except OSError:
-        return {}
-    return peek_json(path)
+        return Endpoint()
+    return Endpoint.read(path)
 
 
-def check_reachable(module: str, record: Mapping[str, Any]) -> None:
+def check_reachable(address: str, record: Endpoint) -> None:
     """Refuse an address that cannot be reached from this host.
 
     Raises:
         UnavailableError: It is another host's loopback, or a socket in another host's files.
     """
-    address, host = str(record["address"]), record.get("host")
     here = socket.gethostname()
-    if host not in (None, here) and _stays_on_its_host(address):
+    if record.host not in (None, here) and _stays_on_its_host(address):
         raise UnavailableError(
-            f"module {module!r} is on {host} and listens on {address}, which other hosts cannot "
-            f"reach; this is {here}",
+            f"module {record.module!r} is on {record.host} and listens on {address}, which other "
+            f"hosts cannot reach; this is {here}",
             hint="set 'links.interface' to a network interface that all hosts have "
             "(and 'transport: tcp')",
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from dni_runtime.errors import StoppedError
-from dni_runtime.rundir import peek_json, write_json
+from dni_runtime.reports import Report
 
 REPORT_S = 1.0
 """Seconds between two writes of the report."""
@@ -22,7 +21,7 @@ class ReportWriter:
         path: The file.
         module: The module.
         attempt: Number of this attempt.
-        document: Returns the content; also called in a thread.
+        report: Returns the content; also called in a thread.
         on_error: Called when it could not be written.
     """
 
@@ -31,13 +30,13 @@ class ReportWriter:
         path: Path,
         module: str,
         attempt: int,
-        document: Callable[[], Mapping[str, Any]],
+        report: Callable[[], Report],
         on_error: Callable[[OSError], None],
     ) -> None:
         self._path = path
         self._module = module
         self._attempt = attempt
-        self._document = document
+        self._report = report
         self._on_error = on_error
         self._lock = threading.Lock()
         self._shown = self._told = False
@@ -64,11 +63,11 @@ class ReportWriter:
         """Write it now."""
         with self._lock:
             try:
-                later = peek_json(self._path).get("attempt", 0) if self._shown else 0
+                later = Report.read(self._path).attempt if self._shown else 0
                 self._later = later if later > self._attempt else self._later
                 if not self._later:
                     self._shown = True
-                    write_json(self._path, dict(self._document()), durable=False)
+                    self._report().write(self._path, durable=False)
             except OSError as error:
                 self._on_error(error)
 

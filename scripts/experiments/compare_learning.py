@@ -95,7 +95,7 @@ def read_methods(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
         if text in methods:
             continue
         if label in methods:
-            raise UsageError(f"there is another method {label!r}", hint="choose another label")
+            raise UsageError(f"two methods have the label {label!r}", hint="choose another one")
         found = _yaml(value or label, text)
         is_settings = isinstance(found, dict) and found.keys() <= ModuleDefaults.model_fields.keys()
         methods[label] = found if is_settings else {"interface": found}

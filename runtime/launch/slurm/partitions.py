@@ -63,7 +63,7 @@ def _shares(
     if not len(members) <= total <= len(needs):
         names = ", ".join(str(partition or "default") for partition in members)
         raise UsageError(
-            f"{total} nodes are requested, but {len(needs)} modules in {len(members)} partitions "
+            f"'nodes' is {total}, but {len(needs)} modules in {len(members)} partitions "
             f"({names}) need {len(members)} to {len(needs)}",
             hint="set --nodes, or 'placement.nodes' in the chain",
         )

@@ -35,6 +35,9 @@ def test_each_chain_takes_the_interfaces_that_are_compared(
     info = DataInfo(
         sample=sample, label=LABEL, classes=10, train_samples=60_000, eval_samples=10_000
     )
+    if read.data.dataset == "halves:Halves":
+        half = TensorSpec(shape=(392,), dtype="float32")
+        info = info.model_copy(update={"sample": half, "further": (half,)})
     if read.data.dataset == "text":
         info = describe(DataSpec(dataset="text", args=read.data.args), path.parent)
     for method in ("critic", "local", "mixed", "delayed", "mlp", "none"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.launch.stall import GAP_S, PATIENT, SLOW, Stall, StallRule
+from dni_runtime.reports import Report
 
 NAMES = ("bottom", "middle", "top")
 STALL_S = 60.0
@@ -20,6 +21,10 @@ Situation = Callable[[int], Reports]
 
 def report(id: int, doing: str, **more: Any) -> dict[str, Any]:
     return {"attempt": 1, "state": "running", "id": id, "doing": doing, "doing_s": 0.3} | more
+
+
+def read(reports: Mapping[str, dict[str, Any]]) -> dict[str, Report]:
+    return {name: Report(**one) for name, one in reports.items()}
 
 
 def still(**modules: tuple[int, str]) -> Situation:
@@ -50,7 +55,7 @@ def first(
             for n, one in reports.items()
         }
         gone = finished if s >= BEGIN_S else ()
-        if found := rule.look(clock(s), shown, gone):
+        if found := rule.look(clock(s), read(shown), gone):
             return s - BEGIN_S, found[0]
     return None
 
@@ -239,7 +244,7 @@ def test_both_ends_tell_of_one_stall() -> None:
     found: list[Stall] = []
     for s in range(300):
         reports: Mapping[str, dict[str, Any]] = trains(s) if s < BEGIN_S else LOST_GRADIENT(s)
-        found = rule.look(float(s), {n: one | {"time": s} for n, one in reports.items()})
+        found = rule.look(float(s), read({n: one | {"time": s} for n, one in reports.items()}))
     assert [stall.modules for stall in found] == [("top", "middle")]
     assert rule.moves(NAMES) > 3 * (BEGIN_S - 3)
     assert rule.still_s("top") == pytest.approx(300 - BEGIN_S, abs=2)
@@ -261,6 +266,6 @@ def test_a_join_waits_for_the_input_that_has_not_come(late: str) -> None:
                 late: report(100, "gradient"), "join": report(100, "input"),
             }  # fmt: skip
         shown = {name: one | {"time": s} for name, one in reports.items()}
-        found = rule.look(float(s), shown) or found
+        found = rule.look(float(s), read(shown)) or found
     assert ("join", late) in {stall.modules for stall in found}
     assert ("join", other) not in {stall.modules for stall in found}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.errors import EncryptionError, UnavailableError
+from dni_runtime.reports import Endpoint, Report
 from dni_runtime.rundir import RunDir, peek_json, write_json
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import neighbours
@@ -109,7 +110,7 @@ class World:
         write_json(self.run.endpoint("tail"), {"address": address, **fields}, durable=False)
 
     def report(self, module: str, state: str) -> None:
-        write_json(self.run.worker(module), {"state": state}, durable=False)
+        Report.model_validate({"attempt": 1, "state": state}).write(self.run.worker(module))
 
     def supervisor(self, state: str, module: str = "tail", restarts: int = 1) -> None:
         modules = {module: {"restarts": restarts, "state": state}}
@@ -136,13 +137,13 @@ def make_world(tmp_path: Path, make_spec: MakeSpec, monkeypatch: pytest.MonkeyPa
         made = World(run, make_spec(module, links=LinksSpec(connect_timeout_s=TIMEOUT_S)))
         clock = SimpleNamespace(monotonic=made.monotonic, sleep=made.sleep, time=made.monotonic)
         monkeypatch.setattr(neighbours, "time", clock)
-        read = neighbours.fresh_record
+        read = neighbours.fresh_endpoint
 
-        def fresh_record(path: Path) -> dict[str, Any]:
+        def fresh_endpoint(path: Path) -> Endpoint:
             made.reads[int(made.age_s)] += 1
             return read(path)
 
-        monkeypatch.setattr(neighbours, "fresh_record", fresh_record)
+        monkeypatch.setattr(neighbours, "fresh_endpoint", fresh_endpoint)
         return made
 
     return make
@@ -349,6 +350,15 @@ def test_a_silent_neighbours_record_is_read_twice_a_second(world: World, why: st
         world.sleep(0.01)
     assert 18 <= sum(world.reads.values()) <= 20
     assert not world.moved
+
+
+def test_a_given_address_is_kept(world: World) -> None:
+    """ZeroMQ itself reconnects to it."""
+    known = world.neighbours(address=HERE)
+    world.lost, world.connected = True, False
+    look(world, known)
+    assert not world.moved
+    assert not world.reads
 
 
 @pytest.mark.parametrize(
