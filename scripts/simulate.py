@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["MKL_CBWR"] = "COMPATIBLE"  # frames begin anywhere in memory: round alike everywhere
+os.environ["MKL_CBWR"] = "AUTO"  # frames begin anywhere in memory: round alike everywhere
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 CHUNK = 50

@@ -14,7 +14,7 @@ from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpe
 
 # Figures agree to the last digit, whatever the CPU (docs/architecture.md, `exact`). MKL reads this
 # once, at a process's first product: it is set before any test, here and for what tests start.
-os.environ["MKL_CBWR"] = "COMPATIBLE"
+os.environ["MKL_CBWR"] = "AUTO"
 torch.set_num_threads(1)  # tests run beside each other; more threads only fight for cores
 
 MakeSpec = Callable[..., WorkerSpec]
