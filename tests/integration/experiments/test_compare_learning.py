@@ -128,7 +128,7 @@ def test_changes_are_merged() -> None:
         (["--with", "{epochs: [}", "local"], "not valid YAML"),
         (["--with", "7", "local"], "not a mapping"),
         (["--with", "{epoch: 2}", "local"], "epoch"),
-        (["--with", SMALL, "a=local", "a=mixed"], "another method 'a'"),
+        (["--with", SMALL, "a=local", "a=mixed"], "two methods have the label 'a'"),
         (["--with", SMALL, "a={lokal: {}}"], "lokal"),
         (["--with", SMALL, "--delay", "1/2/3", "local"], "3 links"),
     ],
