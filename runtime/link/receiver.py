@@ -96,6 +96,7 @@ class Receiver:
         self.run = run
         self.counters = counters
         self.order = ReceiveOrder(received)
+        self._begun_at = received
         self.peer: bytes | None = None
         self.left = False
         self._again = again
@@ -191,6 +192,12 @@ class Receiver:
         former = hello.session != self.session and hello.attempt < self._attempt
         if refusal is None and (former or hello.session in self._replaced):
             refusal = Refusal(REPLACED, self.session, hello.session)
+        if self.session not in ("", hello.session) and hello.cut not in (None, self._begun_at):
+            # No answer: the neighbour is to find the process that has begun with it.
+            raise WireError(
+                "handshake",
+                f"the chain has begun again at {hello.cut}; this process is of {self._begun_at}",
+            )
         if refusal is None and hello.cut is not None and not (self.session or self._again):
             mine = self.order.received
             refusal = None if hello.cut == mine else Refusal(CUT, str(mine), str(hello.cut))

@@ -329,6 +329,18 @@ def test_neighbours_begin_at_one_cut(
         sender.handle(pair.receiver.replies.popleft()[1])
 
 
+def test_a_process_from_before_the_chain_began_again_is_left_alone(make_spec: MakeSpec) -> None:
+    """It may live on after its neighbours: without an answer these find its successor."""
+    pair = Pair(make_sender(make_spec("stem"), cut=0), make_receiver(make_spec("tail")))
+    pair.probe()
+    pair.send(1)
+    later = make_sender(make_spec("stem"), next_id=50, cut=49)
+    pair.identity = b"\x00new"
+    pair.receiver.replies.clear()
+    assert refused(pair, later.hello()) == "handshake"
+    assert not pair.receiver.replies
+
+
 def test_a_long_outage_leaves_a_gap_of_any_length(pair: Pair) -> None:
     pair.send(1, 2)
     pair.sender.lose()
