@@ -192,7 +192,8 @@ class Receiver:
         former = hello.session != self.session and hello.attempt < self._attempt
         if refusal is None and (former or hello.session in self._replaced):
             refusal = Refusal(REPLACED, self.session, hello.session)
-        if self.session not in ("", hello.session) and hello.cut not in (None, self._begun_at):
+        again = hello.cut != self._begun_at or hello.attempt > self._attempt
+        if self.session not in ("", hello.session) and hello.cut is not None and again:
             # No answer: the neighbour is to find the process that has begun with it.
             raise WireError(
                 "handshake",

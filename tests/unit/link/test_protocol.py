@@ -329,12 +329,15 @@ def test_neighbours_begin_at_one_cut(
         sender.handle(pair.receiver.replies.popleft()[1])
 
 
-def test_a_process_from_before_the_chain_began_again_is_left_alone(make_spec: MakeSpec) -> None:
+@pytest.mark.parametrize(("cut", "attempt"), [(49, 1), (0, 2)])
+def test_a_process_from_before_the_chain_began_again_is_left_alone(
+    make_spec: MakeSpec, cut: int, attempt: int
+) -> None:
     """It may live on after its neighbours: without an answer these find its successor."""
     pair = Pair(make_sender(make_spec("stem"), cut=0), make_receiver(make_spec("tail")))
     pair.probe()
     pair.send(1)
-    later = make_sender(make_spec("stem"), next_id=50, cut=49)
+    later = make_sender(make_spec("stem"), next_id=cut + 1, cut=cut, attempt=attempt)
     pair.identity = b"\x00new"
     pair.receiver.replies.clear()
     assert refused(pair, later.hello()) == "handshake"
