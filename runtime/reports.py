@@ -17,6 +17,7 @@ WorkerPhase = Literal[
     "new", "starting", "connecting", "running", "stopping", "restarting",
     "finished", "stopped", "failed",
 ]  # fmt: skip
+ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed"})  # phases of workers and runs
 
 
 class _Document(BaseModel):

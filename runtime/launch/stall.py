@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dni_runtime.reports import Report
+from dni_runtime.reports import ENDED, Report
 
 SLOW = 20
 """Limit of a batch, as a multiple of the module's longest batch."""
@@ -201,7 +201,7 @@ class StallRule:
         if not seen.moves:
             limit_s = patient_s
         after = f"for {still_s:.0f} s, at {seen.id} of the stream"
-        if seen.phase in ("finished", "stopped", "failed"):
+        if seen.phase in ENDED:
             message = f"module {name!r} has {seen.phase}, but its process has not exited"
             return self._one(name, f"{message} for {still_s:.0f} s", still_s >= patient_s)
         if seen.report and self._silent(seen):

@@ -26,19 +26,31 @@ from dni_runtime.launch.slurm.commands import own_job
 from dni_runtime.launch.state import ModuleState, RunState, lives
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import last_lines
+from dni_runtime.reports import ENDED
 from dni_runtime.rundir import RunDir, socket_path, write_json
 
 _DETACH_TIMEOUT_S = 60.0
+_RELEASED_S = 5.0  # between the report of a run's end and its release
 _KILLED_S = 10.0  # for the kernel to free the memory of a killed worker
 
 
 def take(run: RunDir) -> Lease:
     """Become the owner of a run, so that no other process supervises it.
 
+    A supervisor reports the end of a run shortly before it releases it: that is waited for.
+
     Raises:
         UsageError: Another process owns it.
     """
-    lease = Lease.take(run, own_job(), told=partial(print, file=sys.stderr))
+    until = time.monotonic() + _RELEASED_S
+    while True:
+        try:
+            lease = Lease.take(run, own_job(), told=partial(print, file=sys.stderr))
+            break
+        except UsageError:
+            if RunState.read(run).phase not in ENDED or time.monotonic() >= until:
+                raise
+            time.sleep(0.05)
     atexit.register(lease.release)  # also if the run is never started
     return lease
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dni_runtime.errors import DataError, StoppedError
-from dni_runtime.reports import Report, WorkerPhase
+from dni_runtime.reports import ENDED, Report, WorkerPhase
 from dni_runtime.rundir import RunDir, read_json, write_json, written_lately
 
 RunPhase = Literal[
@@ -23,7 +23,6 @@ RunPhase = Literal[
 ACTIVE: frozenset[RunPhase] = frozenset(
     {"queued", "starting", "running", "stalled", "stopping", "unsupervised"}
 )
-_ENDED: frozenset[WorkerPhase] = frozenset({"finished", "stopped", "failed"})
 HEARTBEAT_S = 10.0
 _SILENCE_S = 90.0  # attribute caches of shared file systems show changes late
 
@@ -160,12 +159,12 @@ class RunState:
             if self.host == socket.gethostname():
                 alive = lives(module)
             else:
-                alive = module.state not in _ENDED and written_lately(
+                alive = module.state not in ENDED and written_lately(
                     run.worker(name), report.time, _SILENCE_S
                 )
             if alive:
                 going_on = True
-            elif module.state not in _ENDED:
+            elif module.state not in ENDED:
                 module.state = "failed"
         states = {module.state for module in self.modules.values()}
         if going_on:

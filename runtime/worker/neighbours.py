@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
-from dni_runtime.reports import Endpoint, Report
+from dni_runtime.reports import ENDED, Endpoint, Report
 from dni_runtime.rundir import COMING, RunDir, peek_json
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.join import Join
@@ -189,8 +189,7 @@ class Neighbours:
     def remains(self, neighbour: str) -> bool:
         """Whether a neighbour that is out of reach still runs, by its report, or is restarted."""
         report = Report.read(self._run.worker(neighbour))
-        remains = report and report.state not in ("finished", "stopped", "failed")
-        return bool(remains) or self.expected(neighbour)
+        return bool(report and report.state not in ENDED) or self.expected(neighbour)
 
     def expected(self, neighbour: str) -> bool:
         """Whether a supervisor is restarting the neighbour."""

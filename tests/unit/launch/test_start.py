@@ -5,19 +5,21 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from dni_runtime.errors import WorkerError
+from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import SCHEDULERS
-from dni_runtime.launch.start import Launch, end_leftovers
-from dni_runtime.launch.state import RunState, process_birth
+from dni_runtime.launch.start import Launch, end_leftovers, take
+from dni_runtime.launch.state import RunPhase, RunState, process_birth
 from dni_runtime.rundir import RunDir
 
 
@@ -48,6 +50,20 @@ def test_hosts_are_cleaned_up_unless_another_supervisor_has_the_run(
     with pytest.raises(type(error)):
         Launch(record.run, plan, Lease.take(record.run)).supervise()
     assert scheduler.cleaned == cleaned
+
+
+@pytest.mark.parametrize("phase", ["stopped", "running"])
+def test_a_run_that_ends_is_waited_for(record: Record, phase: RunPhase) -> None:
+    lease = Lease.take(record.run)
+    replace(RunState.begin("process", 1, ["stem"]), phase=phase).write(record.run)
+    releasing = threading.Timer(0.3, lease.release)
+    releasing.start()
+    if phase == "stopped":  # reported, and released a moment later
+        assert not take(record.run).lost
+    else:
+        with pytest.raises(UsageError, match="belongs to"):
+            take(record.run)
+    releasing.join()
 
 
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(60)"
