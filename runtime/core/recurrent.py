@@ -206,7 +206,9 @@ class Recurrent(nn.Module):
         cell = self.cell
         split = before_BS.view(-1, self._parts, cell.num_layers, cell.hidden_size)
         parts = [one.contiguous() for one in split.permute(1, 2, 0, 3)]  # each (layers, B, H)
-        h_BTH, after = cell(x_BTC, tuple(parts) if self._parts == 2 else parts[0])
+        exact = contextlib.nullcontext() if _halves(x_BTC) else _full_precision(x_BTC)
+        with exact:
+            h_BTH, after = cell(x_BTC, tuple(parts) if self._parts == 2 else parts[0])
         after = torch.stack(after) if self._parts == 2 else after[None]
         after_BS = after.permute(2, 0, 1, 3).reshape(before_BS.shape)
         return h_BTH, after_BS.to(before_BS.dtype)
@@ -275,6 +277,11 @@ def _full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if tensor.is_meta:  # shapes alone: torch has no autocast there
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _halves(x_BTC: Tensor) -> bool:
+    """Whether the device has bfloat16 for an LSTM: oneDNN refuses it on CPUs without AVX-512."""
+    return x_BTC.device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _fitting(state_BS: Tensor, x_BTC: Tensor) -> Tensor:
