@@ -202,7 +202,9 @@ def distant(tmp_path: Path, code: str) -> Process:
     """A worker at the other end of a connection, which is a pipe here."""
 
     def connect(worker: WorkerPlan) -> list[str]:
-        return [sys.executable, "-I", "-S", child.__file__, "receive", *worker.prefix]
+        # in a session of its own, which the near end cannot reach
+        far = ["setsid", sys.executable, "-I", "-S", child.__file__, "receive"]
+        return [*far, *worker.prefix]
 
     return LocalStarter(render=connect, mode="send").start(plan(tmp_path, code))
 
