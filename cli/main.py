@@ -29,7 +29,9 @@ _DISK = {
 # heavy (torch, pydantic, rich) before they run, so that --help stays quick.
 COMMANDS = {
     "init": "dnictl.chains",
+    "split": "dnictl.split",
     "validate": "dnictl.chains",
+    "graph": "dnictl.graph",
     "config": "dnictl.chains",
     "schema": "dnictl.chains",
     "build": "dnictl.images",

@@ -177,6 +177,11 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     help="The file: .safetensors (weights and layers) or .pt2 (a torch.export program).",
 )  # fmt: skip
 @click.option(
+    "--state-dict", is_flag=True,
+    help="Weights alone, under the names that 'init' maps: a network that 'dnictl split' took "
+    "apart loads them (.safetensors or .pt).",
+)  # fmt: skip
+@click.option(
     "--from", "wanted", metavar="CUT",
     help="Which checkpoint: its number, newest or best (default: the best if the chain selects "
     "one, else the newest).",
@@ -187,7 +192,13 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
 )  # fmt: skip
 @json_option
 def export(
-    run: str | None, runs: Path, output: Path, wanted: str | None, force: bool, as_json: bool
+    run: str | None,
+    runs: Path,
+    output: Path,
+    state_dict: bool,
+    wanted: str | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Write the trained network to one file.
 
@@ -203,7 +214,7 @@ def export(
     cut, damaged = its.choose_cut(wanted, force=force)
     for problem in damaged:
         click.secho(f"warning: {problem}; using checkpoint {cut}", err=True, fg="yellow")
-    its.export(output, cut, force=force)
+    its.export(output, cut, force=force, state_dict=state_dict)
     if as_json:
         print_json(
             {"run": its.name, "checkpoint": cut, "file": str(output),

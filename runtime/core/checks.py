@@ -90,6 +90,7 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
     Raises:
         SpecError: One cannot be made, or does not fit the module.
     """
+    _check_ties(chain, workers, micro_batches)
     layers = [build_module(worker, "meta") for worker in workers]
     _check_groups(chain, layers)
     for worker, own in zip(workers, layers, strict=True):
@@ -117,6 +118,23 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
                     worker.interface,
                     Boundary.of(worker),
                     place(chain, worker.index, "interface"),
+                )
+
+
+def _check_ties(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
+    """Refuse batches that are too small to carry tied weights (``core.piece.Borrowed``)."""
+    smallest = chain.data.batch_size // micro_batches
+    for worker in workers:
+        for number, layer in enumerate(worker.layers):
+            if layer.type != "Piece" or not layer.args.get("lends"):
+                continue
+            rows = layer.args.get("rows", 1)
+            if rows > smallest or not chain.data.drop_last:
+                raise SpecError(
+                    f"the tied weights of {worker.module!r} travel with batches of {rows} samples, "
+                    f"but the smallest training batch may have fewer",
+                    location=("modules", worker.index, "layers", number),
+                    hint=f"'drop_last: true' in 'data', and 'rows: {smallest}' wherever 'rows' is",
                 )
 
 

@@ -40,9 +40,17 @@ def find_class(
             location=location,
             hint=suggestion(name, list(known)) or "user classes: 'import: package.module:Class'",
         )
+    found = find_attribute(name, kind, location)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise SpecError(f"{kind} {name!r} is not a {base.__qualname__}", location=location)
+    return found
+
+
+def find_attribute(name: str, kind: str, location: Location) -> Any:
+    """Import what an import path ``package.module:name`` means; see :func:`find_class`."""
     module_name, attribute = name.split(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        return getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
         raise SpecError(
             f"{kind} {name!r}: there is no module {error.name!r}",
@@ -59,9 +67,6 @@ def find_class(
             f"{kind} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
             location=location,
         ) from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise SpecError(f"{kind} {name!r} is not a {base.__qualname__}", location=location)
-    return found
 
 
 def call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ def layer_entry(layer: nn.Module, folder: Path) -> Any:
     return entry
 
 
-def import_path(cls: type, folder: Path) -> str:
-    """``package.module:Class`` of a class that workers can import.
+def import_path(cls: Callable[..., Any], folder: Path) -> str:
+    """``package.module:Class`` of a class or function that workers can import.
 
     Args:
-        cls: The class.
+        cls: The class or function.
         folder: Where the chain file will be, and import paths start.
 
     Raises:
@@ -64,7 +65,7 @@ def import_path(cls: type, folder: Path) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     hint = f"move it to a file in {str(folder)!r} and import it from there"
     if cls.__module__ == "__main__" or "<locals>" in name:
-        raise SpecError(f"workers cannot import the class {cls.__qualname__!r}", hint=hint)
+        raise SpecError(f"workers cannot import {cls.__qualname__!r}", hint=hint)
     file = Path(inspect.getfile(cls)).resolve()
     if "site-packages" in file.parts or "dist-packages" in file.parts:
         return name

@@ -52,11 +52,8 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
         layers = build_layers([exported(layer) for layer in worker.layers])
-        # A module without trained weights keeps no average.
-        tensors = {} if worker.ema is None else _read(states[worker.module], AVERAGE_PREFIX)
-        tensors = tensors or _read(states[worker.module], LAYERS_PREFIX)
         try:
-            layers.load_state_dict(tensors)
+            layers.load_state_dict(trained_tensors(worker, states))
         except RuntimeError as error:
             raise DataError(
                 f"the checkpoint {str(states[worker.module])!r} does not fit module "
@@ -66,6 +63,21 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
     names = list(modules)
     sources = [[_source(one, names) for one in _inputs(worker, workers)] for worker in workers]
     return connect(modules, sources, [data_of(one) for one in workers]).eval()
+
+
+def trained_tensors(worker: WorkerSpec, states: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Return the tensors of a module's layers: their average, if the chain keeps one.
+
+    Args:
+        worker: The module.
+        states: Each module's checkpoint file.
+
+    Raises:
+        DataError: Its file cannot be read.
+    """
+    # A module without trained weights keeps no average.
+    tensors = {} if worker.ema is None else _read(states[worker.module], AVERAGE_PREFIX)
+    return tensors or _read(states[worker.module], LAYERS_PREFIX)
 
 
 def _inputs(worker: WorkerSpec, workers: Sequence[WorkerSpec]) -> list[str]:
@@ -151,6 +163,30 @@ def export_model(
     data = save(tensors, metadata={METADATA: json.dumps(description), "format": "pt"})
     write_atomic(output, data, mode=0o644)
     return model
+
+
+def write_state_dict(state: Mapping[str, Tensor], output: Path) -> None:
+    """Write tensors by name.
+
+    Args:
+        state: The tensors.
+        output: ``.safetensors``, or ``.pt`` for ``torch.load(weights_only=True)``.
+
+    Raises:
+        UsageError: The file's ending is neither.
+    """
+    if output.suffix == ".safetensors":
+        data = save(separate(state), metadata={"format": "pt"})
+    elif output.suffix in (".pt", ".pth"):
+        content = io.BytesIO()
+        torch.save(dict(state), content)
+        data = content.getvalue()
+    else:
+        raise UsageError(
+            f"cannot write a state dict to {str(output)!r}",
+            hint="end the name in .safetensors or .pt",
+        )
+    write_atomic(output, data, mode=0o644)
 
 
 def separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

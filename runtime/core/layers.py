@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.core.piece import Piece
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import empty_batch
-from dni_runtime.errors import DataError
+from dni_runtime.errors import DataError, SpecError
 from dni_runtime.packing import pack, unpack
 from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
 
@@ -60,7 +61,7 @@ class Concat(nn.Module):
         return torch.cat(xs, self.dim)
 
 
-LAYERS |= {"Add": Add, "Concat": Concat}
+LAYERS |= {"Add": Add, "Concat": Concat, "Piece": Piece}
 
 
 class Layers(nn.Sequential):
@@ -212,7 +213,12 @@ def build_layer(layer: LayerSpec, location: Location = ()) -> nn.Module:
     known = LAYERS | {"Sequential": nn.Sequential, "Residual": Residual}
     cls = find_class(layer.type, "layer", known, nn.Module, location)
     at = (*location, "args" if ":" in layer.type else layer.type)
-    return cast("nn.Module", call(cls, layer.args, name=layer.type, location=at))
+    try:
+        return cast("nn.Module", call(cls, layer.args, name=layer.type, location=at))
+    except SpecError as error:
+        if error.location[: len(at)] != at:
+            error.location = (*at, *error.location)
+        raise
 
 
 def exported(layer: LayerSpec) -> LayerSpec:

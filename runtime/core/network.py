@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from dni_runtime.core.piece import tie
+
 
 def connect(
     modules: Mapping[str, nn.Module],
@@ -26,8 +28,9 @@ def connect(
     Returns:
         A ``nn.Sequential`` if each module takes the output of the one before, else a
         ``torch.fx.GraphModule`` with one argument for each input of the data. Its children have the
-        modules' names.
+        modules' names. Tied parameters of :class:`~dni_runtime.core.piece.Piece` are one again.
     """
+    tie(one for module in modules.values() for one in module.modules())
     plain = [
         list(own) == ([(index - 1, None)] if index else []) for index, own in enumerate(sources)
     ]

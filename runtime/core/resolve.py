@@ -183,7 +183,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 outputs=inferred[index].packed,
                 label=info.label,
                 prediction=prediction,
-                classes=info.classes,
+                classes=loss.scores if info.classes is None else info.classes,
                 batch_limit=full.data.largest_batch,
                 gradients_in=cuts[index].every,
                 late=cuts[index].late,

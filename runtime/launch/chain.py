@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from dni_runtime.launch.records import create_run, new_run_id
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.start import Launch
 from dni_runtime.rundir import write_atomic
+from dni_runtime.split.balance import Balance
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +115,80 @@ class Chain:
         write_atomic(weights, save(separate(tensors)))
         write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
         return cls(path)
+
+    @classmethod
+    def split(
+        cls,
+        network: str | Callable[..., nn.Module] | nn.Module,
+        *,
+        data: Mapping[str, Any],
+        modules: int = 2,
+        at: Sequence[str] = (),
+        args: Mapping[str, Any] | None = None,
+        path: Path | str = "chain.yaml",
+        balance: Balance = "time",
+        links: str = "fast",
+        takes: Sequence[str] = (),
+        returns: str | None = None,
+        weights: Path | str | None = None,
+        **settings: Any,
+    ) -> Chain:
+        """Make a chain of one network, which is traced, measured and cut.
+
+        It is written to a chain file, beside a file of the weights; both are replaced.
+
+        Args:
+            network: A function or class that returns it, or its import path, as
+                ``torchvision.models:resnet18``; or a network of your own class, with its weights.
+            data: The chain's ``data``; the network's inputs are those of the data.
+            modules: Number of modules.
+            at: Instead, the network's own modules after which to cut: ``["layer2", "layer3"]``.
+            args: Keyword arguments of the function or class.
+            path: The chain file; import paths start in its folder.
+            balance: What is to be equal among the modules: ``time``, ``memory`` or ``both``.
+            links: ``fast`` (1 GB/s) or ``slow`` (100 Mbit/s).
+            takes: Arguments of ``forward`` for the data's inputs; by default its first ones.
+            returns: What to take of forward's result, such as ``logits``.
+            weights: A state dict to start from (safetensors, or a file of ``torch.save``).
+            settings: The chain's other keys: ``epochs``, ``loss``, ``defaults``, ...
+
+        Raises:
+            SpecError: The network cannot be traced or cut so; names the line and the reason.
+            DataError: The data or the weights cannot be used.
+            UsageError: The file exists, and neither this method nor 'dnictl split' wrote it.
+        """
+        from dni_runtime.core.describe import import_path, layer_entry
+        from dni_runtime.launch.splitting import split_chain
+
+        path = Path(path)
+        folder, state = path.parent.absolute(), None
+        if isinstance(network, nn.Module):
+            entry, state = layer_entry(network, folder), network
+            if "import" not in entry:
+                raise UsageError(f"{type(network).__name__} is a layer of torch, not a network")
+            target, args = entry["import"], entry.get("args", {})
+        else:
+            target = network if isinstance(network, str) else import_path(network, folder)
+        dataset = data.get("dataset")
+        if isinstance(dataset, type):
+            data = {**data, "dataset": import_path(dataset, folder)}
+        taken = split_chain(
+            target,
+            path,
+            {**settings, "data": dict(data)},
+            args=args,
+            modules=modules,
+            at=at,
+            balance=balance,
+            links=links,
+            takes=takes,
+            returns=returns,
+            weights=None if weights is None else Path(weights),
+            state=state,
+        )
+        chain = cls.__new__(cls)
+        chain.prepared = taken.prepared
+        return chain
 
     def __repr__(self) -> str:
         return f"Chain({str(self.prepared.path)!r})"

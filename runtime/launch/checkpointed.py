@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import choose_cut
-from dni_runtime.errors import DamagedError
+from dni_runtime.errors import DamagedError, DivergedError, UsageError
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import RunDir
 
 if TYPE_CHECKING:  # torch takes a while to import
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class Checkpointed:
@@ -39,23 +39,72 @@ class Checkpointed:
         """The checkpoint that is meant; see :func:`dni_runtime.cuts.choose_cut`."""
         return choose_cut(self.directory, self.modules, wanted, force=force)
 
-    def export(self, output: Path | str, cut: int | None = None, *, force: bool = False) -> None:
+    def export(
+        self,
+        output: Path | str,
+        cut: int | None = None,
+        *,
+        force: bool = False,
+        state_dict: bool = False,
+    ) -> None:
         """Write the trained network to one file, which :func:`dni_runtime.load` reads.
 
         Args:
-            output: ``.safetensors`` or ``.pt2``.
+            output: ``.safetensors`` or ``.pt2``; of a state dict ``.safetensors`` or ``.pt``.
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
             force: Write weights that are not finite, too.
+            state_dict: Write :meth:`state_dict` instead, which needs nothing of this package.
 
         Raises:
             DniError: As :meth:`choose_cut`, and as ``core.export.export_model``.
         """
-        from dni_runtime.core.export import export_model
+        from dni_runtime.core.export import export_model, write_state_dict
         from dni_runtime.launch.prepare import importing_from
 
+        if state_dict:
+            return write_state_dict(self.state_dict(cut, force=force), Path(output))
         states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
         with importing_from(self.directory.sources):
             export_model(self.record.specs()[1], states, Path(output), force=force)
+
+    def state_dict(self, cut: int | None = None, *, force: bool = False) -> dict[str, Tensor]:
+        """The trained weights under the names of the network that ``init`` has taken them from.
+
+        A network that ``dnictl split`` took apart loads them: ``load_state_dict(strict=True)``.
+
+        Args:
+            cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
+            force: Return weights that are not finite, too.
+
+        Raises:
+            UsageError: A module's weights have no names but their own.
+            DniError: As :meth:`choose_cut`.
+        """
+        import torch
+
+        from dni_runtime.core.export import trained_tensors
+        from dni_runtime.launch.initial import name_in_file
+
+        states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
+        chain, workers = self.record.specs()
+        found: dict[str, Tensor] = {}
+        for worker, module in zip(workers, chain.modules, strict=True):
+            names = module.init.names if module.init is not None else {}
+            for own, value in trained_tensors(worker, states).items():
+                theirs = name_in_file(own, names)
+                if theirs is None:
+                    raise UsageError(
+                        f"{own!r} of module {worker.module!r} has no name in another network",
+                        hint="'init.names' of the module maps names; or export without "
+                        "--state-dict",
+                    )
+                if not force and not torch.isfinite(value).all():
+                    raise DivergedError(
+                        f"{theirs!r} is not finite ({str(states[worker.module])!r})",
+                        hint="export an older checkpoint with --from, or this one with --force",
+                    )
+                found[theirs] = value
+        return found
 
     def model(self, cut: int | None = None) -> nn.Module:
         """The trained network, as one plain torch module in eval mode.

@@ -131,7 +131,7 @@ def _matched(
                 hint=suggestion(prefix, sorted(needed)),
             )
     for own, shape in needed.items():
-        theirs = _renamed(own, names)
+        theirs = name_in_file(own, names)
         if theirs is None:
             continue
         one = stored.get(theirs)
@@ -158,8 +158,16 @@ def _matched(
     return found
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str | None:
-    """Return a parameter's name in the file, by the longest mapped prefix; None without one."""
+def name_in_file(name: str, names: Mapping[str, str]) -> str | None:
+    """Return a parameter's name in a file of initial weights.
+
+    Args:
+        name: The name that the module has for it.
+        names: ``InitSpec.names``; the longest prefix counts.
+
+    Returns:
+        The name; None if no prefix matches.
+    """
     for prefix in sorted(names, key=len, reverse=True):
         if _under(name, prefix):
             rest = name.removeprefix(prefix).removeprefix(".")

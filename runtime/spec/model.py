@@ -263,6 +263,7 @@ class ChainSpec(Frozen):
         metrics: Figures that evaluation reports beside the loss: ``PLAIN_METRICS``, or classes of
             torchmetrics.
         defaults: Defaults of the modules' settings.
+        network: The network that ``Piece`` layers are parts of, if they name no other.
         modules: The modules, head first.
         links: Communication between neighbours.
         placement: Placement of the modules on a cluster.
@@ -289,6 +290,7 @@ class ChainSpec(Frozen):
     losses: Annotated[tuple[LossSpec, ...], Field(min_length=1)] | None = None
     metrics: tuple[Choice, ...] = (Choice(name="accuracy"),)
     defaults: ModuleDefaults = ModuleDefaults()
+    network: dict[str, Any] | None = None
     modules: Annotated[tuple[ModuleSpec, ...], Field(min_length=1, max_length=1024)]
     links: LinksSpec = LinksSpec()
     placement: PlacementSpec = PlacementSpec()
@@ -301,6 +303,20 @@ class ChainSpec(Frozen):
     on_nan: OnNan = "stop"
     stop_grace_s: Annotated[float, Field(gt=0)] = 30.0
     sources: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pieces_of_the_network(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("network"), dict):
+            return value
+        modules = []
+        for module in value.get("modules") or ():
+            layers = module.get("layers") if isinstance(module, dict) else None
+            if isinstance(layers, list):
+                layers = [_piece_of(value["network"], layer) for layer in layers]
+                module = {**module, "layers": layers}
+            modules.append(module)
+        return {**value, "modules": modules}
 
     @field_validator("modules")
     @classmethod
@@ -380,3 +396,11 @@ class ChainSpec(Frozen):
             own = one.resources.model_dump(exclude_none=True)
             given |= {**({} if one.cpus is None else {"cpus": one.cpus}), **own}
         return ResourcesSpec(**given)
+
+
+def _piece_of(network: dict[str, Any], layer: Any) -> Any:
+    if layer == "Piece":
+        layer = {"Piece": {}}
+    if isinstance(layer, dict) and isinstance(layer.get("Piece"), dict):
+        return {"Piece": {"network": network, **layer["Piece"]}}
+    return layer

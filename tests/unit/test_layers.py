@@ -14,7 +14,7 @@ LEVELS = [
     {"wire", "spec", "rundir", "lines"},
     {"cuts", "keys", "packing", "reports"},
     {"link", "core", "data"},
-    {"worker"},
+    {"worker", "split"},
     {"image"},
     {"launch"},
     {"bench"},

@@ -56,7 +56,7 @@ class LabelTerm(nn.Module):
             term: Tensor = self.table(known_BY)
             return term if valid_BY is None else term * valid_BY.unsqueeze(-1)
         assert self.map is not None
-        return cast("Tensor", self.map(y_BY.flatten(1).to(self.map.weight.dtype)))
+        return cast("Tensor", self.map(y_BY.reshape(len(y_BY), -1).to(self.map.weight.dtype)))
 
     def _mean(self, y_BN: Tensor, valid_BY: Tensor | None) -> Tensor:
         assert self.table is not None

@@ -1,0 +1,367 @@
+"""``Piece``: the layer that is a part of a user's network, between two cuts.
+
+It has the network's own parameters and buffers, under their own names, and runs the operations of
+:mod:`~dni_runtime.core.program` that lie between the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, fx, nn
+
+from dni_runtime.core.program import (
+    NetworkSpec,
+    Trace,
+    alias_of,
+    build_network,
+    in_place,
+    trace,
+    without_memory,
+)
+from dni_runtime.errors import SpecError
+from dni_runtime.spec.load import explain_details
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a piece needs and gives, in one mode.
+
+    Attributes:
+        takes: Values of earlier pieces, in the order in which they are computed.
+        data: Numbers of the data's inputs that it needs.
+        tensors: Placeholders of its parameters, buffers and constants.
+        gives: Values that later pieces take, or the network's output.
+        own: Its operations.
+    """
+
+    takes: list[fx.Node]
+    data: list[int]
+    tensors: list[fx.Node]
+    gives: list[fx.Node]
+    own: list[fx.Node]
+
+    @classmethod
+    def of(cls, one: Trace, after: str | None, until: str | None) -> Section:
+        """Find it between two cuts; None is the beginning, or the end."""
+        first = -1 if after is None else one.spans[after][1]
+        last = one.last if until is None else one.spans[until][1]
+        own = one.operations(first, last)
+        if until is None:
+            (output,) = (node for node in one.graph.nodes if node.op == "output")
+            gives = list(output.all_input_nodes)
+        else:
+            passing = set(one.passing(last))
+            gives = [node for node in own if node in passing]
+        inside, needed = set(own), dict[fx.Node, None]()
+        left = [*own, *(node for node in gives if node not in inside)]
+        while left:  # what follows from the data is computed again
+            for node in left.pop().all_input_nodes:
+                if node not in inside and node not in needed and not one.is_batch(node):
+                    needed[node] = None
+                    if node in one.free:
+                        left.append(node)
+        places = {node: number for number, node in enumerate(one.graph.nodes)}
+        ordered = sorted(needed, key=lambda node: places[node])
+        placeholders = [node for node in ordered if node.op == "placeholder"]
+        data = [one.data.index(node.name) for node in placeholders if node.name in one.data]
+        return cls(
+            takes=[node for node in ordered if node.op != "placeholder" and node not in one.free],
+            data=sorted(data),
+            tensors=[node for node in placeholders if node.name not in one.data],
+            gives=gives,
+            own=own,
+        )
+
+
+class Borrowed:
+    """A tied parameter that another piece has; it comes with each batch, cut into rows.
+
+    Each sample of a batch carries a piece of it, so that it travels, and its gradient comes back,
+    as activations do. A batch with fewer than ``rows`` samples, as at the end of an evaluation,
+    cannot carry it: the newest one is kept for that.
+
+    Args:
+        value: The parameter.
+        rows: Samples over which it is spread.
+
+    Attributes:
+        now: Its value for this batch.
+    """
+
+    def __init__(self, value: Tensor, rows: int) -> None:
+        self.now = self._newest = value.detach()
+        self._width = row_width(value, rows)
+        self._fixed: nn.Parameter | None = None
+
+    def take(self, row_BN: Tensor) -> None:
+        """Take the value that a batch carries."""
+        newest = self._newest
+        if self._fixed is not None:
+            self.now = self._fixed
+        elif row_BN.numel() < newest.numel():
+            self.now = self._newest = newest.to(row_BN.device)
+        else:
+            self.now = row_BN.flatten()[: newest.numel()].view(newest.shape)
+            self._newest = self.now.detach()
+
+    def fix(self, parameter: nn.Parameter) -> None:
+        """Use the parameter itself: both pieces are in one process."""
+        self._fixed = parameter
+
+
+def row_width(value: Tensor, rows: int) -> int:
+    """Return how many numbers of a parameter each of ``rows`` samples carries."""
+    return -(-value.numel() // rows)
+
+
+def rows_of(value: Tensor, samples: int, rows: int) -> Tensor:
+    """Spread a parameter over the samples of a batch: ``[B, N]``; see :class:`Borrowed`."""
+    width = row_width(value, rows)
+    flat = nn.functional.pad(value.flatten(), (0, max(samples * width - value.numel(), 0)))
+    return flat[: samples * width].view(samples, width)
+
+
+class Operations:
+    """The operations of a section, with the tensors of a network.
+
+    Args:
+        one: The mode's trace.
+        section: The section.
+        network: The network, or what a piece has of it.
+        constants: Where the tensors that ``forward`` makes are kept.
+        borrowed: Parameters that another piece has, by name.
+    """
+
+    def __init__(
+        self,
+        one: Trace,
+        section: Section,
+        network: nn.Module,
+        constants: nn.Module,
+        borrowed: Mapping[str, Borrowed] = MappingProxyType({}),
+    ) -> None:
+        self._run = _program(one, section)
+        self._tensors: list[tuple[object, str]] = []
+        for node in section.tensors:
+            if node.name in one.constants:
+                value = one.constants[node.name].to(torch.empty(0).device)  # "meta" within it
+                constants.register_buffer(node.name, value, persistent=False)
+                self._tensors.append((constants, node.name))
+            elif one.names[node.name] in borrowed:
+                self._tensors.append((borrowed[one.names[node.name]], "now"))
+            else:
+                path, _, leaf = one.names[node.name].rpartition(".")
+                self._tensors.append((network.get_submodule(path), leaf))
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Compute what the section gives, from what it takes and then inputs of the data."""
+        tensors = [getattr(module, name) for module, name in self._tensors]
+        return cast("tuple[Tensor, ...]", self._run(inputs[0].device, *tensors, *inputs))
+
+
+class Piece(nn.Module):
+    """Part of a network that a function or class of the user's returns.
+
+    Args:
+        network: The network; see :class:`~dni_runtime.core.program.NetworkSpec`.
+        after: The module after which it begins; None: at the network's input.
+        until: The module after which it ends; None: at the network's output.
+        lends: Tied parameters that later pieces use, too; they are further outputs.
+        borrows: Tied parameters that an earlier piece has, and which input brings each.
+        rows: Samples over which these are spread: those of the smallest training batch.
+
+    Attributes:
+        network: The network without what other pieces have.
+    """
+
+    def __init__(
+        self,
+        network: Mapping[str, Any],
+        after: str | None = None,
+        until: str | None = None,
+        lends: Sequence[str] = (),
+        borrows: Mapping[str, int] = MappingProxyType({}),
+        rows: int = 1,
+    ) -> None:
+        super().__init__()
+        try:
+            spec = NetworkSpec.model_validate(network)
+        except ValidationError as error:
+            inner, message, hint = explain_details(error, NetworkSpec)
+            raise SpecError(message, location=("network", *inner), hint=hint) from None
+        program, where = trace(spec), "after"
+        begin, end = -1, program.train.last
+        try:
+            begin = begin if after is None else program.cut(after).position
+            where = "until"
+            end = end if until is None else program.cut(until).position
+        except SpecError as error:
+            error.location = (where,)
+            raise
+        if begin >= end:
+            raise SpecError(f"{until!r} does not end after {after!r}", location=("until",))
+        self._cuts = after, until
+        sections = {one: Section.of(one, after, until) for one in program.traces}
+        if len({tuple(section.data) for section in sections.values()}) > 1:
+            raise SpecError(
+                f"{spec.target} needs other inputs of the data in eval mode than in train mode",
+                location=("after",),
+            )
+        names = {
+            one.names[node.name]
+            for one, section in sections.items()
+            for node in section.tensors
+            if node.name in one.names
+        }
+        tied = {name: {name, *program.aliases.get(name, ())} for name in (*lends, *borrows)}
+        for name in tied:
+            if not tied[name] & names:
+                raise SpecError(
+                    f"this piece of {spec.target} does not use a parameter {name!r}",
+                    location=("lends" if name in lends else "borrows",),
+                )
+        wanted = names.union(*(program.aliases[name] for name in names))
+        wanted -= set().union(*(tied[name] for name in borrows))
+        if until is None:
+            wanted |= set(program.unused)
+        memory = torch.empty(0).device.type != "meta"
+        whole = build_network(spec) if memory else without_memory(spec)
+        self.borrowed = {name: Borrowed(_tensor(whole, name), rows) for name in borrows}
+        self._places = sorted((place, name) for name, place in borrows.items())
+        self.network = _pruned(whole, wanted)
+        self._lends = {name: sorted(tied[name] & names)[0] for name in lends}
+        self._rows = rows
+        self._constants = nn.Module()
+        known = {other: one for name, one in self.borrowed.items() for other in tied[name]}
+        self._train, self._eval = (
+            Operations(one, section, self.network, self._constants, known)
+            for one, section in sections.items()
+        )
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the operations.
+
+        Args:
+            inputs: Values of earlier pieces, then inputs of the data.
+        """
+        given = [one.contiguous() for one in inputs]  # rows of several outputs are not
+        for place, name in reversed(self._places):
+            self.borrowed[name].take(given.pop(place))
+        outputs = (self._train if self.training else self._eval)(*given)
+        if self._lends:
+            lent = (self.lent(name) for name in self._lends)
+            outputs += tuple(rows_of(one, len(outputs[0]), self._rows) for one in lent)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def lent(self, name: str) -> nn.Parameter:
+        """Return a parameter that it lends."""
+        return cast("nn.Parameter", _tensor(self.network, self._lends[name]))
+
+    @property
+    def lends(self) -> tuple[str, ...]:
+        """Names of the parameters that it lends."""
+        return tuple(self._lends)
+
+    def extra_repr(self) -> str:
+        """Return the cuts."""
+        return "after={!r}, until={!r}".format(*self._cuts)
+
+
+def tie(pieces: Iterable[nn.Module]) -> None:
+    """Let pieces in one process share their tied parameters, as the network itself does."""
+    found = [one for one in pieces if isinstance(one, Piece)]
+    lent = {name: piece.lent(name) for piece in found for name in piece.lends}
+    for piece in found:
+        for name, one in piece.borrowed.items():
+            if name in lent:
+                one.fix(lent[name])
+
+
+def _tensor(network: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    return cast("Tensor", getattr(network.get_submodule(path), leaf))
+
+
+def _pruned(network: nn.Module, wanted: set[str]) -> nn.Module:
+    """Take everything but some tensors out of a network; its modules stay what they are."""
+    for path, module in network.named_modules():
+        for own in (module._parameters, module._buffers):
+            for name in list(own):
+                if own[name] is not None and (f"{path}.{name}" if path else name) not in wanted:
+                    own[name] = None
+    _drop_empty(network)
+    return network
+
+
+def _drop_empty(module: nn.Module) -> bool:
+    for name, child in list(module._modules.items()):
+        if child is not None and _drop_empty(child):
+            del module._modules[name]
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return not module._modules and all(one is None for one in tensors)
+
+
+def _program(one: Trace, section: Section) -> fx.GraphModule:
+    """Return a section as a program of its device, its tensors and its inputs."""
+    graph = fx.Graph()
+    device = graph.placeholder("device")
+    new: dict[fx.Node, fx.Node] = {}
+    for node in section.tensors:
+        new[node] = graph.placeholder(node.name)
+    given = [graph.placeholder(node.name) for node in section.takes]
+    new |= zip(section.takes, given, strict=True)
+    by_name = {node.name: node for node in one.graph.nodes if node.op == "placeholder"}
+    for number in section.data:
+        node = by_name[one.data[number]]
+        new[node] = graph.placeholder(node.name)
+        given.append(new[node])
+    batch: list[fx.Node] = []
+    outside = set(given)
+
+    def copied(node: fx.Node) -> fx.Node:
+        if one.is_batch(node):
+            if not batch:
+                with graph.inserting_after(given[-1]):
+                    size = graph.call_function(torch.ops.aten.sym_size.int, (given[0], 0))
+                batch.append(size)
+            return batch[0]
+        if node not in new:
+            for before in node.all_input_nodes:
+                copied(before)
+            new[node] = graph.node_copy(node, copied)
+            placed(new[node])
+            if in_place(node) and new[node].args[0] in outside:
+                new[node].target = _functional(node.target)
+            elif alias_of(node) and new[node].args[0] in outside:
+                outside.add(new[node])  # a view of an input
+        return new[node]
+
+    def placed(node: fx.Node) -> None:
+        """Let an operation take the device of the inputs."""
+        node.args = fx.node.map_aggregate(node.args, on)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, on)
+
+    def on(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in section.own:
+        copied(node)
+    graph.output(tuple(copied(node) for node in section.gives))
+    graph.lint()
+    return fx.GraphModule(nn.Module(), graph, class_name="Piece")
+
+
+def _functional(target: Any) -> Any:
+    """Return the operation that computes the same without changing its first argument."""
+    name, overload = target.overloadpacket.__name__, target._overloadname
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    found = getattr(packet, overload, None) if packet is not None else None
+    if found is None:
+        raise SpecError(f"a piece cannot begin with {name!r}, which changes the piece's input")
+    return found

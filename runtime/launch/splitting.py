@@ -1,0 +1,134 @@
+"""From a PyTorch network to a chain file: ``dnictl split`` and ``Chain.split``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from torch import nn
+
+from dni_runtime.data import describe, with_defaults
+from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.launch.prepare import Prepared, importing_from, prepare
+from dni_runtime.spec import Choice
+from dni_runtime.spec.load import explain_details, parse_choice
+from dni_runtime.spec.model import DataSpec
+from dni_runtime.split.balance import Balance
+from dni_runtime.split.chainfile import HEADER, write_chain
+from dni_runtime.split.network import (
+    Part,
+    Request,
+    chain_name,
+    load_weights,
+    network_of,
+    take_apart,
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A network that has been taken apart.
+
+    Attributes:
+        prepared: The chain, checked as a whole.
+        parts: Its modules.
+        weights: The file of the weights.
+    """
+
+    prepared: Prepared
+    parts: Sequence[Part]
+    weights: Path
+
+
+def split_chain(
+    target: str,
+    path: Path,
+    settings: Mapping[str, Any],
+    *,
+    args: Mapping[str, Any] | None = None,
+    modules: int = 2,
+    at: Sequence[str] = (),
+    balance: Balance = "time",
+    links: str = "fast",
+    takes: Sequence[str] = (),
+    returns: str | None = None,
+    weights: Path | None = None,
+    state: nn.Module | None = None,
+    interface: str | None = None,
+    force: bool = False,
+) -> Taken:
+    """Take a network apart, and write a chain file and its weights.
+
+    Args:
+        target: Import path of a function or class that returns the network.
+        path: The chain file to write; import paths start in its folder.
+        settings: The chain's other keys; ``data`` is needed.
+        args: Keyword arguments of the function.
+        modules: Number of modules.
+        at: Instead, the network's own modules after which to cut.
+        balance: What is to be equal among the modules: time, memory, or both.
+        links: ``fast`` or ``slow``.
+        takes: Arguments of ``forward`` for the data's inputs; by default its first ones.
+        returns: Key or attribute of what ``forward`` returns.
+        weights: A state dict to start from; by default the weights that the function gives.
+        state: Instead, a network that has them.
+        interface: The gradient interface of all modules, as in a chain file.
+        force: Whether to replace a chain file that ``split`` has not written.
+
+    Raises:
+        SpecError: The network cannot be built, traced or cut so.
+        DataError: The data or the weights cannot be used.
+        UsageError: The chain file exists.
+    """
+    if path.exists() and not force and not path.read_text("utf-8").startswith(HEADER):
+        raise UsageError(
+            f"{str(path)!r} exists, and 'dnictl split' did not write it",
+            hint="name another file with -o, or replace it with --force",
+        )
+    base = path.parent.absolute()
+    try:
+        data = with_defaults(DataSpec.model_validate(settings["data"]))
+    except ValidationError as error:
+        at_, message, hint = explain_details(error, DataSpec)
+        raise SpecError(message, location=("data", *at_), hint=hint) from None
+    chosen = settings.get("defaults", {}).get("interface")
+    if interface is not None:
+        chosen = parse_choice(interface)
+    wanted = Request(
+        modules=modules,
+        at=tuple(at),
+        balance=balance,
+        links=links,
+        batch_size=data.batch_size,
+        loss=Choice.model_validate(settings.get("loss", "CrossEntropyLoss")),
+        interface=None if chosen is None else Choice.model_validate(chosen),
+    )
+    with importing_from(base):
+        info = describe(data, base)
+        spec, network = network_of(target, info, args=args or {}, takes=takes, returns=returns)
+        if weights is not None:
+            load_weights(network, weights)
+        if state is not None:
+            network.load_state_dict(state.state_dict())
+        parts = take_apart(spec, network, info, wanted)
+        file = write_chain(path, chain_name(target), spec, network, parts, settings)
+    return Taken(prepare(path), parts, file)
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """Return the keys of a chain file, without its modules.
+
+    Raises:
+        SpecError: It is no chain file.
+    """
+    try:
+        document = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise SpecError(f"{str(path)!r} cannot be read: {error}") from None
+    if not isinstance(document, dict):
+        raise SpecError(f"{str(path)!r} is not a chain file")
+    return {key: value for key, value in document.items() if key not in ("modules", "network")}

@@ -1,0 +1,77 @@
+"""The best cuts of a network into modules, by the costs of what lies between two cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+Balance = Literal["time", "memory", "both"]
+"""What is to be equal among the modules."""
+
+SLACK = 1.05
+"""How much slower a chain may be than the fastest one if less travels."""
+
+
+def best_cuts(
+    segments: int,
+    modules: int,
+    cost: Callable[[int, int], float],
+    traffic: Sequence[float],
+    link: Callable[[int], float] = lambda end: 0.0,
+) -> list[int]:
+    """Choose where to cut a sequence of segments.
+
+    A chain is as fast as its slowest module or link (each works while the others do). Of all cuts
+    that are as good as the best one, but for ``SLACK``, those are taken over which least travels.
+
+    Args:
+        segments: How many there are.
+        modules: How many modules are wanted.
+        cost: Cost of the module of segments ``i`` to ``j - 1``.
+        traffic: For each segment, the bytes that pass a cut after it.
+        link: Cost of the link at a cut after ``end`` segments, in the unit of ``cost``.
+
+    Returns:
+        For each cut, the number of segments before it.
+
+    Raises:
+        ValueError: There are fewer segments than modules.
+    """
+    if not 1 <= modules <= segments:
+        raise ValueError(f"{segments} segments cannot become {modules} modules")
+    known: dict[tuple[int, int], float] = {}
+
+    def slowest(i: int, j: int) -> float:
+        if (i, j) not in known:
+            known[i, j] = max(cost(i, j), link(j) if j < segments else 0.0)
+        return known[i, j]
+
+    best = _search(segments, modules, lambda sofar, i, j: max(sofar, slowest(i, j)))
+    limit = max(slowest(i, j) for i, j in _pairs(best, segments)) * SLACK
+    beyond = sum(traffic) + 1.0
+
+    def travels(sofar: float, i: int, j: int) -> float:
+        over = slowest(i, j) > limit
+        return sofar + (traffic[j - 1] if j < segments else 0.0) + (beyond if over else 0.0)
+
+    return _search(segments, modules, travels)
+
+
+def _pairs(cuts: Sequence[int], segments: int) -> list[tuple[int, int]]:
+    return list(zip([0, *cuts], [*cuts, segments], strict=True))
+
+
+def _search(segments: int, modules: int, total: Callable[[float, int, int], float]) -> list[int]:
+    """Return the cuts with the least total, which never falls with a further module."""
+    # For each number of segments: the least total of so many modules, and their cuts.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for number in range(1, modules + 1):
+        left = modules - number
+        found: dict[int, tuple[float, list[int]]] = {}
+        for j in [segments] if not left else range(number, segments - left + 1):
+            options = (
+                (total(sofar, i, j), [*cuts, j]) for i, (sofar, cuts) in best.items() if i < j
+            )
+            found[j] = min(options, key=lambda one: one[0])
+        best = found
+    return best[segments][1][:-1]

@@ -1,0 +1,140 @@
+"""Writing the chain file of a network that has been taken apart, and its weights."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import save
+from torch import nn
+
+from dni_runtime.core.export import separate
+from dni_runtime.core.program import NetworkSpec
+from dni_runtime.rundir import write_atomic
+from dni_runtime.split.network import Part
+
+HEADER = "# Written by 'dnictl split', which may replace it."
+
+_OWN = frozenset({"torch", "numpy", "safetensors", "dni-runtime", "pyyaml", "pydantic", "rich"})
+"""What images have anyway."""
+
+
+def write_chain(
+    path: Path,
+    name: str,
+    spec: NetworkSpec,
+    network: nn.Module,
+    parts: Sequence[Part],
+    settings: Mapping[str, Any],
+) -> Path:
+    """Write a chain file, and the network's weights beside it.
+
+    Args:
+        path: The chain file.
+        name: The chain's name.
+        spec: The network.
+        network: The network itself.
+        parts: Its parts.
+        settings: The chain's other keys.
+
+    Returns:
+        The file of the weights.
+    """
+    weights = path.with_suffix(".safetensors")
+    write_atomic(weights, save(separate(network.state_dict())))
+    write_atomic(path, chain_text(path, name, spec, parts, settings).encode(), mode=0o644)
+    return weights
+
+
+def chain_text(
+    path: Path,
+    name: str,
+    spec: NetworkSpec,
+    parts: Sequence[Part],
+    settings: Mapping[str, Any],
+) -> str:
+    """Return the text of a chain file; see :func:`write_chain`."""
+    rest = {key: value for key, value in settings.items() if key not in ("name", "modules")}
+    if any(part.lends for part in parts):
+        rest["data"] = {**rest["data"], "drop_last": True}  # see core.piece.Borrowed
+    needed = requirements(spec.target, path.parent)
+    image = dict(rest.pop("image", {}))
+    if needed:
+        image["requirements"] = [*image.get("requirements", []), *needed]
+    defaults = dict(rest.pop("defaults", {}))
+    defaults["init"] = {
+        "file": path.with_suffix(".safetensors").name, "names": {"0.network": ""},
+    }  # fmt: skip
+    head = {"name": name, **rest, **({"image": image} if image else {}), "defaults": defaults}
+    blocks = [f"{HEADER}\n{_yaml(head)}", _yaml({"network": spec.to_yaml()})]
+    lines = ["modules:"]
+    total = sum(part.seconds + part.interface_s for part in parts)
+    for part in parts:
+        share = (part.seconds + part.interface_s) / total
+        lines.append(f"  # {share:.0%} of the time, {part.numbers:,} parameters")
+        piece: dict[str, Any] = {"after": part.after, "until": part.until}
+        piece |= {"lends": list(part.lends), "borrows": part.borrows}
+        if part.lends or part.borrows:
+            piece["rows"] = parts[0].samples
+        piece = {key: value for key, value in piece.items() if value}
+        lines.append(f"  - name: {part.name}")
+        if part.inputs is not None:
+            lines.append(f"    inputs: [{', '.join(part.inputs)}]")
+        if part.interface is not None:
+            lines.append(f"    interface: {_flow(part.interface.model_dump())}")
+        lines.append(f"    layers: {_flow([{'Piece': piece} if piece else 'Piece'])}")
+    return "\n".join([*blocks, "\n".join(lines)]) + "\n"
+
+
+def _yaml(document: Any) -> str:
+    text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    return text.rstrip("\n")
+
+
+def _flow(document: Any) -> str:
+    text: str = yaml.safe_dump(document, default_flow_style=True, sort_keys=False, width=1000)
+    return text.removesuffix("...\n").strip()
+
+
+def requirements(target: str, folder: Path) -> list[str]:
+    """Return the installed packages that a network's source needs in an image.
+
+    Args:
+        target: Its import path.
+        folder: The folder of the chain file; files in it are packed as sources.
+    """
+    packages = metadata.packages_distributions()
+    found: dict[str, None] = {}
+    left, seen = [target.partition(":")[0].partition(".")[0]], set[str]()
+    while left:
+        top = left.pop()
+        if top in seen or top in sys.stdlib_module_names:
+            continue
+        seen.add(top)
+        own = [file for file in (folder / f"{top}.py", folder / top) if file.exists()]
+        for file in own:
+            for one in [file] if file.is_file() else sorted(file.rglob("*.py")):
+                left += _imported(one)
+        for package in packages.get(top, []) if not own else []:
+            if package.lower() not in _OWN:
+                found[f"{package}=={metadata.version(package).partition('+')[0]}"] = None
+    return list(found)
+
+
+def _imported(file: Path) -> list[str]:
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):
+        return []
+    names = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    names += [
+        node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    ]
+    return [name.partition(".")[0] for name in names]

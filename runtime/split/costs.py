@@ -1,0 +1,200 @@
+"""What the operations between two cuts cost: time, memory, and bytes that pass."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dni_runtime.core.attention import AttentionWatch
+from dni_runtime.core.interfaces import Boundary, build_interface, resolve_interface
+from dni_runtime.core.piece import Operations, Section
+from dni_runtime.core.program import Cut, Program
+from dni_runtime.spec import Choice, TensorSpec
+
+_REPEATS = 5
+_COPIES = 4
+"""Copies of a trained parameter: itself, its gradient, and Adam's two averages."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The operations between two neighbouring cuts.
+
+    Attributes:
+        end: The cut after them; None for the last ones.
+        seconds: Time of one training batch, forward and backward.
+        parameters: Its parameters by name, with their bytes.
+        saved: Bytes that autograd keeps of a batch.
+        attends: Whether there is attention.
+    """
+
+    end: Cut | None
+    seconds: float
+    parameters: dict[str, int]
+    saved: int
+    attends: bool
+
+
+class Costs:
+    """What modules would cost that begin and end at any two cuts.
+
+    Args:
+        program: The network's operations.
+        network: The network itself.
+        batch: One batch of the data's inputs.
+        repeats: Measurements, of which the median counts.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        network: nn.Module,
+        batch: Sequence[Tensor],
+        repeats: int = _REPEATS,
+    ) -> None:
+        self.samples = len(batch[0])
+        possible = [cut for cut in program.cuts.values() if cut.reason is None]
+        at = {cut.position: cut for cut in possible}
+        ends = [at[position] for position in sorted(at)]
+        self.segments = measure(program, network, batch, [*ends, None], repeats)
+
+    @cached_property
+    def traffic(self) -> list[float]:
+        """Bytes that pass a cut after each segment, with a batch and its gradient."""
+        return [2.0 * self.samples * _bytes(cut.values) if cut else 0.0 for cut in self._ends]
+
+    @property
+    def _ends(self) -> list[Cut | None]:
+        return [segment.end for segment in self.segments]
+
+    def seconds(self, i: int, j: int) -> float:
+        """Time of a batch in the module of segments ``i`` to ``j - 1``, without its interface."""
+        return sum(segment.seconds for segment in self.segments[i:j])
+
+    def memory(self, i: int, j: int) -> float:
+        """Bytes of weights, gradients, Adam's averages and one batch in that module."""
+        inside = self.segments[i:j]
+        parameters: dict[str, int] = {}
+        for segment in inside:
+            parameters |= segment.parameters
+        return _COPIES * sum(parameters.values()) + sum(segment.saved for segment in inside)
+
+    def attends(self, i: int, j: int) -> bool:
+        """Whether there is attention in that module."""
+        return any(segment.attends for segment in self.segments[i:j])
+
+    def outputs(self, i: int, j: int) -> tuple[TensorSpec, ...]:
+        """One sample of each value that that module computes and others take."""
+        end, begin = self.segments[j - 1].end, self.segments[i - 1].end if i else None
+        if end is None:
+            return ()
+        first = -1 if begin is None else begin.position
+        pairs = zip(end.values, end.made, strict=True)
+        return tuple(value for value, made in pairs if made > first)
+
+
+def measure(
+    program: Program,
+    network: nn.Module,
+    batch: Sequence[Tensor],
+    ends: Sequence[Cut | None],
+    repeats: int,
+) -> list[Segment]:
+    """Run a network segment by segment, in train mode, and measure each.
+
+    Args:
+        program: The network's operations.
+        network: The network itself; its buffers change, as in training.
+        batch: One batch of the data's inputs.
+        ends: The cuts, and None for the network's output.
+        repeats: Measurements, of which the median counts.
+    """
+    names = [None, *(cut.name for cut in ends if cut is not None), None]
+    sections = [Section.of(program.train, after, until) for after, until in pairwise(names)]
+    constants = nn.Module()
+    runs = [Operations(program.train, one, network, constants) for one in sections]
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    times: list[list[float]] = [[] for _ in runs]
+    saved, attends = [0] * len(runs), [False] * len(runs)
+    weights = {one.untyped_storage().data_ptr() for one in parameters.values()}
+    for repeat in range(repeats + 1):  # the first one warms up
+        values: dict[Any, Tensor] = {}
+        for number, (section, run) in enumerate(zip(sections, runs, strict=True)):
+            given = [values[node].detach().requires_grad_() for node in section.takes]
+            given += [batch[place] for place in section.data]
+            kept: dict[int, int] = {}
+
+            def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in weights:
+                    kept[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            if repeat == 0:
+                with saved_tensors_hooks(keep, lambda one: one):
+                    outputs = run(*given)
+                saved[number] = sum(kept.values())
+                with torch.no_grad(), AttentionWatch(given[0]) as watch:
+                    run(*given)
+                attends[number] = watch.found
+            began = time.perf_counter()
+            outputs = run(*given)
+            learnt = [one for one in outputs if one.requires_grad]
+            if learnt:
+                torch.autograd.backward(learnt, [torch.ones_like(one) for one in learnt])
+            times[number].append(time.perf_counter() - began)
+            values |= zip(section.gives, (one.detach() for one in outputs), strict=True)
+    network.zero_grad(set_to_none=True)
+    found = []
+    for number, (section, end) in enumerate(zip(sections, ends, strict=True)):
+        own = {program.train.names[node.name] for node in section.tensors
+               if node.name in program.train.names}  # fmt: skip
+        sizes = {name: parameters[name].nbytes for name in sorted(own) if name in parameters}
+        seconds = statistics.median(times[number][1:])
+        found.append(Segment(end, seconds, sizes, saved[number], attends[number]))
+    return found
+
+
+def interface_seconds(choice: Choice, boundary: Boundary, samples: int) -> float:
+    """Measure the time that a gradient interface takes for a batch.
+
+    Args:
+        choice: The interface.
+        boundary: The module's output.
+        samples: Samples in the batch.
+    """
+    resolved = resolve_interface(choice)
+    interface = build_interface(choice, boundary)
+    h_BH = torch.rand(samples, *boundary.activation.shape)
+    y_BY = torch.zeros(samples, *boundary.label.shape, dtype=getattr(torch, boundary.label.dtype))
+    g_BH = torch.rand_like(h_BH)
+    seconds = 0.0
+    if resolved.timing.signals:
+        seconds += _median(lambda: interface.signal(h_BH, y_BY))
+    if resolved.wanted.every:
+        learning = _median(lambda: interface.learn(h_BH, y_BY, g_BH, measure=False))
+        seconds += learning / resolved.wanted.every
+    return seconds
+
+
+def _median(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _bytes(values: Sequence[TensorSpec]) -> int:
+    return sum(prod(one.shape) * getattr(torch, one.dtype).itemsize for one in values)

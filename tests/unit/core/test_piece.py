@@ -1,0 +1,299 @@
+"""Pieces of a network compute what it computes, and have its tensors under its own names."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.piece import Piece, Section, tie
+from dni_runtime.core.program import NetworkSpec, Wrapped, build_network, read_tensor, trace
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import TensorSpec
+
+SOURCE = '''\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(size, size, 3, padding=1), nn.BatchNorm1d(size)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        y += x
+        return self.relu(y)
+
+
+class Skips(nn.Module):
+    """A residual network with a skip from its beginning to its end."""
+
+    def __init__(self, size=4):
+        super().__init__()
+        self.stem = nn.Conv1d(2, size, 1)
+        self.first, self.second, self.third = Block(size), Block(size), Block(size)
+        self.drop, self.top = nn.Dropout(0.3), nn.Linear(2 * size, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        begin = self.stem(x)
+        y = self.third(self.second(self.first(begin)))
+        y = F.dropout(y, 0.2, self.training) * torch.tensor([2.0])
+        return self.top(self.drop(torch.cat([y.mean(2), begin.mean(2)], 1)))
+
+
+class Tied(nn.Module):
+    """A language model with tied embeddings, and a mask."""
+
+    def __init__(self, words=7, size=4):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, size), nn.Embedding(5, size)
+        self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
+        self.head = nn.Linear(size, words, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("order", torch.arange(5), persistent=False)
+
+    def forward(self, tokens, mask):
+        h = self.words(tokens) + self.places(self.order[: tokens.shape[1]])
+        wide = mask.unsqueeze(2).expand(-1, -1, h.shape[2]).float()
+        h = self.first(h).tanh() * wide
+        return {"logits": self.head(self.second(h).tanh() * wide)}
+
+
+class Bends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        if h.sum() > 0:
+            h = -h
+        return self.second(h)
+
+
+class Five(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.first(x).reshape(5, 2)
+
+
+class Transposes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.bend = nn.Linear(2, 2), nn.Tanh()
+
+    def forward(self, x):
+        return self.bend(self.first(x).transpose(0, 1)).transpose(0, 1)
+
+
+class Fails(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        raise RuntimeError(f"no size {size}")
+
+
+def number():
+    return 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "piecewise.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("piecewise", None)
+
+
+def network(name: str, *example: str, **given: Any) -> NetworkSpec:
+    document = {"import": f"piecewise:{name}", "example": example, **given}
+    return NetworkSpec.model_validate(document)
+
+
+SKIPS = "Skips", "float32[2, 6]"
+TIED = "Tied", "int64[5]", "bool[5]"
+NAMES = {"takes": ("tokens", "mask"), "returns": "logits"}
+
+
+def build(spec: NetworkSpec, cuts: Sequence[str], **given: Any) -> list[Piece]:
+    ends = [None, *cuts, None]
+    pieces = []
+    for number, (after, until) in enumerate(pairwise(ends)):
+        torch.manual_seed(0)  # the same weights as the others
+        own = {key: value[number] for key, value in given.items()}
+        pieces.append(Piece(spec.model_dump(by_alias=True), after, until, **own))
+    return pieces
+
+
+def run(spec: NetworkSpec, pieces: Sequence[Piece], cuts: Sequence[str], *xs: Tensor) -> Tensor:
+    ends, values = [None, *cuts, None], dict[Any, Tensor]()
+    one = trace(spec).train if pieces[0].training else trace(spec).eval
+    output: Any = None
+    for piece, after, until in zip(pieces, ends, ends[1:], strict=False):
+        section = Section.of(one, after, until)
+        given = [values[node] for node in section.takes] + [xs[place] for place in section.data]
+        output = piece(*given)
+        outputs = output if isinstance(output, tuple) else (output,)
+        values |= zip(section.gives, outputs, strict=True)
+    assert isinstance(output, Tensor)
+    return output
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    "cuts", [(), ("stem",), ("first", "second"), ("stem", "first.conv", "third")]
+)
+def test_pieces_are_the_network(cuts: tuple[str, ...], train: bool) -> None:
+    spec = network(*SKIPS)
+    pieces, x = build(spec, cuts), torch.randn(4, 2, 6)
+    torch.manual_seed(0)
+    whole = build_network(spec)
+    for one in (whole, *pieces):
+        one.train(train)
+    torch.manual_seed(1)
+    expected = whole(x)
+    torch.manual_seed(1)  # dropout
+    found = run(spec, pieces, cuts, x)
+    assert torch.equal(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    gradients = {name: one.grad for name, one in whole.named_parameters()}
+    state = whole.state_dict()
+    names = set[str]()
+    for piece in pieces:
+        for name, one in piece.network.named_parameters():
+            wanted = gradients[name]
+            assert (one.grad is None) == (wanted is None), name
+            assert one.grad is None or torch.equal(one.grad, wanted)  # type: ignore[arg-type]
+        for name, value in piece.network.state_dict().items():
+            assert torch.equal(value, state[name]), name  # BatchNorm's statistics, too
+        names |= set(piece.network.state_dict())
+    assert names == set(state)
+
+
+def test_what_follows_from_the_data_is_computed_again() -> None:
+    spec = network(*TIED, **NAMES)
+    section = Section.of(trace(spec).train, "first", None)
+    assert section.data == [1]  # the mask
+    assert len(section.takes) == 1
+    assert Section.of(trace(spec).train, None, "words").data == [0]
+
+
+def test_tied_weights_travel() -> None:
+    spec, cuts = network(*TIED, **NAMES), ("first",)
+    lends, borrows = [["words.weight"], []], [{}, {"words.weight": 1}]
+    pieces = build(spec, cuts, lends=lends, borrows=borrows, rows=[4, 4])
+    torch.manual_seed(0)
+    whole = build_network(spec)
+    assert set(pieces[1].network.state_dict()) == {"second.weight", "second.bias"}
+    assert {"words.weight", "head.weight"} < set(pieces[0].network.state_dict())
+    tokens, mask = torch.randint(0, 7, (4, 5)), torch.rand(4, 5) < 0.7
+    first, second = pieces
+    h, rows = first(tokens)[0], first(tokens)[1]
+    assert rows.shape == (4, 7)
+    found, expected = second(h, rows, mask), whole(tokens, mask)["logits"]
+    assert torch.equal(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(first.lent("words.weight").grad, whole.words.weight.grad)
+
+
+def test_a_small_batch_uses_the_newest_tied_weights() -> None:
+    spec = network(*TIED, **NAMES)
+    given = {"lends": [["words.weight"], []], "borrows": [{}, {"words.weight": 1}], "rows": [4, 4]}
+    first, second = build(spec, ("first",), **given)
+    tokens, mask = torch.randint(0, 7, (4, 5)), torch.ones(4, 5, dtype=torch.bool)
+    with torch.no_grad():
+        first.lent("words.weight").mul_(2)
+        second(*first(tokens), mask)
+        some = [one[:2] for one in (*first(tokens), mask)]
+        torch.testing.assert_close(second(*some), second(*first(tokens), mask)[:2])
+        first.lent("words.weight").mul_(2)
+        some = [one[:2] for one in (*first(tokens), mask)]
+        before = second(*some)
+        tie([first, second])  # in one process
+        after = second(*some)
+        torch.testing.assert_close(after, second(*first(tokens), mask)[:2])
+        assert not torch.allclose(before, after)
+
+
+def test_it_can_be_copied_and_needs_no_memory() -> None:
+    spec = network(*SKIPS)
+    (piece,) = build(spec, ())
+    other = copy.deepcopy(piece).eval()
+    with torch.no_grad():
+        for one in other.parameters():
+            one.zero_()
+    x = torch.randn(4, 2, 6)
+    assert other(x).abs().max() == 0
+    assert piece.eval()(x).abs().max() > 0
+    with torch.device("meta"):
+        empty = Piece(spec.model_dump(by_alias=True), "first", "second")
+    assert empty(torch.empty(2, 4, 6, device="meta")).shape == (2, 4, 6)
+
+
+def test_cuts_have_names() -> None:
+    cuts = trace(network(*SKIPS)).cuts
+    assert cuts["third.relu"].name == "third"  # one place
+    assert "drop" in cuts
+    first = cuts["first"]
+    assert first.values == (TensorSpec(shape=(4, 6), dtype="float32"),) * 2  # and the skip's
+
+
+@pytest.mark.parametrize(
+    ("document", "cuts", "message"),
+    [
+        (SKIPS, {"until": "frist"}, "cannot be cut after 'frist'.*did you mean 'first'"),
+        (SKIPS, {"after": "third", "until": "first"}, "'first' does not end after 'third'"),
+        (SKIPS, {"lends": ["top.weight"], "until": "first"}, "does not use a parameter 'top"),
+        (("Bends", "float32[2]"), {}, r"cannot be traced \(.*piecewise.py:\d+\): it decides by"),
+        (("Five", "float32[2]"), {}, "works for batches of 5 samples only"),
+        (("Transposes", "float32[2]"), {"until": "bend"}, "does not have the batch as first"),
+        (("Tied", "int64[5]", "bool[5]"), {}, "forward returns dict"),
+        (("number", "float32[2]"), {}, "returns int, not a torch.nn.Module"),
+        (("Skip", "float32[2]"), {}, "module 'piecewise' has no 'Skip'"),
+        (("Skips", "float32[3, 6]"), {}, "cannot be traced .*expected input"),
+        (("Skips", "float33[3, 6]"), {}, "'float33.3, 6.' is not a type and a shape"),
+    ],
+)
+def test_errors(document: tuple[str, ...], cuts: dict[str, Any], message: str) -> None:
+    name, *example = document
+    with pytest.raises(SpecError) as caught:
+        Piece({"import": f"piecewise:{name}", "example": example}, **cuts)
+    text = str(caught.value).replace("\n", " ")
+    assert re.search(message, text), text
+
+
+def test_a_constructor_that_fails() -> None:
+    spec = network("Fails", "float32[2]", args={"size": 3})
+    with pytest.raises(SpecError, match=r"Fails\(size=3\) failed .*RuntimeError: no size 3"):
+        build_network(spec)
+
+
+def test_samples_are_read() -> None:
+    assert read_tensor("float32[]") == TensorSpec(shape=(), dtype="float32")
+    assert read_tensor("int64[3,4]") == TensorSpec(shape=(3, 4), dtype="int64")
+
+
+def test_the_wrapped_network_takes_names() -> None:
+    spec = network(*TIED, **NAMES)
+    whole = build_network(spec)
+    given = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.bool)
+    assert torch.equal(Wrapped(whole, spec)(*given), whole(*given)["logits"])
+    assert isinstance(whole, nn.Module)
