@@ -70,9 +70,10 @@ class Section:
         ordered = sorted(needed, key=lambda node: places[node])
         placeholders = [node for node in ordered if node.op == "placeholder"]
         data = [one.data.index(node.name) for node in placeholders if node.name in one.data]
+        takes = [node for node in ordered if node.op != "placeholder" and node not in one.free]
         return cls(
-            takes=[node for node in ordered if node.op != "placeholder" and node not in one.free],
-            data=sorted(data),
+            takes=takes,
+            data=sorted(data) if takes or data else [0],  # for the batch's size
             tensors=[node for node in placeholders if node.name not in one.data],
             gives=gives,
             own=own,

@@ -26,13 +26,15 @@ class Model(nn.Module):
     def __init__(self, size=8, words=7):
         super().__init__()
         self.size, self.words = size, words
-        self.embed = nn.Embedding(words, size)
+        self.embed, self.kind = nn.Embedding(words, size), nn.Embedding(2, size)
         self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
+        self.begin = nn.LayerNorm(size)
         self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, words, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens, mask):
-        begin = self.embed(tokens)
+        kind = self.kind(torch.zeros(tokens.shape, dtype=torch.int64, device=tokens.device))
+        begin = self.begin(self.embed(tokens) + kind)
         wide = mask.unsqueeze(2).float()
         h = torch.tanh(self.first(begin)) * wide
         h = torch.tanh(self.second(h)) * wide

@@ -29,7 +29,7 @@ def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     chain = Chain.split(
         "words:Model",
         data={"dataset": "words:Words", "batch_size": 8},
-        at=["embed", "first", "second"],
+        at=["begin", "first", "second"],
         epochs=9,
         steps=STEPS,
         defaults={"interface": "exact", "optimizer": {"Adam": {"lr": 0.01}}},

@@ -64,8 +64,8 @@ def whole(taken: Taken) -> nn.Module:
 
 
 def test_a_chain_is_the_network(folder: Path) -> None:
-    taken = split(at=["embed", "first"])
-    assert [part.until for part in taken.parts] == ["embed", "first", None]
+    taken = split(at=["begin", "first"])
+    assert [part.until for part in taken.parts] == ["begin", "first", None]
     sys.path.insert(0, str(folder))
     import words  # type: ignore[import-not-found]
 
@@ -82,11 +82,17 @@ def test_a_chain_is_the_network(folder: Path) -> None:
 def test_cuts_are_chosen(folder: Path) -> None:
     taken = split(modules=3)
     assert len(taken.prepared.modules) == 3
-    assert sum(part.numbers for part in taken.parts) == 7 * 8 + 2 * 72 + 16  # tied ones once
+    assert sum(part.numbers for part in taken.parts) == (7 + 2) * 8 + 2 * 72 + 2 * 16  # tied ones once
     assert all(part.seconds > 0 for part in taken.parts)
     lender = next(part for part in taken.parts if part.lends)
     assert lender.interface is not None
     assert lender.interface.name == "delayed"  # true gradients for tied weights
+
+
+def test_a_part_may_need_nothing_but_the_batch_size(folder: Path) -> None:
+    first, second = split(at=["kind"]).parts
+    assert first.numbers == 2 * 8
+    assert second.inputs == ("part-1", "data.0", "data.1")
 
 
 def test_another_name_for_the_weights(folder: Path) -> None:
@@ -187,7 +193,7 @@ def test_from_python(folder: Path) -> None:
 def test_the_commands(folder: Path) -> None:
     data = "{dataset: 'words:Words', batch_size: 8}"
     runner = CliRunner()
-    done = runner.invoke(cli, ["split", "words:Model", "--data", data, "--at", "embed,second"])
+    done = runner.invoke(cli, ["split", "words:Model", "--data", data, "--at", "begin,second"])
     assert done.exit_code == 0, done.output
     assert "wrote chain.yaml and chain.safetensors" in done.output
     done = runner.invoke(cli, ["split", "words:Model", "--data", data, "--json"])
