@@ -110,31 +110,38 @@ def requirements(target: str, folder: Path) -> list[str]:
     """
     packages = metadata.packages_distributions()
     found: dict[str, None] = {}
-    left, seen = [target.partition(":")[0].partition(".")[0]], set[str]()
+    left, seen = [target.partition(":")[0]], set[str]()
     while left:
-        top = left.pop()
-        if top in seen or top in sys.stdlib_module_names:
+        name = left.pop()
+        top = name.partition(".")[0]
+        if name in seen or top in sys.stdlib_module_names:
             continue
-        seen.add(top)
-        own = [file for file in (folder / f"{top}.py", folder / top) if file.exists()]
-        for file in own:
-            for one in [file] if file.is_file() else sorted(file.rglob("*.py")):
-                left += _imported(one)
-        for package in packages.get(top, []) if not own else []:
-            if package.lower() not in _OWN:
-                found[f"{package}=={metadata.version(package).partition('+')[0]}"] = None
-    return list(found)
+        seen.add(name)
+        if not any(one.exists() for one in (folder / f"{top}.py", folder / top)):
+            for package in packages.get(top, []):
+                if package.lower() not in _OWN:
+                    version = metadata.version(package).partition("+")[0]
+                    found[f"{package}=={version}"] = None
+            continue
+        parts = name.split(".")
+        left += [".".join(parts[:number]) for number in range(1, len(parts))]
+        path = folder.joinpath(*parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                left += _imported(file, name if file.stem == "__init__" else ".".join(parts[:-1]))
+    return sorted(found)
 
 
-def _imported(file: Path) -> list[str]:
+def _imported(file: Path, package: str) -> list[str]:
+    """Return the modules that a file may import, of which some may be names in modules."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
         return []
     names = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
-    names += [
-        node.module
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-    ]
-    return [name.partition(".")[0] for name in names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            names += [module, *(f"{module}.{one.name}" for one in node.names)]
+    return [name for name in names if name]

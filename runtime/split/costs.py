@@ -21,7 +21,6 @@ from dni_runtime.core.piece import Operations, Section
 from dni_runtime.core.program import Cut, Program
 from dni_runtime.spec import Choice, TensorSpec
 
-_REPEATS = 5
 _COPIES = 4
 """Copies of a trained parameter: itself, its gradient, and Adam's two averages."""
 
@@ -60,7 +59,7 @@ class Costs:
         program: Program,
         network: nn.Module,
         batch: Sequence[Tensor],
-        repeats: int = _REPEATS,
+        repeats: int,
     ) -> None:
         self.samples = len(batch[0])
         possible = [cut for cut in program.cuts.values() if cut.reason is None]

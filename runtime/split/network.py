@@ -86,6 +86,7 @@ class Request:
         loss: The chain's loss.
         interface: The gradient interface of all modules; None: chosen for each.
         threads: Compute threads of a worker.
+        repeats: Measurements of each time, of which the median counts.
     """
 
     modules: int = 2
@@ -96,6 +97,7 @@ class Request:
     loss: Choice = DEFAULT_LOSS
     interface: Choice | None = None
     threads: int = 1
+    repeats: int = 5
 
 
 def take_apart(
@@ -116,7 +118,7 @@ def take_apart(
     batch = [_batch(one, wanted.batch_size) for one in spec.example]
     state = {name: value.clone() for name, value in network.state_dict().items()}
     with _threads(wanted.threads), torch.random.fork_rng(devices=[]):
-        costs = Costs(program, network, batch)
+        costs = Costs(program, network, batch, wanted.repeats)
         network.load_state_dict(state)
         plan = _Plan(program, costs, info, wanted)
         ends = plan.named(wanted.at) if wanted.at else plan.best()

@@ -63,7 +63,9 @@ def attempt(name: str) -> str:
         program = trace(spec)
         traced = time.monotonic() - began
         cuts = {cut.position for cut in program.cuts.values() if cut.reason is None}
-        parts = take_apart(spec, build_network(spec), info, Request(modules=4, batch_size=4))
+        parts = take_apart(
+            spec, build_network(spec), info, Request(modules=4, batch_size=2, repeats=1)
+        )
     except DniError as error:
         return f"FAILS: {str(error).splitlines()[0]}"
     shares = [part.seconds for part in parts]

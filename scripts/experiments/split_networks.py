@@ -15,6 +15,7 @@ import os
 os.environ["MKL_CBWR"] = "AUTO"  # read by torch: see 'exact' in docs/architecture.md
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -70,7 +71,14 @@ def compare(name: str, modules: int, steps: int, backend: Any, folder: Path) -> 
     )  # fmt: skip
     for part in taken.parts:
         print(f"    {part.name}: until {part.until}, {part.seconds * 1e3:.0f} ms", flush=True)
-    run = Chain(folder / "chain.yaml").train(backend=backend, runs=folder / "runs")
+    if backend == "apptainer":
+        done = subprocess.run(
+            [sys.executable, "-m", "dnictl", "build"], cwd=folder, stdout=subprocess.DEVNULL
+        )
+        done.check_returncode()
+    run = Chain(folder / "chain.yaml").train(
+        backend=backend, runs=folder / "runs", images=folder / "images"
+    )
     state = run.wait()
     if state.phase != "finished":
         raise SystemExit(f"{name} in {modules}: {state.phase}: {run.failure(state)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,17 @@ from dni_runtime.data import open_data
 from dni_runtime.launch.prepare import importing_from
 from tests.e2e.conftest import Site
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SOURCE = Path(__file__).parents[1] / "data" / "words.py"
 STEPS = 20
+TORCH = version("torch").split("+")[0]
 
 
-def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "backend", ["process", pytest.param("apptainer", marks=pytest.mark.apptainer)]
+)
+def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """A skip, tied weights and a mask cross the cuts; the result goes back into the network."""
     shutil.copy(SOURCE, site.folder)
     monkeypatch.chdir(site.folder)
@@ -32,10 +37,13 @@ def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
         at=["begin", "first", "second"],
         epochs=9,
         steps=STEPS,
+        image={"torch": f"torch=={TORCH}"},
         defaults={"interface": "exact", "optimizer": {"Adam": {"lr": 0.01}}},
     )
     assert len(chain.modules) == 4
-    site.run("up", "chain.yaml", "--backend", "process")
+    if backend == "apptainer":
+        site.run("build")
+    site.run("up", "--backend", backend)
     site.run("export", "--state-dict", "-o", "trained.pt")
     found = torch.load("trained.pt", weights_only=True)
 

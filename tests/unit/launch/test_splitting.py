@@ -82,7 +82,9 @@ def test_a_chain_is_the_network(folder: Path) -> None:
 def test_cuts_are_chosen(folder: Path) -> None:
     taken = split(modules=3)
     assert len(taken.prepared.modules) == 3
-    assert sum(part.numbers for part in taken.parts) == (7 + 2) * 8 + 2 * 72 + 2 * 16  # tied ones once
+    assert (
+        sum(part.numbers for part in taken.parts) == (7 + 2) * 8 + 2 * 72 + 2 * 16
+    )  # tied ones once
     assert all(part.seconds > 0 for part in taken.parts)
     lender = next(part for part in taken.parts if part.lends)
     assert lender.interface is not None
