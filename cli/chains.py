@@ -42,7 +42,8 @@ def init(template: str, path: Path) -> None:
 
     mlp and cnn are small networks on the digits in this package, fashion-mlp and fashion-cdni
     (synthetic gradients alone) larger ones on Fashion-MNIST. lm is a small language model, with
-    its layers (lm.py) and a program that generates text (generate.py) beside PATH.
+    its layers (lm.py) and a program that generates text (generate.py) beside PATH. resnet, vit, gpt
+    and two-tower are networks in plain PyTorch, in a file beside PATH, taken apart.
 
     \b
     Example:

@@ -43,5 +43,5 @@ def _types(worker: WorkerSpec) -> Iterator[str]:
 
 
 def _normalizes(type: str) -> bool:
-    """Whether a layer normalises, as a transformer's layers do and a user's class may."""
-    return "Norm" in type or "Transformer" in type or ":" in type
+    """Whether a layer normalises, as a transformer's layers do and a user's own may."""
+    return "Norm" in type or "Transformer" in type or ":" in type or type == "Piece"

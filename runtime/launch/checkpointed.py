@@ -68,9 +68,10 @@ class Checkpointed:
             export_model(self.record.specs()[1], states, Path(output), force=force)
 
     def state_dict(self, cut: int | None = None, *, force: bool = False) -> dict[str, Tensor]:
-        """The trained weights under the names of the network that ``init`` has taken them from.
+        """The trained weights under the names of the network that they are from.
 
-        A network that ``dnictl split`` took apart loads them: ``load_state_dict(strict=True)``.
+        That is the one of ``Piece``, or the one that ``init`` has taken them from. It loads them:
+        ``load_state_dict(strict=True)``.
 
         Args:
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
@@ -89,7 +90,12 @@ class Checkpointed:
         chain, workers = self.record.specs()
         found: dict[str, Tensor] = {}
         for worker, module in zip(workers, chain.modules, strict=True):
-            names = module.init.names if module.init is not None else {}
+            names = {
+                f"{number}.network": ""
+                for number, layer in enumerate(worker.layers)
+                if layer.type == "Piece"
+            }
+            names |= module.init.names if module.init is not None else {}
             for own, value in trained_tensors(worker, states).items():
                 theirs = name_in_file(own, names)
                 if theirs is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,7 +117,7 @@ def take_apart(
     """
     program = trace(spec)
     batch = [_batch(one, wanted.batch_size) for one in spec.example]
-    state = {name: value.clone() for name, value in network.state_dict().items()}
+    state = copy.deepcopy(network.state_dict())  # with its versions
     with _threads(wanted.threads), torch.random.fork_rng(devices=[]):
         costs = Costs(program, network, batch, wanted.repeats)
         network.load_state_dict(state)
@@ -285,7 +286,7 @@ def _check(
     Raises:
         SpecError: The parts compute something else.
     """
-    state = {name: value.clone() for name, value in network.state_dict().items()}
+    state = copy.deepcopy(network.state_dict())  # with its versions
     for one in program.traces:
         training = one is program.train
         network.train(training)
@@ -367,7 +368,8 @@ def load_weights(network: nn.Module, file: Path) -> None:
                 f"{name!r} in {str(file)!r} has shape {list(state[name].shape)}, in the network "
                 f"{list(value.shape)}"
             )
-    network.load_state_dict(state)
+    own.update(state)  # it has the versions of the network's modules
+    network.load_state_dict(own)
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:

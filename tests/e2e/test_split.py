@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from importlib.metadata import version
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from dni_runtime import Chain
+from dni_runtime import Chain, Run
 from dni_runtime.data import open_data
 from dni_runtime.launch.prepare import importing_from
 from tests.e2e.conftest import Site
@@ -66,3 +67,31 @@ def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch, bac
         words.Model().load_state_dict(found, strict=True)
     finally:
         sys.modules.pop("words", None)
+
+
+@pytest.mark.apptainer
+@pytest.mark.parametrize(
+    ("template", "epochs", "metric", "enough"),
+    [
+        ("resnet", 2, "accuracy", 0.9),
+        ("vit", 6, "accuracy", 0.5),
+        ("two-tower", 4, "accuracy", 0.85),
+        ("gpt", 1, "loss", 3.5),
+    ],
+)
+def test_templates_train_in_containers(
+    site: Site, template: str, epochs: int, metric: str, enough: float
+) -> None:
+    site.run("init", "--template", template)
+    chain = site.folder / "chain.yaml"
+    text = re.sub(r"epochs: \d+", f"epochs: {epochs}", chain.read_text())
+    text += f'image: {{torch: "torch=={TORCH}"}}\n'
+    if template == "gpt":
+        text += "steps: 60\n"
+    chain.write_text(text)
+    site.run("build")
+    site.run("up", "--backend", "apptainer")
+    figures = Run.open(site.latest.root).status().evaluations[-1]
+    found = float(figures[metric])  # type: ignore[arg-type]
+    assert found > enough if metric == "accuracy" else found < enough
+    site.run("export", "--state-dict", "-o", "weights.safetensors")
