@@ -15,15 +15,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, fx, nn
 
-from dni_runtime.core.program import (
-    NetworkSpec,
-    Trace,
-    alias_of,
-    build_network,
-    in_place,
-    trace,
-    without_memory,
-)
+from dni_runtime.core.program import Trace, alias_of, in_place
+from dni_runtime.core.source import NetworkSpec, build_network, without_memory
+from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError
 from dni_runtime.spec.load import explain_details
 

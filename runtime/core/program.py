@@ -11,116 +11,17 @@ Shapes: B batch; all values that pass a cut have it as first dimension.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
-import traceback
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from dni_runtime.core.choices import find_attribute
+from dni_runtime.core.source import WRAPPED, NetworkSpec
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import TensorSpec
-
-_BATCH = 5
-"""Samples in the batch that is traced: no other size in a network is likely to be the same."""
-
-_WRAPPED = "network."
-"""Where the traced module has the network."""
-
-
-class NetworkSpec(BaseModel):
-    """A network that a user's function or class returns.
-
-    Attributes:
-        target: Import path of the function or class, ``package.module:name``.
-        args: Its keyword arguments.
-        example: One sample of each input of the data, as ``float32[3, 32, 32]``.
-        takes: Names of the arguments of ``forward`` that get them; by default its first ones.
-        returns: Key or attribute of what ``forward`` returns, if that is no tensor.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    target: str = Field(alias="import", pattern=r"^[\w.]+:[\w.]+$")
-    args: dict[str, Any] = Field(default_factory=dict)
-    example: tuple[TensorSpec, ...] = Field(min_length=1)
-    takes: tuple[str, ...] = ()
-    returns: str | None = None
-
-    @field_validator("example", mode="before")
-    @classmethod
-    def _written(cls, value: Any) -> Any:
-        return [read_tensor(one) if isinstance(one, str) else one for one in value]
-
-    def to_yaml(self) -> dict[str, Any]:
-        """Return it as a chain file has it."""
-        written = self.model_dump(by_alias=True, exclude_defaults=True)
-        return {**written, "example": [write_tensor(one) for one in self.example]}
-
-
-def read_tensor(text: str) -> TensorSpec:
-    """Read one sample as ``float32[3, 32, 32]``.
-
-    Raises:
-        ValueError: It is none.
-    """
-    match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,x]*)\]\s*", text)
-    if match is None or not isinstance(getattr(torch, match[1], None), torch.dtype):
-        raise ValueError(f"{text!r} is not a type and a shape, as in 'float32[3, 32, 32]'")
-    return TensorSpec(shape=tuple(map(int, re.findall(r"\d+", match[2]))), dtype=match[1])
-
-
-def write_tensor(tensor: TensorSpec) -> str:
-    """Write one sample as :func:`read_tensor` reads it."""
-    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
-
-
-class Wrapped(nn.Module):
-    """A network that takes the data's inputs in their order, and returns one tensor."""
-
-    def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
-        super().__init__()
-        self.network = network
-        self._takes, self._returns = spec.takes, spec.returns
-
-    def forward(self, *xs: Tensor) -> Tensor:
-        if self._takes:
-            y = self.network(**dict(zip(self._takes, xs, strict=True)))
-        else:
-            y = self.network(*xs)
-        if self._returns is not None:
-            y = y[self._returns] if isinstance(y, Mapping) else getattr(y, self._returns)
-        if not isinstance(y, Tensor):
-            raise TypeError(f"forward returns {type(y).__name__}: name a tensor by 'returns'")
-        return y
-
-
-def build_network(spec: NetworkSpec) -> nn.Module:
-    """Call the user's function; the network has the weights that it gives.
-
-    Raises:
-        SpecError: It cannot be imported, fails, or returns no module.
-    """
-    build = find_attribute(spec.target, "network", ())
-    try:
-        network = build(**spec.args)
-    except Exception as error:
-        raise SpecError(
-            f"{spec.target}({_written(spec.args)}) failed{_place_of(error)}: "
-            f"{type(error).__name__}: {_first_line(error)}",
-            location=("args",),
-        ) from error
-    if not isinstance(network, nn.Module):
-        raise SpecError(f"{spec.target} returns {type(network).__name__}, not a torch.nn.Module")
-    return network
+from dni_runtime.spec.load import suggestion
 
 
 @dataclass(frozen=True)
@@ -195,7 +96,7 @@ class Trace:
     def batch(self) -> frozenset[Any]:
         """Symbols of the batch's size."""
         placeholders = [node for node in self.graph.nodes if node.name in self.data]
-        return frozenset(_symbol(node.meta["val"].shape[0]) for node in placeholders)
+        return frozenset(symbol(node.meta["val"].shape[0]) for node in placeholders)
 
     @cached_property
     def spans(self) -> dict[str, tuple[int, int]]:
@@ -204,7 +105,7 @@ class Trace:
         found: dict[str, tuple[int, int]] = {}
         for node, number in self._order.items():
             for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
-                path = f"{path}.".removeprefix(_WRAPPED).removesuffix(".")
+                path = f"{path}.".removeprefix(WRAPPED).removesuffix(".")
                 if path and node not in self.free:
                     calls.setdefault(path, set()).add(key)
                     found[path] = found.get(path, (number, number))[0], number
@@ -216,7 +117,7 @@ class Trace:
 
     def is_batch(self, node: fx.Node) -> bool:
         """Whether a node is the size of the batch."""
-        return _symbol(node.meta.get("val")) in self.batch
+        return symbol(node.meta.get("val")) in self.batch
 
     def passing(self, position: int) -> list[fx.Node]:
         """Return the values that operations after a position take from those before it."""
@@ -238,7 +139,7 @@ class Trace:
         if not isinstance(value, Tensor):
             return f"{node.name} is no tensor"
         first, *others = value.shape or (0,)
-        if _symbol(first) not in self.batch:
+        if symbol(first) not in self.batch:
             return f"{node.name} {tuple(value.shape)} does not have the batch as first dimension"
         if any(isinstance(one, torch.SymInt) for one in others):
             return f"{node.name} {tuple(value.shape)} has a shape that depends on the batch"
@@ -322,8 +223,6 @@ class Program:
         return cut
 
     def _near(self, name: str) -> str:
-        from dni_runtime.spec.load import suggestion
-
         possible = [one for one, cut in self.cuts.items() if cut.reason is None]
         top = [one for one in possible if "." not in one]
         return suggestion(name, possible) or f"it can be after {', '.join(top or possible[:9])} …"
@@ -334,166 +233,7 @@ class Program:
         return self.train, self.eval
 
 
-def trace(spec: NetworkSpec) -> Program:
-    """Trace a network, once in each mode.
-
-    Args:
-        spec: The network; the result is remembered for it.
-
-    Raises:
-        SpecError: It cannot be built or traced; names the line of the user's code.
-    """
-    build = find_attribute(spec.target, "network", ())
-    return _traced(spec.model_dump_json(by_alias=True), build)
-
-
-@lru_cache(maxsize=4)
-def _traced(document: str, build: Callable[..., Any]) -> Program:
-    from torch._subclasses import FakeTensorMode  # these take a while to import
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    del build  # a changed function is another key
-    spec = NetworkSpec.model_validate(json.loads(document))
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        mode: Any = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        try:
-            with mode:  # neither time nor memory
-                network = build_network(spec)
-        except SpecError:
-            mode, network = contextlib.nullcontext(), build_network(spec)
-        with mode:
-            example = tuple(
-                torch.zeros(_BATCH, *one.shape, dtype=getattr(torch, one.dtype))
-                for one in spec.example
-            )
-        return _program_of(spec, network, example)
-
-
-def without_memory(spec: NetworkSpec) -> nn.Module:
-    """Return the network on torch's meta device."""
-    try:
-        with torch.device("meta"):
-            return build_network(spec)
-    except SpecError:
-        with torch.device("cpu"):
-            return build_network(spec).to("meta")
-
-
-def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ...]) -> Program:
-    wrapped = Wrapped(network, spec)
-    traces = {}
-    for training in (True, False):
-        wrapped.train(training)
-        traces[training] = _export(spec, wrapped, example)
-    named: list[tuple[str, Tensor]] = [*network.named_parameters(remove_duplicate=False)]
-    named += network.named_buffers(remove_duplicate=False)
-    same: dict[int, list[str]] = {}
-    for name, tensor in named:
-        same.setdefault(id(tensor), []).append(name)
-    aliases = {
-        name: tuple(other for other in names if other != name)
-        for names in same.values()
-        for name in names
-    }
-    used = {name for one in traces.values() for name in one.names.values()}
-    unused = [
-        name for name, _ in named if name not in used and not used.intersection(aliases[name])
-    ]
-    return Program(spec, traces[True], traces[False], aliases, tuple(unused))
-
-
-def _export(spec: NetworkSpec, wrapped: nn.Module, example: tuple[Tensor, ...]) -> Trace:
-    axis = {0: torch.export.Dim.AUTO}
-    try:
-        with _quiet():
-            program = torch.export.export(
-                wrapped, example, dynamic_shapes=((axis,) * len(example),), strict=False
-            )
-    except Exception as error:
-        at, line = _guilty(error)
-        raise SpecError(
-            f"{spec.target} cannot be traced{at}: {_reason(error)}",
-            hint=(f"{line}\n  " if line else "")
-            + "torch.export follows one path through 'forward': conditions may depend on shapes, "
-            "not on the values of tensors. Or cut a sequence of modules by hand: 'layers' in "
-            "chain.yaml takes each of them",
-        ) from error
-    graph = program.graph_module.graph
-    kinds = torch.export.graph_signature.InputKind
-    names, constants, data = {}, {}, []
-    used = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    for one in program.graph_signature.input_specs:
-        name = one.arg.name
-        if one.kind is kinds.USER_INPUT:
-            data.append(name)
-        elif not used[name].users:
-            continue
-        elif one.kind is kinds.CONSTANT_TENSOR:
-            assert one.target is not None
-            constants[name] = cast("Tensor", program.constants[one.target])
-        else:
-            assert one.target is not None
-            names[name] = one.target.removeprefix(_WRAPPED)
-    for name in data:
-        if _symbol(used[name].meta["val"].shape[0]) is None:
-            raise SpecError(
-                f"{spec.target} works for batches of {_BATCH} samples only: its code takes the "
-                "batch's size as a constant",
-                hint="write x.shape[0] where forward has a number, or -1 in view and reshape",
-            )
-    return Trace(graph, names, constants, tuple(data))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from telling about its own work."""
-    import logging
-    import warnings
-
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def _guilty(error: BaseException) -> tuple[str, str]:
-    """Return where in the user's code an error comes from, and that line of code."""
-    torchs = str(Path(torch.__file__).parent)
-    own = str(Path(__file__).parent)
-    named = re.search(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)', str(error))
-    if named is not None:
-        return f" ({named[1]}:{named[2]})", named[3].strip()
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((torchs, own, "<")):
-            return f" ({frame.filename}:{frame.lineno})", (frame.line or "").strip()
-    return "", ""
-
-
-def _place_of(error: BaseException) -> str:
-    return _guilty(error)[0]
-
-
-def _reason(error: BaseException) -> str:
-    text = _first_line(error)
-    if "data-dependent" in text:
-        return f"it decides by the value of a tensor ({text})"
-    return f"{type(error).__name__}: {text}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), "")
-
-
-def _written(args: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in args.items())
-
-
-def _symbol(size: Any) -> Any:
+def symbol(size: Any) -> Any:
     """Return the symbol of a size that is known only at run time; None for other sizes."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else None
     return None if expression is None or expression.is_number else expression

@@ -20,7 +20,7 @@ from dni_runtime.image import apptainer
 ROOT = "opt/dni"
 MODULE_JSON = f"{ROOT}/module.json"
 
-_NOT_IN_IMAGES = frozenset({"image", "launch", "bench", "definitions", "__pycache__"})
+_NOT_IN_IMAGES = frozenset({"image", "split", "launch", "bench", "definitions", "__pycache__"})
 """Packages above the worker (imports point only downward): changes there rebuild no image."""
 
 

@@ -19,14 +19,9 @@ from dni_runtime.spec.load import explain_details, parse_choice
 from dni_runtime.spec.model import DataSpec
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.chainfile import HEADER, write_chain
-from dni_runtime.split.network import (
-    Part,
-    Request,
-    chain_name,
-    load_weights,
-    network_of,
-    take_apart,
-)
+from dni_runtime.split.network import Request, chain_name, network_of, take_apart
+from dni_runtime.split.part import Part
+from dni_runtime.split.weights import load_weights
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from safetensors.torch import save
 from torch import nn
 
 from dni_runtime.core.export import separate
-from dni_runtime.core.program import NetworkSpec
+from dni_runtime.core.source import NetworkSpec
 from dni_runtime.rundir import write_atomic
-from dni_runtime.split.network import Part
+from dni_runtime.split.part import Part
 
 HEADER = "# Written by 'dnictl split', which may replace it."
 

@@ -32,14 +32,14 @@ class Segment:
     Attributes:
         end: The cut after them; None for the last ones.
         seconds: Time of one training batch, forward and backward.
-        parameters: Its parameters by name, with their bytes.
+        parameters: Its parameters by name.
         saved: Bytes that autograd keeps of a batch.
         attends: Whether there is attention.
     """
 
     end: Cut | None
     seconds: float
-    parameters: dict[str, int]
+    parameters: dict[str, nn.Parameter]
     saved: int
     attends: bool
 
@@ -82,11 +82,14 @@ class Costs:
 
     def memory(self, i: int, j: int) -> float:
         """Bytes of weights, gradients, Adam's averages and one batch in that module."""
-        inside = self.segments[i:j]
-        parameters: dict[str, int] = {}
-        for segment in inside:
-            parameters |= segment.parameters
-        return _COPIES * sum(parameters.values()) + sum(segment.saved for segment in inside)
+        weights = sum(one.nbytes for one in self.parameters(i, j).values())
+        return _COPIES * weights + sum(segment.saved for segment in self.segments[i:j])
+
+    def parameters(self, i: int, j: int) -> dict[str, nn.Parameter]:
+        """Parameters of that module by name."""
+        return {
+            name: one for segment in self.segments[i:j] for name, one in segment.parameters.items()
+        }
 
     def attends(self, i: int, j: int) -> bool:
         """Whether there is attention in that module."""
@@ -158,9 +161,9 @@ def measure(
     for number, (section, end) in enumerate(zip(sections, ends, strict=True)):
         own = {program.train.names[node.name] for node in section.tensors
                if node.name in program.train.names}  # fmt: skip
-        sizes = {name: parameters[name].nbytes for name in sorted(own) if name in parameters}
+        inside = {name: parameters[name] for name in sorted(own) if name in parameters}
         seconds = statistics.median(times[number][1:])
-        found.append(Segment(end, seconds, sizes, saved[number], attends[number]))
+        found.append(Segment(end, seconds, inside, saved[number], attends[number]))
     return found
 
 

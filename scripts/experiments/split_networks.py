@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dni_runtime.core.program import Wrapped
+from dni_runtime.core.source import Wrapped
 from dni_runtime.data import open_data
 from dni_runtime.launch.chain import Chain
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.splitting import split_chain
 from dni_runtime.split.network import network_of
+from dni_runtime.split.weights import load_weights
 
 SOURCES = Path(__file__).parent / "networks"
 
@@ -98,8 +99,6 @@ def compare(name: str, modules: int, steps: int, backend: Any, folder: Path) -> 
 
 def _plain(taken: Any, loss: str, steps: int, **given: Any) -> nn.Module:
     """Train the network by a plain loop of PyTorch, from the same weights, on the same batches."""
-    from dni_runtime.split.network import load_weights
-
     prepared = taken.prepared
     torch.set_num_threads(1)
     with importing_from(prepared.base.absolute()):

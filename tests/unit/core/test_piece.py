@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.piece import Piece, Section, tie
-from dni_runtime.core.program import NetworkSpec, Wrapped, build_network, read_tensor, trace
+from dni_runtime.core.source import NetworkSpec, Wrapped, build_network, read_tensor
+from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import TensorSpec
 

@@ -1,0 +1,140 @@
+"""A user's network: what returns it, and what its ``forward`` takes and returns."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from torch import Tensor, nn
+
+from dni_runtime.core.choices import find_attribute
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import TensorSpec
+
+
+class NetworkSpec(BaseModel):
+    """A network that a user's function or class returns.
+
+    Attributes:
+        target: Import path of the function or class, ``package.module:name``.
+        args: Its keyword arguments.
+        example: One sample of each input of the data, as ``float32[3, 32, 32]``.
+        takes: Names of the arguments of ``forward`` that get them; by default its first ones.
+        returns: Key or attribute of what ``forward`` returns, if that is no tensor.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = Field(alias="import", pattern=r"^[\w.]+:[\w.]+$")
+    args: dict[str, Any] = Field(default_factory=dict)
+    example: tuple[TensorSpec, ...] = Field(min_length=1)
+    takes: tuple[str, ...] = ()
+    returns: str | None = None
+
+    @field_validator("example", mode="before")
+    @classmethod
+    def _written(cls, value: Any) -> Any:
+        return [read_tensor(one) if isinstance(one, str) else one for one in value]
+
+    def to_yaml(self) -> dict[str, Any]:
+        """Return it as a chain file has it."""
+        written = self.model_dump(by_alias=True, exclude_defaults=True)
+        return {**written, "example": [write_tensor(one) for one in self.example]}
+
+
+def read_tensor(text: str) -> TensorSpec:
+    """Read one sample as ``float32[3, 32, 32]``.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,x]*)\]\s*", text)
+    if match is None or not isinstance(getattr(torch, match[1], None), torch.dtype):
+        raise ValueError(f"{text!r} is not a type and a shape, as in 'float32[3, 32, 32]'")
+    return TensorSpec(shape=tuple(map(int, re.findall(r"\d+", match[2]))), dtype=match[1])
+
+
+def write_tensor(tensor: TensorSpec) -> str:
+    """Write one sample as :func:`read_tensor` reads it."""
+    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+
+
+WRAPPED = "network."
+"""Where :class:`Wrapped` has the network."""
+
+
+class Wrapped(nn.Module):
+    """A network that takes the data's inputs in their order, and returns one tensor."""
+
+    def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
+        super().__init__()
+        self.network = network
+        self._takes, self._returns = spec.takes, spec.returns
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        if self._takes:
+            y = self.network(**dict(zip(self._takes, xs, strict=True)))
+        else:
+            y = self.network(*xs)
+        if self._returns is not None:
+            y = y[self._returns] if isinstance(y, Mapping) else getattr(y, self._returns)
+        if not isinstance(y, Tensor):
+            raise TypeError(f"forward returns {type(y).__name__}: name a tensor by 'returns'")
+        return y
+
+
+def build_network(spec: NetworkSpec) -> nn.Module:
+    """Call the user's function; the network has the weights that it gives.
+
+    Raises:
+        SpecError: It cannot be imported, fails, or returns no module.
+    """
+    build = find_attribute(spec.target, "network", ())
+    try:
+        network = build(**spec.args)
+    except Exception as error:
+        raise SpecError(
+            f"{spec.target}({_written(spec.args)}) failed{guilty_line(error)[0]}: "
+            f"{type(error).__name__}: {first_line(error)}",
+            location=("args",),
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise SpecError(f"{spec.target} returns {type(network).__name__}, not a torch.nn.Module")
+    return network
+
+
+def without_memory(spec: NetworkSpec) -> nn.Module:
+    """Return the network on torch's meta device."""
+    try:
+        with torch.device("meta"):
+            return build_network(spec)
+    except SpecError:
+        with torch.device("cpu"):
+            return build_network(spec).to("meta")
+
+
+def guilty_line(error: BaseException) -> tuple[str, str]:
+    """Return where in the user's code an error comes from, and that line of code."""
+    torchs = str(Path(torch.__file__).parent)
+    own = str(Path(__file__).parent)
+    named = re.search(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)', str(error))
+    if named is not None:
+        return f" ({named[1]}:{named[2]})", named[3].strip()
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((torchs, own, "<")):
+            return f" ({frame.filename}:{frame.lineno})", (frame.line or "").strip()
+    return "", ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that says something."""
+    return next((line for line in str(error).splitlines() if line.strip()), "")
+
+
+def _written(args: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in args.items())
