@@ -78,6 +78,10 @@ hosts_option = click.option(
     "--hosts", metavar="A,B,...",
     help="Run the workers on these hosts, by ssh; they share the run directory and this Python.",
 )  # fmt: skip
+carry_option = click.option(
+    "--carry", metavar="RUN", shell_complete=complete_runs,
+    help="Go on from the newest checkpoint of a run of the same layers, cut elsewhere.",
+)  # fmt: skip
 detach_option = click.option("-d", "--detach", is_flag=True, help="Run in the background.")
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the launch plan; start and write nothing."
@@ -101,6 +105,27 @@ def chosen_run(name: str | None, runs: Path) -> Run:
     from dni_runtime.launch.run import Run
 
     return Run.find(name, runs)
+
+
+def chosen_chain(
+    file: Path, *, data: Path | None, carry: str | None = None, runs: Path = Path("runs")
+) -> Prepared:
+    """Check a chain that is to be started.
+
+    Args:
+        file: Its ``chain.yaml``.
+        data: Folder or file to use instead of its ``data.path``.
+        carry: The run whose newest checkpoint it goes on from.
+        runs: Folder of the runs.
+    """
+    from dni_runtime.launch.prepare import prepare
+
+    prepared = prepare(file, data=data)
+    if carry is None:
+        return prepared
+    from dni_runtime.launch.carrying import carry_over
+
+    return carry_over(prepared, chosen_run(carry, runs).record)
 
 
 def tell(line: str) -> None:

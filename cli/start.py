@@ -16,7 +16,9 @@ from dnictl.ending import conclude
 from dnictl.options import (
     Wanted,
     backend_option,
+    carry_option,
     chain_argument,
+    chosen_chain,
     chosen_run,
     data_option,
     detach_option,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 @detach_option
 @run_dir_option
 @runs_option
+@carry_option
 @images_option
 @data_option
 @level_option
@@ -59,6 +62,7 @@ def up(
     detach: bool,
     run_dir: Path | None,
     runs: Path,
+    carry: str | None,
     images: Path,
     data: Path | None,
     log_level: str,
@@ -79,14 +83,13 @@ def up(
       dnictl up chain.yaml --hosts a,b
     """
     from dni_runtime.launch.planning import plan_here
-    from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import create_run, new_run_id
     from dni_runtime.launch.schedulers import SCHEDULERS
     from dni_runtime.launch.slurm.commands import own_job
     from dni_runtime.launch.ssh import parse_hosts
     from dni_runtime.launch.start import Launch
 
-    prepared = prepare(chain, data=data)
+    prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
     if hosts is None and backend == "auto" and own_job() is not None:
         from dnictl.allocation import up_in_allocation

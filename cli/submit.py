@@ -13,7 +13,9 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import (
     Wanted,
     backend_option,
+    carry_option,
     chain_argument,
+    chosen_chain,
     complete_profiles,
     data_option,
     images_option,
@@ -61,6 +63,7 @@ costs_option = click.option(
 @click.option("--parsable", is_flag=True, help="Print run and job id only: RUN;JOB.")
 @run_dir_option
 @runs_option
+@carry_option
 @images_option
 @data_option
 @level_option
@@ -80,6 +83,7 @@ def submit(
     parsable: bool,
     run_dir: Path | None,
     runs: Path,
+    carry: str | None,
     images: Path,
     data: Path | None,
     log_level: str,
@@ -97,12 +101,11 @@ def submit(
     """
     if parsable and as_json:
         raise UsageError("--parsable and --json exclude each other", hint="give one of them")
-    from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.records import new_run_id
     from dni_runtime.launch.slurm.profiles import load_profile
     from dni_runtime.launch.slurm.submit import placement_rows, submit_run
 
-    prepared = prepare(chain, data=data)
+    prepared = chosen_chain(chain, data=data, carry=carry, runs=runs)
     site_profile = load_profile(profile)
     site = site_for(prepared, backend, images, elsewhere=True, interface=site_profile.interface)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()

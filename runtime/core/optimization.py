@@ -136,17 +136,17 @@ class Optimization:
     def end_batch(self) -> None:
         """Step schedules that count batches."""
         if self._spec.schedule_every == "batch":
-            self._step_schedules(1)
+            self.step_schedules(1)
 
     def end_epoch(self) -> None:
         """Step schedules that count epochs."""
         if self._spec.schedule_every == "epoch":
-            self._step_schedules(1)
+            self.step_schedules(1)
 
     def pass_over(self, batches: int) -> None:
         """Step schedules that count batches past those of an earlier attempt."""
         if self._spec.schedule_every == "batch":
-            self._step_schedules(batches)
+            self.step_schedules(batches)
 
     @contextlib.contextmanager
     def ahead(self, batches: int) -> Iterator[None]:
@@ -187,7 +187,8 @@ class Optimization:
             for before, p in zip(self.before, self.parameters, strict=True):
                 before.copy_(p)
 
-    def _step_schedules(self, count: int) -> None:
+    def step_schedules(self, count: int) -> None:
+        """Step the schedules so often, to where the module is."""
         with warnings.catch_warnings():
             # A restarted module catches up before its optimizer's first step.
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)

@@ -207,6 +207,7 @@ class Chain:
         images: Path | str = "images",
         runs: Path | str = "runs",
         run_dir: Path | str | None = None,
+        carry: Run | None = None,
         log_level: str = "info",
     ) -> Run:
         """Start training on this host, with one worker per module.
@@ -221,6 +222,7 @@ class Chain:
             images: Folder of the module images.
             runs: Folder in which the run gets a directory.
             run_dir: That directory itself.
+            carry: A run of the same layers, cut elsewhere: go on from its newest checkpoint.
             log_level: How much the workers log: ``debug``, ``info``, ``warning`` or ``error``.
 
         Raises:
@@ -233,6 +235,10 @@ class Chain:
         prepared = self.prepared
         if update:
             prepared = prepare_again(prepared, prepared.written.model_copy(update=update))
+        if carry is not None:
+            from dni_runtime.launch.carrying import carry_over
+
+            prepared = carry_over(prepared, carry.record)
         site = check_host(
             prepared.written,
             prepared.workers,

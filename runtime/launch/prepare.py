@@ -20,7 +20,8 @@ from dni_runtime.spec import (
 )
 from dni_runtime.spec.load import line_of, naming_file
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from dni_runtime.launch.carrying import Carried
     from dni_runtime.launch.initial import Found
 
 
@@ -37,6 +38,7 @@ class Prepared:
         workers: The workers' specs, head first.
         sources: The user's source files, by their path relative to an import root.
         initial: Locations of the modules' initial weights.
+        carried: The checkpoint of another run to go on from.
     """
 
     path: Path
@@ -47,6 +49,7 @@ class Prepared:
     workers: tuple[WorkerSpec, ...]
     sources: dict[str, Path]
     initial: Found
+    carried: Carried | None = None
 
     @property
     def base(self) -> Path:

@@ -79,6 +79,10 @@ def create_run(
         from dni_runtime.launch.initial import write_initial  # imports torch
 
         write_initial(run, prepared.initial)
+    if prepared.carried is not None:
+        from dni_runtime.launch.carrying import write_carried  # imports torch
+
+        write_carried(run, prepared)
     write_atomic(run.chain_file, prepared.path.read_bytes())
     write_json(run.chain, prepared.chain.model_dump(mode="json"))
     from dni_runtime.wire import PROTOCOL_VERSION  # numpy: only to create a run
@@ -96,6 +100,7 @@ def create_run(
             "created": time.time(),
             "chain_file": str(prepared.path.absolute()),
             "data": None if prepared.data is None else str(prepared.data),
+            "carried": None if prepared.carried is None else str(prepared.carried.record.run.root),
             "images": {name: str(path) for name, path in (images or {}).items()},
             "epochs": prepared.chain.epochs,
             "batches_per_epoch": prepared.batches_per_epoch,

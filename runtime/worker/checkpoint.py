@@ -252,6 +252,24 @@ def _parsing(path: Path) -> Iterator[None]:
         raise DamagedError(f"{named(path)} is damaged: {error}") from None
 
 
+def write_part(run: RunDir, module: str, state: State) -> None:
+    """Write a module's part of a checkpoint.
+
+    Args:
+        run: The run directory.
+        module: The module's name.
+        state: Its state; the document says at which ``cut``.
+    """
+    tensors, document = state
+    path = run.checkpoint(document["cut"], module)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data = save(tensors)
+    write_atomic(path.with_suffix(".safetensors"), data)
+    # The JSON comes last: if it exists, the checkpoint is whole.
+    text = sealed(data, document | {"bytes": len(data)})
+    write_atomic(path.with_suffix(".json"), text + "\n")
+
+
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, so that training does not wait for the disk.
 
@@ -323,8 +341,10 @@ class CheckpointWriter:
             cut = document["cut"]
             try:
                 if is_cut:
-                    self._write_part(cut, tensors, document)
+                    write_part(self._run, self._module, (tensors, document))
                     self.failure = None
+                    log.info("checkpoint at %d written", cut)
+                    self._drop_old()
                 else:
                     metadata = {"document": sealed(save(tensors), document)}
                     write_atomic(self._run.snapshot(self._module), save(tensors, metadata))
@@ -342,17 +362,6 @@ class CheckpointWriter:
                 self._on_error(failure)
             finally:
                 self._queue.task_done()
-
-    def _write_part(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
-        path = self._run.checkpoint(cut, self._module)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        data = save(tensors)
-        write_atomic(path.with_suffix(".safetensors"), data)
-        # The JSON comes last: if it exists, the checkpoint is whole.
-        text = sealed(data, document | {"bytes": len(data)})
-        write_atomic(path.with_suffix(".json"), text + "\n")
-        log.info("checkpoint at %d written", cut)
-        self._drop_old()
 
     def _drop_old(self) -> None:
         if not self._chain:

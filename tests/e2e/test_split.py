@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -15,7 +16,10 @@ from torch.nn.functional import cross_entropy
 
 from dni_runtime import Chain, Run
 from dni_runtime.data import open_data
+from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import importing_from
+from dni_runtime.spec.model import DataSpec
+from tests.conftest import eventually
 from tests.e2e.conftest import Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -48,16 +52,22 @@ def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch, bac
     site.run("export", "--state-dict", "-o", "trained.pt")
     found = torch.load("trained.pt", weights_only=True)
 
-    with importing_from(site.folder):
+    is_plain(site.folder, found, STEPS)
+
+
+def is_plain(folder: Path, found: dict[str, torch.Tensor], steps: int) -> None:
+    """Compare trained weights with those of a plain loop."""
+    with importing_from(folder):
         import words  # type: ignore[import-not-found]
 
-        source = open_data(chain.prepared.chain.data, site.folder, seed=0)
+        data = DataSpec(dataset="words:Words", batch_size=8)
+        source = open_data(data, folder, seed=0)
     try:
         model = words.Model()
-        model.load_state_dict(load_file("chain.safetensors"))
+        model.load_state_dict(load_file(folder / "chain.safetensors"))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-        batches = (batch for epoch in range(1, 10) for batch in source.train_batches(epoch))
-        for _ in range(STEPS):
+        batches = (batch for epoch in range(1, 99) for batch in source.train_batches(epoch))
+        for _ in range(steps):
             (tokens, mask), y = next(batches)
             optimizer.zero_grad()
             cross_entropy(model(tokens, mask).transpose(1, 2), y).backward()
@@ -67,6 +77,37 @@ def test_exact_is_plain_pytorch(site: Site, monkeypatch: pytest.MonkeyPatch, bac
         words.Model().load_state_dict(found, strict=True)
     finally:
         sys.modules.pop("words", None)
+
+
+def test_a_run_goes_on_with_other_cuts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and Adam's averages of four modules become those of two: as if never stopped."""
+    shutil.copy(SOURCE, site.folder)
+    monkeypatch.chdir(site.folder)
+    four, two = (
+        Chain.split(
+            "words:Model",
+            data={"dataset": "words:Words", "batch_size": 8},
+            at=at,
+            path=path,
+            epochs=99,
+            steps=300,
+            defaults={"interface": "exact", "optimizer": {"Adam": {"lr": 0.01}}},
+        )
+        for path, at in (("chain.yaml", ["begin", "first", "second"]), ("two.yaml", ["first"]))
+    )
+    run = four.train(backend="process")
+    with pytest.raises(UsageError, match="stop it first"):
+        two.train(backend="process", carry=run)
+    eventually("batches", lambda: (run.status().step or 0) >= 20)
+    run.stop()
+    assert 20 <= (run.status().step or 0) < 300
+    site.run("up", "two.yaml", "--carry", run.name, "--backend", "process")
+    again = Run.find(runs=site.folder / "runs")
+    assert again.status().step == 300
+    assert json.loads(again.directory.record.read_text())["carried"] == str(run.directory.root)
+    is_plain(site.folder, again.state_dict(), 300)
+    with pytest.raises(UsageError, match="has finished"):
+        two.train(backend="process", carry=again)
 
 
 @pytest.mark.apptainer
