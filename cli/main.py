@@ -30,6 +30,7 @@ _DISK = {
 COMMANDS = {
     "init": "dnictl.chains",
     "split": "dnictl.split",
+    "balance": "dnictl.balance",
     "validate": "dnictl.chains",
     "graph": "dnictl.graph",
     "config": "dnictl.chains",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from safetensors.torch import save
@@ -20,6 +20,9 @@ from dni_runtime.launch.run import Run
 from dni_runtime.launch.start import Launch
 from dni_runtime.rundir import write_atomic
 from dni_runtime.split.balance import Balance
+
+if TYPE_CHECKING:
+    from dni_runtime.launch.balancing import Proposal
 
 _log = logging.getLogger(__name__)
 
@@ -189,6 +192,21 @@ class Chain:
         chain = cls.__new__(cls)
         chain.prepared = taken.prepared
         return chain
+
+    def balance(self, balance: Balance = "time", links: str = "fast") -> Proposal:
+        """Better cuts for its network, by what its parts cost on this machine.
+
+        Args:
+            balance: What is to be equal among the modules: ``time``, ``memory`` or ``both``.
+            links: ``fast`` (1 GB/s) or ``slow`` (100 Mbit/s).
+
+        Raises:
+            UsageError: It is not one network that has been taken apart.
+            SpecError: The network cannot be cut so.
+        """
+        from dni_runtime.launch.balancing import balance_chain
+
+        return balance_chain(self.prepared.path, balance, links)
 
     def __repr__(self) -> str:
         return f"Chain({str(self.prepared.path)!r})"

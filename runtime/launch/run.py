@@ -22,8 +22,10 @@ from dni_runtime.rundir import read_json, read_lines, write_json
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
     from matplotlib.figure import Figure
 
+    from dni_runtime.launch.balancing import Proposal
     from dni_runtime.launch.plan import LaunchPlan
     from dni_runtime.launch.start import Launch
+    from dni_runtime.split.balance import Balance
 
 Tell = Callable[[str], None]
 """Receives one line that the user should know."""
@@ -230,6 +232,24 @@ class Run(Checkpointed):
             state: Its state, where the caller has it.
         """
         return failure(self.directory, state or self.state())
+
+    def balance(self, balance: Balance = "time", links: str = "fast") -> Proposal:
+        """Better cuts for its network, by how long a batch takes where its modules run.
+
+        ``proposal.write()`` writes them to the chain file; ``Chain(path).train(carry=run)`` goes on
+        with them.
+
+        Args:
+            balance: What is to be equal among the modules: ``time``, ``memory`` or ``both``.
+            links: ``fast`` (1 GB/s) or ``slow`` (100 Mbit/s).
+
+        Raises:
+            UsageError: It is not one network that has been taken apart.
+            SpecError: The network cannot be cut so.
+        """
+        from dni_runtime.launch.balancing import balance_run
+
+        return balance_run(self.record, balance, links)
 
     # Resuming.
 

@@ -19,8 +19,9 @@ from dni_runtime.spec.load import explain_details, parse_choice
 from dni_runtime.spec.model import DataSpec
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.chainfile import HEADER, write_chain
-from dni_runtime.split.network import Request, chain_name, network_of, take_apart
+from dni_runtime.split.network import chain_name, network_of, take_apart
 from dni_runtime.split.part import Part
+from dni_runtime.split.plan import Request
 from dni_runtime.split.weights import load_weights
 
 
@@ -100,7 +101,7 @@ def split_chain(
         links=links,
         batch_size=data.batch_size,
         loss=Choice.model_validate(settings.get("loss", "CrossEntropyLoss")),
-        interface=None if chosen is None else Choice.model_validate(chosen),
+        interfaces=() if chosen is None else (Choice.model_validate(chosen),),
     )
     with importing_from(base):
         info = describe(data, base)

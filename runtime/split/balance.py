@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal
 
 Balance = Literal["time", "memory", "both"]
@@ -15,7 +16,7 @@ SLACK = 1.05
 def best_cuts(
     segments: int,
     modules: int,
-    cost: Callable[[int, int], float],
+    cost: Callable[[int, int, int], float],
     traffic: Sequence[float],
     link: Callable[[int], float] = lambda end: 0.0,
 ) -> list[int]:
@@ -27,7 +28,8 @@ def best_cuts(
     Args:
         segments: How many there are.
         modules: How many modules are wanted.
-        cost: Cost of the module of segments ``i`` to ``j - 1``.
+        cost: Cost of segments ``i`` to ``j - 1`` as the module of a number, from 0; infinite
+            where they cannot be.
         traffic: For each segment, the bytes that pass a cut after it.
         link: Cost of the link at a cut after ``end`` segments, in the unit of ``cost``.
 
@@ -39,38 +41,39 @@ def best_cuts(
     """
     if not 1 <= modules <= segments:
         raise ValueError(f"{segments} segments cannot become {modules} modules")
-    known: dict[tuple[int, int], float] = {}
+    known: dict[tuple[int, int, int], float] = {}
 
-    def slowest(i: int, j: int) -> float:
-        if (i, j) not in known:
-            known[i, j] = max(cost(i, j), link(j) if j < segments else 0.0)
-        return known[i, j]
+    def slowest(number: int, i: int, j: int) -> float:
+        if (number, i, j) not in known:
+            known[number, i, j] = max(cost(number, i, j), link(j) if j < segments else 0.0)
+        return known[number, i, j]
 
-    best = _search(segments, modules, lambda sofar, i, j: max(sofar, slowest(i, j)))
-    limit = max(slowest(i, j) for i, j in _pairs(best, segments)) * SLACK
+    best = _search(segments, modules, lambda sofar, *span: max(sofar, slowest(*span)))
+    spans = enumerate(pairwise([0, *best, segments]))
+    limit = max(slowest(number, i, j) for number, (i, j) in spans) * SLACK
     beyond = sum(traffic) + 1.0
 
-    def travels(sofar: float, i: int, j: int) -> float:
-        over = slowest(i, j) > limit
+    def travels(sofar: float, number: int, i: int, j: int) -> float:
+        over = slowest(number, i, j) > limit
         return sofar + (traffic[j - 1] if j < segments else 0.0) + (beyond if over else 0.0)
 
     return _search(segments, modules, travels)
 
 
-def _pairs(cuts: Sequence[int], segments: int) -> list[tuple[int, int]]:
-    return list(zip([0, *cuts], [*cuts, segments], strict=True))
-
-
-def _search(segments: int, modules: int, total: Callable[[float, int, int], float]) -> list[int]:
+def _search(
+    segments: int, modules: int, total: Callable[[float, int, int, int], float]
+) -> list[int]:
     """Return the cuts with the least total, which never falls with a further module."""
     # For each number of segments: the least total of so many modules, and their cuts.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for number in range(1, modules + 1):
-        left = modules - number
+    for number in range(modules):
+        left = modules - number - 1
         found: dict[int, tuple[float, list[int]]] = {}
-        for j in [segments] if not left else range(number, segments - left + 1):
+        for j in [segments] if not left else range(number + 1, segments - left + 1):
             options = (
-                (total(sofar, i, j), [*cuts, j]) for i, (sofar, cuts) in best.items() if i < j
+                (total(sofar, number, i, j), [*cuts, j])
+                for i, (sofar, cuts) in best.items()
+                if i < j
             )
             found[j] = min(options, key=lambda one: one[0])
         best = found

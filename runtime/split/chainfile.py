@@ -23,6 +23,9 @@ HEADER = "# Written by 'dnictl split', which may replace it."
 _OWN = frozenset({"torch", "numpy", "safetensors", "dni-runtime", "pyyaml", "pydantic", "rich"})
 """What images have anyway."""
 
+_OF_A_PART = frozenset({"name", "inputs", "interface", "layers"})
+"""What a module of a chain file has from its part."""
+
 
 def write_chain(
     path: Path,
@@ -46,35 +49,39 @@ def write_chain(
         The file of the weights.
     """
     weights = path.with_suffix(".safetensors")
+    rest = {key: value for key, value in settings.items() if key != "name"}
+    image, defaults = (dict(rest.pop(key, {})) for key in ("image", "defaults"))
+    needed = requirements(spec.target, path.parent)
+    if needed:
+        image["requirements"] = [*image.get("requirements", []), *needed]
+    defaults["init"] = {"file": weights.name, "names": {"0.network": ""}}
+    head = {"name": name, **rest, **({"image": image} if image else {}), "defaults": defaults}
     write_atomic(weights, save(separate(network.state_dict())))
-    write_atomic(path, chain_text(path, name, spec, parts, settings).encode(), mode=0o644)
+    write_atomic(path, chain_text(head, spec, parts).encode(), mode=0o644)
     return weights
 
 
 def chain_text(
-    path: Path,
-    name: str,
+    head: Mapping[str, Any],
     spec: NetworkSpec,
     parts: Sequence[Part],
-    settings: Mapping[str, Any],
+    modules: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the text of a chain file; see :func:`write_chain`."""
-    rest = {key: value for key, value in settings.items() if key not in ("name", "modules")}
+    """Return the text of a chain file.
+
+    Args:
+        head: Its keys, but the network and the modules.
+        spec: The network.
+        parts: Its parts.
+        modules: Modules of a chain file, of which each part keeps the other settings.
+    """
+    head = dict(head)
     if any(part.lends for part in parts):
-        rest["data"] = {**rest["data"], "drop_last": True}  # see core.piece.Borrowed
-    needed = requirements(spec.target, path.parent)
-    image = dict(rest.pop("image", {}))
-    if needed:
-        image["requirements"] = [*image.get("requirements", []), *needed]
-    defaults = dict(rest.pop("defaults", {}))
-    defaults["init"] = {
-        "file": path.with_suffix(".safetensors").name, "names": {"0.network": ""},
-    }  # fmt: skip
-    head = {"name": name, **rest, **({"image": image} if image else {}), "defaults": defaults}
+        head["data"] = {**head["data"], "drop_last": True}  # see core.piece.Borrowed
     blocks = [f"{HEADER}\n{_yaml(head)}", _yaml({"network": spec.to_yaml()})]
     lines = ["modules:"]
     total = sum(part.seconds + part.interface_s for part in parts)
-    for part in parts:
+    for number, part in enumerate(parts):
         share = (part.seconds + part.interface_s) / total
         lines.append(f"  # {share:.0%} of the time, {part.numbers:,} parameters")
         piece: dict[str, Any] = {"after": part.after, "until": part.until}
@@ -87,6 +94,9 @@ def chain_text(
             lines.append(f"    inputs: [{', '.join(part.inputs)}]")
         if part.interface is not None:
             lines.append(f"    interface: {_flow(part.interface.model_dump())}")
+        for key, value in modules[number].items() if modules else ():
+            if key not in _OF_A_PART:
+                lines.append(f"    {key}: {_flow(value)}")
         lines.append(f"    layers: {_flow([{'Piece': piece} if piece else 'Piece'])}")
     return "\n".join([*blocks, "\n".join(lines)]) + "\n"
 

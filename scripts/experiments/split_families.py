@@ -22,7 +22,8 @@ from dni_runtime.core.source import NetworkSpec, build_network
 from dni_runtime.core.tracing import trace
 from dni_runtime.errors import DniError
 from dni_runtime.spec import DataInfo, TensorSpec
-from dni_runtime.split.network import Request, take_apart
+from dni_runtime.split.network import take_apart
+from dni_runtime.split.plan import Request
 
 NAMES = (
     *(f"torchvision:{name}" for name in (

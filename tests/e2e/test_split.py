@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import socket
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -136,3 +140,49 @@ def test_templates_train_in_containers(
     found = float(figures[metric])  # type: ignore[arg-type]
     assert found > enough if metric == "accuracy" else found < enough
     site.run("export", "--state-dict", "-o", "weights.safetensors")
+
+
+def test_a_slow_host_gets_less(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second worker stands still for three quarters of the time, as on a slower host."""
+    site.run("init", "--template", "resnet")
+    monkeypatch.chdir(site.folder)
+    path = "split.yaml"
+    chain = Chain.split(
+        "resnet:ResNet",
+        path=path,
+        args={"channels": 1, "classes": 10},
+        data={"dataset": "digits", "batch_size": 64},
+        at=["stages.0"],
+        epochs=999,
+    )
+    run = chain.train(backend="process")
+    eventually("batches", lambda: (run.status().step or 0) >= 10)
+    pid = run.status().modules[1].pid
+    assert pid is not None
+    until = time.monotonic() + 8
+    while time.monotonic() < until:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.045)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.015)
+    run.stop()
+
+    told = site.json("balance", run.name)
+    assert told["worthwhile"]
+    assert told["faster"] > 1.2
+    assert told["file"] is None
+    first, second = told["modules"]
+    assert (first["until"], second["until"]) == ("stages.0", None)
+    assert first["better_parameters"] > first["parameters"], "the fast host gets more"
+    assert first["better_seconds"] > first["seconds"]
+    assert second["better_seconds"] < second["seconds"]
+    assert first["host"] == second["host"] == socket.gethostname()
+
+    said = site.run("balance", run.name, "--apply").stdout
+    assert "times as many batches\nwrote " in said
+    again = Chain(path).train(backend="process", carry=run)
+    step = run.status().step
+    assert step is not None
+    eventually("further batches", lambda: (again.status().step or 0) > step + 5)
+    again.stop()
+    assert again.failure() is None

@@ -22,12 +22,13 @@ def test_as_good_as_the_best_of_all(seed: int) -> None:
     ends = [draw.random() * draw.choice([0, 1]) for _ in range(segments)]  # of interfaces
     links = [draw.random() * draw.choice([0, 2]) for _ in range(segments)]
     traffic = [draw.randint(1, 100) for _ in range(segments)]
+    slowness = [draw.choice([1.0, 1.0, 3.0]) for _ in range(modules)]
 
-    def cost(i: int, j: int) -> float:
-        return sum(seconds[i:j]) + (ends[j - 1] if j < segments else 0.0)
+    def cost(number: int, i: int, j: int) -> float:
+        return slowness[number] * (sum(seconds[i:j]) + (ends[j - 1] if j < segments else 0.0))
 
     def slowest(cuts: list[int]) -> float:
-        costs = [cost(i, j) for i, j in spans(cuts, segments)]
+        costs = [cost(number, *span) for number, span in enumerate(spans(cuts, segments))]
         return max(*costs, *(links[j - 1] for j in cuts))
 
     every = [list(one) for one in combinations(range(1, segments), modules - 1)]
@@ -40,9 +41,9 @@ def test_as_good_as_the_best_of_all(seed: int) -> None:
 
 
 def test_one_module_has_no_cut() -> None:
-    assert best_cuts(3, 1, lambda i, j: float(j - i), [1, 1, 1]) == []
+    assert best_cuts(3, 1, lambda number, i, j: float(j - i), [1, 1, 1]) == []
 
 
 def test_more_modules_than_segments() -> None:
     with pytest.raises(ValueError, match="2 segments cannot become 3 modules"):
-        best_cuts(2, 3, lambda i, j: 1.0, [1, 1])
+        best_cuts(2, 3, lambda number, i, j: 1.0, [1, 1])

@@ -1,0 +1,199 @@
+"""Better cuts for a chain or a run: ``dnictl balance``, ``Chain.balance`` and ``Run.balance``."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dni_runtime.core.source import NetworkSpec, build_network
+from dni_runtime.data import describe, with_defaults
+from dni_runtime.errors import UsageError
+from dni_runtime.launch.prepare import importing_from
+from dni_runtime.launch.records import Record
+from dni_runtime.reports import Report
+from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
+from dni_runtime.spec import ChainSpec
+from dni_runtime.spec.load import load_chain, naming_file, parse_chain
+from dni_runtime.split.balance import SLACK, Balance
+from dni_runtime.split.chainfile import HEADER, chain_text
+from dni_runtime.split.network import Recut, cut_again
+from dni_runtime.split.plan import Request
+
+_LINES = 60
+"""Newest lines of a worker's metrics that are looked at: each is of a second, or of one batch."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Better cuts of a chain.
+
+    Attributes:
+        path: The chain file.
+        base: Its text.
+        recut: The modules that there are, and the better ones.
+        hosts: For each module, where it ran; None: not known.
+        measured: For each module, whether its time was measured there; else it is estimated.
+        text: The better chain file.
+    """
+
+    path: Path
+    base: str
+    recut: Recut
+    hosts: Sequence[str | None]
+    measured: Sequence[bool]
+    text: str
+
+    @property
+    def faster(self) -> float:
+        """By which factor more batches are expected in a second; near 1 is no gain."""
+        return max(self.recut.seconds) / max(self.recut.better_seconds)
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether the better cuts are faster by more than a measurement's uncertainty."""
+        return self.faster > SLACK
+
+    def write(self, path: Path | None = None, *, force: bool = False) -> Path:
+        """Write the better chain file.
+
+        Args:
+            path: A file in the same folder; by default the chain file itself.
+            force: Whether to replace a chain file that this program has not written.
+
+        Returns:
+            The file.
+
+        Raises:
+            UsageError: It may not be replaced, or is in another folder.
+        """
+        path = path or self.path
+        if path.parent.absolute() != self.path.parent.absolute():
+            raise UsageError(
+                f"{str(path)!r} is not in the folder of {str(self.path)!r}, where its paths start",
+                hint=f"write {str(self.path.parent / path.name)!r}",
+            )
+        text = path.read_text("utf-8") if path.exists() else HEADER
+        changed = path.absolute() == self.path.absolute() and text not in (HEADER, self.base)
+        if not force and (changed or not text.startswith(HEADER)):
+            why = "has changed since the run" if changed else "was not written by 'dnictl split'"
+            raise UsageError(
+                f"{str(path)!r} {why}", hint="name another file with -o, or replace it with --force"
+            )
+        write_atomic(path, self.text, mode=0o644)
+        return path
+
+
+def balance_chain(path: Path, balance: Balance = "time", links: str = "fast") -> Proposal:
+    """Find better cuts for a chain, by what its parts cost on this machine.
+
+    Args:
+        path: Its file.
+        balance: What is to be equal among the modules: time, memory, or both.
+        links: ``fast`` or ``slow``.
+
+    Raises:
+        UsageError: It is not one network that has been taken apart.
+        SpecError: The chain file is invalid, or the network cannot be cut so.
+    """
+    chain = load_chain(path)
+    return _proposed(
+        path, path.read_text("utf-8"), chain, path.parent.absolute(), balance=balance, links=links
+    )
+
+
+def balance_run(record: Record, balance: Balance = "time", links: str = "fast") -> Proposal:
+    """Find better cuts for a run, by how long a batch took where its modules ran.
+
+    Args:
+        record: The run.
+        balance: What is to be equal among the modules: time, memory, or both.
+        links: ``fast`` or ``slow``.
+
+    Raises:
+        UsageError: It is not one network that has been taken apart.
+        SpecError: The network cannot be cut so.
+    """
+    run = record.run
+    text = run.chain_file.read_text("utf-8")
+    chain = parse_chain(text, file=str(run.chain_file))
+    chain = chain.model_copy(update={"data": chain.data.at(record.data)})
+    return _proposed(
+        Path((read_json(run.record) or {})["chain_file"]), text, chain, run.sources,
+        balance=balance, links=links,
+        measured=[batch_seconds(run, module) for module in record.modules],
+        hosts=[Report.read(run.worker(module)).host for module in record.modules],
+    )  # fmt: skip
+
+
+def _proposed(
+    path: Path,
+    text: str,
+    chain: ChainSpec,
+    base: Path,
+    *,
+    balance: Balance,
+    links: str,
+    measured: Sequence[float | None] = (),
+    hosts: Sequence[str | None] = (),
+) -> Proposal:
+    pieces = [module.layers[0] for module in chain.modules]
+    if len(pieces) == 1 or not all(
+        len(module.layers) == 1 and module.layers[0].type == "Piece" for module in chain.modules
+    ):
+        raise UsageError(
+            f"chain {chain.name!r} is not one network that is cut into modules",
+            hint="'dnictl split' takes a network apart; layers are moved from module to module by "
+            "hand ('dnictl bench module' measures them, 'dnictl up --carry' goes on)",
+        )
+    count = range(len(pieces))
+    wanted = Request(
+        at=tuple(piece.args["until"] for piece in pieces[:-1]),
+        balance=balance,
+        links=links,
+        batch_size=chain.data.batch_size,
+        loss=chain.loss,
+        interfaces=tuple(chain.setting(number, "interface") for number in count),
+        frozen=tuple(bool(chain.setting(number, "freeze")) for number in count),
+        names=tuple(module.name for module in chain.modules),
+        threads=chain.resources(0).cpus or 1,
+    )
+    with naming_file(path), importing_from(base):
+        info = describe(with_defaults(chain.data), base)
+        spec = NetworkSpec.model_validate(pieces[0].args["network"])
+        recut = cut_again(spec, build_network(spec).train(), info, wanted, measured)
+    document: dict[str, Any] = yaml.safe_load(text)
+    modules = document.pop("modules")
+    document.pop("network", None)
+    return Proposal(
+        path=path,
+        base=text,
+        recut=recut,
+        hosts=hosts or [None] * len(count),
+        measured=[one is not None for one in measured] or [False] * len(count),
+        text=chain_text(document, spec, recut.better, modules),
+    )
+
+
+def batch_seconds(run: RunDir, module: str) -> float | None:
+    """Return how long a module computes for a batch where it runs, lately.
+
+    That is the time in which it does not wait for data, input, room or gradients.
+
+    Returns:
+        The median over the newest seconds; None if it has measured nothing.
+    """
+    lines = deque(
+        (one for one in read_lines(run.metrics(module)) if one.get("kind") == "train"), _LINES
+    )
+    found = [
+        max(1 - sum(line["waiting"].values()), 0.0) / line["batches_per_s"]
+        for line in lines
+        if line["batches_per_s"]
+    ]
+    return statistics.median(found) if found else None

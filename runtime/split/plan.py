@@ -1,0 +1,270 @@
+"""Where a network is to be cut, by the costs of modules with their gradient interfaces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.interfaces import Boundary, default_interface
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.piece import Section, row_width
+from dni_runtime.core.program import Program
+from dni_runtime.core.resolve import DEFAULT_OPTIMIZER
+from dni_runtime.errors import SpecError
+from dni_runtime.packing import row_of
+from dni_runtime.spec import Choice, DataInfo, TensorSpec
+from dni_runtime.split.balance import Balance, best_cuts
+from dni_runtime.split.costs import Costs, interface_seconds
+from dni_runtime.split.part import Part
+from dni_runtime.split.verify import check_parts
+
+LINKS = {"fast": 1e9, "slow": 12.5e6}
+"""Bytes per second of links: within a host or over InfiniBand; over 100 Mbit/s."""
+
+
+DEFAULT_LOSS = Choice(name="CrossEntropyLoss")
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a network is to be taken apart.
+
+    Attributes:
+        modules: Number of modules.
+        at: Instead, the modules of the network after which to cut.
+        balance: What is to be equal among the modules.
+        links: Speed of the links, a key of ``LINKS``.
+        batch_size: Samples in a training batch.
+        loss: The chain's loss.
+        interfaces: The gradient interface of each module, or one for all; empty: chosen for each.
+        frozen: Whether each module is; then no other layers come to those that are.
+        names: Names of the modules.
+        threads: Compute threads of a worker.
+        repeats: Measurements of each time, of which the median counts.
+    """
+
+    modules: int = 2
+    at: tuple[str, ...] = ()
+    balance: Balance = "time"
+    links: str = "fast"
+    batch_size: int = 128
+    loss: Choice = DEFAULT_LOSS
+    interfaces: tuple[Choice | None, ...] = ()
+    frozen: tuple[bool, ...] = ()
+    names: tuple[str, ...] = ()
+    threads: int = 1
+    repeats: int = 5
+
+
+class Plan:
+    """The costs of modules, with their gradient interfaces.
+
+    Args:
+        program: The network's operations.
+        costs: What lies between two cuts costs.
+        info: The data.
+        wanted: What is asked for.
+        batch: One batch of the data's inputs.
+
+    Attributes:
+        wanted: What is asked for.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        info: DataInfo,
+        wanted: Request,
+        batch: Sequence[Tensor],
+    ) -> None:
+        self._program, self._costs, self.wanted, self._batch = program, costs, wanted, batch
+        (output,) = (node for node in program.train.graph.nodes if node.op == "output")
+        (last,) = output.all_input_nodes
+        prediction = program.train.sample(last)
+        if isinstance(prediction, str):
+            raise SpecError(f"{program.spec.target}: the output {prediction}")
+        scores = ChainLoss(wanted.loss, prediction, info.label, ("loss",)).scores
+        classes = scores if info.classes is None else info.classes
+        self._boundary = Boundary(
+            prediction, info.label, prediction, classes, wanted.loss, DEFAULT_OPTIMIZER
+        )
+        self._interfaces: dict[tuple[str, TensorSpec], float] = {}
+
+    def named(self, at: Sequence[str]) -> list[int]:
+        """Return the cuts of some names, as numbers of segments before them.
+
+        Raises:
+            SpecError: There is no such cut, or they are not in order.
+        """
+        positions = [self._program.cut(name).position for name in at]
+        if positions != sorted(set(positions)):
+            raise SpecError(f"'--at {','.join(at)}' is not the order in which the network runs")
+        ends = [one.end.position if one.end else -1 for one in self._costs.segments]
+        return [1 + ends.index(position) for position in positions]
+
+    def best(self, slowness: Sequence[float] = (), now: Sequence[int] = ()) -> list[int]:
+        """Return the best cuts, as numbers of segments before them.
+
+        Args:
+            slowness: Factor on the time of each module; by default all are as fast.
+            now: The present cuts, for modules that are frozen.
+
+        Raises:
+            SpecError: The network has fewer segments than modules are wanted.
+        """
+        count, wanted, costs = len(self._costs.segments), self.wanted, self._costs
+        if wanted.modules > count:
+            raise SpecError(
+                f"{self._program.spec.target} can be cut in {count - 1} places, so that it has at "
+                f"most {count} modules, not {wanted.modules}"
+            )
+        slowness = slowness or [1.0] * wanted.modules
+        spans = list(pairwise([0, *now, count]))
+        stays = [
+            one for one, (i, j) in zip(wanted.frozen, spans, strict=False) for _ in range(i, j)
+        ]
+        whole_s, whole_bytes = self._seconds(0, 0, count), costs.memory(0, count)
+
+        def cost(number: int, i: int, j: int) -> float:
+            if stays and set(stays[i:j]) != {wanted.frozen[number]}:
+                return math.inf
+            seconds = slowness[number] * self._seconds(number, i, j) / whole_s
+            memory = costs.memory(i, j) / whole_bytes
+            return {"time": seconds, "memory": memory, "both": max(seconds, memory)}[wanted.balance]
+
+        byte_s = math.inf if wanted.balance == "memory" else LINKS[wanted.links]
+        return best_cuts(
+            count,
+            wanted.modules,
+            cost,
+            costs.traffic,
+            lambda j: costs.traffic[j - 1] / byte_s / whole_s,
+        )
+
+    def _seconds(self, number: int, i: int, j: int) -> float:
+        return self._costs.seconds(i, j) + self._interface_seconds(number, i, j)
+
+    def _chosen(self, number: int, attends: bool) -> Choice:
+        """Return the interface of a module that is not the last."""
+        given = self.wanted.interfaces
+        own = given[number if len(given) > 1 else 0] if given else None
+        return own or default_interface(attends)
+
+    def _interface_seconds(self, number: int, i: int, j: int) -> float:
+        if j == len(self._costs.segments):
+            return 0.0
+        choice = self._chosen(number, self._costs.attends(i, j))
+        row = row_of(self._costs.outputs(i, j))
+        key = choice.model_dump_json(), row
+        if key not in self._interfaces:
+            boundary = replace(self._boundary, activation=row)
+            self._interfaces[key] = interface_seconds(choice, boundary, self._costs.samples)
+        return self._interfaces[key]
+
+    def checked(self, ends: Sequence[int], network: nn.Module) -> list[Part]:
+        """Describe the modules between some cuts, which compute what the network computes.
+
+        Raises:
+            SpecError: They do not.
+        """
+        parts = self.parts(ends)
+        check_parts(self._program, network, self._batch, parts)
+        return parts
+
+    def parts(self, ends: Sequence[int]) -> list[Part]:
+        """Describe the modules between some cuts."""
+        costs = self._costs
+        cuts = [costs.segments[end - 1].end for end in ends]
+        names = [None, *(cut.name for cut in cuts if cut is not None), None]
+        sections = [
+            Section.of(self._program.train, after, until) for after, until in pairwise(names)
+        ]
+        spans = list(pairwise([0, *ends, len(costs.segments)]))
+        parameters = [costs.parameters(i, j) for i, j in spans]
+        # The first part that uses a parameter has it; others borrow it.
+        owner: dict[str, int] = {}
+        for number, own in enumerate(parameters):
+            for name in own:
+                owner.setdefault(name, number)
+        borrowed = [
+            sorted(name for name in own if owner[name] != number)
+            for number, own in enumerate(parameters)
+        ]
+        tied = sorted({name for some in borrowed for name in some})
+        lent = [[name for name in tied if owner[name] == number] for number in range(len(spans))]
+        gives = [[*section.gives, *some] for section, some in zip(sections, lent, strict=True)]
+        # Where a value is: the part that gives it, and as which of its outputs.
+        places: dict[Any, tuple[int, int]] = {
+            value: (number, which)
+            for number, values in enumerate(gives)
+            for which, value in enumerate(values)
+        }
+        parts = []
+        for number, ((i, j), section) in enumerate(zip(spans, sections, strict=True)):
+            taken = sorted([*section.takes, *borrowed[number]], key=lambda one: places[one])
+            own = {name: one for name, one in parameters[number].items() if owner[name] == number}
+            outputs = costs.outputs(i, j) or (self._boundary.prediction,)
+            outputs += tuple(
+                TensorSpec(shape=(row_width(own[name], costs.samples),), dtype="float32")
+                for name in lent[number]
+            )
+            attends = costs.attends(i, j)
+            last = j == len(costs.segments)
+            parts.append(
+                Part(
+                    name=self._name(number),
+                    after=names[number],
+                    until=names[number + 1],
+                    inputs=self._inputs([places[one] for one in taken], section, gives, number),
+                    outputs=outputs,
+                    numbers=sum(one.numel() for one in own.values()),
+                    lends=tuple(lent[number]),
+                    borrows={name: taken.index(name) for name in borrowed[number]},
+                    seconds=costs.seconds(i, j),
+                    interface_s=self._interface_seconds(number, i, j),
+                    memory=costs.memory(i, j),
+                    sends=0 if last else _bytes(outputs, costs.samples),
+                    # A tied parameter learns by true gradients alone.
+                    interface=None if last else self._chosen(number, attends or bool(lent[number])),
+                    attends=attends,
+                    samples=costs.samples,
+                )
+            )
+        return parts
+
+    def _inputs(
+        self,
+        places: Sequence[tuple[int, int]],
+        section: Section,
+        gives: Sequence[Sequence[Any]],
+        number: int,
+    ) -> tuple[str, ...] | None:
+        """Return a module's inputs as in ``chain.yaml``; None if they need not be written."""
+        if number == 0:
+            plain = section.data == list(range(len(self._program.spec.example)))
+        else:
+            before = [(number - 1, which) for which in range(len(gives[number - 1]))]
+            plain = places == before and not section.data
+        if plain:
+            return None
+        modules = (
+            self._name(source) + (f".{which}" if len(gives[source]) > 1 else "")
+            for source, which in places
+        )
+        return (*modules, *(f"data.{one}" for one in section.data))
+
+    def _name(self, number: int) -> str:
+        return self.wanted.names[number] if self.wanted.names else f"part-{number + 1}"
+
+
+def _bytes(outputs: Sequence[TensorSpec], samples: int) -> int:
+    row = row_of(outputs)
+    size: int = getattr(torch, row.dtype).itemsize
+    return samples * size * torch.Size(row.shape).numel()
