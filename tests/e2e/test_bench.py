@@ -68,7 +68,7 @@ def test_module(shell: Dnictl) -> None:
 
 def test_chain(shell: Dnictl) -> None:
     found = shell.json(
-        "bench", "chain", "--repetitions", "2", "--seconds", "2", "--warmup", "0.5",
+        "bench", "chain", "--repetitions", "2", "--seconds", "1", "--warmup", "0.2",
         "--threads", "1", "--plot", "found.png", "--out", "runs",
     )  # fmt: skip
     assert (found["chain"], found["repetitions"], found["threads"]) == ("small", 2, 1)

@@ -33,7 +33,7 @@ def test_one_depth(mnist: Path, tmp_path: Path) -> None:
     assert (info.train_samples, info.eval_samples) == (60_000, 10_000)
     command = [
         sys.executable, EXPERIMENTS / "reproduce_paper.py", "--layers", "2", "--seeds", "1",
-        "--epochs", "2", "--methods", "none,cDNI", "--mnist", mnist, "--out", tmp_path / "out",
+        "--epochs", "1", "--methods", "none,cDNI", "--mnist", mnist, "--out", tmp_path / "out",
     ]  # fmt: skip
     done = run(command)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_growth(tmp_path: Path) -> None:
     figures = tmp_path / "growth.json"
     command = [
         sys.executable, EXPERIMENTS / "bench_growth.py", "--modules", "3", "--windows", "2",
-        "--seconds", "2", "--warmup", "2", "--steps", "500", "--json", figures,
+        "--seconds", "1", "--warmup", "1", "--steps", "100", "--json", figures,
     ]  # fmt: skip
     done = run(command)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def test_time_to_accuracy(mnist: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [
         sys.executable, EXPERIMENTS / "time_to_accuracy.py", "--network", "mlp-256",
-        "--contenders", "single-1,gpipe-1,local-sgd-8,mixed", "--delay-ms", "3",
+        "--contenders", "gpipe-1,local-sgd-8,mixed", "--delay-ms", "3",
         "--target", "0.9", "--every", "20", "--seeds", "1", "--mnist", mnist, "--json", figures,
     ]  # fmt: skip
     done = run(command)
@@ -107,7 +107,7 @@ def test_time_to_accuracy(mnist: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(figures.read_text())["contenders"]
     assert [(row["name"], row["delay_ms"]) for row in rows] == [
-        ("single-1", 0), ("gpipe-1", 3), ("local-sgd-8", 3), ("mixed", 3),
+        ("gpipe-1", 3), ("local-sgd-8", 3), ("mixed", 3),
     ]  # fmt: skip
     for row in rows:
         (training,) = row["trainings"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEEDS = 300
-GRAPH_SEEDS = 100
+SEEDS = 150
+GRAPH_SEEDS = 60
 MISSED = [
     ("gradients-once", 167, "the watchdog has said module 'a' waits for gradients"),
     ("newest-read", 211, "the watchdog has said module 'a' waits for room"),
