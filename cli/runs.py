@@ -174,7 +174,7 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
 @runs_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
-    help="The file: .safetensors (weights and layers) or .pt2 (a torch.export program).",
+    help="The file: .safetensors (weights and layers), .pt2 (a torch.export program) or .onnx.",
 )  # fmt: skip
 @click.option(
     "--state-dict", is_flag=True,

@@ -91,7 +91,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
             "memory_bytes": part.memory,
             "sends_bytes": part.sends,
             "interface": part.interface.name if part.interface is not None else None,
-            "attention": part.attends,
+            "because": part.because,
         }
         for part in taken.parts
     ]
@@ -109,15 +109,28 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
                 f"{1e3 * part.seconds:.0f} + {1e3 * part.interface_s:.0f}",
                 f"{(part.seconds + part.interface_s) / total:.0%}",
                 f"{part.memory / 1e6:.0f} MB", f"{part.sends / 1e6:.1f} MB",
-                row["interface"] or "loss",
+                _interface(row),
             ]
             for row, part in zip(rows, taken.parts, strict=True)
         ],
         right={"parameters", "ms a batch", "share", "memory", "sends"},
     )  # fmt: skip
     click.echo(f"wrote {output} and {taken.weights}")
+    if any(part.because != "asked" for part in taken.parts[:-1]):
+        click.echo(
+            "interfaces as measured for such layers (docs/results.md); your own check: "
+            f"dnictl compare {output}",
+            err=True,
+        )
     click.echo("in parts, the network computes what it computes as a whole: checked", err=True)
     click.echo(f"next: dnictl validate {output} && dnictl up {output}", err=True)
+
+
+def _interface(row: dict[str, Any]) -> str:
+    if row["interface"] is None:
+        return "loss"
+    known = row["because"] in ("asked", "default")
+    return str(row["interface"]) if known else f"{row['interface']}: {row['because']}"
 
 
 def _data(text: str) -> dict[str, Any]:

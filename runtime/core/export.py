@@ -1,4 +1,4 @@
-"""Export of a trained chain as one plain network, to .safetensors or to .pt2."""
+"""Export of a trained chain as one plain network, to .safetensors, .pt2 or .onnx."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.network import connect
 from dni_runtime.core.training import empty_batch
-from dni_runtime.errors import DataError, DivergedError, DniError, UsageError
+from dni_runtime.errors import DataError, DivergedError, DniError, UnavailableError, UsageError
 from dni_runtime.rundir import write_atomic
 from dni_runtime.spec import LayerSpec, WorkerSpec
 
@@ -105,18 +106,23 @@ def export_model(
         workers: The modules' specs, head first.
         states: Each module's checkpoint file.
         output: ``.safetensors`` (weights, with the layers' description in the metadata; read by
-            ``dni_runtime.load``) or ``.pt2`` (a program of ``torch.export``, which needs neither
-            this package nor the user's classes).
+            ``dni_runtime.load``), ``.pt2`` (a program of ``torch.export``, which needs neither
+            this package nor the user's classes) or ``.onnx`` (for other runtimes).
         force: Whether to write weights that are not finite.
 
     Raises:
         DataError: A checkpoint is missing or of another module.
         DivergedError: Weights are not finite.
-        UsageError: The file's ending is neither, or the network cannot be exported as a program.
+        UnavailableError: ``.onnx`` needs packages that are not installed.
+        UsageError: The file's ending is none of these, or the network cannot be expressed so.
     """
-    if output.suffix not in (".safetensors", ".pt2"):
+    if output.suffix not in (".safetensors", ".pt2", ".onnx"):
         raise UsageError(
-            f"cannot export to {str(output)!r}", hint="end the name in .safetensors or .pt2"
+            f"cannot export to {str(output)!r}", hint="end the name in .safetensors, .pt2 or .onnx"
+        )
+    if output.suffix == ".onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
+        raise UnavailableError(
+            "onnx and onnxscript are not installed", hint="pip install 'dni-runtime[onnx]'"
         )
     model = assemble(workers, states)
     for name, module in model.named_children():
@@ -126,7 +132,7 @@ def export_model(
                 hint="export an older checkpoint with --from, or this one anyway with --force",
             )
     first = workers[0]
-    if output.suffix == ".pt2":
+    if output.suffix in (".pt2", ".onnx"):
         assert first.head is not None
         example = tuple(empty_batch(one, 2, "cpu") for one in first.head.samples)
         try:
@@ -142,7 +148,10 @@ def export_model(
                 hint="export to .safetensors instead",
             ) from error
         content = io.BytesIO()
-        torch.export.save(program, content)
+        if output.suffix == ".pt2":
+            torch.export.save(program, content)
+        else:
+            content.write(_onnx(program))
         write_atomic(output, content.getvalue(), mode=0o644)
         return model
     description = {
@@ -163,6 +172,21 @@ def export_model(
     data = save(tensors, metadata={METADATA: json.dumps(description), "format": "pt"})
     write_atomic(output, data, mode=0o644)
     return model
+
+
+def _onnx(program: torch.export.ExportedProgram) -> bytes:
+    """Return a program in the ONNX format, weights included; the batch may have any size."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = torch.onnx.export(program, dynamo=True, verbose=False)
+        data: bytes = found.model_proto.SerializeToString()  # type: ignore[union-attr]
+    except Exception as error:
+        raise UsageError(
+            f"ONNX cannot express this network: {str(error).splitlines()[0]}",
+            hint="export to .pt2 or .safetensors instead",
+        ) from error
+    return data
 
 
 def write_state_dict(state: Mapping[str, Tensor], output: Path) -> None:

@@ -50,7 +50,8 @@ class Checkpointed:
         """Write the trained network to one file, which :func:`dni_runtime.load` reads.
 
         Args:
-            output: ``.safetensors`` or ``.pt2``; of a state dict ``.safetensors`` or ``.pt``.
+            output: ``.safetensors``, ``.pt2`` or ``.onnx``; ``.safetensors`` or ``.pt`` of a state
+                dict.
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
             force: Write weights that are not finite, too.
             state_dict: Write :meth:`state_dict` instead, which needs nothing of this package.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.interfaces import default_interface
 from dni_runtime.core.source import NetworkSpec, build_network
 from dni_runtime.core.tracing import trace
 from dni_runtime.errors import UsageError
@@ -37,7 +36,7 @@ def take_apart(
     Raises:
         SpecError: It cannot be traced or cut so; or its parts do not compute what it computes.
     """
-    with _planning(spec, network, info, wanted) as plan:
+    with planning(spec, network, info, wanted) as plan:
         return plan.checked(plan.named(wanted.at) if wanted.at else plan.best(), network)
 
 
@@ -92,28 +91,38 @@ def cut_again(
     Raises:
         SpecError: As :func:`take_apart`.
     """
-    with _planning(spec, network, info, replace(wanted, modules=len(wanted.at) + 1)) as plan:
+    with planning(spec, network, info, replace(wanted, modules=len(wanted.at) + 1)) as plan:
         ends = plan.named(wanted.at)
         now = plan.parts(ends)
-        if all(part.interface == default_interface(part.attends or bool(part.lends))
-               for part in now[:-1]):  # fmt: skip
-            plan.wanted = replace(plan.wanted, interfaces=())  # as 'split' chooses them
-        slowness = [1.0] * len(now)
+        asked, plan.wanted = plan.wanted, replace(plan.wanted, interfaces=())
+        chosen = plan.parts(ends)
+        if [part.interface for part in chosen] != [part.interface for part in now]:
+            plan.wanted = asked  # they are the user's, not those that 'split' chooses
         known = {
             number: seconds / (now[number].seconds + now[number].interface_s)
             for number, seconds in enumerate(measured)
             if seconds is not None
         }
-        for number in range(len(now)):  # one that is not known is as the others
-            slowness[number] = known.get(number) or statistics.mean(known.values() or [1.0])
+        usual = statistics.mean(known.values() or [1.0])
+        slowness = [known.get(number, usual) for number in range(len(now))]
         return Recut(now, plan.checked(plan.best(slowness, ends), network), slowness)
 
 
 @contextlib.contextmanager
-def _planning(
+def planning(
     spec: NetworkSpec, network: nn.Module, info: DataInfo, wanted: Request
 ) -> Iterator[Plan]:
-    """Measure a network; its weights stay what they are."""
+    """Measure a network, for the time of this context; its weights stay what they are.
+
+    Args:
+        spec: The network.
+        network: The network itself.
+        info: The data.
+        wanted: What is asked for.
+
+    Raises:
+        SpecError: It cannot be traced.
+    """
     program = trace(spec)
     batch = [_batch(one, wanted.batch_size) for one in spec.example]
     state = copy.deepcopy(network.state_dict())  # with its versions

@@ -25,7 +25,8 @@ class Part:
         memory: Bytes of weights, gradients, Adam's averages and one batch.
         sends: Bytes of a batch of its outputs.
         interface: Its gradient interface; None for the last.
-        attends: Whether it has attention.
+        because: Why it has that interface: ``asked``, ``attention``, ``tied weights`` or
+            ``default``.
         samples: Samples of the batch that it was measured with.
     """
 
@@ -42,5 +43,5 @@ class Part:
     memory: float
     sends: int
     interface: Choice | None
-    attends: bool
+    because: str
     samples: int

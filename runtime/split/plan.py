@@ -73,6 +73,7 @@ class Plan:
         batch: One batch of the data's inputs.
 
     Attributes:
+        costs: What lies between two cuts costs.
         wanted: What is asked for.
     """
 
@@ -84,7 +85,8 @@ class Plan:
         wanted: Request,
         batch: Sequence[Tensor],
     ) -> None:
-        self._program, self._costs, self.wanted, self._batch = program, costs, wanted, batch
+        self.costs, self.wanted = costs, wanted
+        self._program, self._batch = program, batch
         (output,) = (node for node in program.train.graph.nodes if node.op == "output")
         (last,) = output.all_input_nodes
         prediction = program.train.sample(last)
@@ -106,7 +108,7 @@ class Plan:
         positions = [self._program.cut(name).position for name in at]
         if positions != sorted(set(positions)):
             raise SpecError(f"'--at {','.join(at)}' is not the order in which the network runs")
-        ends = [one.end.position if one.end else -1 for one in self._costs.segments]
+        ends = [one.end.position if one.end else -1 for one in self.costs.segments]
         return [1 + ends.index(position) for position in positions]
 
     def best(self, slowness: Sequence[float] = (), now: Sequence[int] = ()) -> list[int]:
@@ -119,7 +121,7 @@ class Plan:
         Raises:
             SpecError: The network has fewer segments than modules are wanted.
         """
-        count, wanted, costs = len(self._costs.segments), self.wanted, self._costs
+        count, wanted, costs = len(self.costs.segments), self.wanted, self.costs
         if wanted.modules > count:
             raise SpecError(
                 f"{self._program.spec.target} can be cut in {count - 1} places, so that it has at "
@@ -130,12 +132,12 @@ class Plan:
         stays = [
             one for one, (i, j) in zip(wanted.frozen, spans, strict=False) for _ in range(i, j)
         ]
-        whole_s, whole_bytes = self._seconds(0, 0, count), costs.memory(0, count)
+        whole_s, whole_bytes = self.seconds(0, 0, count), costs.memory(0, count)
 
         def cost(number: int, i: int, j: int) -> float:
             if stays and set(stays[i:j]) != {wanted.frozen[number]}:
                 return math.inf
-            seconds = slowness[number] * self._seconds(number, i, j) / whole_s
+            seconds = slowness[number] * self.seconds(number, i, j) / whole_s
             memory = costs.memory(i, j) / whole_bytes
             return {"time": seconds, "memory": memory, "both": max(seconds, memory)}[wanted.balance]
 
@@ -148,24 +150,32 @@ class Plan:
             lambda j: costs.traffic[j - 1] / byte_s / whole_s,
         )
 
-    def _seconds(self, number: int, i: int, j: int) -> float:
-        return self._costs.seconds(i, j) + self._interface_seconds(number, i, j)
+    def seconds(self, number: int, i: int, j: int) -> float:
+        """Time of a batch of segments ``i`` to ``j - 1``, as the module of this number."""
+        return self.costs.seconds(i, j) + self._interface_seconds(number, i, j)
 
     def _chosen(self, number: int, attends: bool) -> Choice:
         """Return the interface of a module that is not the last."""
+        return self._given(number) or default_interface(attends)
+
+    def _given(self, number: int) -> Choice | None:
         given = self.wanted.interfaces
-        own = given[number if len(given) > 1 else 0] if given else None
-        return own or default_interface(attends)
+        return given[number if len(given) > 1 else 0] if given else None
+
+    def _because(self, number: int, attends: bool, lends: bool) -> str:
+        if self._given(number) is not None:
+            return "asked"
+        return "attention" if attends else "tied weights" if lends else "default"
 
     def _interface_seconds(self, number: int, i: int, j: int) -> float:
-        if j == len(self._costs.segments):
+        if j == len(self.costs.segments):
             return 0.0
-        choice = self._chosen(number, self._costs.attends(i, j))
-        row = row_of(self._costs.outputs(i, j))
+        choice = self._chosen(number, self.costs.attends(i, j))
+        row = row_of(self.costs.outputs(i, j))
         key = choice.model_dump_json(), row
         if key not in self._interfaces:
             boundary = replace(self._boundary, activation=row)
-            self._interfaces[key] = interface_seconds(choice, boundary, self._costs.samples)
+            self._interfaces[key] = interface_seconds(choice, boundary, self.costs.samples)
         return self._interfaces[key]
 
     def checked(self, ends: Sequence[int], network: nn.Module) -> list[Part]:
@@ -180,7 +190,7 @@ class Plan:
 
     def parts(self, ends: Sequence[int]) -> list[Part]:
         """Describe the modules between some cuts."""
-        costs = self._costs
+        costs = self.costs
         cuts = [costs.segments[end - 1].end for end in ends]
         names = [None, *(cut.name for cut in cuts if cut is not None), None]
         sections = [
@@ -233,7 +243,7 @@ class Plan:
                     sends=0 if last else _bytes(outputs, costs.samples),
                     # A tied parameter learns by true gradients alone.
                     interface=None if last else self._chosen(number, attends or bool(lent[number])),
-                    attends=attends,
+                    because=self._because(number, attends, bool(lent[number])),
                     samples=costs.samples,
                 )
             )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from dni_runtime import load
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.export import export_model
 from dni_runtime.core.resolve import worker_specs
+from dni_runtime.errors import UnavailableError
 from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
 from dni_runtime.worker.checkpoint import snapshot
 
@@ -106,3 +109,29 @@ def test_tied_weights_come_back(tmp_path: Path, ending: str) -> None:
         expected = chain.steps[0].layers.state_dict()
         for key, value in model.get_submodule("a").state_dict().items():
             assert torch.equal(value, expected[key])
+
+
+@pytest.mark.parametrize("text", [AVERAGED, CHAIN], ids=["floats", "indices"])
+def test_onnx(tmp_path: Path, text: str) -> None:
+    """It computes the same, for batches of any size."""
+    floats = text == AVERAGED
+    sample = TensorSpec(shape=(4,), dtype="float32")
+    label = TensorSpec(shape=(), dtype="int64")
+    info = DataInfo(sample=sample, label=label, classes=5) if floats else INFO
+    workers = worker_specs(parse_chain(text), info)
+    chain = LocalChain(workers)
+    output = tmp_path / "net.onnx"
+    export_model(workers, saved(chain, tmp_path), output)
+    model = onnx.load(output)
+    onnx.checker.check_model(model)
+    (name,) = (one.name for one in model.graph.input)
+    for size in (3, 8):
+        x = torch.randn(size, 4) if floats else torch.randint(0, 5, (size, 4))
+        (found,) = ReferenceEvaluator(model).run(None, {name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), chain.predict(x))
+
+
+def test_onnx_may_not_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dni_runtime.core.export.find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="onnx and onnxscript are not installed"):
+        export_model((), {}, tmp_path / "net.onnx")

@@ -80,7 +80,7 @@ def test_what_a_place_measures_counts(chain: Path) -> None:
     )
     with importing_from(chain.parent.absolute()):
         spec, network = network_of("deep:build", info, args={})
-        wanted = Request(at=("2", "5"), batch_size=64, interfaces=(Choice(name="exact"),) * 2)
+        wanted = Request(at=("2", "5"), batch_size=64, interfaces=(Choice(name="exact"),) * 3)
         even = cut_again(spec, network, info, wanted)
         times = [part.seconds + part.interface_s for part in even.parts]
         found = cut_again(spec, network, info, wanted, [times[0], 5 * times[1], None])

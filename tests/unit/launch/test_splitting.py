@@ -198,6 +198,10 @@ def test_the_commands(folder: Path) -> None:
     done = runner.invoke(cli, ["split", "words:Model", "--data", data, "--at", "begin,second"])
     assert done.exit_code == 0, done.output
     assert "wrote chain.yaml and chain.safetensors" in done.output
+    assert "delayed: tied weights" in done.output
+    assert "your own check: dnictl compare chain.yaml" in done.output
+    argv = ["split", "words:Model", "--data", data, "--at", "begin", "--interface", "exact"]
+    assert "your own check" not in runner.invoke(cli, argv).output
     done = runner.invoke(cli, ["split", "words:Model", "--data", data, "--json"])
     assert '"until": null' in done.output
     for kind, expected in (("text", "└─ "), ("mermaid", "flowchart TD"), ("svg", "</svg>")):
