@@ -20,6 +20,7 @@ from dni_runtime.spec import DataInfo, TensorSpec
 from dni_runtime.split.costs import Costs
 from dni_runtime.split.part import Part
 from dni_runtime.split.plan import Plan, Request
+from dni_runtime.worker.memory import keep_freed_memory
 
 
 def take_apart(
@@ -123,6 +124,7 @@ def planning(
     Raises:
         SpecError: It cannot be traced.
     """
+    keep_freed_memory()  # as workers do
     program = trace(spec)
     batch = [_batch(one, wanted.batch_size) for one in spec.example]
     state = copy.deepcopy(network.state_dict())  # with its versions

@@ -46,7 +46,7 @@ class Request:
         frozen: Whether each module is; then no other layers come to those that are.
         names: Names of the modules.
         threads: Compute threads of a worker.
-        repeats: Measurements of each time, of which the median counts.
+        repeats: Measurements of each time, of which the fastest counts.
     """
 
     modules: int = 2
