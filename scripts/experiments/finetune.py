@@ -43,11 +43,13 @@ def pretrained(folder: Path, mnist: Path, samples: int) -> float:
     )
     source = open_data(data, folder, seed=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
     for epoch in range(1, 5):
         for x, y in source.train_batches(epoch):
             optimizer.zero_grad()
             cross_entropy(model(as_cifar(x)), y).backward()
             optimizer.step()
+        schedule.step()
     save_file(model.state_dict(), folder / "mnist.safetensors")
     model.eval()
     with torch.no_grad():
