@@ -18,7 +18,7 @@ from dnictl.options import chosen_run, complete_runs, json_option, print_json, r
               show_default=True, help="What is equal among the modules.")  # fmt: skip
 @click.option("--links", type=click.Choice(["fast", "slow"]), default="fast", show_default=True,
               help="Links between them: of 1 GB/s, or of 100 Mbit/s.")  # fmt: skip
-@click.option("--apply", "apply_it", is_flag=True, help="Write the better cuts to the chain file.")
+@click.option("--apply", "apply_it", is_flag=True, help="Write better cuts to the chain file.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), metavar="PATH",
               help="Write them to this file beside it.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
@@ -53,7 +53,8 @@ def balance(
     else:
         run = chosen_run(target, runs).record
         found = balance_run(run, balance, links)
-    written = found.write(output, force=force) if apply_it or output is not None else None
+    wanted = output is not None or (apply_it and found.worthwhile)
+    written = found.write(output, force=force) if wanted else None
     recut, parts = found.recut, zip(found.recut.parts, found.recut.better, strict=True)
     rows = [
         {
@@ -83,6 +84,7 @@ def balance(
         f"{1e3 * max(recut.better_seconds):.1f} ms: {found.faster:.2f} times as many batches"
         if found.worthwhile
         else "the cuts are as good as they can be, within 5 %"
+        + (": nothing is written" if apply_it else "")
     )
     if not any(found.measured):
         click.echo("times were measured on this machine, not in a run", err=True)

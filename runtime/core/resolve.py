@@ -63,14 +63,19 @@ def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
 
 
 def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> ChainSpec:
-    modules = []
+    modules = list[ModuleSpec]()
+    graph, unmoved = chain.graph, set[int]()  # modules with nothing trained in them or upstream
     for index, module in enumerate(chain.modules):
+        if chain.setting(index, "freeze") and unmoved.issuperset(graph.sources[index]):
+            unmoved.add(index)
         interface, optimizer = None, DEFAULT_OPTIMIZER
         if index < len(chain.modules) - 1:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
             choice = chain.setting(index, "interface") or default_interface(inferred[index].attends)
             found = find_interface(choice, at)
+            if index in unmoved and choice.name not in ("none", "local"):
+                found = find_interface(Choice(name="none"), at)  # no gradient has a reader
             interface = found.choice
             if found.timing is Timing.DEFERRED and found.wanted.max_late is None:
                 optimizer = LATE_OPTIMIZER

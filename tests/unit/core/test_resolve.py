@@ -59,6 +59,32 @@ def test_local_interfaces_want_no_gradients() -> None:
     assert (a.gradients_in, b.sources[0].gradients) == (0, 0)
 
 
+def test_no_gradients_go_where_nothing_is_trained() -> None:
+    """A frozen head wants none; a frozen module after one that is trained passes them on."""
+    text = CHAIN.replace("interface: mixed", "freeze: true").replace(
+        "  - name: c", "    freeze: true\n  - name: c"
+    )
+    a, b, c = worker_specs(parse_chain(text), INFO)
+    assert [one.interface and one.interface.name for one in (a, b, c)] == ["none", "none", None]
+    assert [one.gradients_in for one in (a, b, c)] == [0, 0, 0]
+    assert [edge.gradients for edge in (*b.sources, *c.sources)] == [0, 0]
+    a, b, _ = worker_specs(parse_chain(text.replace("freeze: true", "interface: exact", 1)), INFO)
+    assert [one.interface and one.interface.name for one in (a, b)] == ["exact", "mixed"]
+    early = text.replace("freeze: true", "freeze: true\n    interface: local", 1)
+    a, b, _ = worker_specs(parse_chain(early), INFO)
+    assert [one.interface and one.interface.name for one in (a, b)] == ["local", "none"]
+
+    workers = worker_specs(parse_chain(text), INFO)
+    chain = LocalChain(workers)
+    before = [{k: v.clone() for k, v in one.layers.state_dict().items()} for one in chain.steps]
+    x = torch.randn(8, 1, 8, 8)
+    for _ in range(3):
+        chain.train_batch(x, torch.arange(8))
+    for number, (was, step) in enumerate(zip(before, chain.steps, strict=True)):
+        same = all(torch.equal(was[key], now) for key, now in step.layers.state_dict().items())
+        assert same == (number < 2)
+
+
 @pytest.mark.parametrize(
     ("interface", "first_beta"),
     [("delayed", 0.0), ("{delayed: {max_late: 1}}", None), ("corrected", None), ("exact", None)],

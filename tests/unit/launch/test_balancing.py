@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from dni_runtime import Chain
 from dni_runtime.errors import UsageError
@@ -18,6 +19,7 @@ from dni_runtime.rundir import RunDir
 from dni_runtime.spec import Choice, DataInfo, TensorSpec
 from dni_runtime.split.network import cut_again, network_of
 from dni_runtime.split.plan import Request
+from dnictl.main import cli
 
 NARROW = """\
 from torch import nn
@@ -95,6 +97,10 @@ def test_frozen_layers_stay_frozen(chain: Path) -> None:
     found = balance_chain(chain)
     assert [part.until for part in found.recut.better] == ["1", None]
     assert not found.worthwhile
+    done = CliRunner().invoke(cli, ["balance", str(chain), "--apply"])
+    assert done.exit_code == 0, done.output
+    assert "as good as they can be, within 5 %: nothing is written" in done.output
+    assert chain.read_text() == frozen
 
 
 def test_what_is_not_replaced(chain: Path, tmp_path: Path) -> None:
