@@ -51,15 +51,23 @@ class Join:
         for link in self.links:
             link.greet()
 
+    def listen(self) -> None:
+        """Read all that has come, and keep it: no more than the links' windows.
+
+        So a restarted module upstream is answered while nothing can be processed. In a graph it may
+        wait for this module, this one for room downstream, and downstream for that module.
+        """
+        for link, queue in zip(self.links, self._queues, strict=True):
+            while (item := link.receive()) is not None:
+                queue.append(item)
+
     def receive(self) -> Batch | Marker | None:
         """Return the next batch or marker, without waiting; None if it is not complete."""
         if len(self.links) == 1:
-            item = self.links[0].receive()
+            (queue,) = self._queues
+            item = queue.popleft() if queue else self.links[0].receive()
             return _joined([item]) if isinstance(item, Batch) and item.data else item
-        for link, queue in zip(self.links, self._queues, strict=True):
-            # All that has come is read: a message left in a socket would end each poll at once.
-            while (item := link.receive()) is not None:
-                queue.append(item)
+        self.listen()  # a message left in a socket would end each poll at once
         while all(self._queues):
             id = min(queue[0].id for queue in self._queues)
             on = [place for place, queue in enumerate(self._queues) if queue[0].id == id]

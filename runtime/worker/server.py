@@ -412,6 +412,8 @@ class ModuleServer:
         if may_take and self._idle is not None and not self._stop() and self._idle.train():
             return
         began = time.monotonic()
+        if not may_take and self._input is not None:
+            self._input.listen()
         poller = self._any_poller if may_take else self._output_poller
         poller.poll(POLL_MS)
         self._metrics.waiting_s[reason] += time.monotonic() - began

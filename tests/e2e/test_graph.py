@@ -192,16 +192,20 @@ def test_any_module_may_be_killed(site: Site) -> None:
     path = write(site, DIAMOND % PAUSES, "mixed", epochs=20)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
-    for name in ("left", "top", "stem"):
+    # Both ends at once: each waits for the other, and those between them for room.
+    for names in (["left"], ["top"], ["stem"], ["top", "stem"]):
         step = run.status().modules[0].step or 0
         eventually("training goes on", lambda s=step: (run.status().modules[0].step or 0) > s + 5)
-        state = RunState.read(site.latest).modules[name]
-        assert state.pid is not None
-        os.kill(state.pid, signal.SIGKILL)
-        eventually(
-            f"{name} is back",
-            lambda n=name, r=state.restarts: RunState.read(site.latest).modules[n].restarts > r,
-        )
+        before = RunState.read(site.latest).modules
+        for name in names:
+            os.kill(int(before[name].pid or 0), signal.SIGKILL)
+        for name in names:
+            eventually(
+                f"{name} is back",
+                lambda n=name, r=before[name].restarts: (
+                    RunState.read(site.latest).modules[n].restarts > r
+                ),
+            )
     site.run("wait")
     figures = run.status()
     assert figures.state == "finished"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
@@ -253,3 +254,62 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_p
             serving.join(30)
     assert outcomes == [Outcome.FINISHED]
     assert step.counters.given_up == had
+
+
+FULL = """\
+name: full
+data: {dataset: digits, flatten: true, batch_size: 16}
+stop_grace_s: 0.5
+modules:
+  - {name: a, layers: [{Linear: {in_features: 64, out_features: 8}}], interface: mixed}
+  - {name: b, layers: [{Linear: {in_features: 8, out_features: 8}}], interface: mixed}
+  - {name: c, layers: [{Linear: {in_features: 8, out_features: 10}}]}
+"""
+
+
+def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(tmp_path: Path) -> None:
+    """In a graph, downstream may wait for that head before it makes room."""
+    run, stop = RunDir(tmp_path), StopRequest()
+    run.create()
+    chain = parse_chain(FULL)
+    a, b, c = worker_specs(chain, describe(chain.data, Path()))
+    ledger = Ledger(run.ledger("b"), Counts())
+    writer = CheckpointWriter(run, "b", ["b"], 1, lambda error: None)
+    with (
+        closing(stop), closing(writer), closing(ledger),
+        InputLink(b, run="run") as input, OutputLink(b, run="run") as output,
+        InputLink(c, run="run") as full,
+    ):  # fmt: skip
+        address = input.bind(f"ipc://{tmp_path}/b.sock")
+        below = full.bind(f"ipc://{tmp_path}/c.sock")
+        metrics = MetricsWriter(run, b, 1)
+
+        def serve() -> None:
+            output.connect(below, deadline_s=10)
+            ModuleServer(
+                ModuleStep(b), metrics=metrics, checkpoints=writer, stop=stop,
+                start=Start(), ledger=ledger, input=Join([input]), output=Fanout([output]),
+            ).serve()  # fmt: skip
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            full.wait_for_peer(10)
+            with OutputLink(a, run="run") as head:
+                head.connect(address, deadline_s=10)
+                until_s = time.monotonic() + 20
+                id = 0
+                while metrics.doing != "window" or head.room:
+                    assert time.monotonic() < until_s
+                    if head.room:
+                        id += 1
+                        h, y = torch.randn(16, 8), torch.randint(0, 10, (16,))
+                        head.send_batch(id, 1, Mode.TRAIN, h, y)
+                    list(head.receive())
+                    time.sleep(0.01)
+            with OutputLink(a, run="run", next_id=id + 1) as restarted:
+                restarted.connect(address, deadline_s=10)
+                assert restarted.connected
+        finally:
+            stop._handle(signal.SIGTERM, None)
+            serving.join(30)

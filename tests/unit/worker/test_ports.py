@@ -78,6 +78,18 @@ def test_batches_are_joined_in_the_order_of_the_inputs() -> None:
     assert taken(both) == [(2, [2.0, -2.0]), 3]
 
 
+@pytest.mark.parametrize("links", [1, 2])
+def test_what_is_heard_while_nothing_is_taken_is_kept(links: int) -> None:
+    above = [Above(batch(1, 1.0), batch(2, 2.0)) for _ in range(links)]
+    joined = join(*above)
+    joined.listen()
+    assert not any(one.items for one in above)
+    assert not any(one.acked for one in above), "upstream has no more room than before"
+    for one in above:
+        one.items.append(marker(3))
+    assert taken(joined) == [(1, [1.0] * links), (2, [2.0] * links), 3]
+
+
 def test_inputs_of_the_data_come_last() -> None:
     one = join(Above(batch(1, 1.0, data=(7.0, 8.0))))
     assert taken(one) == [(1, [1.0, 7.0, 8.0])]
