@@ -128,7 +128,20 @@ def links_in_turn() -> Any:
 
 
 def half_sums() -> Any:
-    """A gradient that one of two modules has lost is waited for until both have sent all."""
+    """A gradient that one of two modules has lost is waited for until both have sent all.
+
+    Nor does a module that waits for room hear one upstream: the seed that finds this is of before.
+    """
+    real = server.ModuleServer._sleep
+
+    def sleep(self: Any) -> None:
+        if self._input is None:
+            return real(self)
+        self._input.listen = lambda: None
+        try:
+            real(self)
+        finally:
+            del self._input.listen
 
     def given_up(self: Any) -> Any:
         until = min(link.drained for link in self.links)
@@ -137,7 +150,7 @@ def half_sums() -> Any:
         self._drained = until
         return [Drained(until)]
 
-    return replaced((fanout.Fanout, "_given_up", given_up))
+    return replaced((fanout.Fanout, "_given_up", given_up), (server.ModuleServer, "_sleep", sleep))
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

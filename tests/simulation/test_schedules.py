@@ -20,7 +20,7 @@ MISSED = [
     ("own-cuts", 199, "c has counted"),
     ("exit-code-0", 42, "a has never trained"),
     ("steps-unasked", 68, "the worker of module 'c' has not reported"),
-    ("links-in-turn", 38, "module 'd' waits for input from 'c'"),
+    ("links-in-turn", 94, "the watchdog has said module 'c' waits for input"),
     ("half-sums", 1318, "the watchdog has said module 'a' waits for gradients"),
 ]
 """Mends, and a seed that finds what each was made for."""
