@@ -26,7 +26,7 @@ class Hello:
         link: Properties that both ends must agree on.
         number: Number of this HELLO in its session, from 1: a connection that has ended may be
             read after its successor.
-        newest: The highest id that it has sent, or left out while the other end was gone.
+        newest: The highest id in its window, which may be far above what it has transmitted.
         cut: The cut at which the whole chain started; None if only its module was restarted.
         attempt: Number of its module's attempt.
     """

@@ -296,9 +296,10 @@ class OutputLink:
             self._tuner.sent(id, time.monotonic(), self.in_flight)
         self._transmit()
 
-    def miss(self, id: int) -> None:
-        """Skip a batch: the window is full and the neighbour is gone."""
-        self._sender.miss(id)
+    def miss(self, id: int, epoch: int) -> None:
+        """Tell downstream that a batch was left out: a join there must not wait for it."""
+        self._sender.counters.missed += 1
+        self.send_mark(id, epoch, Mark.MISSED)
 
     def send_mark(
         self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None

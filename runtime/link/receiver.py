@@ -30,6 +30,7 @@ from dni_runtime.wire import (
     Body,
     Buffer,
     Kind,
+    Mark,
     Message,
     Mode,
     Part,
@@ -106,7 +107,7 @@ class Receiver:
         self.session = ""
         self._attempt = 0  # of the module upstream
         self._number = 0  # of the session's newest HELLO
-        self._newest = 0  # the highest id that the peer had sent or left out by then
+        self._newest = 0  # the highest id in the peer's window by then
         self._replaced: deque[str] = deque(maxlen=REPLACED_KEPT)
         self._invited: deque[bytes] = deque(maxlen=INVITED_KEPT)
 
@@ -163,6 +164,7 @@ class Receiver:
         if not order.accept(message.id):
             self.counters.duplicates += 1
             return None
+        order.gaps += Mark.MISSED in message.mark
         self.counters.gaps = order.gaps
         return message
 

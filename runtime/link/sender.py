@@ -47,6 +47,7 @@ from dni_runtime.wire import (
     Body,
     Buffer,
     Kind,
+    Mark,
     Message,
     decode,
     encode,
@@ -114,7 +115,6 @@ class Sender:
         self.drained = 0
         self._cut = cut
         self._attempt = attempt
-        self._newest = next_id - 1
         self._number = 0  # of the newest HELLO
         self._since = 1  # of the first HELLO on this connection
         self._welcomed = False
@@ -142,7 +142,7 @@ class Sender:
             self.window.first,
             self.contract.agreement,
             number=self._number,
-            newest=self._newest,
+            newest=self.window.last,
             cut=self._cut,
             attempt=self._attempt,
         )
@@ -178,11 +178,6 @@ class Sender:
         self.window.acknowledge(self.window.last)
         return new
 
-    def miss(self, id: int) -> None:
-        """Leave a batch out: the other end is gone, and the window is full."""
-        self._newest = id
-        self.counters.missed += 1
-
     def bye(self) -> list[Buffer]:
         """Return the frames of BYE."""
         return encode(Message(Kind.BYE, self.run, self.contract.source))
@@ -198,8 +193,8 @@ class Sender:
         Raises:
             ValueError: The window is full, or its id does not grow (a bug of the caller).
         """
-        self.window.add(message.id, encode(message), force=force)
-        self._newest = message.id
+        missed = Mark.MISSED in message.mark
+        self.window.add(message.id, encode(message), force=force, missed=missed)
         if self._state is State.DISMISSED:
             self.window.acknowledge(message.id)
         if samples is not None:

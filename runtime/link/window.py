@@ -19,10 +19,12 @@ class Sent:
     Attributes:
         id: Its position in the stream.
         frames: Its frames; they keep the tensors' memory alive.
+        missed: Whether it only says that batches up to its id were left out.
     """
 
     id: int
     frames: Sequence[Buffer]
+    missed: bool = False
 
 
 class SendWindow:
@@ -65,13 +67,17 @@ class SendWindow:
         """The lowest id that can still be sent."""
         return self._kept[0].id if self._kept else self.last + 1
 
-    def add(self, id: int, frames: Sequence[Buffer], *, force: bool = False) -> None:
+    def add(
+        self, id: int, frames: Sequence[Buffer], *, force: bool = False, missed: bool = False
+    ) -> None:
         """Add a message, to be returned by :meth:`pending`.
 
         Args:
             id: Its position in the stream; grows.
             frames: Its frames.
             force: Whether to add it even to a full window.
+            missed: Whether it only says that batches were left out. One that follows another, which
+                was never transmitted, replaces it: a long outage takes no more memory.
 
         Raises:
             ValueError: The id does not grow, or the window is full (a bug of the caller).
@@ -81,7 +87,11 @@ class SendWindow:
         if not (self.room or force):
             raise ValueError(f"id {id} does not fit: {self.size} messages are unacknowledged")
         self.last = id
-        self._kept.append(Sent(id, frames))
+        newest = self._kept[-1] if self._kept else None
+        if missed and newest and newest.missed and newest.id > max(self._high, self.acked):
+            self._kept.pop()
+            self._transmitted = min(self._transmitted, len(self._kept))
+        self._kept.append(Sent(id, frames, missed))
         self._settle()
 
     def pending(self) -> Sent | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Kind(IntEnum):
@@ -41,6 +41,7 @@ class Mark(IntFlag):
         END: Training has finished.
         ASKED: A module has requested the checkpoint and may exit there.
         TEST: The evaluation of the test set is complete.
+        MISSED: The batches since the message before it, up to its own id, were left out.
     """
 
     EPOCH = 1
@@ -50,3 +51,4 @@ class Mark(IntFlag):
     END = 16
     ASKED = 32
     TEST = 64
+    MISSED = 128

@@ -93,12 +93,12 @@ class Fanout:
                     batch.id, batch.epoch, batch.mode, h, batch.y, batch.part, batch.data
                 )
             else:
-                link.miss(batch.id)
+                link.miss(batch.id, batch.epoch)
 
-    def miss(self, id: int) -> None:
-        """Skip a batch."""
+    def miss(self, batch: Batch) -> None:
+        """Leave a batch out, and say so."""
         for link in self.links:
-            link.miss(id)
+            link.miss(batch.id, batch.epoch)
 
     def send_mark(
         self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None

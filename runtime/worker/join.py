@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dni_runtime.link import Batch, InputLink, LinkCounters, Marker
+from dni_runtime.wire import Mark
 
 
 class Join:
     """All links from upstream of one module.
 
     Every link brings the same ids in the same order. A batch is complete when it has come on all of
-    them, and a marker when all have passed it. A batch that one link has lost is left out: it is
-    acknowledged on the others, and none of them waits for its gradient.
+    them, and a marker when all have passed it. A batch that one link has lost is left out, and
+    becomes a marker that says so: another join further down must not wait for it either.
 
     Args:
         links: The links, in the order of the module's inputs.
@@ -73,16 +74,19 @@ class Join:
             on = [place for place, queue in enumerate(self._queues) if queue[0].id == id]
             items = [self._queues[place].popleft() for place in on]
             first = items[0]
-            if id > self._passed and isinstance(first, Marker):
-                return first
+            if id <= self._passed:
+                for place in on:
+                    self.links[place].ack(id)
+                    if self.links[place].awaited:
+                        self.links[place].send_drained(id)
+                continue
             batches = [item for item in items if isinstance(item, Batch)]
-            if id > self._passed and len(batches) == len(self.links):
+            if len(batches) == len(self.links):
                 return _joined(batches)
-            self._left_out += id > self._passed
-            for place in on:
-                self.links[place].ack(id)
-                if self.links[place].awaited:
-                    self.links[place].send_drained(id)
+            if isinstance(first, Marker) and Mark.MISSED not in first.mark:
+                return first
+            self._left_out += bool(batches)
+            return Marker(id, first.epoch, Mark.MISSED, {})
         return None
 
     def ack(self, id: int) -> None:

@@ -257,7 +257,7 @@ class ModuleServer:
             divergence.may_use(batch.id, "the data", one) for one in batch.data
         ):
             if self._output is not None:
-                self._output.miss(batch.id)
+                self._output.miss(batch)
             return ()
         h = self._copies.to_host(step.forward(batch.id, x, batch.part))
         # A device with more work does not wait for the sending.
@@ -288,7 +288,7 @@ class ModuleServer:
             fullest = output.fullest
             self._metrics.count_window(fullest.in_flight, fullest.window)
         else:
-            output.miss(batch.id)
+            output.miss(batch)
         return fine
 
     def _answer(self, id: int, gradients: Gradients) -> None:

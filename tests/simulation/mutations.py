@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dni_runtime.launch import pool, supervisor
-from dni_runtime.link import Drained, handshake, input, output, receiver, sender
-from dni_runtime.worker import fanout, server
+from dni_runtime.link import Drained, Marker, handshake, input, output, receiver, sender
+from dni_runtime.wire import Mark
+from dni_runtime.worker import fanout, join, server
 
 
 @contextmanager
@@ -112,6 +113,19 @@ def steps_unasked() -> Any:
     return replaced((pool.WorkerPool, "kill_gone", lambda self, modules: None))
 
 
+def gaps_untold() -> Any:
+    """A batch that a join leaves out is not told further down, where another join waits for it."""
+    real = join.Join.receive
+
+    def receive(self: Any) -> Any:
+        while isinstance(item := real(self), Marker) and Mark.MISSED in item.mark:
+            self.ack(item.id)
+            self.send_drained(item.id, awaited=True)
+        return item
+
+    return replaced((join.Join, "receive", receive))
+
+
 def links_in_turn() -> Any:
     """At the end one link is flushed after the other, and the next ones are not served."""
 
@@ -160,6 +174,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "own-cuts": own_cuts,
     "exit-code-0": exit_code_0,
     "steps-unasked": steps_unasked,
+    "gaps-untold": gaps_untold,
     "links-in-turn": links_in_turn,
     "half-sums": half_sums,
 }

@@ -16,6 +16,7 @@ from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.handshake import Hello
 from dni_runtime.spec import TensorSpec
 from dni_runtime.wire import (
+    PROTOCOL_VERSION,
     Buffer,
     Kind,
     Limits,
@@ -46,7 +47,10 @@ BROKEN: dict[str, tuple[list[Buffer], str]] = {
     "long buffer": ([HEADER, bytes(33), bytes(16)], "oversized"),
     "huge buffer": ([HEADER, bytes(200_000), bytes(16)], "oversized"),
     "huge header": ([bytes(70_000)], "oversized"),
-    "next version": ([msgpack.packb([3, *msgpack.unpackb(HEADER)[1:]]), *GOOD[1:]], "version"),
+    "next version": (
+        [msgpack.packb([PROTOCOL_VERSION + 1, *msgpack.unpackb(HEADER)[1:]]), *GOOD[1:]],
+        "version",
+    ),
     "wrong shape": (
         batch(1, TensorEntry("h", "float32", (4, 2)), Y, bytes(32), bytes(16)),
         "shape",

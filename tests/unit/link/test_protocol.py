@@ -207,19 +207,19 @@ def test_another_protocol_version_is_named(make_spec: MakeSpec) -> None:
         receiver.handle(PEER, [msgpack.packb([1, "whatever it was"])])
     assert caught.value.reason == "version"
     (_, reply) = receiver.replies.popleft()
-    with pytest.raises(HandshakeError, match="protocol version is '1' for 'stem' but '2' for"):
+    with pytest.raises(HandshakeError, match="protocol version is '1' for 'stem' but '3' for"):
         make_sender(make_spec("stem")).handle(reply)
 
 
 def test_a_neighbour_of_another_version_is_named(make_spec: MakeSpec) -> None:
     sender = make_sender(make_spec("stem"))
-    with pytest.raises(HandshakeError, match="protocol version is '2' for 'stem' but '3' for"):
-        sender.handle([msgpack.packb([3])])
+    with pytest.raises(HandshakeError, match="protocol version is '3' for 'stem' but '4' for"):
+        sender.handle([msgpack.packb([4])])
 
 
 def test_junk_of_another_version_does_not_end_an_open_link(pair: Pair) -> None:
     with pytest.raises(WireError) as caught:
-        pair.sender.handle([msgpack.packb([3])])
+        pair.sender.handle([msgpack.packb([4])])
     assert caught.value.reason == "version"
 
 
@@ -348,11 +348,12 @@ def test_a_long_outage_leaves_a_gap_of_any_length(pair: Pair) -> None:
     pair.send(1, 2)
     pair.sender.lose()
     newest = 2 * JUMP_LIMIT
-    pair.sender.miss(newest)
+    missed = Message(Kind.MARK, "run", "stem", id=newest, mark=Mark.MISSED)
+    pair.sender.add(missed, force=True)
     pair.identity = b"\x00again"
     pair.probe()
     pair.send(newest + 1)
-    assert pair.got == [1, 2, newest + 1]
+    assert pair.got == [1, 2, newest, newest + 1]
     assert pair.receiver.counters.gaps == newest - 2
 
 

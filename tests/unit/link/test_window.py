@@ -220,6 +220,29 @@ def test_what_is_forced_in_is_sent_when_there_is_room() -> None:
     assert transmit(window) == [6, 7]
 
 
+def test_an_outage_takes_the_room_of_one_message() -> None:
+    window = filled(2, 2)
+    transmit(window)
+    for id in (3, 4, 5):
+        window.add(id, [b""], force=True, missed=True)
+    assert len(window) == 3
+    window.acknowledge(2)
+    window.rewind(2)
+    assert transmit(window) == [5]
+
+
+def test_what_was_sent_is_not_taken_back() -> None:
+    window = SendWindow(4)
+    window.add(1, [b""], missed=True)
+    assert transmit(window) == [1]
+    window.add(2, [b""], missed=True)
+    window.retain = 4
+    window.acknowledge(2)
+    window.add(3, [b""], missed=True)
+    window.rewind(0)
+    assert transmit(window) == [1, 2, 3]
+
+
 def test_a_restarted_receiver_takes_what_can_still_come() -> None:
     order = ReceiveOrder(10)
     assert order.start_at(8) == 0

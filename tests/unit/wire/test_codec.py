@@ -100,10 +100,10 @@ def reason(frames: list[Any], limits: Limits = LIMITS) -> str:
 
 
 def test_golden_batch_header() -> None:
-    """The bytes of version 2 never change; if this fails, raise PROTOCOL_VERSION."""
+    """The bytes of version 3 never change; if this fails, raise PROTOCOL_VERSION."""
     assert encode(BATCH)[0].hex() == (
         "9b"  # array of eleven
-        "02" "04"  # version 2, BATCH
+        "03" "04"  # version 3, BATCH
         "a572756e2d31" "a47374656d"  # run, source
         "07" "02" "01" "00" "00"  # id, epoch, mode, mark, ack
         "92"  # two tensors
@@ -116,9 +116,9 @@ def test_golden_batch_header() -> None:
 @pytest.mark.parametrize(
     ("message", "golden"),
     [
-        (EXAMPLES[4], "9b0205a172a16108020011009081a26c72cb3fe0000000000000"),
-        (EXAMPLES[6], "9b0207a172a16200000000099080"),
-        (EXAMPLES[8], "9b0209a172a16200000000009081a477686174aa636865636b706f696e74"),
+        (EXAMPLES[4], "9b0305a172a16108020011009081a26c72cb3fe0000000000000"),
+        (EXAMPLES[6], "9b0307a172a16200000000099080"),
+        (EXAMPLES[8], "9b0309a172a16200000000009081a477686174aa636865636b706f696e74"),
     ],
     ids=lambda value: value.kind.name if isinstance(value, Message) else "",
 )
@@ -272,10 +272,10 @@ BIG = bytes((1 << 12) + 1)
         pytest.param([encode(BATCH)[0] + b"\x00"], "header", id="bytes after the header"),
         pytest.param([msgpack.packb({})], "header", id="map"),
         pytest.param([msgpack.packb([])], "header", id="empty array"),
-        pytest.param([msgpack.packb([2])], "header", id="short array"),
+        pytest.param([msgpack.packb([3])], "header", id="short array"),
         pytest.param([msgpack.packb(["1"])], "header", id="text version"),
         pytest.param([msgpack.packb([True])], "header", id="bool version"),
-        pytest.param([msgpack.packb([3])], "version", id="next version"),
+        pytest.param([msgpack.packb([4])], "version", id="next version"),
         pytest.param([msgpack.packb([0, *range(10)])], "version", id="version 0"),
         pytest.param([msgpack.packb(msgpack.ExtType(5, b""))], "header", id="extension"),
         pytest.param([msgpack.packb(msgpack.Timestamp(1))], "header", id="timestamp"),
@@ -298,7 +298,7 @@ BIG = bytes((1 << 12) + 1)
         pytest.param(with_field(BATCH, 5, -1), "header", id="negative epoch"),
         pytest.param(with_field(BATCH, 6, 3), "header", id="unknown mode"),
         pytest.param(with_field(BATCH, 7, 1), "kind", id="batch with mark"),
-        pytest.param(with_field(BATCH, 7, 128), "header", id="unknown mark"),
+        pytest.param(with_field(BATCH, 7, 256), "header", id="unknown mark"),
         pytest.param(with_field(BATCH, 8, 1), "kind", id="batch with ack"),
         pytest.param(with_field(EXAMPLES[6], 10, {"a": 1}), "kind", id="acknowledgement with body"),
         pytest.param(with_field(BATCH, 10, []), "header", id="array as body"),
@@ -411,8 +411,8 @@ def test_what_cannot_be_encoded(message: Message, expected: str) -> None:
 @pytest.mark.parametrize(
     ("header", "version"),
     [
-        (msgpack.packb([3, "other", {}]), 3),
-        (encode(BATCH)[0], 2),
+        (msgpack.packb([4, "other", {}]), 4),
+        (encode(BATCH)[0], 3),
         (msgpack.packb([True]), None),
         (msgpack.packb([]), None),
         (b"\xc1", None),

@@ -56,6 +56,10 @@ class Above:
         return self.finishes > self.left_at
 
 
+def missed(id: int) -> Marker:
+    return Marker(id, 1, Mark.MISSED, {})
+
+
 def join(*links: Any) -> Join:
     return Join(links)
 
@@ -98,18 +102,25 @@ def test_inputs_of_the_data_come_last() -> None:
 
 
 def test_a_batch_that_one_link_has_lost_is_left_out() -> None:
-    left, right = Above(batch(1, 1.0), batch(2, 2.0), awaited=True), Above(batch(2, -2.0))
+    left, right = Above(batch(1, 1.0), batch(2, 2.0)), Above(batch(2, -2.0))
     both = join(left, right)
+    assert both.receive() == missed(1), "further down, too"
     assert taken(both) == [(2, [2.0, -2.0])]
-    assert (left.acked, left.drained) == ([1], [1])
-    assert (right.acked, right.drained) == ([], [])
     assert both.counters.gaps == 2 + 1
 
 
-def test_none_is_told_who_does_not_wait() -> None:
-    left, right = Above(batch(1, 1.0), batch(2, 2.0)), Above(batch(2, -2.0))
-    assert taken(join(left, right)) == [(2, [2.0, -2.0])]
-    assert (left.acked, left.drained) == ([1], [])
+def test_a_batch_is_not_waited_for_where_one_link_says_that_it_is_left_out() -> None:
+    left = Above(batch(1, 1.0), batch(2, 2.0), batch(3, 3.0))
+    both = join(left, Above(missed(2)))
+    assert [both.receive(), both.receive(), both.receive()] == [missed(1), missed(2), None]
+    assert both.counters.gaps == 2 + 2
+
+
+def test_what_all_links_have_left_out_is_said_once() -> None:
+    both = join(Above(missed(3), batch(4, 4.0)), Above(missed(3), batch(4, -4.0)))
+    assert both.receive() == missed(3)
+    assert taken(both) == [(4, [4.0, -4.0])]
+    assert both.counters.gaps == 2, "each link has counted it"
 
 
 def test_a_marker_is_not_lost_with_a_link() -> None:
@@ -118,11 +129,13 @@ def test_a_marker_is_not_lost_with_a_link() -> None:
 
 
 def test_what_some_link_cannot_bring_any_more_is_passed_over() -> None:
-    left, right = Above(batch(4, 4.0), marker(5), batch(6, 6.0)), Above(batch(6, -6.0))
+    above = batch(4, 4.0), marker(5), batch(6, 6.0)
+    left, right = Above(*above, awaited=True), Above(*above[:1], batch(6, -6.0))
     both = join(left, right)
     both.start_after(5)
     assert taken(both) == [(6, [6.0, -6.0])]
-    assert left.acked == [4, 5]
+    assert (left.acked, left.drained) == ([4, 5], [4, 5])
+    assert (right.acked, right.drained) == ([4], []), "nobody there waits for gradients"
     assert both.counters.gaps == 2, "it is not counted as lost here"
 
 
@@ -162,7 +175,7 @@ class Below:
     def send_batch(self, id: int, *rest: Any) -> None:
         self.sent.append(id)
 
-    def miss(self, id: int) -> None:
+    def miss(self, id: int, epoch: int) -> None:
         self.missed.append(id)
 
     def receive(self) -> list[Event]:
