@@ -95,7 +95,9 @@ def _lines(
         return network.lines_within(socket.gethostname(), links)
     if prepared is not None:
         request = request_here(Path("RUN").absolute(), prepared, profile, allocation)
-        return network.lines_of_chain(prepared.chain, profile, request.nodes, allocation.hosts)
+        return network.lines_of_chain(
+            prepared.chain, prepared.replicas, profile, request.nodes, allocation.hosts
+        )
     if len(allocation.hosts) == 1:
         return network.lines_within(allocation.hosts[0], LinksSpec())
     if interface is None:

@@ -239,10 +239,11 @@ def run(
     from dni_runtime.rundir import RunDir, socket_folder
 
     prepared = prepare(chain, data=data)
-    if module not in prepared.modules:
+    workers = [worker.module for worker in prepared.replicas]
+    if module not in workers:
         raise UsageError(
             f"chain {prepared.chain.name!r} has no module {module!r}",
-            hint=f"its modules: {', '.join(prepared.modules)}",
+            hint=f"its modules: {', '.join(workers)}",
         )
     if cut not in ("auto", "own", "none") and not cut.isdecimal():
         raise UsageError(

@@ -245,7 +245,7 @@ def _request(
     from dni_runtime.launch.slurm.commands import NodeShape, node_shapes
     from dni_runtime.launch.slurm.submit import make_request, measured_costs, wanted_partitions
 
-    partitions = wanted_partitions(prepared.chain, partition, site_profile)
+    partitions = wanted_partitions(prepared, partition, site_profile)
     shapes: dict[str | None, list[NodeShape]] | None = None
     try:
         shapes = node_shapes(set(partitions))

@@ -32,6 +32,16 @@ _HEADER_BYTES = 100_000_000  # what the safetensors library allows
 _CHUNK_BYTES = 1 << 20
 
 
+def tensors_file(part: Path) -> Path:
+    """Return the file with a part's tensors; a worker's name may have a dot."""
+    return part.with_name(f"{part.name}.safetensors")
+
+
+def document_file(part: Path) -> Path:
+    """Return the JSON file of a part."""
+    return part.with_name(f"{part.name}.json")
+
+
 def cut_folders(run: RunDir) -> dict[int, Path]:
     """Return the folders of cuts, complete or not, by position, oldest first."""
     found = {}
@@ -139,7 +149,7 @@ def verify(run: RunDir, cut: int, modules: Sequence[str]) -> None:
         part = run.checkpoint(cut, module)
         document = read_document(part)
         _check_size(part, document)
-        with reading(part), part.with_suffix(".safetensors").open("rb") as file:
+        with reading(part), tensors_file(part).open("rb") as file:
             check_sum(part, file, document)
 
 
@@ -168,7 +178,7 @@ def read_document(part: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read for another reason.
     """
     with reading(part):
-        text = part.with_suffix(".json").read_bytes()
+        text = document_file(part).read_bytes()
     with contextlib.suppress(ValueError):
         document = json.loads(text)
         if isinstance(document, dict):
@@ -183,7 +193,7 @@ def _is_finite(document: dict[str, Any]) -> bool:
 
 def _check_size(part: Path, document: dict[str, Any]) -> None:
     with reading(part):
-        size = part.with_suffix(".safetensors").stat().st_size
+        size = tensors_file(part).stat().st_size
     wanted = document.get("bytes", size)
     if size != wanted:
         raise DamagedError(

@@ -42,7 +42,9 @@ def memory_folder() -> Path:
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def run_chunk(job: tuple[int, int, str, str | None, bool]) -> tuple[list[dict[str, Any]], int]:
+def run_chunk(
+    job: tuple[int, int, str, str | None, bool, bool],
+) -> tuple[list[dict[str, Any]], int]:
     """Run some seeds; gives those that failed, and how often files were touched."""
     import torch
 
@@ -50,11 +52,11 @@ def run_chunk(job: tuple[int, int, str, str | None, bool]) -> tuple[list[dict[st
     from tests.simulation.site import Schedule, Violated, simulate
 
     torch.set_num_threads(1)
-    first, count, folder, without, graphs = job
+    first, count, folder, without, graphs, replicas = job
     failed, operations = [], 0
     with MUTATIONS[without]() if without else contextlib.nullcontext():
         for seed in range(first, first + count):
-            schedule = Schedule.of(seed, graph=graphs)
+            schedule = Schedule.of(seed, graph=graphs, replicas=replicas)
             try:
                 operations += simulate(schedule, Path(folder)).disk.operations
             except Violated as error:
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--graphs", action="store_true", help="of up to eight modules, with joins and skips"
     )
+    parser.add_argument("--replicas", action="store_true", help="of modules with replicas")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     began = time.perf_counter()
@@ -86,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="dni-simulation-", dir=memory_folder()) as folder:
         end = arguments.first + arguments.seeds
         jobs = [
-            (first, min(CHUNK, end - first), folder, arguments.without, arguments.graphs)
+            (
+                *(first, min(CHUNK, end - first), folder),
+                *(arguments.without, arguments.graphs, arguments.replicas),
+            )
             for first in range(arguments.first, end, CHUNK)
         ]
         context = multiprocessing.get_context("fork")

@@ -21,7 +21,7 @@ from dni_runtime.launch.placement import link_kinds
 from dni_runtime.launch.slurm.allocation import Allocation, beside
 from dni_runtime.launch.slurm.steps import step_environment
 from dni_runtime.link import encrypted
-from dni_runtime.spec import ChainSpec, LinksSpec
+from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
 
 SIZES_BYTES = (1 << 20, 16 << 20)
@@ -81,25 +81,31 @@ class Measured:
 
 
 def lines_of_chain(
-    chain: ChainSpec, profile: ProfileSpec, nodes: Sequence[int], hosts: Sequence[str]
+    chain: ChainSpec,
+    workers: Sequence[WorkerSpec],
+    profile: ProfileSpec,
+    nodes: Sequence[int],
+    hosts: Sequence[str],
 ) -> list[Line]:
     """Return the lines that a chain's links would use, each once.
 
     Args:
         chain: The chain.
+        workers: Its workers' specs, head first.
         profile: The site's profile.
-        nodes: The node of each module, head first.
+        nodes: The node of each worker.
         hosts: Names of the nodes.
     """
-    kinds = link_kinds(chain, profile.interface, nodes)
+    kinds = link_kinds(chain, workers, profile.interface, nodes)
+    at = {worker.module: nodes[number] for number, worker in enumerate(workers)}
     lines: list[Line] = []
-    for source, index in chain.graph.numbers:
-        transport, interface = kinds[chain.modules[index].name]
+    for edge in (edge for worker in workers for edge in worker.links_in):
+        transport, interface = kinds[edge.target]
         update = {"transport": transport, "interface": interface}
         if transport == "ipc":
             update["port"] = None
         links = _measurable(chain.links).model_copy(update=update)
-        line = Line(hosts[nodes[source]], hosts[nodes[index]], links)
+        line = Line(hosts[at[edge.source]], hosts[at[edge.target]], links)
         if line not in lines:
             lines.append(line)
     return lines

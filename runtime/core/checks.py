@@ -9,11 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location
-from dni_runtime.core.interfaces import Boundary, Timing, build_interface, resolve_interface
+from dni_runtime.core.interfaces import (
+    Boundary,
+    Resolved,
+    Timing,
+    build_interface,
+    resolve_interface,
+)
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization, check_groups
 from dni_runtime.core.recurrent import Recurrent
+from dni_runtime.core.replication import check_strategy
 from dni_runtime.core.shapes import BATCH
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
@@ -141,6 +148,11 @@ def _check_ties(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: 
 def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -> None:
     """Refuse options that do not work with a state carried from batch to batch."""
     interface = worker.interface
+    if worker.replicas > 1:
+        raise SpecError(
+            "a recurrent layer needs all batches, one after the other, and each replica gets some",
+            location=("modules", worker.index, "replicas"),
+        )
     if micro_batches > 1:  # of any module
         wrong = "'micro_batches': each part would continue from another one's state"
         location: Location = ("modules", worker.index, "layers")
@@ -209,6 +221,51 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                     location=("links", field),
                     hint="'int8' has one scale for the whole tensor",
                 )
+
+
+def check_replicas(
+    chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
+) -> None:
+    """Refuse replicas of modules, or in chains, where they do not work.
+
+    Args:
+        chain: The chain as written.
+        interfaces: The gradient interface of each module; None for the tail.
+        micro_batches: Parts that each training batch is cut into.
+
+    Raises:
+        SpecError: The head or the tail has replicas, a module waits for gradients, batches come in
+            parts, or the strategy is unknown.
+    """
+    replicated = [index for index, module in enumerate(chain.modules) if module.replicas > 1]
+    if not replicated:
+        return
+    check_strategy(chain.replication.strategy, ("replication", "strategy"))
+    last = len(chain.modules) - 1
+    for index in replicated:
+        if index in (0, last):
+            role = "head, which reads the data," if index == 0 else "tail, which has the loss,"
+            raise SpecError(
+                f"the {role} can have one worker only",
+                location=("modules", index, "replicas"),
+                hint="cut the chain so that the slow layers are in a module between them",
+            )
+    if micro_batches > 1:
+        raise SpecError(
+            "'micro_batches' and 'replicas' exclude each other: a batch goes to one replica",
+            location=("modules", replicated[0], "replicas"),
+        )
+    for index, interface in enumerate(interfaces):
+        if interface is None:
+            continue
+        where, name = place(chain, index, "interface"), chain.modules[index].name
+        if interface.wanted.max_late is not None:
+            raise SpecError(
+                f"module {name!r} waits for gradients ({interface.choice.name}), so it cannot give "
+                f"{chain.modules[replicated[0]].name!r} several batches at once",
+                location=where,
+                hint="an interface without 'max_late', such as 'mixed', or 'replicas: 1'",
+            )
 
 
 def place(chain: ChainSpec, index: int, field: str) -> Location:

@@ -14,6 +14,7 @@ from typing import Any
 from dni_runtime.core.checks import (
     check_links,
     check_loss,
+    check_replicas,
     check_single_samples,
     check_training,
     place,
@@ -84,6 +85,7 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
                 name=module.name,
                 inputs=module.inputs,
                 layers=module.layers,
+                replicas=module.replicas,
                 interface=interface,
                 optimizer=chain.setting(index, "optimizer") or optimizer,
                 schedule=chain.setting(index, "schedule"),
@@ -131,6 +133,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         for module in full.modules
     ]
     micro_batches = _micro_batches(chain, interfaces)
+    check_replicas(chain, interfaces, micro_batches)
+    replicated = any(module.replicas > 1 for module in full.modules)
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
     taken = [data_of(full, index, info) for index in range(len(full.modules))]
@@ -212,10 +216,13 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                     checkpoint=full.checkpoint,
                     micro_batches=micro_batches,
                     selects=full.selection is not None,
+                    sync_steps=full.replication.every if replicated else None,
                 ),
                 tail=TailRole(metrics=full.metrics, selection=_selection(full))
                 if index == last
                 else None,
+                replicas=module.replicas,
+                strategy=full.replication.strategy if module.replicas > 1 else None,
             )
         )
     check_training(chain, workers, micro_batches)
@@ -318,7 +325,8 @@ def _cuts(
             )
         )
     for index in range(len(cuts) - 2, -1, -1):
-        late = chain.links.largest_window
+        replicas = max(chain.modules[target].replicas for target in graph.targets[index])
+        late = chain.links.largest_window * replicas
         if not cuts[index].bootstrapped:
             late += max(cuts[target].late for target in graph.targets[index])
         cuts[index] = replace(cuts[index], late=late)

@@ -32,6 +32,7 @@ from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.passes import ForwardPass, ForwardPasses, Inputs, as_inputs
 from dni_runtime.core.recurrent import Recurrent
+from dni_runtime.core.replication import Shared
 from dni_runtime.core.training import module_seed, seeded, torch_dtype
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
@@ -85,6 +86,7 @@ class ModuleStep:
         measure_late: Whether to measure the prediction of the next gradient.
         measure_head: Whether to measure the early head on the next training batch.
         classifies: Whether predictions are scores of classes, which have an accuracy.
+        shared: What the module's replicas share; None if it has none.
 
     Raises:
         SpecError: A layer, optimizer or interface cannot be made.
@@ -125,6 +127,7 @@ class ModuleStep:
         )
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
         self._recurrent = [one for one in self.layers.modules() if isinstance(one, Recurrent)]
+        self.shared = Shared(self) if spec.strategy is not None else None
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self.store = (interface_.store if interface_ is not None else None) or -(
             -(spec.late + MARGIN) // max(spec.gradients_in, 1)

@@ -13,6 +13,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.replicas import module_of
 from dni_runtime.worker.carry import Names, carry
 from dni_runtime.worker.checkpoint import read, write_part
 
@@ -77,11 +78,15 @@ def write_carried(run: RunDir, prepared: Prepared) -> None:
     """
     assert prepared.carried is not None
     its, cut = prepared.carried.record, prepared.carried.cut
-    states = (read(its.run.checkpoint(cut, module)) for module in its.modules)
+    first = {module_of(worker): worker for worker in reversed(its.modules)}
+    order = dict.fromkeys(map(module_of, its.modules))
+    states = (read(its.run.checkpoint(cut, first[one])) for one in order)
     with importing_from(prepared.base.absolute()):
         parts = carry(its.specs()[1], states, prepared.workers)
-        for module, state in zip(prepared.modules, parts, strict=True):
-            write_part(run, module, state)
+        workers = prepared.replicas
+        for module, (tensors, document) in zip(prepared.modules, parts, strict=True):
+            for worker in (one.module for one in workers if module_of(one.module) == module):
+                write_part(run, worker, (tensors, document | {"module": worker}))
 
 
 def _shapes(workers: tuple[WorkerSpec, ...]) -> dict[str, list[int]]:

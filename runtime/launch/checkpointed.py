@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dni_runtime.cuts import choose_cut
+from dni_runtime.cuts import choose_cut, tensors_file
 from dni_runtime.errors import DamagedError, DivergedError, UsageError
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec.replicas import module_of
 
 if TYPE_CHECKING:  # torch takes a while to import
     from torch import Tensor, nn
@@ -24,7 +25,7 @@ class Checkpointed:
         record: The same.
         directory: Its files.
         name: Its name.
-        modules: Its modules, head first.
+        modules: Its workers, head first.
     """
 
     def __init__(self, record: Record) -> None:
@@ -153,7 +154,10 @@ class Checkpointed:
             return evaluate(lambda x: model(*as_inputs(x)), batches, workers[-1])
 
     def _states_of(self, cut: int) -> dict[str, Path]:
+        first: dict[str, str] = {}  # replicas are the same at a checkpoint
+        for worker in self.modules:
+            first.setdefault(module_of(worker), worker)
         return {
-            module: self.directory.checkpoint(cut, module).with_suffix(".safetensors")
-            for module in self.modules
+            module: tensors_file(self.directory.checkpoint(cut, worker))
+            for module, worker in first.items()
         }

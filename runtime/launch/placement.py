@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.plan import Need
-from dni_runtime.spec import ChainSpec, Graph, WorkerSpec
+from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.machines import PlacementSpec
+from dni_runtime.spec.replicas import module_of
 
 if TYPE_CHECKING:  # it imports what images need
     from dni_runtime.launch.host import Locator
@@ -52,10 +53,10 @@ class Capacity:
 def needs_of(
     chain: ChainSpec, workers: Sequence[WorkerSpec], costs: Mapping[str, float] | None = None
 ) -> tuple[Need, ...]:
-    """Return each module's resources; by default a module on a GPU requests one."""
+    """Return each worker's resources; by default a module on a GPU requests one."""
     needs = []
-    for index, worker in enumerate(workers):
-        asked = chain.resources(index)
+    for worker in workers:
+        asked, module = chain.resources(worker.index), module_of(worker.module)
         wants_gpu = worker.device.partition(":")[0] in ("cuda", "rocm")
         needs.append(
             Need(
@@ -63,7 +64,7 @@ def needs_of(
                 cpus=worker.cpus,
                 gpus=int(wants_gpu) if asked.gpus is None else asked.gpus,
                 memory_mib=asked.memory_mib or DEFAULT_MEMORY_MIB,
-                cost=1.0 if costs is None else costs[worker.module],
+                cost=1.0 if costs is None else costs[module] / worker.replicas,
             )
         )
     return tuple(needs)
@@ -123,7 +124,7 @@ def place(
 
 
 def _explicit(needs: Sequence[Need], wanted: PlacementSpec, node: Capacity) -> tuple[int, ...]:
-    chosen = tuple(wanted.map[need.module] for need in needs)
+    chosen = tuple(wanted.node_of(need.module) for need in needs)
     count = max(chosen) + 1
     if wanted.nodes is not None and count > wanted.nodes:
         raise UsageError(
@@ -200,55 +201,75 @@ def _why(needs: Sequence[Need], blocks: Sequence[int], node: Capacity) -> str:
     return f"up to {needs[blocks[0]].module!r}, they need {node.lacks(needs[: blocks[0] + 1])}"
 
 
-def crossing(graph: Graph, nodes: Sequence[int]) -> list[int | None]:
-    """Return for each module one that it takes an input from over the network, if any."""
+def crossing(links: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[int | None]:
+    """Return for each worker one that has a link to it over the network, if any.
+
+    Args:
+        links: For each worker, those that have a link to it.
+        nodes: The node of each worker.
+    """
     return [
         next((source for source in own if nodes[source] != nodes[index]), None)
-        for index, own in enumerate(graph.links)
+        for index, own in enumerate(links)
+    ]
+
+
+def _links(workers: Sequence[WorkerSpec]) -> list[list[int]]:
+    numbers = {worker.module: number for number, worker in enumerate(workers)}
+    return [
+        [numbers[link.source] for link in worker.links_in]
+        + [numbers[lane.source] for lane in worker.peers if lane.target == worker.module]
+        for worker in workers
     ]
 
 
 def link_kinds(
-    chain: ChainSpec, interface: str | None, nodes: Sequence[int]
+    chain: ChainSpec, workers: Sequence[WorkerSpec], interface: str | None, nodes: Sequence[int]
 ) -> dict[str, tuple[str, str | None]]:
-    """Return transport and interface of each module's links from upstream.
+    """Return transport and interface of the links that others open to each worker.
 
     ``auto``: ipc if all ends are on one node, else tcp on the chain's or the site's interface.
 
     Args:
         chain: The chain.
+        workers: The workers' specs.
         interface: The site's interface, or None.
-        nodes: The node of each module.
+        nodes: The node of each worker.
     """
     interface = chain.links.interface or interface
     kinds: dict[str, tuple[str, str | None]] = {}
-    for index, source in enumerate(crossing(chain.graph, nodes)):
+    for index, source in enumerate(crossing(_links(workers), nodes)):
         if index == 0:
             continue
         tcp = source is not None or chain.links.transport == "tcp"
-        kinds[chain.modules[index].name] = ("tcp", interface) if tcp else ("ipc", None)
+        kinds[workers[index].module] = ("tcp", interface) if tcp else ("ipc", None)
     return kinds
 
 
 def check_links(
-    chain: ChainSpec, nodes: Sequence[int], interface: str | None, locate: Locator
+    chain: ChainSpec,
+    workers: Sequence[WorkerSpec],
+    nodes: Sequence[int],
+    interface: str | None,
+    locate: Locator,
 ) -> None:
     """Refuse links that cannot work between the nodes.
 
     Args:
         chain: The chain.
-        nodes: The node of each module.
+        workers: The workers' specs.
+        nodes: The node of each worker.
         interface: Interface of links between nodes if the chain names none.
         locate: Returns the location of a setting in the chain file.
 
     Raises:
         SpecError: Names the setting.
     """
-    crossed = enumerate(crossing(chain.graph, nodes))
+    crossed = enumerate(crossing(_links(workers), nodes))
     ends = next(((source, index) for index, source in crossed if source is not None), None)
     if ends is None:
         return
-    names = [repr(chain.modules[end].name) for end in ends]
+    names = [repr(workers[end].module) for end in ends]
     pair = f"{' and '.join(names)} are on two nodes"
     if chain.links.transport == "ipc":
         raise SpecError(

@@ -18,6 +18,7 @@ from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_json
 from dni_runtime.spec.model import ChainSpec
+from dni_runtime.spec.replicas import module_of
 from dni_runtime.spec.worker import WorkerSpec
 from dni_runtime.worker.version import STARTED_WITH, this_version
 
@@ -133,8 +134,8 @@ class LaunchPlan:
         backend: Backend of the workers.
         sockets: Folder of the run's ipc sockets.
         stop_grace_s: Seconds that workers have to stop.
-        workers: One per module, head first.
-        sources: Names of the modules that each one takes its inputs from.
+        workers: The workers, head first.
+        sources: Names of the workers that each one takes its inputs from.
         keys: Whether the workers need keys, for links that may be encrypted.
         restart: Rules for restarts of dead workers.
         scheduler: What starts the workers (``launch/schedulers.py``).
@@ -263,7 +264,7 @@ def make_plan(
         sockets=str(settings.sockets),
         stop_grace_s=chain.stop_grace_s,
         workers=tuple(_worker_plan(worker, settings, keys) for worker in workers),
-        sources={one.module: tuple(edge.source for edge in one.sources) for one in workers},
+        sources={one.module: tuple(link.source for link in one.links_in) for one in workers},
         keys=keys,
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
@@ -297,7 +298,7 @@ def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> Wo
         return replace(
             plan,
             tool=settings.tool,
-            image=str(settings.images[worker.module]),
+            image=str(settings.images[module_of(worker.module)]),
             mounts=_mounts(worker, settings, keys),
             # Without a GPU Apptainer only warns, which is right for 'auto'; if a GPU is
             # requested, the worker itself refuses to run without it.
@@ -318,12 +319,10 @@ def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
     """Return mounts of what a worker needs: no foreign secret keys, no files that a start reads."""
     read = [run.record, run.spec(worker.module)]
     if worker.initial:
-        read.append(run.initial(worker.module))
+        read.append(run.initial(module_of(worker.module)))
     if keys:
-        neighbours = [edge.source for edge in worker.sources]
-        neighbours += [edge.target for edge in worker.targets]
         read += [run.key(worker.module), run.public_key(worker.module)]
-        read += [run.public_key(name) for name in neighbours]
+        read += [run.public_key(name) for name in worker.neighbours]
 
     def target(path: Path) -> str:
         return f"{RUN_TARGET}/{path.relative_to(run.root).as_posix()}"

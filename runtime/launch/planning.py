@@ -15,6 +15,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import SCHEDULERS
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec.replicas import workers_of
 
 
 def plan_again(
@@ -74,7 +75,7 @@ def plan_here(
     Args:
         root: The run directory.
         chain: The chain.
-        workers: The workers' specs.
+        workers: The modules' specs.
         site: Resources of this host.
         data: Folder or file of the data.
         attempt: Number of this start of the run.
@@ -105,4 +106,4 @@ def plan_here(
         hosts=tuple(hosts),
         supervised=supervised,
     )
-    return SCHEDULERS[scheduler].plan(chain, workers, settings)
+    return SCHEDULERS[scheduler].plan(chain, workers_of(workers), settings)

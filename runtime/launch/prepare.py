@@ -19,6 +19,7 @@ from dni_runtime.spec import (
     source_files,
 )
 from dni_runtime.spec.load import line_of, naming_file
+from dni_runtime.spec.replicas import workers_of
 
 if TYPE_CHECKING:  # they import torch
     from dni_runtime.launch.carrying import Carried
@@ -35,7 +36,7 @@ class Prepared:
         chain: The chain with all defaults filled in.
         info: Description of its data.
         data: Folder or file of the data; None if the package or the user's class provides it.
-        workers: The workers' specs, head first.
+        workers: The modules' specs, head first.
         sources: The user's source files, by their path relative to an import root.
         initial: Locations of the modules' initial weights.
         carried: The checkpoint of another run to go on from.
@@ -60,6 +61,11 @@ class Prepared:
     def modules(self) -> list[str]:
         """Names of the modules, head first."""
         return [worker.module for worker in self.workers]
+
+    @property
+    def replicas(self) -> tuple[WorkerSpec, ...]:
+        """The spec of each worker that a run has, head first: several for some modules."""
+        return workers_of(self.workers)
 
     @property
     def batches_per_epoch(self) -> int | None:

@@ -23,6 +23,7 @@ from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.rundir import RunDir, read_json, write_atomic, write_json
 from dni_runtime.spec.model import ChainSpec
+from dni_runtime.spec.replicas import modules_of
 from dni_runtime.spec.worker import WorkerSpec
 
 FORMAT = 1
@@ -73,7 +74,7 @@ def create_run(
         target = run.sources / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    for worker in prepared.workers:
+    for worker in prepared.replicas:
         write_atomic(run.spec(worker.module), worker.to_json())
     if prepared.initial:
         from dni_runtime.launch.initial import write_initial  # imports torch
@@ -93,7 +94,7 @@ def create_run(
             "format": FORMAT,
             "run": run.root.name,
             "chain": prepared.chain.name,
-            "modules": prepared.modules,
+            "modules": [worker.module for worker in prepared.replicas],
             "backend": backend,
             "scheduler": scheduler,
             "hosts": list(hosts),
@@ -126,7 +127,7 @@ class Record:
         run: The run directory.
         name: The run's name.
         chain: The chain's name.
-        modules: The modules, head first.
+        modules: The workers, head first: the modules, and several for those with replicas.
         backend: Backend of the workers.
         created: Unix time of its creation.
         data: Folder or file of the head's data, or None.
@@ -198,7 +199,7 @@ class Record:
             raise DataError(f"{str(run.record)!r} is not a valid run record: {error!r}") from None
 
     def specs(self) -> tuple[ChainSpec, tuple[WorkerSpec, ...]]:
-        """Return the chain and the workers' specs, as of the run's creation.
+        """Return the chain and the modules' specs, as of the run's creation.
 
         Raises:
             DataError: The run directory is damaged or of another version.
@@ -213,7 +214,7 @@ class Record:
                 f"the specs in {str(self.run.root)!r}, a run of dni-runtime {self.version}, cannot "
                 f"be read by {__version__}: {error}"
             ) from None
-        return chain, tuple(workers)
+        return chain, modules_of(workers)
 
     def compare_versions(self) -> str | None:
         """Return a note for resuming a run of another version; None if it is of this one.

@@ -64,11 +64,11 @@ class Ssh(Local):
     ) -> LaunchPlan:
         hosts = settings.hosts
         nodes = place(needs_of(chain, workers), wanted_placement(chain, len(hosts)))
-        check_links(chain, nodes, None, lambda *location: ".".join(map(str, location)))
+        check_links(chain, workers, nodes, None, lambda *location: ".".join(map(str, location)))
         settings = replace(
             settings,
             sockets=socket_path(settings.run, Path("/tmp")),  # local on each host
-            links=link_kinds(chain, None, nodes),
+            links=link_kinds(chain, workers, None, nodes),
         )
         plan = make_plan(chain, workers, settings)
         placed = [

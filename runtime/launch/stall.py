@@ -13,6 +13,7 @@ is busy              it hangs in a batch, checkpoint, evaluation's end or start 
 waits for neighbour  the neighbour waits for it, too: a message was lost             ``stall_s``
 waits for ``input``  a message was lost: the module upstream has moved on            ``stall_s``
 waits for neighbour  the neighbour has finished                                      ``stall_s``
+waits for replicas   they all wait for each other                                    its limit
 ===================  ==============================================================  ==============
 
 A module's limit is ``stall_s`` or 20 times its longest batch, whichever is longer; for its start,
@@ -26,6 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dni_runtime.reports import ENDED, Report
+from dni_runtime.spec.replicas import module_of
 
 SLOW = 20
 """Limit of a batch, as a multiple of the module's longest batch."""
@@ -218,6 +220,14 @@ class StallRule:
             return self._one(name, message, still_s >= patient_s)
         if seen.doing in _WAITS:
             return self._waits(name, finished, after)
+        if seen.doing == "replicas":
+            own = [one for one in self._modules if module_of(one) == module_of(name)]
+            reports = [self._seen[one].report for one in own if one in self._seen]
+            wait = [one.doing_s for one in reports if one.doing == "replicas"]
+            all_wait = len(wait) == len(own) and min(wait) >= limit_s
+            return self._one(
+                name, f"module {name!r} waits for its other replicas {after}", all_wait
+            )
         return None
 
     def _one(self, name: str, message: str, stalled: bool) -> Stall | None:

@@ -52,6 +52,7 @@ class InputLink:
     Attributes:
         counters: Counts of this end.
         awaited: Whether an update upstream waits for gradients.
+        carries: Whether the batch with an id comes this way.
     """
 
     def __init__(
@@ -67,12 +68,18 @@ class InputLink:
         if edge is None:
             (edge,) = spec.sources
         self.awaited = edge.awaited
+        self.carries = edge.carries
         self._contract = LinkContract.of(spec, edge)
         self._dtypes = {"h": self._contract.dtype}
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
         self.counters = LinkCounters()
         self._receiver = Receiver(
-            self._contract, run=run, received=received, counters=self.counters, again=again
+            self._contract,
+            run=run,
+            received=received,
+            counters=self.counters,
+            again=again,
+            carries=edge.carries if edge.route else None,
         )
         self._refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()
@@ -126,6 +133,10 @@ class InputLink:
     def received(self) -> int:
         """The highest id that has been accepted."""
         return self._receiver.order.received
+
+    def next(self, after: int) -> int:
+        """Return the lowest id above ``after`` of a batch that may still come this way."""
+        return self._receiver.order.next(max(after, self.received))
 
     def bind(self, address: str) -> str:
         """Listen at ``address`` (``listen_address``).
@@ -229,16 +240,16 @@ class InputLink:
         Args:
             id: The batch.
             g: ``dL_b/dh_b`` per sample ``[B, *input]``, not divided by the batch size.
-            ack: Everything up to this id has been processed.
+            ack: Everything up to this id has been processed; beyond what has come here, all is.
 
         Raises:
             WireError: The tensor breaks the contract (a bug of the caller).
         """
-        contract = self._contract.gradient
+        contract, order = self._contract.gradient, self._receiver.order
+        ack = min(ack, order.received)
         if contract is None:
             self.ack(ack)
             return
-        order = self._receiver.order
         order.acknowledge(ack)
         entries, buffers = to_buffers(g, contract)
         message = Message(

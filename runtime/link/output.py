@@ -53,6 +53,7 @@ class OutputLink:
     Attributes:
         counters: Counts of this end.
         heard_s: Time of the last message from downstream (``time.monotonic``).
+        carries: Whether the batch with an id goes this way.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class OutputLink:
             (edge,) = spec.targets
         self._contract = LinkContract.of(spec, edge)
         self._edge, self._outputs = edge, spec.outputs
+        self.carries = edge.carries
         self._frames = 1 + self._contract.up.tensors  # with the header
         self.counters = LinkCounters()
         self._tuner: WindowTuner | None = None

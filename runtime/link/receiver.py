@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from reprlib import repr as brief
 
@@ -75,6 +75,7 @@ class Receiver:
         counters: Counters of this end.
         again: Whether this module was restarted while its neighbours kept running: it takes all
             that the first peer can still send, and passes it on again.
+        carries: Whether the batch with an id comes this way; None: all do.
 
     Attributes:
         peer: Identity of the accepted peer's connection, or None.
@@ -92,11 +93,12 @@ class Receiver:
         received: int,
         counters: LinkCounters,
         again: bool = False,
+        carries: Callable[[int], bool] | None = None,
     ) -> None:
         self.contract = contract
         self.run = run
         self.counters = counters
-        self.order = ReceiveOrder(received)
+        self.order = ReceiveOrder(received, carries)
         self._begun_at = received
         self.peer: bytes | None = None
         self.left = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dni_runtime.wire import Buffer
@@ -146,6 +146,7 @@ class ReceiveOrder:
 
     Args:
         received: Everything up to this id was accepted and processed before.
+        carries: Whether the batch with an id comes this way; None: all do.
 
     Attributes:
         received: The highest id that was accepted.
@@ -153,7 +154,8 @@ class ReceiveOrder:
         gaps: Ids that never came.
     """
 
-    def __init__(self, received: int = 0) -> None:
+    def __init__(self, received: int = 0, carries: Callable[[int], bool] | None = None) -> None:
+        self._carries = carries
         self.received = received
         self.acked = received
         self.gaps = 0
@@ -162,7 +164,7 @@ class ReceiveOrder:
         """Accept a message if it is new; return whether it is."""
         if id <= self.received:
             return False
-        self.gaps += id - self.received - 1
+        self.gaps += self._between(id)
         self.received = id
         return True
 
@@ -192,8 +194,20 @@ class ReceiveOrder:
         Returns:
             Number of ids that are lost.
         """
-        lost = max(0, first - 1 - self.received)
-        if lost:
+        lost = self._between(first)
+        if first - 1 > self.received:
             self.gaps += lost
             self.received = self.acked = first - 1
         return lost
+
+    def next(self, after: int) -> int:
+        """Return the lowest id above ``after`` that a batch which comes here may have."""
+        id = after + 1
+        while self._carries is not None and not self._carries(id):
+            id += 1
+        return id
+
+    def _between(self, id: int) -> int:
+        """Return how many batches between the last message and ``id`` should have come."""
+        between = range(self.received + 1, id)
+        return len(between) if self._carries is None else sum(map(self._carries, between))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from dni_runtime.spec.named import Frozen, Name
+from dni_runtime.spec.named import Frozen
 
 
 class BaseSpec(Frozen):
@@ -109,6 +109,12 @@ class ResourcesSpec(Frozen):
         return int(self.memory[:-1]) * (1024 if self.memory.endswith("G") else 1)
 
 
+WorkerName = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[1-9]\d?)?$")
+]
+"""A module's name, or a replica's as ``upper.2``."""
+
+
 class PlacementSpec(Frozen):
     """Placement of the modules on the nodes of an allocation.
 
@@ -118,13 +124,17 @@ class PlacementSpec(Frozen):
             Neighbours stay together, except with ``explicit``.
         nodes: Number of nodes (default: one, or as many as the map names).
         per_node: Maximum number of modules on one node.
-        map: For ``explicit``: each module's node, from 0.
+        map: For ``explicit``: each module's node, from 0; of a replica by itself: ``upper.2``.
     """
 
     strategy: Literal["packed", "spread", "explicit", "auto"] = "auto"
     nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
     per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
-    map: dict[Name, Annotated[int, Field(ge=0, le=1023)]] = Field(default_factory=dict)
+    map: dict[WorkerName, Annotated[int, Field(ge=0, le=1023)]] = Field(default_factory=dict)
+
+    def node_of(self, worker: str) -> int:
+        """Return the node that ``map`` gives a worker, by its own name or its module's."""
+        return self.map[worker if worker in self.map else worker.partition(".")[0]]
 
     @model_validator(mode="after")
     def _explicit_has_a_map(self) -> Self:

@@ -215,6 +215,19 @@ class SelectionSpec(Frozen):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
+class ReplicationSpec(Frozen):
+    """How the replicas of a module learn together.
+
+    Attributes:
+        strategy: What they do with their weights: ``local-sgd``, ``diloco``, or a user's class.
+        every: They do it after every n-th training batch of the chain, and before evaluations and
+            checkpoints.
+    """
+
+    strategy: Choice = Choice(name="local-sgd")
+    every: Annotated[int, Field(ge=1)] = 32
+
+
 class RestartSpec(Frozen):
     """Behaviour when a worker dies, or training stalls.
 
@@ -269,6 +282,7 @@ class ChainSpec(Frozen):
         placement: Placement of the modules on a cluster.
         checkpoint: When checkpoints are written.
         selection: Whether to keep the best checkpoint, too, and when to stop early.
+        replication: How the replicas of a module learn together.
         restart: Behaviour when a worker dies.
         image: Content of the images.
         mounts: Host folders inside the containers.
@@ -296,6 +310,7 @@ class ChainSpec(Frozen):
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     selection: SelectionSpec | None = None
+    replication: ReplicationSpec = ReplicationSpec()
     restart: RestartSpec = RestartSpec()
     image: ImageSpec = ImageSpec()
     mounts: tuple[MountSpec, ...] = ()
@@ -358,15 +373,21 @@ class ChainSpec(Frozen):
     @model_validator(mode="after")
     def _map_names_all_modules(self) -> Self:
         names = [module.name for module in self.modules]
-        if self.placement.map:
-            for name in self.placement.map:
-                if name not in names:
+        workers = {
+            one.name: [f"{one.name}.{number + 1}" for number in range(one.replicas)]
+            for one in self.modules
+        }
+        placed = self.placement.map
+        if placed:
+            for name in placed:
+                module, _, replica = name.partition(".")
+                if module not in names or (replica and name not in workers[module]):
                     raise ValueError(
                         f"placement.map names {name!r}, but the modules are {', '.join(names)}"
                     )
-            left = [name for name in names if name not in self.placement.map]
-            if left:
-                raise ValueError(f"placement.map does not place module {left[0]!r}")
+            for module, replicas in workers.items():
+                if module not in placed and not placed.keys() >= set(replicas):
+                    raise ValueError(f"placement.map does not place module {module!r}")
         return self
 
     @property

@@ -123,11 +123,13 @@ class ModuleSpec(ModuleDefaults):
             (default: the module before; of the first module, all of the data). Several are joined
             batch by batch, and the first layer gets one argument for each.
         layers: Its layers.
+        replicas: Number of its workers, which take the batches in turn.
     """
 
     name: Name
     inputs: Annotated[tuple[Input, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
 
     @field_validator("inputs", mode="before")
     @classmethod

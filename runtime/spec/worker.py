@@ -94,6 +94,41 @@ class SelectionRole(Frozen):
     min_delta: float
 
 
+Route = tuple[tuple[int, int], ...]
+
+
+def replica_of(id: int, replicas: int) -> int:
+    """Return which replica gets a batch, from 1.
+
+    Of as many ids in a row as there are replicas each one gets one. Which one begins changes from
+    row to row as if drawn, so that markers, which have ids too and may come at regular intervals,
+    do not always take the place of the same one's batches.
+
+    Args:
+        id: The batch's position in the stream.
+        replicas: Number of replicas.
+    """
+    drawn = (id // replicas * 0x9E3779B1 & 0xFFFFFFFF) >> 16  # Knuth's multiplicative hash
+    return (id + drawn) % replicas + 1
+
+
+class LaneSpec(Frozen):
+    """A link between two workers: one of those of a link between modules that have replicas.
+
+    Attributes:
+        source: The worker upstream.
+        target: The worker downstream.
+        number: Number of the link among those of all workers.
+        route: It carries the batches that these replicas get, each as (replicas, replica): of one
+            module, or of both at its ends. Empty: all.
+    """
+
+    source: str
+    target: str
+    number: int
+    route: Route = ()
+
+
 class EdgeSpec(Frozen):
     """A link between two modules.
 
@@ -113,6 +148,8 @@ class EdgeSpec(Frozen):
         awaited: Whether an update upstream waits for them.
         resend: Newest gradients to send again after a lost connection, because an upstream module
             takes no other batch before it has them.
+        lanes: The links of this worker that it consists of; none: it is one link.
+        route: Which batches come this way; see ``LaneSpec``.
     """
 
     source: str
@@ -127,6 +164,25 @@ class EdgeSpec(Frozen):
     bootstrapped: bool = False
     awaited: bool = False
     resend: int = 0
+    lanes: tuple[LaneSpec, ...] = ()
+    route: Route = ()
+
+    @property
+    def links(self) -> tuple[EdgeSpec, ...]:
+        """The links between workers that it consists of."""
+        return tuple(
+            self.model_copy(
+                update={
+                    **lane.model_dump(include={"source", "target", "number", "route"}),
+                    "lanes": (),
+                }
+            )
+            for lane in self.lanes
+        ) or (self,)
+
+    def carries(self, id: int) -> bool:
+        """Whether the batch with this id comes this way; a marker comes on all."""
+        return all(replica_of(id, replicas) == replica for replicas, replica in self.route)
 
 
 class HeadRole(Frozen):
@@ -137,12 +193,14 @@ class HeadRole(Frozen):
         takes: Which of them the module itself takes.
         selects: Whether each evaluation needs a checkpoint before it.
         micro_batches: Number of parts into which each training batch is split.
+        sync_steps: Training batches from one SYNC marker to the next; None: there are none.
     """
 
     samples: tuple[TensorSpec, ...]
     takes: tuple[int, ...] = (0,)
     data: DataSpec
     micro_batches: int = 1
+    sync_steps: int | None = None
     selects: bool = False
     epochs: int
     steps: int | None
@@ -176,8 +234,8 @@ class WorkerSpec(Frozen):
 
     Attributes:
         chain: Name of the chain.
-        module: Name of the module.
-        index: Position in the chain, from 0.
+        module: Name of the module; of a replica's worker, with its number: ``upper.2``.
+        index: Position of the module in the chain, from 0.
         layers: The module's layers.
         interface: The gradient interface at its output; None for the tail.
         ahead: The next modules' layers, if the interface uses them.
@@ -216,6 +274,10 @@ class WorkerSpec(Frozen):
         stop_grace_s: Seconds for the final checkpoint when the run is stopped.
         head: Settings that only the head needs; None for the others.
         tail: Settings that only the tail needs; None for the others.
+        replicas: Number of the module's workers.
+        replica: Which of them this is, from 1.
+        peers: The links by which they share their weights, from each to the first.
+        strategy: How they do; see ``core/replication.py``.
     """
 
     format: Literal[2] = 2
@@ -259,6 +321,10 @@ class WorkerSpec(Frozen):
     stop_grace_s: float
     head: HeadRole | None
     tail: TailRole | None
+    replicas: int = 1
+    replica: int = 1
+    peers: tuple[LaneSpec, ...] = ()
+    strategy: Choice | None = None
 
     def to_json(self) -> str:
         """Return the spec as canonical JSON (sorted keys), as stored in the module's image."""
@@ -297,6 +363,35 @@ class WorkerSpec(Frozen):
         return tuple(one for own in links for one in own) + self.inputs[len(links) :]
 
     @property
+    def links_in(self) -> tuple[EdgeSpec, ...]:
+        """The links from workers upstream."""
+        return tuple(link for edge in self.sources for link in edge.links)
+
+    @property
+    def links_out(self) -> tuple[EdgeSpec, ...]:
+        """The links to workers downstream."""
+        return tuple(link for edge in self.targets for link in edge.links)
+
+    @property
+    def neighbours(self) -> tuple[str, ...]:
+        """The workers that this one has links with."""
+        ends = [link.source for link in self.links_in] + [link.target for link in self.links_out]
+        ends += [name for lane in self.peers for name in (lane.source, lane.target)]
+        return tuple(name for name in dict.fromkeys(ends) if name != self.module)
+
+    def of_module(self) -> WorkerSpec:
+        """Return the spec of the module, which all its workers have in common."""
+        return self.model_copy(
+            update={
+                "module": self.module.partition(".")[0],
+                "replica": 1,
+                "sources": tuple(one.model_copy(update={"lanes": ()}) for one in self.sources),
+                "targets": tuple(one.model_copy(update={"lanes": ()}) for one in self.targets),
+                "peers": (),
+            }
+        )
+
+    @property
     def exact(self) -> bool:
         """Whether no true gradient may be missed, so that lost batches must be sent again."""
         return self.max_late == 0
@@ -304,13 +399,19 @@ class WorkerSpec(Frozen):
     @property
     def hash(self) -> str:
         """SHA-256 of the settings that the image depends on, without host paths and timing."""
-        document = self.model_dump(mode="json")
+        document = self.of_module().model_dump(mode="json")
         for name in (
             "stop_grace_s", "on_nan", "late", "retain", "attends", "snapshot_s", "initial",
+            "replicas", "replica", "peers",
         ):  # fmt: skip
             document.pop(name)
+        if self.strategy is None or ":" not in self.strategy.name:
+            document.pop("strategy")  # a user's class is in the image
+        for edge in (*document["sources"], *document["targets"]):
+            del edge["lanes"], edge["route"]
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
+            document["head"].pop("sync_steps")
             for name in ("path", "workers"):
                 document["head"]["data"].pop(name)
         return _digest(document)

@@ -42,6 +42,7 @@ class Mark(IntFlag):
         ASKED: A module has requested the checkpoint and may exit there.
         TEST: The evaluation of the test set is complete.
         MISSED: The batches since the message before it, up to its own id, were left out.
+        SYNC: The replicas of each module share what they have learnt.
     """
 
     EPOCH = 1
@@ -52,3 +53,4 @@ class Mark(IntFlag):
     ASKED = 32
     TEST = 64
     MISSED = 128
+    SYNC = 256

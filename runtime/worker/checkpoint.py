@@ -33,11 +33,13 @@ from dni_runtime.cuts import (
     complete_cuts,
     cut_folders,
     diverged_cuts,
+    document_file,
     forget,
     named,
     read_document,
     reading,
     sealed,
+    tensors_file,
 )
 from dni_runtime.errors import CheckpointError, DamagedError, DataError
 from dni_runtime.rundir import RunDir, write_atomic
@@ -61,6 +63,8 @@ def snapshot(step: ModuleStep) -> State:
     optimization = step.optimization
     if optimization.average is not None:
         tensors |= {f"average.{k}": v for k, v in optimization.average.state_dict().items()}
+    if step.shared is not None:
+        tensors |= {f"strategy.{k}": v for k, v in step.shared.strategy.state_dict().items()}
     for index, before in enumerate(optimization.before or ()):
         tensors[f"before.{index}"] = before
     for name, p in step.layers.named_parameters():
@@ -141,6 +145,10 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         optimization = step.optimization
         if optimization.average is not None:
             optimization.average.load_state_dict(_under(tensors, "average."))
+        if step.shared is not None:
+            step.shared.begin()
+            if strategy := _under(tensors, "strategy."):  # a run without replicas has none
+                step.shared.strategy.load_state_dict(strategy)
         before = _under(tensors, "before.")
         if before:
             parameters = enumerate(optimization.parameters)
@@ -189,7 +197,7 @@ def read(path: Path) -> State:
     """
     document = read_document(path)
     with reading(path):
-        data = path.with_suffix(".safetensors").read_bytes()
+        data = tensors_file(path).read_bytes()
     return _loaded(path, data, document), document
 
 
@@ -228,7 +236,7 @@ def read_newest(run: RunDir, module: str) -> State | None:
 def _read_snapshot(path: Path) -> State:
     document = _snapshot_document(path)
     with reading(path):
-        data = path.with_suffix(".safetensors").read_bytes()
+        data = tensors_file(path).read_bytes()
     return _loaded(path, data, document), document
 
 
@@ -239,7 +247,7 @@ def _loaded(path: Path, data: bytes, document: dict[str, Any]) -> dict[str, Tens
 
 
 def _snapshot_document(path: Path) -> dict[str, Any]:
-    with reading(path), _parsing(path), safe_open(path.with_suffix(".safetensors"), "pt") as file:
+    with reading(path), _parsing(path), safe_open(tensors_file(path), "pt") as file:
         document: dict[str, Any] = json.loads(file.metadata()["document"])
         return document
 
@@ -264,10 +272,10 @@ def write_part(run: RunDir, module: str, state: State) -> None:
     path = run.checkpoint(document["cut"], module)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     data = save(tensors)
-    write_atomic(path.with_suffix(".safetensors"), data)
+    write_atomic(tensors_file(path), data)
     # The JSON comes last: if it exists, the checkpoint is whole.
     text = sealed(data, document | {"bytes": len(data)})
-    write_atomic(path.with_suffix(".json"), text + "\n")
+    write_atomic(document_file(path), text + "\n")
 
 
 class CheckpointWriter:

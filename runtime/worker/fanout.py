@@ -15,18 +15,19 @@ from dni_runtime.wire import Body, Mark
 
 
 class Fanout:
-    """All links to downstream of one module.
+    """All links to downstream of one worker.
 
-    What is sent goes to all of them, each with its own window and acknowledgements. The gradient of
-    a batch is the sum of theirs; if one of them will send none, there is none.
+    A batch goes to each module that takes the output: by the one link to it, or by that of several
+    to its replicas which carries the batch. Markers go by all. The gradient of a batch is the sum
+    of the modules'; if one of them will send none, there is none.
 
     Args:
-        links: The links.
+        outputs: The links to each of those modules.
     """
 
-    def __init__(self, links: Sequence[OutputLink]) -> None:
-        self.links = tuple(links)
-        self._teaching = [link for link in links if link.teaches]
+    def __init__(self, outputs: Sequence[Sequence[OutputLink]]) -> None:
+        self.links = tuple(link for own in outputs for link in own)
+        self._teaching = [own for own in outputs if own[0].teaches]
         self._sums = GradientSum(len(self._teaching))
         self._drained = 0
 
@@ -64,7 +65,7 @@ class Fanout:
     @property
     def drained(self) -> int:
         """Id up to which no more gradients will come, as some module downstream has lost them."""
-        return max(link.drained for link in self._teaching)
+        return max(min(link.drained for link in own) for own in self._teaching)
 
     @property
     def first(self) -> int:
@@ -81,13 +82,15 @@ class Fanout:
         return tuple(max(one[at] for one in every if at < len(one)) for at in range(longest))
 
     def send_batch(self, batch: Batch, h: Tensor) -> None:
-        """Send a batch's activation, where the window has room; see :meth:`OutputLink.send_batch`.
+        """Send a batch's activation where it goes; see :meth:`OutputLink.send_batch`.
+
+        A link whose window has no room is told that the batch is left out.
 
         Args:
             batch: The batch.
             h: The module's output ``[B, *output]``, on the CPU.
         """
-        for link in self.links:
+        for link in self._of(batch.id):
             if link.room:
                 link.send_batch(
                     batch.id, batch.epoch, batch.mode, h, batch.y, batch.part, batch.data
@@ -97,8 +100,11 @@ class Fanout:
 
     def miss(self, batch: Batch) -> None:
         """Leave a batch out, and say so."""
-        for link in self.links:
+        for link in self._of(batch.id):
             link.miss(batch.id, batch.epoch)
+
+    def _of(self, id: int) -> list[OutputLink]:
+        return [link for link in self.links if link.carries(id)]
 
     def send_mark(
         self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None
@@ -111,7 +117,7 @@ class Fanout:
         """Return what has come from downstream; see :meth:`OutputLink.receive`."""
         if len(self.links) == 1:
             return self.links[0].receive()
-        come = [link.receive() for link in self._teaching]
+        come = [[event for link in own for event in link.receive()] for own in self._teaching]
         events: list[Event] = [
             event
             for link in self.links
@@ -135,8 +141,9 @@ class Fanout:
 
     def _given_up(self) -> list[Event]:
         """Return up to which ids no gradients will be complete any more."""
-        lost = [self._sums.lacks(place, link.drained) for place, link in enumerate(self._teaching)]
-        until = max(min(link.drained for link in self._teaching), *(id or 0 for id in lost))
+        drained = [min(link.drained for link in own) for own in self._teaching]
+        lost = [self._sums.lacks(place, until) for place, until in enumerate(drained)]
+        until = max(min(drained), *(id or 0 for id in lost))
         if until <= self._drained:
             return []
         self._drained = until

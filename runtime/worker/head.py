@@ -43,7 +43,7 @@ class Head:
         output: Fanout | None,
     ) -> None:
         self.position = start.position
-        role = metrics.spec.head
+        self._role = role = metrics.spec.head
         self._takes = (0,) if role is None else role.takes
         self._stream = stream
         self._start = start
@@ -79,6 +79,8 @@ class Head:
         new = id > self._used
         if mark is None and self._wanted and between and new:
             mark, self._wanted = self._wanted, NOTHING
+            if self._role is not None:
+                mark |= self.position.sync(self._role)
             try:
                 note_mark(self._metrics.run, id, mark)
             except OSError as error:  # a full disk: no reason to stop training

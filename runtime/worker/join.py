@@ -9,32 +9,39 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 from dni_runtime.link import Batch, InputLink, LinkCounters, Marker
 from dni_runtime.wire import Mark
 
 
 class Join:
-    """All links from upstream of one module.
+    """All links from upstream of one worker.
 
-    Every link brings the same ids in the same order. A batch is complete when it has come on all of
-    them, and a marker when all have passed it. A batch that one link has lost is left out, and
-    becomes a marker that says so: another join further down must not wait for it either.
+    Each input is one link, or several from the replicas of a module, of which each batch comes on
+    one. A batch is complete when it has come for all inputs, and a marker when it has come on all
+    links. Both are returned by growing id. A batch that one input has lost is left out, and becomes
+    a marker that says so: another join further down must not wait for it either.
 
     Args:
-        links: The links, in the order of the module's inputs.
+        inputs: The links of each of the module's inputs.
     """
 
-    def __init__(self, links: Sequence[InputLink]) -> None:
-        self.links = tuple(links)
-        self._queues: list[deque[Batch | Marker]] = [deque() for _ in links]
+    def __init__(self, inputs: Sequence[Sequence[InputLink]]) -> None:
+        self._inputs = tuple(inputs)
+        self.links = tuple(link for own in inputs for link in own)
+        self._queues: list[deque[Batch | Marker]] = [deque() for _ in self.links]
         self._passed = 0
         self._left_out = 0
 
     @property
     def received(self) -> int:
-        """The highest id that has been accepted on any link."""
-        return max(link.received for link in self.links)
+        """The highest id up to which some input has accepted all that it can still get."""
+        return max(min(link.received for link in own) for own in self._inputs)
+
+    def of(self, id: int) -> list[InputLink]:
+        """Return the links that a batch comes on, in the order of the module's inputs."""
+        return [next(link for link in own if link.carries(id)) for own in self._inputs]
 
     @property
     def counters(self) -> LinkCounters:
@@ -69,11 +76,13 @@ class Join:
             item = queue.popleft() if queue else self.links[0].receive()
             return _joined([item]) if isinstance(item, Batch) and item.data else item
         self.listen()  # a message left in a socket would end each poll at once
-        while all(self._queues):
-            id = min(queue[0].id for queue in self._queues)
-            on = [place for place, queue in enumerate(self._queues) if queue[0].id == id]
+        while fronts := [queue[0].id for queue in self._queues if queue]:
+            id = min(fronts)
+            on = [n for n, queue in enumerate(self._queues) if queue and queue[0].id == id]
+            first = self._queues[on[0]][0]
+            if id > self._passed and not self._settled(id, _is_marker(first)):
+                return None
             items = [self._queues[place].popleft() for place in on]
-            first = items[0]
             if id <= self._passed:
                 for place in on:
                     self.links[place].ack(id)
@@ -81,18 +90,25 @@ class Join:
                         self.links[place].send_drained(id)
                 continue
             batches = [item for item in items if isinstance(item, Batch)]
-            if len(batches) == len(self.links):
+            if len(batches) == len(self._inputs):
                 return _joined(batches)
-            if isinstance(first, Marker) and Mark.MISSED not in first.mark:
+            if _is_marker(first):
                 return first
             self._left_out += bool(batches)
             return Marker(id, first.epoch, Mark.MISSED, {})
         return None
 
+    def _settled(self, id: int, marker: bool) -> bool:
+        """Whether no link can bring this id, or one before it, any more."""
+        return all(
+            queue or not (marker or link.next(self._passed) <= id)
+            for link, queue in zip(self.links, self._queues, strict=True)
+        )
+
     def ack(self, id: int) -> None:
         """Acknowledge everything up to ``id``: it has been processed."""
         for link in self.links:
-            link.ack(id)
+            link.ack(min(id, link.received))
 
     def send_drained(self, id: int, *, awaited: bool = False) -> None:
         """Announce that no gradient of a batch before ``id`` will follow.
@@ -130,6 +146,10 @@ class Join:
         """Close all links."""
         for link in self.links:
             link.close()
+
+
+def _is_marker(item: Batch | Marker) -> TypeGuard[Marker]:
+    return isinstance(item, Marker) and Mark.MISSED not in item.mark
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,9 +29,10 @@ from dni_runtime.errors import (
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.rundir import RunDir, read_json, socket_folder
-from dni_runtime.spec import LinksSpec, WorkerSpec
+from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
+from dni_runtime.worker.exchange import Exchange, exchange_spec
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.metrics import MetricsWriter
@@ -168,19 +171,32 @@ def _serve(
         metrics.now("start")
     input: Join | None = None
     output: Fanout | None = None
+    exchange: Exchange | None = None
     name = str(record.get("run", options.run.name))
     again = start.again
     neighbours = Neighbours(spec, run, address=options.connect, again=again, stop=stop)
     try:
+        listening: dict[InputLink, EdgeSpec] = {}
+
+        def listen(spec: WorkerSpec, edge: EdgeSpec) -> InputLink:
+            link = InputLink(spec, edge, run=name, received=start.cut, again=again, keys=keys)
+            listening[link] = edge
+            return link
+
         if spec.sources:
-            input = Join(
-                [
-                    InputLink(spec, edge, run=name, received=start.cut, again=again, keys=keys)
-                    for edge in spec.sources
-                ]
+            input = Join([[listen(spec, link) for link in edge.links] for edge in spec.sources])
+            neighbours.callers.append(input)
+        beside = exchange_spec(spec, 0 if step.shared is None else step.shared.size)
+        if step.shared is not None:
+            exchange = Exchange(
+                step.shared,
+                inputs=[listen(beside, edge) for edge in beside.sources],
+                done=start.cut,
+                gone=neighbours.gone_for_good,
             )
-            addresses = _listen(input, options, spec)
-            publish(run, spec, options.attempt, addresses, keys)
+            neighbours.callers.append(exchange)
+        if listening:
+            publish(run, spec, options.attempt, _listen(listening, options, spec), keys)
         # Only one worker of a module writes: a second one could not bind the address.
         with contextlib.suppress(OSError):
             remove_temporaries(run, [spec.module])
@@ -195,23 +211,15 @@ def _serve(
             if had := max(input.received, start.cut):
                 input.send_drained(had)  # it will not be trained on them again
         cut = None if again else start.cut
+        to_peer = partial(OutputLink, run=name, keys=keys, cut=cut, attempt=options.attempt)
         if spec.targets:
-            output = Fanout(
-                [
-                    OutputLink(
-                        spec,
-                        edge,
-                        run=name,
-                        next_id=start.first_id,
-                        keys=keys,
-                        cut=cut,
-                        attempt=options.attempt,
-                    )
-                    for edge in spec.targets
-                ]
-            )
+            dial = partial(to_peer, spec, next_id=start.first_id)
+            output = Fanout([[dial(link) for link in edge.links] for edge in spec.targets])
             for below in output.links:
-                neighbours.connect(below, input)
+                neighbours.connect(below)
+        if exchange is not None and beside.targets:
+            exchange.output = to_peer(beside, next_id=start.cut + 1)
+            neighbours.connect(exchange.output)
         if input is not None and not again:
             neighbours.wait_for_upstream(input)
         if options.resume == AUTO and not again:  # the neighbours have begun at the same cut
@@ -241,6 +249,7 @@ def _serve(
                 stream=stream,
                 input=input,
                 output=output,
+                exchange=exchange,
                 neighbours=neighbours,
             )
             outcome = server.serve()
@@ -253,7 +262,7 @@ def _serve(
         return outcome
     finally:
         ledger.close()
-        for link in (output, input):
+        for link in (output, input, exchange):
             if link is not None:
                 link.close()
         if options.first is None and options.ipc is not None:  # manual start: nobody else does it
@@ -261,21 +270,23 @@ def _serve(
                 options.ipc.rmdir()
 
 
-def _listen(input: Join, options: Options, spec: WorkerSpec) -> dict[str, str]:
-    """Bind all links from upstream; return their addresses.
+def _listen(
+    links: Mapping[InputLink, EdgeSpec], options: Options, spec: WorkerSpec
+) -> dict[str, str]:
+    """Bind all links that others open; return their addresses, by the others' names.
 
     Raises:
         UsageError: ``--listen`` names one address, and the module has several inputs.
     """
-    if options.listen is not None and len(spec.sources) > 1:
+    if options.listen is not None and len(links) > 1:
         raise UsageError(
-            f"module {spec.module!r} has {len(spec.sources)} inputs, and '--listen' one address",
+            f"module {spec.module!r} has {len(links)} inputs, and '--listen' one address",
             hint="use --transport, --interface and 'links.port'",
         )
     folder = options.ipc or socket_folder(options.run)
-    addresses = {}
-    for link, edge in zip(input.links, spec.sources, strict=True):
-        first = edge is spec.sources[0]
+    addresses: dict[str, str] = {}
+    for link, edge in links.items():
+        first = not addresses
         socket = spec.module if first else f"{spec.module}.{edge.number}"
         wanted = options.listen or listen_address(
             _links(options, spec), edge.number, folder, socket

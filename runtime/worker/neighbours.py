@@ -16,6 +16,7 @@ from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.reports import ENDED, Endpoint, Report
 from dni_runtime.rundir import COMING, RunDir, peek_json
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.rendezvous import check_reachable, fresh_endpoint
 
@@ -48,6 +49,9 @@ class Neighbours:
         address: Address of the module downstream, if not from its endpoint record.
         again: Whether only this module has been restarted, so that a neighbour may have finished.
         stop: Returns whether the worker should stop.
+
+    Attributes:
+        callers: The links that others open, which are answered while the worker waits.
     """
 
     def __init__(
@@ -68,11 +72,12 @@ class Neighbours:
         self._look_at_s: dict[str, float] = {}
         self._updated: float | None = None
         self._updated_s = -math.inf
+        self.callers: list[Join | Exchange] = []
 
-    def connect(self, output: OutputLink, input: Join | None) -> None:
+    def connect(self, output: OutputLink) -> None:
         """Connect to a module downstream, which may start later, or on another host.
 
-        Modules upstream are answered meanwhile, so that errors only name a missing module.
+        Callers are answered meanwhile, so that errors only name a missing module.
 
         Raises:
             UnavailableError: It has not answered in time, and is not being restarted.
@@ -81,11 +86,7 @@ class Neighbours:
         """
         spec, target = self._spec, output.target
 
-        def interrupted() -> bool:
-            if input is not None:
-                input.greet()
-            return self._stop()
-
+        interrupted = self._interrupted
         began_s = time.monotonic()
         until_s = began_s + spec.links.connect_timeout_s
         mistrust: EncryptionError | None = None
@@ -136,19 +137,20 @@ class Neighbours:
             StoppedError: The worker was told to stop.
         """
 
-        def interrupted() -> bool:
-            input.greet()
-            return self._stop()
+        return all([self._wait_for(link) for link in input.links])
 
-        return all([self._wait_for(link, interrupted) for link in input.links])
+    def _interrupted(self) -> bool:
+        for caller in self.callers:
+            caller.greet()
+        return self._stop()
 
-    def _wait_for(self, input: InputLink, interrupted: Callable[[], bool]) -> bool:
+    def _wait_for(self, input: InputLink) -> bool:
         left_s = self._spec.links.connect_timeout_s
         while True:
             slice_s = min(_GOING_S, left_s)
             left_s -= slice_s
             try:
-                input.wait_for_peer(slice_s, interrupted)
+                input.wait_for_peer(slice_s, self._interrupted)
             except UnavailableError:
                 if self.gone_for_good(input.source):
                     return False

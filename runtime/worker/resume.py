@@ -19,6 +19,7 @@ from dni_runtime.cuts import forget, newest_cut
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, append_line, read_lines
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.replicas import module_of
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.ledger import Counts, Ledger
@@ -92,7 +93,9 @@ def begin(
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
     start, counts = Start(again=again), Counts()
     if state is None and spec.initial:
-        load_initial(step.layers, run.initial(spec.module))
+        load_initial(step.layers, run.initial(module_of(spec.module)))
+        if step.shared is not None:
+            step.shared.begin()
     if state is not None:
         checkpoint.restore(step, *state)
         start, counts = _start(state[1], again=again, since=since)

@@ -24,6 +24,7 @@ from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.evaluations import Evaluations
+from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
@@ -72,6 +73,7 @@ class ModuleServer:
         stream: The head's stream from its position on; None for other modules.
         input: The links from upstream; None for the head.
         output: The links to downstream; None for the tail.
+        exchange: The links to the module's other replicas; None if it has none.
         neighbours: Reconnects to modules downstream after their restart; None: they never restart.
     """
 
@@ -87,6 +89,7 @@ class ModuleServer:
         stream: Iterator[Item] | None = None,
         input: Join | None = None,
         output: Fanout | None = None,
+        exchange: Exchange | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
         self._step = step
@@ -96,6 +99,7 @@ class ModuleServer:
         self._answers: deque[tuple[int, int, Fetched]] = deque()
         self._input = input
         self._output = output
+        self._exchange = exchange
         self._neighbours = neighbours if output is not None else None
         self._start = start
         self._ledger = ledger
@@ -114,6 +118,7 @@ class ModuleServer:
         self._divergence = Divergence(step, metrics)
         self._evaluations = Evaluations(step, metrics, ledger, start.cut)
         self._draining: Marker | None = None
+        self._sharing: Marker | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
         self._goes_on_alone = step.spec.links.on_loss == "continue"
@@ -124,6 +129,8 @@ class ModuleServer:
             poller.register(stop.wakeup, zmq.POLLIN)
             for below in output.links if output is not None else ():
                 poller.register(below.socket, zmq.POLLIN)
+            for link in exchange.links if exchange is not None else ():
+                poller.register(link.socket, zmq.POLLIN)
         for above in input.links if input is not None else ():
             self._any_poller.register(above.socket, zmq.POLLIN)
 
@@ -143,7 +150,7 @@ class ModuleServer:
             if self._metrics.due(self._step):
                 self._write_metrics()
                 self._divergence.look(self._metrics.progress.id)
-                if not stopping and self._draining is None:
+                if not stopping and self._draining is None and self._sharing is None:
                     self._saver.snapshot()
             self._collect()
             if self._outcome is None and not (self._may_take() and self._take()):
@@ -162,6 +169,8 @@ class ModuleServer:
         self._metrics.now("window")
         if self._output is not None:
             self._flush(self._output, left_s)
+        if self._exchange is not None:
+            self._exchange.finish(min(left_s, FAREWELL_S))
         self._metrics.now("checkpoint")
         if self._last is not None:
             self._saver.flush()
@@ -190,7 +199,7 @@ class ModuleServer:
                 return
 
     def _may_take(self) -> bool:
-        if self._draining is not None or self._step.blocked:
+        if self._draining is not None or self._sharing is not None or self._step.blocked:
             return False
         if self._output is None or self._output.room:
             return True
@@ -244,7 +253,7 @@ class ModuleServer:
                 self._idle.keep(x, y_BY)
         progress.id, progress.epoch = batch.id, batch.epoch
         if self._input is not None:
-            for place, link in enumerate(self._input.links):
+            for place, link in enumerate(self._input.of(batch.id)):
                 if not gradients or gradients[place] is None:
                     link.ack(batch.id)
         self._answer(batch.id, gradients)
@@ -303,11 +312,14 @@ class ModuleServer:
         while self._answers and (wait or self._answers[0][2].here):
             assert self._input is not None
             id, place, g = self._answers.popleft()
-            self._input.links[place].send_gradient(id, g.wait(), ack=self._metrics.progress.id)
+            link = self._input.of(id)[place]
+            link.send_gradient(id, g.wait(), ack=self._metrics.progress.id)
 
     def _collect(self) -> None:
         """Process what has come from downstream: gradients, and requests for the head."""
         self._send_answers()
+        if self._exchange is not None:
+            self._share(self._exchange)
         if self._output is None:
             return
         if self._neighbours is not None:
@@ -330,6 +342,14 @@ class ModuleServer:
                 self._ask_upstream(event.what)
         if self._input is not None:
             self._input.tell_windows(self._output.windows)
+
+    def _share(self, exchange: Exchange) -> None:
+        """Go on with sharing what the replicas have learnt; afterwards finish the marker."""
+        if self._neighbours is not None and exchange.output is not None:
+            self._neighbours.look(exchange.output)
+        if exchange.done() and self._sharing is not None:
+            marker, self._sharing = self._sharing, None
+            self._conclude(marker)
 
     def _give_up_until(self, id: int) -> None:
         """Stop waiting for true gradients of batches up to this one: none will come."""
@@ -365,6 +385,13 @@ class ModuleServer:
 
     def _finish_marker(self, marker: Marker) -> None:
         self._send_answers(wait=True)
+        if self._exchange is not None and Mark.SYNC in marker.mark and marker.id > self._start.cut:
+            self._sharing = marker
+            self._exchange.begin(marker.id, marker.epoch)
+        else:
+            self._conclude(marker)
+
+    def _conclude(self, marker: Marker) -> None:
         progress, mark = self._metrics.progress, marker.mark
         if mark & (Mark.EVAL | Mark.TEST):
             self._step.end_evaluation()
@@ -407,6 +434,7 @@ class ModuleServer:
         may_take = self._may_take()
         full = self._output is not None and not self._output.room
         reason = "input" if may_take else "window" if full else "gradient"
+        reason = reason if self._sharing is None else "replicas"
         if self._metrics.doing != reason:
             self._metrics.now(reason)
         if may_take and self._idle is not None and not self._stop() and self._idle.train():

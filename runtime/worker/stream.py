@@ -29,8 +29,9 @@ class Position:
         batch: Training batches of this epoch that have been sent.
         step: Training batches of the whole run that have been sent.
         eval_batch: Evaluation or test batches of this evaluation that have been sent.
-        saved: Whether the checkpoint due at this step has been requested.
+        saved: Whether the markers due at this step have been sent.
         part: Parts of the next training batch that have been sent.
+        synced: The step of the newest SYNC marker.
     """
 
     epoch: int = 1
@@ -40,9 +41,14 @@ class Position:
     eval_batch: int = 0
     saved: bool = False
     part: int = 0
+    synced: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def sync(self, role: HeadRole) -> Mark:
+        """Return SYNC for a marker here, if there are replicas and they have trained since one."""
+        return Mark.SYNC if role.sync_steps and self.step > self.synced else NOTHING
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ def items(
 
     Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
     last evaluation, if there is a test set, test batches and a TEST marker; at the very end an
-    END marker. CHECKPOINT is added to the markers for which the spec asks.
+    END marker. CHECKPOINT is added to the markers for which the spec asks. Between training batches
+    there are SYNC and CHECKPOINT markers after as many steps as it asks for. Replicas share before
+    each evaluation, checkpoint and end.
 
     Args:
         source: The data.
@@ -106,14 +114,19 @@ def items(
             at = yield from _train(source, role, at, early)
             if early():
                 at = replace(at, phase="test" if source.has_test else "end")
+                if at.sync(role):
+                    at = replace(at, synced=at.step)
+                    yield Item(epoch, at, mark=Mark.SYNC)
         last = epoch >= role.epochs or at.step == role.steps
         if at.phase == "train":
             evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
             every = role.checkpoint.every_epochs
             saves = every > 0 and epoch % every == 0 and not last  # END saves the last one
             saves |= role.selects and evaluates
+            mark = Mark.EPOCH | at.sync(role) | (Mark.CHECKPOINT if saves else NOTHING)
+            at = replace(at, synced=at.step)
             at = replace(at, phase="eval") if evaluates else _next(at, last)
-            yield Item(epoch, at, mark=Mark.EPOCH | Mark.CHECKPOINT if saves else Mark.EPOCH)
+            yield Item(epoch, at, mark=mark)
         if at.phase == "eval":
             at = yield from _evaluate(source.eval_batches(), at)
             tests = last and source.has_test
@@ -137,13 +150,17 @@ def _train(
     source: DataSource, role: HeadRole, at: Position, early: Callable[[], bool]
 ) -> Generator[Item, None, Position]:
     """Yield an epoch's remaining training batches; return the position after them."""
-    sends, every = _left(source, role, at), role.checkpoint.every_steps
+    sends = _left(source, role, at)
+    saves, syncs = role.checkpoint.every_steps, role.sync_steps
     if not sends or early():
         return at
     for x, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
-        if every and at.batch and at.step % every == 0 and not at.saved:
-            at = replace(at, saved=True)
-            yield Item(at.epoch, at, mark=Mark.CHECKPOINT)
+        due = Mark.CHECKPOINT if saves and at.step % saves == 0 else NOTHING
+        if due or (syncs and at.step % syncs == 0):
+            due |= at.sync(role)
+        if due and at.batch and not at.saved:
+            at = replace(at, saved=True, synced=at.step)
+            yield Item(at.epoch, at, mark=due)
             if early():
                 break
         after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
@@ -169,4 +186,4 @@ def _left(source: DataSource, role: HeadRole, at: Position) -> int:
 def _next(at: Position, last: bool) -> Position:
     if last:
         return replace(at, phase="end", eval_batch=0)
-    return Position(epoch=at.epoch + 1, step=at.step)
+    return Position(epoch=at.epoch + 1, step=at.step, synced=at.synced)

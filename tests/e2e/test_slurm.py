@@ -263,6 +263,58 @@ def test_a_diamond_in_containers_on_three_hosts(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+REPLICAS = """\
+name: replicas
+data: {{dataset: digits, batch_size: 32, flatten: true}}
+epochs: 60
+stop_grace_s: 10
+restart: {{backoff_s: 0.1, snapshot_s: 1}}
+links: {{interface: {network}}}
+image: {{torch: "torch=={torch}"}}
+placement: {{strategy: explicit, map: {{stem: 0, wide: 1, deep.1: 0, deep.2: 2, top: 2}}}}
+replication: {{strategy: diloco, every: 10}}
+defaults: {{interface: mixed, optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
+modules:
+  - {{name: stem, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, {{BatchNorm1d: {{num_features: 64}}}}, ReLU]}}
+  - {{name: wide, replicas: 2, layers: [{{Linear: {{in_features: 64, out_features: 32}}}}, {{BatchNorm1d: {{num_features: 32}}}}, ReLU]}}
+  - {{name: deep, replicas: 2, layers: [{{Linear: {{in_features: 32, out_features: 32}}}}, ReLU]}}
+  - {{name: top, layers: [{{Linear: {{in_features: 32, out_features: 10}}}}]}}
+"""  # noqa: E501
+
+
+@pytest.mark.apptainer
+def test_replicas_in_containers_on_three_hosts(tool: Apptainer, slurm: str, dnictl: Dnictl) -> None:
+    """One image for all replicas of a module; one of them is killed, and no batch is lost."""
+    text = REPLICAS.format(network=slurm, torch=version("torch").split("+")[0])
+    (dnictl.folder / "chain.yaml").write_text(text)
+    dnictl.run("build")
+    assert {path.name for path in (dnictl.folder / "images").glob("*.sif")} == {
+        f"{name}.sif" for name in ("stem", "wide", "deep", "top")
+    }
+    said = dnictl.run("submit", "--backend", "apptainer", "--parsable").stdout
+    name, _, _ = said.strip().partition(";")
+    root = RunDir(dnictl.folder / "runs" / name)
+    workers = ["stem", "wide.1", "wide.2", "deep.1", "deep.2", "top"]
+    eventually("a checkpoint", lambda: complete_cuts(root, workers))
+    worker = b"--module\0deep.2\0"
+    killed = [pid for pid in conftest.processes_of(dnictl.folder) if worker in command_of(pid)]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    figures = dnictl.json("wait")
+    assert killed
+    assert figures["state"] == "finished"
+    found = {one["module"]: one for one in figures["modules"]}
+    assert [found[one]["host"] for one in workers] == ["n1", "n2", "n2", "n1", "n3", "n3"]
+    assert found["deep.2"]["restarts"] == 1
+    every = 60 * 45
+    assert found["stem"]["step"] == found["top"]["step"] == every
+    assert found["wide.1"]["step"] + found["wide.2"]["step"] == every
+    assert found["deep.1"]["step"] + found["deep.2"]["step"] == every
+    assert figures["accuracy"] > 0.85
+    listens = r"listening on tcp://10\.77\.0\.\d:\d+, encrypted"
+    assert re.search(listens, root.log("deep.1", 1).read_text())
+
+
 @pytest.mark.apptainer
 def test_the_page_by_hand(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
     """docs/slurm.md, "By hand", as it stands: two modules, two nodes, srun and apptainer alone."""

@@ -222,8 +222,8 @@ class Served:
                 checkpoints=writer,
                 stop=stop,
                 stream=items if worker.head else None,
-                input=Join([self.inputs[worker.module]]) if worker.sources else None,
-                output=Fanout([self.outputs[worker.module]]) if worker.targets else None,
+                input=Join([[self.inputs[worker.module]]]) if worker.sources else None,
+                output=Fanout([[self.outputs[worker.module]]]) if worker.targets else None,
                 start=Start(),
                 ledger=ledger,
             )

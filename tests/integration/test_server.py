@@ -69,7 +69,7 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
                 stop=stop,
                 start=Start(),
                 ledger=ledger,
-                input=Join([input]),
+                input=Join([[input]]),
             )
             stop._handle(signal.SIGTERM, None)
             with metrics.report.regularly():
@@ -226,7 +226,7 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_p
             server = ModuleServer(
                 step, metrics=MetricsWriter(run, spec, 1), checkpoints=writer, stop=stop,
                 start=Start(), ledger=ledger, stream=Stream(source, spec.head),  # type: ignore[arg-type]
-                output=Fanout([output]),
+                output=Fanout([[output]]),
             )  # fmt: skip
             outcomes.append(server.serve())
 
@@ -288,7 +288,7 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(tmp_path
             output.connect(below, deadline_s=10)
             ModuleServer(
                 ModuleStep(b), metrics=metrics, checkpoints=writer, stop=stop,
-                start=Start(), ledger=ledger, input=Join([input]), output=Fanout([output]),
+                start=Start(), ledger=ledger, input=Join([[input]]), output=Fanout([[output]]),
             ).serve()  # fmt: skip
 
         serving = threading.Thread(target=serve)

@@ -11,7 +11,7 @@ from typing import Any
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.link import Drained, Marker, handshake, input, output, receiver, sender
 from dni_runtime.wire import Mark
-from dni_runtime.worker import fanout, join, server
+from dni_runtime.worker import exchange, fanout, join, server
 
 
 @contextmanager
@@ -167,6 +167,18 @@ def half_sums() -> Any:
     return replaced((fanout.Fanout, "_given_up", given_up), (server.ModuleServer, "_sleep", sleep))
 
 
+def means_awaited() -> Any:
+    """A replica waits for a mean that has been sent to its former process."""
+    real = exchange.Exchange.begin
+
+    def begin(self: Any, id: int, epoch: int) -> None:
+        real(self, id, epoch)
+        if self.output is not None:
+            self.output._sender.drained = 0
+
+    return replaced((exchange.Exchange, "begin", begin))
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "gradients-once": gradients_once,
     "newest-read": newest_read,
@@ -177,4 +189,5 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "gaps-untold": gaps_untold,
     "links-in-turn": links_in_turn,
     "half-sums": half_sums,
+    "means-awaited": means_awaited,
 }

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import zmq
+from torch.nn.utils import parameters_to_vector
 
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
@@ -32,6 +33,7 @@ from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
+from dni_runtime.spec.replicas import module_of, workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind
 from dni_runtime.worker import checkpoint, main, metrics, report, saver
@@ -67,12 +69,14 @@ class Schedule:
 
     Attributes:
         sources: Which modules each one takes its inputs from; None: the one before.
+        replicas: Workers of each module; none: one of each.
         faults: Times in simulated seconds, with what happens then.
     """
 
     seed: int
     modules: int = 2
     sources: Sources | None = None
+    replicas: tuple[int, ...] = ()
     interface: str = "delayed"
     window: int = 2
     on_loss: str = "wait"
@@ -84,12 +88,13 @@ class Schedule:
     faults: list[tuple[float, str, int, float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, seed: int, *, graph: bool = False) -> Schedule:
+    def of(cls, seed: int, *, graph: bool = False, replicas: bool = False) -> Schedule:
         """Draw one.
 
         Args:
             seed: What to draw from.
             graph: Whether modules have several inputs, and several take one output.
+            replicas: Whether modules have replicas.
         """
         world = World(seed)
         draw = world.random
@@ -107,6 +112,8 @@ class Schedule:
         )
         if graph:
             made._draw_graph()
+        if replicas:
+            made._draw_replicas()
         if made.interface in WAITING or made.interface == "delayed":
             made.on_loss = "wait"
         batches = made.epochs * BATCHES
@@ -118,7 +125,8 @@ class Schedule:
         for _ in range(draw.choice((0, 1, 2, 2, 3, 5))):
             lasts_s = draw.choice((0.1, 1.0, 1.0, 5.0, 5.0, 20.0)) * draw.uniform(0.5, 1.5)
             at_s = draw.uniform(0, length_s)
-            made.faults.append((at_s, draw.choice(kinds), draw.randrange(made.modules), lasts_s))
+            kind, workers = draw.choice(kinds), sum(made.replicas) or made.modules
+            made.faults.append((at_s, kind, draw.randrange(workers), lasts_s))
         more = random.Random(f"launch {seed}")  # drawn apart: what older seeds draw stays as it is
         if more.random() < 0.1:
             at_s, index = more.uniform(0, length_s), more.randrange(made.modules)
@@ -141,12 +149,24 @@ class Schedule:
         graph = Graph(self.sources, ((),) * self.modules)
         self.window = max(self.window, *(graph.beside(*ends) for ends in graph.numbers))
 
+    def _draw_replicas(self) -> None:
+        """Draw replicas of all modules but the head and the tail, which wait for no gradient."""
+        draw = random.Random(f"replicas {self.seed}")
+        self.modules = max(self.modules, 3)
+        between = [draw.choice((1, 2, 2, 3)) for _ in range(self.modules - 2)]
+        between[draw.randrange(len(between))] = draw.choice((2, 3))
+        self.replicas = (1, *between, 1)
+        if self.interface in WAITING:
+            self.interface = draw.choice(("delayed", "synthetic", "local"))
+
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:
-        """The modules' specs."""
-        return _specs(
-            self.modules, self.interface, self.window, self.on_loss, self.epochs,
-            self.checkpoint_steps, self.sources,
+        """The workers' specs."""
+        return workers_of(
+            _specs(
+                self.modules, self.interface, self.window, self.on_loss, self.epochs,
+                self.checkpoint_steps, self.sources, self.replicas,
+            )
         )  # fmt: skip
 
 
@@ -159,14 +179,17 @@ def _specs(
     epochs: int,
     steps: int,
     sources: Sources | None = None,
+    replicas: tuple[int, ...] = (),
 ) -> tuple[WorkerSpec, ...]:
-    layers = "\n".join(_module(index, modules, sources) for index in range(modules))
+    replicas = replicas or (1,) * modules
+    layers = "\n".join(_module(index, modules, sources, replicas) for index in range(modules))
     chain = parse_chain(
         f"name: simulated\nseed: 1\nepochs: {epochs}\nstop_grace_s: 20\n"
         f"data: {{dataset: digits, batch_size: {SAMPLES}}}\n"
         f"checkpoint: {{every_epochs: 1, every_steps: {steps or 'null'}, keep: 2}}\n"
         f"restart: {{snapshot_s: 0.2}}\nlinks: {{window: {window}, on_loss: {on_loss}}}\n"
         f"defaults: {{interface: {interface}, optimizer: {{SGD: {{lr: 0.1}}}}}}\n"
+        "replication: {every: 2}\n"
         f"modules:\n{layers}\n"
     )
     info = DataInfo(
@@ -179,13 +202,14 @@ def _specs(
     return worker_specs(chain, info)
 
 
-def _module(index: int, modules: int, sources: Sources | None) -> str:
+def _module(index: int, modules: int, sources: Sources | None, replicas: tuple[int, ...]) -> str:
     size = f"in_features: {3 if index else 4}, out_features: {3 if index < modules - 1 else 2}"
     layer, inputs = f"{{Linear: {{{size}}}}}", ""
     if sources is not None and index:
         inputs = f"inputs: [{', '.join(NAMES[one] for one in sources[index])}], "
         layer = f"Add, {layer}"
-    return f"  - {{name: {NAMES[index]}, {inputs}layers: [{layer}]}}"
+    count = f"replicas: {replicas[index]}, "
+    return f"  - {{name: {NAMES[index]}, {count}{inputs}layers: [{layer}]}}"
 
 
 class Data:
@@ -355,18 +379,31 @@ class Site:
         every = schedule.epochs * BATCHES
         for reason in self._stalls():
             raise Violated(f"stalled: {reason}")
+        counted, trained = Counter[str](), set[tuple[str, int]]()
         for name in self.names:
-            counts = Counts.read(self.run_dir.ledger(name))
+            counts, module = Counts.read(self.run_dir.ledger(name)), module_of(name)
+            counted[module] += 0 if counts is None else counts.step
             if name not in self.steps:
-                raise Violated(f"{name} has never trained")
+                if schedule.on_loss == "wait" or not schedule.replicas:
+                    raise Violated(f"{name} has never trained")
+                continue  # all of its few batches were left out
             seen = Counter(self.steps[name].trained)  # type: ignore[attr-defined]
             twice = {id: count for id, count in seen.items() if count > 1}
             if twice:
                 raise Violated(f"{name} was trained twice on {twice}")
-            if schedule.on_loss == "wait" and (counts is None or counts.step != every):
-                raise Violated(f"{name} has counted {counts} of {every} batches")
+            if both := trained & {(module, id) for id in seen}:
+                raise Violated(f"two replicas were trained on {both}")
+            trained |= {(module, id) for id in seen}
             if self.specs[0].exact and len(seen) != every * self._parts():
                 raise Violated(f"{name} holds {len(seen)} updates of {every}")
+        for module, steps in counted.items():
+            if schedule.on_loss == "wait" and steps != every:
+                raise Violated(f"{module} has counted {steps} of {every} batches")
+        for module in {module_of(name) for name in self.names}:
+            alike = [step for name, step in self.steps.items() if module_of(name) == module]
+            weights = [parameters_to_vector(one.layers.parameters()) for one in alike]
+            if any(not torch.equal(one, weights[0]) for one in weights):
+                raise Violated(f"the replicas of {module} have not agreed")
         cuts = complete_cuts(self.run_dir, self.names)
         if not cuts:
             raise Violated("there is no complete checkpoint")
@@ -413,7 +450,8 @@ class Site:
 
     def _addresses(self, spec: WorkerSpec) -> list[str]:
         """Where a module listens, for each of its inputs."""
-        sockets = [spec.module, *(f"{spec.module}.{edge.number}" for edge in spec.sources[1:])]
+        links = [*spec.links_in, *(one for one in spec.peers if one.target == spec.module)]
+        sockets = [spec.module, *(f"{spec.module}.{link.number}" for link in links[1:])]
         return [f"ipc://{self.root}/{socket}.sock" for socket in sockets]
 
     def _start(self, worker: WorkerPlan) -> Worker:

@@ -13,6 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEEDS = 150
 GRAPH_SEEDS = 60
+REPLICA_SEEDS = 40
 MISSED = [
     ("gradients-once", 167, "the watchdog has said module 'a' waits for gradients"),
     ("newest-read", 211, "the watchdog has said module 'a' waits for room"),
@@ -23,11 +24,14 @@ MISSED = [
     ("gaps-untold", 220, "the watchdog has said module 'd' waits for room"),
     ("links-in-turn", 94, "the watchdog has said module 'c' waits for input"),
     ("half-sums", 1318, "the watchdog has said module 'a' waits for gradients"),
+    ("means-awaited", 1344, "module 'b.1' waits for its other replicas"),
 ]
 """Mends, and a seed that finds what each was made for."""
 
 ALL = ("--seeds", str(SEEDS))
 GRAPHS = ("--graphs", "--seeds", str(GRAPH_SEEDS))
+REPLICAS = ("--replicas", "--seeds", str(REPLICA_SEEDS))
+GRAPHS_OF_REPLICAS = ("--graphs", *REPLICAS)
 REPLAYED = ("--first", "7", "--seeds", "3")
 
 SEVERAL = """\
@@ -47,14 +51,15 @@ OF_GRAPHS = ("gaps-untold", "links-in-turn", "half-sums")
 
 
 def without(mutation: str, seed: int) -> tuple[str, ...]:
-    graphs = ("--graphs",) if mutation in OF_GRAPHS else ()
-    return (*graphs, "--first", str(seed), "--seeds", "1", "--without", mutation)
+    kind = ("--graphs",) if mutation in OF_GRAPHS else ()
+    kind = ("--replicas",) if mutation == "means-awaited" else kind
+    return (*kind, "--first", str(seed), "--seeds", "1", "--without", mutation)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, ...], list[Found]]:
     """Exit codes and findings of all simulations, by their options."""
-    wanted = [ALL, GRAPHS, REPLAYED, REPLAYED]
+    wanted = [ALL, GRAPHS, REPLICAS, GRAPHS_OF_REPLICAS, REPLAYED, REPLAYED]
     wanted += [without(mutation, seed) for mutation, seed, _ in MISSED]
     done = subprocess.run(
         [sys.executable, "-u", "-c", SEVERAL, str(REPOSITORY / "scripts"), json.dumps(wanted)],
@@ -83,6 +88,16 @@ def test_it_holds_in_graphs(found: dict[tuple[str, ...], list[Found]]) -> None:
     ((code, figures),) = found[GRAPHS]
     assert figures["failed"] == []
     assert (code, figures["schedules"]) == (0, GRAPH_SEEDS)
+
+
+@pytest.mark.parametrize("kind", [REPLICAS, GRAPHS_OF_REPLICAS], ids=["chains", "graphs"])
+def test_it_holds_with_replicas(
+    found: dict[tuple[str, ...], list[Found]], kind: tuple[str, ...]
+) -> None:
+    """Each batch goes to one of them, and in the end they have the same weights."""
+    ((code, figures),) = found[kind]
+    assert figures["failed"] == []
+    assert (code, figures["schedules"]) == (0, REPLICA_SEEDS)
 
 
 @pytest.mark.parametrize(("mutation", "seed", "violated"), MISSED)

@@ -96,7 +96,7 @@ def plan_in_allocation(
     if settings.backend == "apptainer":
         # checked on this node, the first; the nodes of one job are alike
         mounts = (*mounts, *infiniband_mounts(chain.infiniband), *bind_mounts(profile))
-    kinds = link_kinds(chain, profile.interface, job.nodes)
+    kinds = link_kinds(chain, workers, profile.interface, job.nodes)
     interface = chain.links.interface or profile.interface
     settings = replace(
         settings,
@@ -156,7 +156,7 @@ def request_here(
     with importing_from(prepared.base.absolute()):
         costs = estimated_costs(prepared.workers)
     wanted = prepared.chain.placement
-    most = min(len(allocation.hosts), len(prepared.modules))
+    most = min(len(allocation.hosts), len(prepared.replicas))
     return make_request(
         root,
         prepared,

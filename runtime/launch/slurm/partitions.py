@@ -82,7 +82,7 @@ def _explicit(
     shares: dict[Partition, PlacementSpec] = {}
     owner: dict[int, Partition] = {}
     for partition, inside in members.items():
-        chosen = {needs[index].module: wanted.map[needs[index].module] for index in inside}
+        chosen = {needs[index].module: wanted.node_of(needs[index].module) for index in inside}
         order = sorted(set(chosen.values()))
         for node in order:
             if owner.setdefault(node, partition) != partition:

@@ -27,7 +27,6 @@ from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.partitions import place_in_partitions
 from dni_runtime.launch.slurm.script import JobRequest, render_script
 from dni_runtime.rundir import RunDir, write_atomic
-from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.profile import ProfileSpec
 
 
@@ -55,13 +54,14 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
 
 
 def wanted_partitions(
-    chain: ChainSpec, given: str | None, profile: ProfileSpec
+    prepared: Prepared, given: str | None, profile: ProfileSpec
 ) -> tuple[str | None, ...]:
-    """Return the partition of each module, or None for Slurm's default.
+    """Return the partition of each worker, or None for Slurm's default.
 
     Modules without one use the partition of the others if that is unique.
     """
-    asked = [given or chain.resources(index).partition for index in range(len(chain.modules))]
+    chain = prepared.chain
+    asked = [given or chain.resources(one.index).partition for one in prepared.replicas]
     named = set(asked) - {None}
     rest = named.pop() if len(named) == 1 else profile.partition
     return tuple(partition or rest for partition in asked)
@@ -141,11 +141,11 @@ def make_request(
         SpecError: A setting of the chain does not fit the job.
     """
     chain = prepared.chain
-    needs = needs_of(chain, prepared.workers, costs)
+    needs = needs_of(chain, prepared.replicas, costs)
     partitions = tuple(partitions) or (profile.partition,) * len(needs)
     known = {} if shapes is None else {name: largest_node(s) for name, s in shapes.items()}
     placed, at = place_in_partitions(needs, wanted_placement(chain, nodes), partitions, known)
-    check_links(chain, placed, profile.interface, prepared.locate)
+    check_links(chain, prepared.replicas, placed, profile.interface, prepared.locate)
     request = JobRequest(
         run=root,
         chain=chain.name,
@@ -224,7 +224,8 @@ def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -
 
 def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, Any]]:
     """Return the node and resources of each module, for display."""
-    kinds = link_kinds(prepared.chain, request.profile.interface, request.nodes)
+    interface = request.profile.interface
+    kinds = link_kinds(prepared.chain, prepared.replicas, interface, request.nodes)
     total = sum(need.cost for need in request.needs)
     return [
         {

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dni_runtime.bench.network import lines_between, lines_of_chain, lines_within
 from dni_runtime.bench.peer import Peer
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.data import describe
 from dni_runtime.errors import WorkerError
-from dni_runtime.spec import ChainSpec, LinksSpec
+from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
 
 HOSTS = ("n1", "n2")
 
 
 def chain(links: dict[str, object]) -> ChainSpec:
-    modules = [
-        {"name": name, "layers": [{"Linear": {"in_features": 8, "out_features": 8}}]}
-        for name in ("a", "b", "c", "d")
+    modules = [{"name": "a", "layers": ["Flatten"]}] + [
+        {"name": name, "layers": [{"LazyLinear": {"out_features": 10}}]} for name in "bcd"
     ]
     data = {"dataset": "digits", "batch_size": 8}
     return ChainSpec.model_validate({"name": "x", "data": data, "modules": modules, "links": links})
 
 
+def workers(spec: ChainSpec) -> tuple[WorkerSpec, ...]:
+    return worker_specs(spec, describe(spec.data, Path()))
+
+
 def test_each_line_once_and_as_the_chain_says() -> None:
     spec = chain({"security": "none", "window": 3, "dtype": "int8", "port": 5000})
-    lines = lines_of_chain(spec, ProfileSpec(interface="ib0"), (0, 0, 1, 1), HOSTS)
+    profile = ProfileSpec(interface="ib0")
+    lines = lines_of_chain(spec, workers(spec), profile, (0, 0, 1, 1), HOSTS)
     assert [(line.source, line.sink, line.links.transport) for line in lines] == [
         ("n1", "n1", "ipc"), ("n1", "n2", "tcp"), ("n2", "n2", "ipc"),
     ]  # fmt: skip
@@ -37,7 +45,8 @@ def test_each_line_once_and_as_the_chain_says() -> None:
 
 
 def test_there_and_back_are_two_lines() -> None:
-    lines = lines_of_chain(chain({"interface": "ib0"}), ProfileSpec(), (0, 1, 0, 1), HOSTS)
+    spec = chain({"interface": "ib0"})
+    lines = lines_of_chain(spec, workers(spec), ProfileSpec(), (0, 1, 0, 1), HOSTS)
     assert [(line.source, line.sink) for line in lines] == [("n1", "n2"), ("n2", "n1")]
 
 

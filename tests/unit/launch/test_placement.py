@@ -80,9 +80,9 @@ def test_explicit_follows_the_map() -> None:
     wanted = spec("explicit", map={"m0": 1, "m1": 0, "m2": 1})
     assert place(needs(1, 1, 1), wanted) == (1, 0, 1)
     chain = Graph(((), (0,), (1,), (2,)), ((),) * 4)
-    assert crossing(chain, (1, 0, 0, 1)) == [None, 0, None, 2]
+    assert crossing(chain.links, (1, 0, 0, 1)) == [None, 0, None, 2]
     diamond = Graph(((), (0,), (0,), (1, 2)), ((),) * 4)
-    assert crossing(diamond, (0, 0, 1, 0)) == [None, None, 0, 2]
+    assert crossing(diamond.links, (0, 0, 1, 0)) == [None, None, 0, 2]
 
 
 @pytest.mark.parametrize(

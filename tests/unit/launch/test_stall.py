@@ -269,3 +269,24 @@ def test_a_join_waits_for_the_input_that_has_not_come(late: str) -> None:
         found = rule.look(float(s), read(shown)) or found
     assert ("join", late) in {stall.modules for stall in found}
     assert ("join", other) not in {stall.modules for stall in found}
+
+
+@pytest.mark.parametrize(("other", "stalled"), [("replicas", True), ("gradient", False)])
+def test_replicas_that_all_wait_for_each_other(other: str, stalled: bool) -> None:
+    """One that has not come to the marker yet may wait for something else."""
+    names = ("head", "wide.1", "wide.2", "tail")
+    sources = {"wide.1": ("head",), "wide.2": ("head",), "tail": ("wide.1", "wide.2")}
+    rule = StallRule(names, STALL_S, sources)
+    found: list[Stall] = []
+    for s in range(400):
+        reports = {name: report(s, "batch") for name in names}
+        if s >= BEGIN_S:
+            doing = {"head": "window", "wide.1": "replicas", "wide.2": other, "tail": "input"}
+            reports = {
+                name: report(100, what) | {"doing_s": float(s - BEGIN_S)}
+                for name, what in doing.items()
+            }
+        shown = {name: one | {"time": s} for name, one in reports.items()}
+        found = rule.look(float(s), read(shown)) or found
+    messages = [stall.message for stall in found if "replicas" in stall.message]
+    assert bool(messages) is stalled

@@ -119,9 +119,11 @@ class World:
     def neighbours(
         self, *, again: bool = False, address: str | None = None, until_s: float = 1e9
     ) -> Neighbours:
-        return Neighbours(
+        made = Neighbours(
             self.spec, self.run, address=address, again=again, stop=lambda: self.age_s >= until_s
         )
+        made.callers.append(self)  # type: ignore[arg-type]
+        return made
 
 
 MakeWorld = Callable[[str], World]
@@ -156,7 +158,7 @@ def world(make_world: MakeWorld) -> World:
 
 def connect(world: World, **settings: Any) -> None:
     link: Any = world
-    world.neighbours(**settings).connect(link, link)
+    world.neighbours(**settings).connect(link)
 
 
 def look(world: World, known: Neighbours) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime.link import Batch, Drained, Event, Gradient, LinkCounters, Marker, Request
+from dni_runtime.link.window import ReceiveOrder
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
@@ -29,18 +30,34 @@ def marker(id: int) -> Marker:
 class Above:
     """A link from upstream."""
 
-    def __init__(self, *items: Batch | Marker, awaited: bool = False) -> None:
+    def __init__(
+        self, *items: Batch | Marker, awaited: bool = False, route: tuple[int, int] | None = None
+    ) -> None:
         self.items = deque(items)
+        self.route = route
+        self.order = ReceiveOrder(carries=self.carries)
         self.awaited, self.connected, self.left_at = awaited, True, 0
         self.counters = LinkCounters(gaps=1)
-        self.received = max((item.id for item in items), default=0)
         self.acked: list[int] = []
         self.drained: list[int] = []
         self.asked: list[str] = []
         self.finishes = 0
 
+    @property
+    def received(self) -> int:
+        return self.order.received
+
+    def next(self, after: int) -> int:
+        return self.order.next(max(after, self.received))
+
+    def carries(self, id: int) -> bool:
+        return self.route is None or id % self.route[0] == self.route[1]
+
     def receive(self) -> Batch | Marker | None:
-        return self.items.popleft() if self.items else None
+        if not self.items:
+            return None
+        self.order.accept(self.items[0].id)
+        return self.items.popleft()
 
     def ack(self, id: int) -> None:
         self.acked.append(id)
@@ -61,7 +78,7 @@ def missed(id: int) -> Marker:
 
 
 def join(*links: Any) -> Join:
-    return Join(links)
+    return Join([[link] for link in links])
 
 
 def taken(joined: Join) -> list[tuple[int, list[float]] | int]:
@@ -92,6 +109,43 @@ def test_what_is_heard_while_nothing_is_taken_is_kept(links: int) -> None:
     for one in above:
         one.items.append(marker(3))
     assert taken(joined) == [(1, [1.0] * links), (2, [2.0] * links), 3]
+
+
+def test_replicas_are_one_input() -> None:
+    """Batches come in turn from the links of two replicas, markers on both."""
+    odd = Above(batch(1, 1.0), batch(3, 3.0), marker(4), batch(5, 5.0), route=(2, 1))
+    even = Above(route=(2, 0))
+    both = Join([[odd, even]])  # type: ignore[list-item]
+    assert taken(both) == [(1, [1.0])], "3 must not overtake 2"
+    even.items.append(batch(2, 2.0))
+    assert taken(both) == [(2, [2.0]), (3, [3.0])]
+    even.items.append(marker(4))
+    assert taken(both) == [4, (5, [5.0])]
+    assert both.of(7) == [odd]
+    assert both.of(8) == [even]
+    both.ack(5)
+    assert (odd.acked, even.acked) == ([5], [4])
+
+
+def test_replicas_beside_a_link_that_brings_all() -> None:
+    odd, even = Above(batch(1, 1.0), route=(2, 1)), Above(batch(2, 2.0), route=(2, 0))
+    skip = Above(batch(1, -1.0), batch(2, -2.0))
+    joined = Join([[odd, even], [skip]])  # type: ignore[list-item]
+    assert taken(joined) == [(1, [1.0, -1.0]), (2, [2.0, -2.0])]
+    odd.items.append(missed(5))
+    skip.items += [batch(3, -3.0), batch(4, -4.0)]
+    assert taken(joined) == [3], "left out, and 4 may still come"
+    assert joined.of(4) == [even, skip]
+
+
+def test_what_replicas_can_still_bring_is_not_passed_over() -> None:
+    odd, even = (
+        Above(batch(1, 1.0), batch(3, 3.0), route=(2, 1)),
+        Above(batch(2, 2.0), route=(2, 0)),
+    )
+    both = Join([[odd, even]])  # type: ignore[list-item]
+    both.listen()
+    assert both.received == 2
 
 
 def test_inputs_of_the_data_come_last() -> None:
@@ -156,7 +210,15 @@ def test_at_the_end_every_link_gets_its_turn() -> None:
 class Below:
     """A link to downstream."""
 
-    def __init__(self, *, teaches: bool = True, window: int = 4, in_flight: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        teaches: bool = True,
+        window: int = 4,
+        in_flight: int = 0,
+        route: tuple[int, int] | None = None,
+    ) -> None:
+        self.route = route
         self.teaches, self.window, self.in_flight = teaches, window, in_flight
         self.lost, self.drained, self.first = False, 0, 1
         self.counters = LinkCounters(missed=2)
@@ -171,6 +233,9 @@ class Below:
     @property
     def windows(self) -> tuple[int, ...]:
         return (self.window, 2)
+
+    def carries(self, id: int) -> bool:
+        return self.route is None or id % self.route[0] == self.route[1]
 
     def send_batch(self, id: int, *rest: Any) -> None:
         self.sent.append(id)
@@ -187,7 +252,7 @@ class Below:
 
 
 def fanout(*links: Any) -> Fanout:
-    return Fanout(links)
+    return Fanout([[link] for link in links])
 
 
 def gradient(id: int, value: float) -> Gradient:
@@ -260,6 +325,24 @@ def test_a_batch_goes_where_there_is_room() -> None:
     output.send_batch(batch(5, 1.0), h)
     assert (a.missed, a.sent, b.missed, b.sent) == ([5], [], [], [5])
     assert output.counters.missed == 4
+
+
+def test_a_batch_goes_to_one_replica_and_its_gradient_comes_from_there() -> None:
+    odd, even, skip = Below(route=(2, 1)), Below(route=(2, 0)), Below()
+    output = Fanout([[odd, even], [skip]])  # type: ignore[list-item]
+    h = torch.zeros(2, 1)
+    for id in (1, 2):
+        output.send_batch(batch(id, 1.0), h)
+    output.miss(batch(3, 1.0))
+    assert (odd.sent, even.sent, skip.sent) == ([1], [2], [1, 2])
+    assert (odd.missed, even.missed, skip.missed) == ([3], [], [3])
+    odd.events, even.events = [gradient(1, 1.0)], [gradient(2, 2.0)]
+    skip.events = [gradient(1, 10.0), gradient(2, 20.0)]
+    assert come(output) == [(1, 11.0), (2, 22.0)]
+    odd.events, skip.events = [Drained(9)], [Drained(9)]
+    assert come(output) == [], "the other replica may still send gradients"
+    even.events = [Drained(9)]
+    assert come(output) == [9]
 
 
 @pytest.mark.parametrize(("one", "other"), [(3, 5), (5, 3)])

@@ -1,0 +1,105 @@
+"""Replicas: the workers of a chain, several for a module that has ``replicas``.
+
+The id of a batch says which replica gets it (:func:`~dni_runtime.spec.worker.replica_of`), so it
+goes the same way after any restart; every marker goes to all. A link between two modules becomes
+one *lane* for each pair of replicas that have batches in common: if both modules have the same
+number, each replica has one link to the one of its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from dni_runtime.spec.worker import EdgeSpec, LaneSpec, WorkerSpec
+
+
+def worker_name(module: str, replica: int, replicas: int) -> str:
+    """Return the name of a worker: ``upper``, or ``upper.2`` if the module has replicas."""
+    return module if replicas == 1 else f"{module}.{replica}"
+
+
+def module_of(worker: str) -> str:
+    """Return the module that a worker serves, by the worker's name."""
+    return worker.partition(".")[0]
+
+
+def modules_of(workers: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
+    """Return the modules' specs that :func:`workers_of` made workers of."""
+    return tuple(worker.of_module() for worker in workers if worker.replica == 1)
+
+
+def workers_of(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
+    """Return the spec of each worker, head first, the replicas of a module one after the other.
+
+    Args:
+        modules: The modules' specs, head first.
+    """
+    if all(module.replicas == 1 for module in modules):
+        return tuple(modules)
+    replicas = {module.module: module.replicas for module in modules}
+    links = {edge.number: edge for module in modules for edge in module.sources}
+    numbers = count(max(links, default=0) + 1)
+    lanes = {
+        number: tuple(_lanes(edge, replicas, number, numbers)) for number, edge in links.items()
+    }
+    return tuple(
+        worker
+        for module in modules
+        for worker in _workers(module, lanes, tuple(_peers(module, numbers)))
+    )
+
+
+def _lanes(
+    edge: EdgeSpec, replicas: dict[str, int], number: int, numbers: Iterator[int]
+) -> Iterator[LaneSpec]:
+    above, below = replicas[edge.source], replicas[edge.target]
+    free = number
+    for one in range(1, above + 1):
+        for other in range(1, below + 1):
+            if above == below and one != other:
+                continue
+            ends = dict.fromkeys([(above, one), (below, other)])
+            yield LaneSpec(
+                source=worker_name(edge.source, one, above),
+                target=worker_name(edge.target, other, below),
+                number=free,
+                route=tuple(end for end in ends if end[0] > 1),
+            )
+            free = next(numbers)
+
+
+def _peers(module: WorkerSpec, numbers: Iterator[int]) -> Iterator[LaneSpec]:
+    """Yield the lanes by which replicas share their weights: from each to the first."""
+    names = [worker_name(module.module, one + 1, module.replicas) for one in range(module.replicas)]
+    for name in names[1:]:
+        yield LaneSpec(source=name, target=names[0], number=next(numbers))
+
+
+def _workers(
+    module: WorkerSpec, lanes: dict[int, tuple[LaneSpec, ...]], peers: tuple[LaneSpec, ...]
+) -> Iterator[WorkerSpec]:
+    for replica in range(1, module.replicas + 1):
+        name = worker_name(module.module, replica, module.replicas)
+
+        def own(edges: tuple[EdgeSpec, ...], end: str, name: str = name) -> tuple[EdgeSpec, ...]:
+            return tuple(
+                edge.model_copy(
+                    update={
+                        "lanes": tuple(
+                            lane for lane in lanes[edge.number] if getattr(lane, end) == name
+                        )
+                    }
+                )
+                for edge in edges
+            )
+
+        yield module.model_copy(
+            update={
+                "module": name,
+                "replica": replica,
+                "sources": own(module.sources, "target"),
+                "targets": own(module.targets, "source"),
+                "peers": tuple(lane for lane in peers if name in (lane.source, lane.target)),
+            }
+        )

@@ -1,0 +1,171 @@
+"""Modules with replicas, as real workers: beside the same in one process, killed, stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dni_runtime import Run
+from dni_runtime.core.replication import Shared
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.data import open_data
+from dni_runtime.launch.state import RunState
+from dni_runtime.spec.replicas import workers_of
+from dni_runtime.spec.worker import replica_of
+from dni_runtime.wire import Mark, Mode
+from dni_runtime.worker.checkpoint import read
+from dni_runtime.worker.stream import items
+from tests.e2e.conftest import Site, eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CHAIN = """\
+name: net
+seed: 3
+data: {dataset: digits, flatten: true, batch_size: 32}
+epochs: %(epochs)d
+restart: {backoff_s: 0.1, snapshot_s: 1}
+links: %(links)s
+replication: {strategy: %(strategy)s, every: 6}
+defaults: {interface: %(interface)s, optimizer: {Adam: {lr: 0.005}}}
+modules:
+- {name: stem, layers: [{Linear: {in_features: 64, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU]}
+- {name: wide, replicas: 3, layers: [{Linear: {in_features: 32, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU%(pause)s]}
+- {name: deep, replicas: 2, layers: [{Linear: {in_features: 32, out_features: 32}}, ReLU]}
+- {name: top, inputs: [deep, stem], layers: [Concat, {Linear: {in_features: 64, out_features: 10}}]}
+"""  # noqa: E501
+PAUSE = """\
+import time
+from torch import nn
+
+class Pause(nn.Module):
+    def forward(self, h):
+        if self.training:
+            time.sleep(0.03)
+        return h
+"""
+CURVE = "{transport: tcp, interface: lo, security: curve}"
+WORKERS = ["stem", "wide.1", "wide.2", "wide.3", "deep.1", "deep.2", "top"]
+
+
+def write(
+    site: Site, *, strategy: str = "local-sgd", interface: str = "mixed", links: str = "{}",
+    epochs: int = 3, pause: bool = False,
+) -> Path:  # fmt: skip
+    (site.folder / "pause.py").write_text(PAUSE)
+    path = site.folder / "chain.yaml"
+    given = {"strategy": strategy, "interface": interface, "links": links, "epochs": epochs}
+    path.write_text(CHAIN % {**given, "pause": ", {import: 'pause:Pause'}" if pause else ""})
+    return path
+
+
+def in_one_process(run: Run) -> dict[str, ModuleStep]:
+    """Train the same chain here, without links; its modules must not need gradients from below."""
+    chain, modules = run.record.specs()
+    steps = {one.module: ModuleStep(one) for one in workers_of(modules)}
+    source = open_data(chain.data, run.directory.sources, seed=chain.seed)
+    head = modules[0].head
+    assert head is not None
+    for id, item in enumerate(items(source, head), start=1):
+        if Mark.SYNC in item.mark:
+            for name, count in (("wide", 3), ("deep", 2)):
+                shared = [steps[f"{name}.{one + 1}"].shared for one in range(count)]
+                rows = [one.row() for one in shared if isinstance(one, Shared)]
+                for one in shared:
+                    assert one is not None
+                    one.agree(sum(rows[1:], rows[0]) / count)
+        if item.x is None or item.y_BY is None or item.mode is not Mode.TRAIN:
+            continue
+        assert isinstance(item.x, Tensor)
+        first = h = trained(steps["stem"], id, item.x, item.y_BY)
+        for name, count in (("wide", 3), ("deep", 2)):
+            h = trained(steps[f"{name}.{replica_of(id, count)}"], id, h, item.y_BY)
+        trained(steps["top"], id, (h, first), item.y_BY)
+    return steps
+
+
+def trained(step: ModuleStep, id: int, x: Any, y_BY: Tensor) -> Tensor:
+    h_BH = step.forward(id, x)
+    step.update(y_BY)
+    return h_BH
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_each_strategy_is_the_same_in_one_process(site: Site, strategy: str) -> None:
+    """With local interfaces nothing depends on time, whatever the workers and links do."""
+    path = write(site, strategy=strategy, interface="local", links=CURVE)
+    site.run("up", path, "--backend", "process")
+    run = Run.open(site.latest.root)
+    assert list(run.modules) == WORKERS
+    found, wanted = run.model().state_dict(), in_one_process(run)
+    for number, (name, ours) in enumerate(found.items()):
+        module, _, rest = name.partition(".")
+        worker = next(one for one in WORKERS if one.partition(".")[0] == module)
+        theirs = wanted[worker].layers.state_dict()[rest]
+        assert torch.allclose(ours, theirs, atol=1e-5), (number, name)
+    steps = {one.module: one.step for one in run.status().modules}
+    assert sum(steps[f"wide.{one}"] or 0 for one in (1, 2, 3)) == steps["top"] == 3 * 45
+    evaluated = run.evaluate()
+    assert evaluated["accuracy"] == pytest.approx(run.status().accuracy)
+
+
+def test_any_replica_may_be_killed(site: Site) -> None:
+    """The others go on, no batch is lost, and all replicas end with the same weights."""
+    path = write(site, pause=True, epochs=8)
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    for name in ("wide.2", "wide.1", "deep.2", "top"):
+        step = run.status().modules[-1].step or 0
+        eventually("training goes on", lambda s=step: (run.status().modules[-1].step or 0) > s + 8)
+        before = RunState.read(site.latest).modules[name]
+        os.kill(int(before.pid or 0), signal.SIGKILL)
+        eventually(
+            f"{name} is back",
+            lambda n=name, r=before.restarts: RunState.read(site.latest).modules[n].restarts > r,
+        )
+    site.run("wait")
+    figures = run.status()
+    assert figures.state == "finished"
+    steps = {one.module: one.step or 0 for one in figures.modules}
+    every = 8 * 45
+    assert steps["stem"] == steps["top"] == every
+    assert sum(steps[f"wide.{one}"] for one in (1, 2, 3)) == every
+    assert sum(steps[f"deep.{one}"] for one in (1, 2)) == every
+    assert figures.accuracy is not None
+    assert figures.accuracy > 0.85
+
+
+def test_stop_restart_and_resume(site: Site) -> None:
+    path = write(site, strategy="diloco", pause=True, epochs=8)
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    eventually("it trains", lambda: (run.status().modules[-1].step or 0) > 10)
+    said = site.run("restart", "wide.2").stdout
+    assert "wide.2" in said
+    eventually("a restart", lambda: RunState.read(site.latest).modules["wide.2"].restarts == 1)
+    assert RunState.read(site.latest).modules["wide.1"].restarts == 0
+    eventually("it trains", lambda: RunState.read(site.latest).modules["wide.2"].state == "running")
+    run.stop()
+    assert run.state().phase == "stopped"
+    cut = site.cuts(WORKERS)[-1]
+    parts = [read(run.directory.checkpoint(cut, f"wide.{one}"))[0] for one in (1, 2, 3)]
+    for name, value in parts[0].items():
+        if name.startswith("layers.") and value.is_floating_point():
+            assert all(torch.equal(part[name], value) for part in parts), name
+    site.run("resume")
+    figures = run.status()
+    assert figures.state == "finished"
+    assert (figures.modules[-1].step, figures.modules[0].step) == (8 * 45, 8 * 45)
+    assert "wide.3" in site.run("logs", "wide.3").stdout
+
+
+def test_validate_names_what_has_no_replicas(site: Site) -> None:
+    error = site.run("validate", write(site, interface="exact"), expect=78).stderr
+    assert "waits for gradients (exact)" in error
+    assert "replicas: 1" in error

@@ -1,0 +1,173 @@
+"""From modules to workers: which replica gets a batch, and by which link."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec.replicas import module_of, modules_of, workers_of
+from dni_runtime.spec.worker import replica_of
+
+INFO = DataInfo(
+    sample=TensorSpec(shape=(8,), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=8,
+)
+LINEAR = "{Linear: {in_features: 8, out_features: 8}}"
+
+
+def modules(counts: str = "1231", *, more: str = "") -> tuple[WorkerSpec, ...]:
+    listed = "".join(
+        f"- {{name: {name}, replicas: {count}, layers: [{LINEAR}]}}\n"
+        for name, count in zip("abcdefgh", counts, strict=False)
+    )
+    text = f"name: net\ndefaults: {{interface: mixed}}\n{more}\nmodules:\n{listed}"
+    return worker_specs(parse_chain(text), INFO)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_each_replica_gets_its_share(replicas: int) -> None:
+    rows = [range(first, first + replicas) for first in range(0, 300 * replicas, replicas)]
+    for row in rows:
+        got = {replica_of(id, replicas) for id in row}
+        assert got == set(range(1, replicas + 1))
+
+
+@pytest.mark.parametrize(("every", "replicas"), list(product((2, 3, 4, 9, 33), (2, 3, 4))))
+def test_markers_at_regular_ids_take_batches_from_all(every: int, replicas: int) -> None:
+    got = Counter(replica_of(id, replicas) for id in range(20_000) if id % every)
+    assert max(got.values()) < 1.05 * min(got.values())
+
+
+def test_workers_and_their_links() -> None:
+    workers = workers_of(modules())
+    assert [one.module for one in workers] == ["a", "b.1", "b.2", "c.1", "c.2", "c.3", "d"]
+    assert [one.index for one in workers] == [0, 1, 1, 2, 2, 2, 3]
+    a, b1, _, c1, c2, _, d = workers
+    assert [link.target for link in a.links_out] == ["b.1", "b.2"]
+    assert [link.target for link in b1.links_out] == ["c.1", "c.2", "c.3"]
+    assert [link.source for link in c2.links_in] == ["b.1", "b.2"]
+    assert [link.source for link in d.links_in] == ["c.1", "c.2", "c.3"]
+    assert [(one.source, one.target) for one in c1.peers] == [("c.2", "c.1"), ("c.3", "c.1")]
+    assert [(one.source, one.target) for one in c2.peers] == [("c.2", "c.1")]
+    assert (a.peers, d.peers) == ((), ())
+    assert c2.neighbours == ("b.1", "b.2", "d", "c.1")
+    assert a.head is not None
+    assert a.head.sync_steps == 32
+
+
+def test_both_ends_mean_the_same_link() -> None:
+    workers = workers_of(modules())
+    out = {link.number: link for one in workers for link in one.links_out}
+    into = {link.number: link for one in workers for link in one.links_in}
+    assert out == into
+    numbers = [*out, *{lane.number for one in workers for lane in one.peers}]
+    assert len(numbers) == len(set(numbers)) == 2 + 6 + 3 + 1 + 2
+    assert {1, 2, 3} <= set(numbers), "links of a chain without replicas keep theirs"
+
+
+@pytest.mark.parametrize("counts", ["121", "1231", "1331", "1421", "1611"])
+def test_a_batch_has_one_way(counts: str) -> None:
+    workers = workers_of(modules(counts))
+    for id in range(1, 500):
+        at = {"a"}
+        for count in counts[1:]:
+            at = {
+                link.target
+                for one in workers
+                if one.module in at
+                for link in one.links_out
+                if link.carries(id)
+            }
+            assert len(at) == 1
+            assert all(
+                name.endswith(f".{replica_of(id, int(count))}") for name in at if "." in name
+            )
+        assert at == {workers[-1].module}
+
+
+def test_as_many_replicas_on_both_sides_are_linked_in_pairs() -> None:
+    workers = workers_of(modules("1331"))
+    assert [link.target for link in workers[2].links_out] == ["c.2"]
+
+
+def test_the_modules_come_back() -> None:
+    before = modules()
+    workers = workers_of(before)
+    assert modules_of(workers) == before
+    assert {module_of(one.module): one.hash for one in workers} == {
+        one.module: one.hash for one in before
+    }, "one image for all replicas"
+    assert workers_of(modules("111")) == modules("111")
+    alone, replicated = modules("111")[1], modules("121")[1]
+    assert alone.hash == replicated.hash, "the image stays when replicas are added"
+
+
+@pytest.mark.parametrize(
+    ("counts", "more", "message"),
+    [
+        ("211", "", "the head, which reads the data, can have one worker only"),
+        ("112", "", "the tail, which has the loss, can have one worker only"),
+        ("121", "replication: {strategy: best}", "unknown strategy 'best'"),
+        ("121", "replication: {strategy: {diloco: {rate: 1}}}", "rate"),
+    ],
+)
+def test_what_cannot_have_replicas(counts: str, more: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        modules(counts, more=more)
+
+
+def test_a_recurrent_layer_needs_all_batches() -> None:
+    text = (
+        "name: net\ndefaults: {interface: mixed}\nmodules:\n"
+        "- {name: a, layers: [{Embedding: {num_embeddings: 8, embedding_dim: 8}}]}\n"
+        "- {name: b, replicas: 2, layers: "
+        "[{Recurrent: {cell: GRU, input_size: 8, hidden_size: 8}}]}\n"
+        "- {name: c, layers: [Flatten, {Linear: {in_features: 64, out_features: 8}}]}\n"
+    )
+    tokens = TensorSpec(shape=(8,), dtype="int64")
+    with pytest.raises(SpecError, match="a recurrent layer needs all batches"):
+        worker_specs(parse_chain(text), INFO.model_copy(update={"sample": tokens}))
+
+
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        ("exact", r"module 'a' waits for gradients \(exact\)"),
+        ("{delayed: {max_late: 2}}", "module 'a' waits for gradients"),
+        ("{exact: {micro_batches: 2}}", "'micro_batches' and 'replicas' exclude each other"),
+    ],
+)
+def test_interfaces_that_wait_leave_nothing_for_replicas(interface: str, message: str) -> None:
+    text = (
+        f"name: net\ndefaults: {{interface: {interface}}}\nmodules:\n"
+        f"- {{name: a, layers: [{LINEAR}]}}\n- {{name: b, replicas: 2, layers: [{LINEAR}]}}\n"
+        f"- {{name: c, layers: [{LINEAR}]}}\n"
+    )
+    with pytest.raises(SpecError, match=message):
+        worker_specs(parse_chain(text), INFO)
+
+
+def placed(places: str) -> ChainSpec:
+    listed = "".join(
+        f"- {{name: {name}, replicas: {count}, layers: [{LINEAR}]}}\n"
+        for name, count in zip("abc", "121", strict=True)
+    )
+    placement = f"placement: {{strategy: explicit, map: {{{places}}}}}"
+    return parse_chain(f"name: net\n{placement}\nmodules:\n{listed}")
+
+
+def test_replicas_may_be_placed_one_by_one() -> None:
+    placement = placed("a: 0, b.1: 0, b.2: 1, c: 1").placement
+    assert [placement.node_of(name) for name in ("a", "b.1", "b.2", "c")] == [0, 0, 1, 1]
+    placement = placed("a: 0, b: 1, c: 1").placement
+    assert [placement.node_of(name) for name in ("b.1", "b.2")] == [1, 1]
+    with pytest.raises(SpecError, match=r"does not place module 'b'"):
+        placed("a: 0, b.1: 0, c: 1")
+    with pytest.raises(SpecError, match=r"names 'b.3', but the modules are a, b, c"):
+        placed("a: 0, b: 0, b.3: 0, c: 1")
