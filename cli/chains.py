@@ -93,6 +93,7 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
             "inputs": list(module.inputs or [edge.source for edge in worker.sources]),
             "output": " and ".join(map(str, worker.outputs or (worker.output,))),
             "parameters": counts[worker.module],
+            "replicas": worker.replicas,
             "interface": worker.interface.name if worker.interface else None,
             "device": worker.device,
             "hash": worker.hash,
@@ -117,17 +118,20 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
 
     plain = prepared.chain.graph.is_chain
     others = [] if plain else ["from"]
+    replicated = any(row["replicas"] > 1 for row in rows)
+    others += ["replicas"] if replicated else []
     print_table(
         ["module", *others, "input", "output", "parameters", "interface", "device"],
         [
             [
-                row["module"], *([] if plain else [", ".join(row["inputs"])]), row["input"],
+                row["module"], *([] if plain else [", ".join(row["inputs"])]),
+                *([str(row["replicas"])] if replicated else []), row["input"],
                 row["output"], f"{row['parameters']:,}",
                 row["interface"] or f"loss: {losses}", row["device"],
             ]
             for row in rows
         ],
-        right={"parameters"},
+        right={"parameters", "replicas"},
     )  # fmt: skip
     click.echo(
         f"{chain}: chain {prepared.chain.name!r} is valid, {len(rows)} modules, "

@@ -41,7 +41,8 @@ def graph(chain: Path, data: Path | None, kind: str) -> None:
 
 def _says(worker: WorkerSpec, counts: dict[str, int]) -> str:
     learns = worker.interface.name if worker.interface is not None else "loss"
-    return f"{counts[worker.module]:,} parameters, {learns}"
+    replicas = f", {worker.replicas} replicas" if worker.replicas > 1 else ""
+    return f"{counts[worker.module]:,} parameters, {learns}{replicas}"
 
 
 def _carries(edge: EdgeSpec) -> str:

@@ -119,19 +119,20 @@ def logs(
 
 def _whose(names: tuple[str, ...], runs: Path) -> tuple[Run, Sequence[str]]:
     """Return the run and the modules that NAMES stand for; RUN may be left out."""
+    from dni_runtime.spec.replicas import module_of
+
     run: Run | None = None
     if names:
         try:
             latest = chosen_run(None, runs)
         except UsageError:
             latest = None
-        if latest is None or names[0] not in (*latest.modules, SUPERVISOR):
+        known = [] if latest is None else [*latest.modules, *map(module_of, latest.modules)]
+        if names[0] not in (*known, SUPERVISOR):
             run, names = chosen_run(names[0], runs), names[1:]
     run = run or chosen_run(None, runs)
-    for name in names:
-        if name != SUPERVISOR:
-            run.check_module(name)
-    return run, names or run.modules
+    found = [[name] if name == SUPERVISOR else run.workers_of(name) for name in names]
+    return run, [worker for some in found for worker in some] or run.modules
 
 
 def _printer(modules: Sequence[str]) -> Callable[[Line], None]:

@@ -1,8 +1,8 @@
 """How the replicas of a module learn together: strategies, and what they share.
 
-At each SYNC marker every replica gives its tensors, as one row, and gets the mean of all. A
-strategy says which tensors all of them go on with. A new one is one class and one line here, or a
-user's import path.
+At each SYNC marker every replica gives its tensors, as one row, and gets the mean of all, weighted
+by the batches that each one was trained on. A strategy says which tensors all of them go on with. A
+new one is one class and one line here, or a user's import path.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Strategy(nn.Module):
 
 
 class LocalSgd(Strategy):
-    """All go on with the mean (Stich 2018, arXiv:1805.09767, algorithm 1)."""
+    """All go on with the mean (Stich 2018, arXiv:1805.09767, algorithm 1).
+
+    Its weights are those of federated averaging (McMahan et al. 2016, arXiv:1602.05629).
+    """
 
     def agree(self, mean_P: Tensor) -> Tensor:
         return mean_P
@@ -97,17 +100,26 @@ def check_strategy(choice: Choice, location: Location) -> None:
     parse_options(cls.Options, choice, location)
 
 
+def mean_of(rows: Sequence[Tensor]) -> Tensor:
+    """Return the mean of replicas' rows, weighted by their last number, the batches of each."""
+    weights = torch.stack([row[-1] for row in rows])
+    weights = weights / weights.sum() if weights.any() else torch.full_like(weights, 1 / len(rows))
+    return (torch.stack(tuple(rows)) * weights[:, None]).sum(0)
+
+
 class Shared:
     """What the replicas of a module share: one row of numbers, trained parameters first.
 
     That is all floating-point state of the layers, the gradient interface and the weights' average;
-    the state of the optimizers is each replica's own.
+    the state of the optimizers is each replica's own. The last number is that of the batches that
+    the replica was trained on since all agreed.
 
     Args:
         step: The module.
 
     Attributes:
         size: Numbers in the row.
+        agreed_at: Batches of the replica when all agreed last.
         strategy: The strategy of its parameters.
     """
 
@@ -121,7 +133,8 @@ class Shared:
         known = {id(p) for p in learnt}
         kept = [p for p in _tensors(rest) if id(p) not in known and p.is_floating_point()]
         self._learnt, self._tensors = sum(p.numel() for p in learnt), [*learnt, *kept]
-        self.size = sum(p.numel() for p in self._tensors)
+        self.size = sum(p.numel() for p in self._tensors) + 1
+        self.agreed_at = 0
         self._choice = choice
         self.begin()
 
@@ -135,15 +148,16 @@ class Shared:
     def row(self) -> Tensor:
         """Return a copy of the tensors, float32 on the CPU, ``[size]``."""
         rows = [one.detach().to("cpu", torch.float32).flatten() for one in self._tensors]
-        return torch.cat(rows) if rows else torch.empty(0)
+        return torch.cat([*rows, torch.tensor([float(self._step.batches - self.agreed_at)])])
 
     @torch.no_grad()
     def agree(self, mean: Tensor) -> None:
         """Take what the strategy makes of the mean of all replicas' rows."""
-        taken = torch.cat([self.strategy.agree(mean[: self._learnt]), mean[self._learnt :]])
+        taken = torch.cat([self.strategy.agree(mean[: self._learnt]), mean[self._learnt : -1]])
         parts = torch.split(taken, [one.numel() for one in self._tensors])
         for one, part in zip(self._tensors, parts, strict=True):
             one.copy_(part.view_as(one))
+        self.agreed_at = self._step.batches
         self._step.optimization.version += 1
 
 

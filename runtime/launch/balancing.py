@@ -20,6 +20,7 @@ from dni_runtime.reports import Report
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import load_chain, naming_file, parse_chain
+from dni_runtime.spec.replicas import module_of
 from dni_runtime.split.balance import SLACK, Balance
 from dni_runtime.split.chainfile import HEADER, chain_text
 from dni_runtime.split.network import Recut, cut_again
@@ -123,12 +124,21 @@ def balance_run(record: Record, balance: Balance = "time", links: str = "fast") 
     text = run.chain_file.read_text("utf-8")
     chain = parse_chain(text, file=str(run.chain_file))
     chain = chain.model_copy(update={"data": chain.data.at(record.data)})
+    replicas: dict[str, list[str]] = {}
+    for worker in record.modules:
+        replicas.setdefault(module_of(worker), []).append(worker)
     return _proposed(
         Path((read_json(run.record) or {})["chain_file"]), text, chain, run.sources,
         balance=balance, links=links,
-        measured=[batch_seconds(run, module) for module in record.modules],
-        hosts=[Report.read(run.worker(module)).host for module in record.modules],
+        measured=[_batch_seconds(run, workers) for workers in replicas.values()],
+        hosts=[Report.read(run.worker(workers[0])).host for workers in replicas.values()],
     )  # fmt: skip
+
+
+def _batch_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
+    """Return a module's seconds for a batch; its replicas share the batches."""
+    found = [seconds for one in workers if (seconds := batch_seconds(run, one)) is not None]
+    return sum(found) / len(found) / len(workers) if found else None
 
 
 def _proposed(

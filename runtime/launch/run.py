@@ -18,6 +18,7 @@ from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, rea
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import read_json, read_lines, write_json
+from dni_runtime.spec.replicas import module_of
 
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
     from matplotlib.figure import Figure
@@ -182,25 +183,33 @@ class Run(Checkpointed):
             )
         return state
 
-    def check_module(self, name: str) -> None:
-        """Refuse the name of a module that it does not have.
+    def workers_of(self, name: str) -> list[str]:
+        """Return the workers that a name stands for: one, or all replicas of a module.
 
         Raises:
-            UsageError: It has none of that name.
+            UsageError: There is none of that name.
         """
-        if name not in self.modules:
+        found = [worker for worker in self.modules if name in (worker, module_of(worker))]
+        if not found:
             raise UsageError(
                 f"run {self.name!r} has no module {name!r}",
                 hint=f"its modules: {', '.join(self.modules)}",
             )
+        return found
 
     def restart(self, module: str) -> None:
         """Have one module restart after a checkpoint, while the others go on.
 
+        Args:
+            module: Its name, or that of one of its replicas.
+
         Raises:
             UsageError: It has no such module, or no supervisor that answers.
         """
-        self.check_module(module)
+        for worker in self.workers_of(module):
+            self._restart(worker)
+
+    def _restart(self, module: str) -> None:
         state = self.state()
         look = f"see 'dnictl status {self.name}'"
         if state.phase not in ("starting", "running", "stalled"):

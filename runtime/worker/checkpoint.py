@@ -80,6 +80,8 @@ def snapshot(step: ModuleStep) -> State:
         "gathered": optimization.gathered,
         "schedules": [schedule.state_dict() for schedule in optimization.schedules],
     }
+    if step.shared is not None:
+        document["agreed_at"] = step.shared.agreed_at
     for name, optimizer in _optimizers(step).items():
         state = optimizer.state_dict()
         plain: dict[str, dict[str, Any]] = {}
@@ -147,6 +149,7 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             optimization.average.load_state_dict(_under(tensors, "average."))
         if step.shared is not None:
             step.shared.begin()
+            step.shared.agreed_at = document.get("agreed_at", document["batches"])
             if strategy := _under(tensors, "strategy."):  # a run without replicas has none
                 step.shared.strategy.load_state_dict(strategy)
         before = _under(tensors, "before.")

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dni_runtime.core.replication import Shared
+from dni_runtime.core.replication import Shared, mean_of
 from dni_runtime.link import Batch, Gradient, InputLink, OutputLink
 from dni_runtime.spec import EdgeSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import Mode
@@ -145,15 +145,13 @@ class Exchange:
         for link, rows in zip(self.inputs, self._rows, strict=True):
             if not (at in rows or link.received >= at or self._gone(link.source)):
                 return False
-        total, senders = self._shared.row(), []
-        for link, rows in zip(self.inputs, self._rows, strict=True):
-            if at in rows:
-                total += rows[at]
-                senders.append(link)
+        both = zip(self.inputs, self._rows, strict=True)
+        sent = {link: rows[at] for link, rows in both if at in rows}
+        for rows in self._rows:
             for id in [id for id in rows if id <= at]:
                 del rows[id]
-        mean = total / (1 + len(senders))
-        for link in senders:
+        mean = mean_of([self._shared.row(), *sent.values()])
+        for link in sent:
             link.send_gradient(at, mean[None], ack=at)
         for link in self.inputs:
             link.send_drained(at)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dni_runtime import Run
-from dni_runtime.core.replication import Shared
+from dni_runtime.core.replication import mean_of
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import open_data
 from dni_runtime.launch.state import RunState
@@ -75,11 +75,11 @@ def in_one_process(run: Run) -> dict[str, ModuleStep]:
     for id, item in enumerate(items(source, head), start=1):
         if Mark.SYNC in item.mark:
             for name, count in (("wide", 3), ("deep", 2)):
-                shared = [steps[f"{name}.{one + 1}"].shared for one in range(count)]
-                rows = [one.row() for one in shared if isinstance(one, Shared)]
+                replicas = [steps[f"{name}.{one + 1}"].shared for one in range(count)]
+                shared = [one for one in replicas if one is not None]
+                mean = mean_of([one.row() for one in shared])
                 for one in shared:
-                    assert one is not None
-                    one.agree(sum(rows[1:], rows[0]) / count)
+                    one.agree(mean)
         if item.x is None or item.y_BY is None or item.mode is not Mode.TRAIN:
             continue
         assert isinstance(item.x, Tensor)
@@ -163,9 +163,13 @@ def test_stop_restart_and_resume(site: Site) -> None:
     assert figures.state == "finished"
     assert (figures.modules[-1].step, figures.modules[0].step) == (8 * 45, 8 * 45)
     assert "wide.3" in site.run("logs", "wide.3").stdout
+    shown = site.run("logs", "wide", "--tail", "30").stdout
+    assert all(f"wide.{one}" in shown for one in (1, 2, 3))
 
 
-def test_validate_names_what_has_no_replicas(site: Site) -> None:
+def test_what_validate_shows(site: Site) -> None:
+    rows = site.json("validate", write(site))["modules"]
+    assert [row["replicas"] for row in rows] == [1, 3, 2, 1]
     error = site.run("validate", write(site, interface="exact"), expect=78).stderr
     assert "waits for gradients (exact)" in error
     assert "replicas: 1" in error

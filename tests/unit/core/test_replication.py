@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.replication import DiLoCo, LocalSgd, Shared, Strategy
+from dni_runtime.core.replication import DiLoCo, LocalSgd, Shared, Strategy, mean_of
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
@@ -68,7 +68,7 @@ def test_replicas_begin_equal_and_agree_on_the_mean() -> None:
     one, other = trained(first, 1), trained(second, 2)
     before = [state(one), state(other)]
     version = one.optimization.version
-    mean = (shared(one).row() + shared(other).row()) / 2
+    mean = mean_of([shared(one).row(), shared(other).row()])
     for step in (one, other):
         shared(step).agree(mean)
     assert one.optimization.version > version, "passes that are kept must not use the new weights"
@@ -76,6 +76,21 @@ def test_replicas_begin_equal_and_agree_on_the_mean() -> None:
         assert torch.allclose(value, (before[0][name] + before[1][name]) / 2, atol=1e-6), name
         assert torch.equal(value, state(other)[name])
     assert len(state(one)) == len(before[0]) > 8, "statistics, heads and averages, too"
+
+
+def test_the_mean_is_weighted_by_batches() -> None:
+    """A replica that has got no batch since all agreed does not hold the others back."""
+    first, second = replicas()
+    one, other = trained(first, 1), ModuleStep(second)
+    rows = [shared(one).row(), shared(other).row()]
+    assert (rows[0][-1], rows[1][-1]) == (3, 0)
+    assert torch.equal(mean_of(rows), rows[0])
+    shared(one).agree(rows[0])
+    assert shared(one).row()[-1] == 0
+    rows = [shared(one).row(), shared(other).row()]
+    assert torch.allclose(mean_of(rows), (rows[0] + rows[1]) / 2, atol=1e-6)
+    rows[0][-1], rows[1][-1] = 3, 1
+    assert torch.allclose(mean_of(rows)[:-1], (0.75 * rows[0] + 0.25 * rows[1])[:-1], atol=1e-6)
 
 
 def test_diloco_is_sgd_with_nesterov_momentum_on_the_distance() -> None:
