@@ -31,14 +31,21 @@ def row_of(parts: Sequence[TensorSpec]) -> TensorSpec:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Lay a batch's outputs one after the other: ``[B, N]``."""
+    """Lay a batch's outputs one after the other: ``[B, N]``.
+
+    Each output gets its gradient as a tensor of its own, not as a part of the row: kernels may add
+    up in another order if the samples do not lie side by side, and ``exact`` would not be exact.
+    """
+    for one in tensors:
+        if one.requires_grad:
+            one.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     return torch.cat([one.reshape(len(one), -1) for one in tensors], 1)
 
 
 def unpack(row_BN: Tensor, outputs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
-    """Return the outputs that :func:`pack` has laid one after the other."""
-    rows = torch.split(row_BN, _sizes(outputs), 1)
-    return tuple(row.reshape(len(row), *one.shape) for row, one in zip(rows, outputs, strict=True))
+    """Return the outputs that :func:`pack` has laid one after the other, each as a new tensor."""
+    rows = zip(torch.split(row_BN, _sizes(outputs), 1), outputs, strict=True)
+    return tuple(row.contiguous().reshape(len(row), *one.shape) for row, one in rows)
 
 
 def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
