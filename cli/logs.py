@@ -119,7 +119,7 @@ def logs(
 
 def _whose(names: tuple[str, ...], runs: Path) -> tuple[Run, Sequence[str]]:
     """Return the run and the modules that NAMES stand for; RUN may be left out."""
-    from dni_runtime.spec.replicas import module_of
+    from dni_runtime.spec.named import module_of
 
     run: Run | None = None
     if names:

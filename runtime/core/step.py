@@ -4,7 +4,8 @@ This is the whole training of a module, without any transport: the module server
 wire, :class:`dni_runtime.core.chain.LocalChain` in one process.
 
 A batch may come in several parts (micro-batches), each with an id of its own; the weights are
-updated once all of their gradients have come.
+updated once all of their gradients have come. It is one file because forward, update and late
+gradient change the same record of batches that are not complete yet.
 """
 
 from __future__ import annotations

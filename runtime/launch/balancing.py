@@ -20,7 +20,7 @@ from dni_runtime.reports import Report
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import load_chain, naming_file, parse_chain
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.split.balance import SLACK, Balance
 from dni_runtime.split.chainfile import HEADER, chain_text
 from dni_runtime.split.network import Recut, cut_again
@@ -124,9 +124,7 @@ def balance_run(record: Record, balance: Balance = "time", links: str = "fast") 
     text = run.chain_file.read_text("utf-8")
     chain = parse_chain(text, file=str(run.chain_file))
     chain = chain.model_copy(update={"data": chain.data.at(record.data)})
-    replicas: dict[str, list[str]] = {}
-    for worker in record.modules:
-        replicas.setdefault(module_of(worker), []).append(worker)
+    replicas = replicas_of(record.modules)
     return _proposed(
         Path((read_json(run.record) or {})["chain_file"]), text, chain, run.sources,
         balance=balance, links=links,

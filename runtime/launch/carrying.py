@@ -13,7 +13,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.worker.carry import Names, carry
 from dni_runtime.worker.checkpoint import read, write_part
 
@@ -78,14 +78,13 @@ def write_carried(run: RunDir, prepared: Prepared) -> None:
     """
     assert prepared.carried is not None
     its, cut = prepared.carried.record, prepared.carried.cut
-    first = {module_of(worker): worker for worker in reversed(its.modules)}
-    order = dict.fromkeys(map(module_of, its.modules))
-    states = (read(its.run.checkpoint(cut, first[one])) for one in order)
+    first = (workers[0] for workers in replicas_of(its.modules).values())
+    states = (read(its.run.checkpoint(cut, worker)) for worker in first)
     with importing_from(prepared.base.absolute()):
         parts = carry(its.specs()[1], states, prepared.workers)
-        workers = prepared.replicas
-        for module, (tensors, document) in zip(prepared.modules, parts, strict=True):
-            for worker in (one.module for one in workers if module_of(one.module) == module):
+        replicas = replicas_of([worker.module for worker in prepared.replicas])
+        for workers, (tensors, document) in zip(replicas.values(), parts, strict=True):
+            for worker in workers:
                 write_part(run, worker, (tensors, document | {"module": worker}))
 
 

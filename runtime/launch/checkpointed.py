@@ -9,7 +9,7 @@ from dni_runtime.cuts import choose_cut, tensors_file
 from dni_runtime.errors import DamagedError, DivergedError, UsageError
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.replicas import replicas_of
 
 if TYPE_CHECKING:  # torch takes a while to import
     from torch import Tensor, nn
@@ -154,10 +154,7 @@ class Checkpointed:
             return evaluate(lambda x: model(*as_inputs(x)), batches, workers[-1])
 
     def _states_of(self, cut: int) -> dict[str, Path]:
-        first: dict[str, str] = {}  # replicas are the same at a checkpoint
-        for worker in self.modules:
-            first.setdefault(module_of(worker), worker)
-        return {
-            module: tensors_file(self.directory.checkpoint(cut, worker))
-            for module, worker in first.items()
+        return {  # replicas are the same at a checkpoint
+            module: tensors_file(self.directory.checkpoint(cut, workers[0]))
+            for module, workers in replicas_of(self.modules).items()
         }

@@ -15,7 +15,7 @@ from dni_runtime.errors import DataError, SpecError
 from dni_runtime.rundir import RunDir, read_json, write_atomic
 from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.replicas import replicas_of
 
 _LAYERS = "layers."
 """Prefix of a module's own tensors in its checkpoint."""
@@ -94,9 +94,8 @@ def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored
         if not modules or not cuts:
             what = "has no complete checkpoint" if modules else "is not a run directory"
             raise SpecError(f"{str(path)!r} {what}", location=at)
-        first = {module_of(worker): worker for worker in reversed(modules)}
-        for module, worker in first.items():
-            file = tensors_file(run.checkpoint(cuts[-1], worker))
+        for module, workers in replicas_of(modules).items():
+            file = tensors_file(run.checkpoint(cuts[-1], workers[0]))
             for key, shape in _header(file, at):
                 if key.startswith(_LAYERS):
                     name = f"{module}.{key.removeprefix(_LAYERS)}"

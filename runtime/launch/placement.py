@@ -11,7 +11,7 @@ from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.plan import Need
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.machines import PlacementSpec
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.named import module_of
 
 if TYPE_CHECKING:  # it imports what images need
     from dni_runtime.launch.host import Locator

@@ -18,7 +18,7 @@ from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_json
 from dni_runtime.spec.model import ChainSpec
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.named import module_of
 from dni_runtime.spec.worker import WorkerSpec
 from dni_runtime.worker.version import STARTED_WITH, this_version
 

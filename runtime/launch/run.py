@@ -18,7 +18,7 @@ from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, rea
 from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import read_json, read_lines, write_json
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.replicas import replicas_of
 
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
     from matplotlib.figure import Figure
@@ -189,8 +189,8 @@ class Run(Checkpointed):
         Raises:
             UsageError: There is none of that name.
         """
-        found = [worker for worker in self.modules if name in (worker, module_of(worker))]
-        if not found:
+        found = [name] if name in self.modules else replicas_of(self.modules).get(name)
+        if found is None:
             raise UsageError(
                 f"run {self.name!r} has no module {name!r}",
                 hint=f"its modules: {', '.join(self.modules)}",

@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dni_runtime.reports import ENDED, Report
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.named import module_of
 
 SLOW = 20
 """Limit of a batch, as a multiple of the module's longest batch."""

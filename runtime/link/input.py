@@ -1,7 +1,8 @@
 """The input end of a link: receives activations and markers, sends gradients.
 
 For use by one thread. Only :meth:`InputLink.wait_for_peer` and :meth:`InputLink.finish` wait, and
-both have a deadline.
+both have a deadline. It is one file because it is one socket: the protocol's state, the
+window and the addresses have theirs.
 """
 
 from __future__ import annotations

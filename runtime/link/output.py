@@ -1,7 +1,8 @@
 """The output end of a link: sends activations and markers, receives gradients.
 
 For use by one thread. Only :meth:`OutputLink.connect` and :meth:`OutputLink.flush` wait, and both
-have a deadline.
+have a deadline. It is one file because it is one socket: the protocol's state, the
+window and the addresses have theirs.
 """
 
 from __future__ import annotations

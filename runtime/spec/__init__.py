@@ -3,6 +3,7 @@
 Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """
 
+from dni_runtime.spec.edge import EdgeSpec, TensorSpec
 from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.load import import_paths, load_chain, parse_chain, source_files
 from dni_runtime.spec.machines import (
@@ -14,21 +15,19 @@ from dni_runtime.spec.machines import (
 )
 from dni_runtime.spec.model import (
     ChainSpec,
-    CheckpointSpec,
     DataSpec,
     Dtype,
     LinksSpec,
 )
 from dni_runtime.spec.modules import ClipSpec, GroupSpec, InitSpec, ModuleSpec
 from dni_runtime.spec.named import Choice, LayerSpec, LossSpec
+from dni_runtime.spec.running import CheckpointSpec
 from dni_runtime.spec.worker import (
     AheadSpec,
     DataInfo,
-    EdgeSpec,
     HeadRole,
     SelectionRole,
     TailRole,
-    TensorSpec,
     WorkerSpec,
 )
 

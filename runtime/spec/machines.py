@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from dni_runtime.spec.named import Frozen
+from dni_runtime.spec.named import Frozen, module_of
 
 
 class BaseSpec(Frozen):
@@ -134,7 +134,7 @@ class PlacementSpec(Frozen):
 
     def node_of(self, worker: str) -> int:
         """Return the node that ``map`` gives a worker, by its own name or its module's."""
-        return self.map[worker if worker in self.map else worker.partition(".")[0]]
+        return self.map[worker if worker in self.map else module_of(worker)]
 
     @model_validator(mode="after")
     def _explicit_has_a_map(self) -> Self:

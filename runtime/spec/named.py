@@ -24,6 +24,16 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0
 IMPORT_KEY = "import"
 
 
+def worker_name(module: str, replica: int, replicas: int) -> str:
+    """Return the name of a worker: ``upper``, or ``upper.2`` if the module has replicas."""
+    return module if replicas == 1 else f"{module}.{replica}"
+
+
+def module_of(worker: str) -> str:
+    """Return the module that a worker serves, by the worker's name."""
+    return worker.partition(".")[0]
+
+
 class Frozen(BaseModel):
     """Immutable, with unknown keys refused."""
 

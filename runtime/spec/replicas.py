@@ -1,6 +1,6 @@
 """Replicas: the workers of a chain, several for a module that has ``replicas``.
 
-The id of a batch says which replica gets it (:func:`~dni_runtime.spec.worker.replica_of`), so it
+The id of a batch says which replica gets it (:func:`~dni_runtime.spec.edge.replica_of`), so it
 goes the same way after any restart; every marker goes to all. A link between two modules becomes
 one *lane* for each pair of replicas that have batches in common: if both modules have the same
 number, each replica has one link to the one of its number.
@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from dni_runtime.spec.worker import EdgeSpec, LaneSpec, WorkerSpec
+from dni_runtime.spec.edge import EdgeSpec, LaneSpec
+from dni_runtime.spec.named import module_of, worker_name
+from dni_runtime.spec.worker import WorkerSpec
 
 
-def worker_name(module: str, replica: int, replicas: int) -> str:
-    """Return the name of a worker: ``upper``, or ``upper.2`` if the module has replicas."""
-    return module if replicas == 1 else f"{module}.{replica}"
-
-
-def module_of(worker: str) -> str:
-    """Return the module that a worker serves, by the worker's name."""
-    return worker.partition(".")[0]
+def replicas_of(workers: Sequence[str]) -> dict[str, list[str]]:
+    """Return each module's workers, by the names of all workers."""
+    found: dict[str, list[str]] = {}
+    for worker in workers:
+        found.setdefault(module_of(worker), []).append(worker)
+    return found
 
 
 def modules_of(workers: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:

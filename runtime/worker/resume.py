@@ -19,7 +19,7 @@ from dni_runtime.cuts import forget, newest_cut
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, append_line, read_lines
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.spec.replicas import module_of
+from dni_runtime.spec.named import module_of
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.ledger import Counts, Ledger

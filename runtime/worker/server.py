@@ -4,6 +4,8 @@ The loop runs in the process's main thread and is the only one that computes. It
 I/O while there is something to compute: sockets are read and written by ZeroMQ's own thread,
 checkpoints by their writer's. It sleeps in one poll when the input is empty, the link's window is
 full, or its gradient interface waits for the true gradient.
+
+It is one file because it is one loop: every method is a turn of it and shares its state.
 """
 
 from __future__ import annotations

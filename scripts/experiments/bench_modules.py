@@ -16,6 +16,8 @@ What is done again every second (the workers' reports, their metrics, the superv
 grows with time: it is given per module and second. The rest is given per module. Reports and
 metrics are written every ten seconds here: those of a thousand modules would be most of what two
 cores do.
+
+It is one file because it is one experiment, which nothing else imports.
 """
 
 from __future__ import annotations

@@ -216,6 +216,15 @@ def test_containers_on_two_hosts(tool: Apptainer, slurm: str, tmp_path: Path) ->
     assert not root.keys.exists()
 
 
+def kill(folder: Path, module: str) -> None:
+    """Kill a module's worker, in its container on whichever host."""
+    worker = f"--module\0{module}\0".encode()
+    killed = [pid for pid in conftest.processes_of(folder) if worker in command_of(pid)]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    assert killed
+
+
 DIAMOND = """\
 name: diamond
 data: {{dataset: digits, batch_size: 64, flatten: true, drop_last: true}}
@@ -245,12 +254,8 @@ def test_a_diamond_in_containers_on_three_hosts(
     name, _, _ = said.strip().partition(";")
     root = RunDir(dnictl.folder / "runs" / name)
     eventually("a checkpoint", lambda: complete_cuts(root, ["stem", "left", "right", "top"]))
-    worker = b"--module\0right\0"
-    killed = [pid for pid in conftest.processes_of(dnictl.folder) if worker in command_of(pid)]
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
+    kill(dnictl.folder, "right")
     figures = dnictl.json("wait")
-    assert killed
     assert figures["state"] == "finished"
     assert {one["host"] for one in figures["modules"]} == {"n1", "n2", "n3"}
     assert any(one["restarts"] for one in figures["modules"])
@@ -296,12 +301,8 @@ def test_replicas_in_containers_on_three_hosts(tool: Apptainer, slurm: str, dnic
     root = RunDir(dnictl.folder / "runs" / name)
     workers = ["stem", "wide.1", "wide.2", "deep.1", "deep.2", "top"]
     eventually("a checkpoint", lambda: complete_cuts(root, workers))
-    worker = b"--module\0deep.2\0"
-    killed = [pid for pid in conftest.processes_of(dnictl.folder) if worker in command_of(pid)]
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
+    kill(dnictl.folder, "deep.2")
     figures = dnictl.json("wait")
-    assert killed
     assert figures["state"] == "finished"
     found = {one["module"]: one for one in figures["modules"]}
     assert [found[one]["host"] for one in workers] == ["n1", "n2", "n2", "n1", "n3", "n3"]

@@ -33,7 +33,8 @@ from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
-from dni_runtime.spec.replicas import module_of, workers_of
+from dni_runtime.spec.named import module_of
+from dni_runtime.spec.replicas import workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind
 from dni_runtime.worker import checkpoint, main, metrics, report, saver

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dni_runtime.link.window import ReceiveOrder, SendWindow
+from dni_runtime.link.window import GAP_COUNTED, ReceiveOrder, SendWindow
 
 
 def transmit(window: SendWindow) -> list[int]:
@@ -162,6 +162,31 @@ def test_order_knows_duplicates_and_counts_gaps() -> None:
     order = ReceiveOrder(10)
     assert [order.accept(id) for id in (10, 11, 11, 14, 12)] == [False, True, False, True, False]
     assert (order.received, order.gaps) == (14, 2)
+
+
+def test_gaps_are_those_of_the_route() -> None:
+    order = ReceiveOrder(carries=lambda id: id % 2 == 1)
+    assert order.next(0) == 1
+    assert order.next(1) == 3
+    assert order.accept(1)
+    assert order.accept(4), "a marker comes on all links"
+    assert order.gaps == 1
+    assert order.accept(7)
+    assert order.gaps == 2
+
+
+def test_a_gap_of_any_length_is_counted_at_once() -> None:
+    """Whoever claims it: a HELLO may."""
+    asked = 0
+
+    def carries(id: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return id % 2 == 1
+
+    order = ReceiveOrder(carries=carries)
+    assert order.skip_to((1 << 62) + 1) == 1 << 61
+    assert asked == GAP_COUNTED
 
 
 def test_order_never_acknowledges_what_has_not_come() -> None:

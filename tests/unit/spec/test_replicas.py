@@ -10,8 +10,9 @@ import pytest
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec, WorkerSpec, parse_chain
-from dni_runtime.spec.replicas import module_of, modules_of, workers_of
-from dni_runtime.spec.worker import replica_of
+from dni_runtime.spec.edge import replica_of
+from dni_runtime.spec.named import module_of
+from dni_runtime.spec.replicas import modules_of, workers_of
 
 INFO = DataInfo(
     sample=TensorSpec(shape=(8,), dtype="float32"),
