@@ -24,6 +24,7 @@ from dni_runtime.launch.reference import opened
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from tests.e2e import conftest
 from tests.e2e.conftest import FOREVER, Dnictl, command_of, run, state_of
+from tests.e2e.test_restarts import PAUSE
 
 eventually = partial(conftest.eventually, within_s=90)  # Slurm takes its time
 
@@ -55,6 +56,17 @@ LOWER = """\
 def chain(folder: Path, network: str, epochs: int, lower: tuple[str, ...] = ("bottom",)) -> None:
     layers = "".join(LOWER.format(name=name) for name in lower)
     (folder / "chain.yaml").write_text(CHAIN.format(network=network, epochs=epochs, lower=layers))
+
+
+def slow_chain(
+    folder: Path, network: str, epochs: int, lower: tuple[str, ...] = ("bottom",)
+) -> None:
+    """A chain whose head takes 10 ms for a batch: it is not over before something happens to it."""
+    (folder / "pause.py").write_text(PAUSE)
+    chain(folder, network, epochs, lower)
+    path = folder / "chain.yaml"
+    pause = "      - ReLU\n      - import: 'pause:Pause'\n"
+    path.write_text(path.read_text().replace("      - ReLU\n", pause, 1))
 
 
 def training(root: RunDir, attempt: int = 1) -> bool:

@@ -15,8 +15,7 @@ import pytest
 from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.worker.ledger import Counts
 from tests.e2e.conftest import Dnictl, command_of, processes_of, run, state_of
-from tests.e2e.test_restarts import PAUSE
-from tests.e2e.test_slurm import ROOT, chain, eventually, submitted, training
+from tests.e2e.test_slurm import ROOT, eventually, slow_chain, submitted, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -30,12 +29,8 @@ BACK_S = 9
 
 
 def begin(dnictl: Dnictl, network: str) -> tuple[RunDir, str]:
-    """A job on three hosts that trains; its head takes 10 ms for a batch."""
-    (dnictl.folder / "pause.py").write_text(PAUSE)
-    chain(dnictl.folder, network, EPOCHS, MODULES[:-1])
-    path = dnictl.folder / "chain.yaml"
-    pause = "      - ReLU\n      - import: 'pause:Pause'\n"
-    path.write_text(path.read_text().replace("      - ReLU\n", pause, 1))
+    """A job on three hosts that trains."""
+    slow_chain(dnictl.folder, network, EPOCHS, MODULES[:-1])
     root, job = submitted(dnictl, "--nodes=3")
     eventually("it trains", lambda: training(root))
     return root, job

@@ -8,7 +8,7 @@ import pytest
 
 from dni_runtime.rundir import read_json, read_lines
 from tests.e2e.conftest import Dnictl, run
-from tests.e2e.test_slurm import chain, eventually, submitted, training
+from tests.e2e.test_slurm import eventually, slow_chain, submitted, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(280)]
 
@@ -17,7 +17,7 @@ PARTITIONS = {"bottom": "main", "top": "last"}
 
 
 def test_two_partitions_train_through_a_requeue(dnictl: Dnictl, slurm: str) -> None:
-    chain(dnictl.folder, slurm, EPOCHS)
+    slow_chain(dnictl.folder, slurm, EPOCHS)
     path = dnictl.folder / "chain.yaml"
     text = path.read_text()
     for module, partition in PARTITIONS.items():
