@@ -1,4 +1,4 @@
-"""``compare``: one network under several gradient interfaces, beside plain backpropagation."""
+"""``compare``: one network trained in several ways, beside plain backpropagation."""
 
 from __future__ import annotations
 
@@ -23,15 +23,23 @@ if TYPE_CHECKING:
 @chain_argument
 @click.option(
     "--interfaces",
-    default="exact,synthetic,local,mixed,delayed",
-    show_default=True,
     metavar="NAME,…",
-    help="Gradient interfaces; 'none' is the control whose modules are not trained.",
+    help="Gradient interfaces (default: exact, synthetic, local, mixed and delayed); 'none' is the "
+    "control whose modules are not trained.",
 )
 @click.option(
     "--interface", "-i", "labelled", multiple=True, metavar="LABEL=INTERFACE",
     help="Another one with options, as in a chain file: 'mlp={synthetic: {synthesizer: mlp}}'.",
 )  # fmt: skip
+@click.option("--strategies", metavar="NAME,…",
+              help="Instead of interfaces: strategies of replicas, and no replicas.")  # fmt: skip
+@click.option(
+    "--strategy", "-s", "labelled_strategies", multiple=True, metavar="LABEL=STRATEGY",
+    help="Another one with options, as in a chain file: 'slow={diloco: {lr: 0.5}}'.",
+)  # fmt: skip
+@click.option("--replicas", type=click.IntRange(2, 64), default=2, show_default=True,
+              help="Workers of each module that has replicas; if none has, of all between head and "
+              "tail.")  # fmt: skip
 @click.option("--seeds", type=click.IntRange(1, 100), default=1, show_default=True,
               help="Runs of each method, with seeds counted from the chain's.")  # fmt: skip
 @click.option(
@@ -48,8 +56,11 @@ if TYPE_CHECKING:
 @json_option
 def compare(
     chain: Path,
-    interfaces: str,
+    interfaces: str | None,
     labelled: tuple[str, ...],
+    strategies: str | None,
+    labelled_strategies: tuple[str, ...],
+    replicas: int,
     seeds: int,
     target: float | None,
     threads: int | None,
@@ -57,21 +68,24 @@ def compare(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare gradient interfaces with each other and with backpropagation.
+    """Compare gradient interfaces, or strategies of replicas, with backpropagation.
 
-    Trains a chain under each interface, and by backpropagation in one process, with the same
-    network, data, optimizer and epochs. The modules run as processes on this host, over their
+    Trains a chain under each interface or strategy, and by backpropagation in one process, with the
+    same network, data, optimizer and epochs. The modules run as processes on this host, over their
     real links. Times begin with the first batch and include evaluations.
 
     \b
     Example:
       dnictl compare chain.yaml --interfaces synthetic,mixed,none --seeds 3
+      dnictl compare chain.yaml --strategies local-sgd,diloco --replicas 4
     """
     from dni_runtime.launch.compare import (
+        Method,
         default_target,
         draw,
         metric_of,
-        read_methods,
+        read_interfaces,
+        read_strategies,
         summarize,
         variant,
     )
@@ -80,8 +94,16 @@ def compare(
     from dni_runtime.rundir import write_json
     from dnictl.show import picture
 
-    names = [name.strip() for name in interfaces.split(",") if name.strip()]
-    methods = read_methods(names, labelled)
+    if strategies is not None or labelled_strategies:
+        if interfaces is not None or labelled:
+            raise UsageError(
+                "interfaces and strategies are not compared at once",
+                hint="the chain file says which interface the modules have beside replicas",
+            )
+        methods = read_strategies(_names(strategies), labelled_strategies, replicas)
+    else:
+        every = "exact,synthetic,local,mixed,delayed" if interfaces is None else interfaces
+        methods = read_interfaces(_names(every), labelled)
     prepared = prepare(chain, data=data)
     if prepared.chain.eval_every == 0:
         raise UsageError(
@@ -92,11 +114,12 @@ def compare(
     numbers = range(prepared.chain.seed, prepared.chain.seed + seeds)
     # All variants are checked before the first one starts.
     variants = [
-        (label, seed, variant(prepared, interface, seed))
+        (label, seed, variant(prepared, method, seed))
         for seed in numbers
-        for label, interface in methods.items()
+        for label, method in methods.items()
     ]
-    references = [(REFERENCE, seed, variant(prepared, "exact", seed)) for seed in numbers]
+    plain = Method(interface="exact", replicas=1)
+    references = [(REFERENCE, seed, variant(prepared, plain, seed)) for seed in numbers]
     threads = threads or default_threads(prepared)
     folder = out or Path(f"compare-{prepared.chain.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     trials: list[Trial] = []
@@ -131,6 +154,10 @@ def compare(
         return
     _print(document)
     click.echo(str(folder / "result.json"), err=True)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 @click.command(hidden=True)

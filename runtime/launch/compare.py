@@ -1,16 +1,17 @@
-"""Comparison of gradient interfaces on one network, with plain backpropagation as reference."""
+"""Comparison of gradient interfaces, or of replicas' strategies, beside plain backpropagation."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.metrics import rises
+from dni_runtime.core.replication import STRATEGIES
 from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.launch.figures import newest_train
 from dni_runtime.launch.prepare import Prepared, prepare_again
@@ -37,7 +38,7 @@ class Trial:
     """One training.
 
     Attributes:
-        method: The gradient interface's label, or ``backprop``.
+        method: The method's label, or ``backprop``.
         seed: The chain's seed.
         points: The evaluations.
         samples_per_s: Training samples per second over the whole training, evaluations included.
@@ -58,7 +59,7 @@ class Row:
     """One method over all seeds.
 
     Attributes:
-        method: The gradient interface's label, or ``backprop``.
+        method: The method's label, or ``backprop``.
         mean: Mean of the last evaluations' metric.
         low: Smallest of them.
         high: Largest of them.
@@ -80,8 +81,28 @@ class Row:
     test: float | None = None
 
 
-def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str | Choice]:
-    """Return the interfaces to compare, by label.
+ALONE = "no-replicas"
+"""Label of the chain without replicas, beside which strategies are compared."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a training differs in from the chain as written.
+
+    Attributes:
+        interface: The gradient interface at every cut; None: as written.
+        strategy: The strategy of the replicas; None: as written.
+        replicas: Workers of each module that has replicas, or of all between head and tail if none
+            has; None: as written.
+    """
+
+    interface: str | Choice | None = None
+    strategy: Choice | None = None
+    replicas: int | None = None
+
+
+def read_interfaces(names: Sequence[str], labelled: Sequence[str]) -> dict[str, Method]:
+    """Return the gradient interfaces to compare, by label.
 
     Args:
         names: Names of gradient interfaces, used as labels.
@@ -90,46 +111,89 @@ def read_methods(names: Sequence[str], labelled: Sequence[str]) -> dict[str, str
     Raises:
         UsageError: An interface is unknown or malformed, or a label is used twice.
     """
-    methods: dict[str, str | Choice] = {}
+    found = _read_choices("gradient interface", INTERFACES, names, labelled)
+    return {
+        label: Method(interface=choice if written else label)
+        for label, (choice, written) in found.items()
+    }
+
+
+def read_strategies(
+    names: Sequence[str], labelled: Sequence[str], replicas: int
+) -> dict[str, Method]:
+    """Return the strategies to compare, by label, and first the chain without replicas.
+
+    Args:
+        names: Names of strategies, used as labels.
+        labelled: ``LABEL=STRATEGY``, with the strategy as in a chain file.
+        replicas: Workers of each module that has replicas.
+
+    Raises:
+        UsageError: A strategy is unknown or malformed, or a label is used twice.
+    """
+    found = _read_choices("strategy", STRATEGIES, names, labelled, taken={REFERENCE, ALONE})
+    some = {
+        label: Method(strategy=choice, replicas=replicas) for label, (choice, _) in found.items()
+    }
+    return {ALONE: Method(replicas=1), **some}
+
+
+def _read_choices(
+    kind: str,
+    known: Collection[str],
+    names: Sequence[str],
+    labelled: Sequence[str],
+    taken: Collection[str] = (REFERENCE,),
+) -> dict[str, tuple[Choice, bool]]:
+    """Return choices by label, and whether each one is written out."""
+    found: dict[str, tuple[Choice, bool]] = {}
     for text in (*names, *labelled):
         label, _, value = text.partition("=")
         try:
             choice = parse_choice(value) if value else Choice(name=label)
         except SpecError:
             raise UsageError(
-                f"{value!r} is not a valid interface", hint="write 'mlp={synthetic: {…: …}}'"
+                f"{value!r} is not a valid {kind}",
+                hint=f"write it as in a chain file: '{label}={{{next(iter(known))}: {{…: …}}}}'",
             ) from None
-        if choice.name not in INTERFACES and ":" not in choice.name:
+        if choice.name not in known and ":" not in choice.name:
             raise UsageError(
-                f"unknown gradient interface {choice.name!r}",
-                hint=suggestion(choice.name, list(INTERFACES)),
+                f"unknown {kind} {choice.name!r}", hint=suggestion(choice.name, list(known))
             )
-        if label in methods or label == REFERENCE:
+        if label in found or label in taken:
             raise UsageError(f"duplicate method {label!r}", hint="choose another label")
-        methods[label] = choice if value else label
-    return methods
+        found[label] = choice, bool(value)
+    return found
 
 
-def variant(prepared: Prepared, interface: str | Choice, seed: int) -> Prepared:
-    """Return the chain with one gradient interface at every cut, and a seed.
+def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
+    """Return the chain as a method trains it, with a seed.
 
-    If only its name is given, a module whose own interface has that name keeps its options;
-    ``mixed`` and its parts, ``synthetic`` and ``local``, pass their options to each other.
+    If only an interface's name is given, a module whose own interface has that name keeps its
+    options; ``mixed`` and its parts, ``synthetic`` and ``local``, pass their options to each other.
 
     Raises:
-        SpecError: The interface does not fit the chain.
+        SpecError: The method does not fit the chain.
     """
-    chain = prepared.written
+    chain, interface = prepared.written, method.interface
     modules = list(chain.modules)
-    for index, module in enumerate(modules[:-1]):
-        choice = (
-            _choice(chain.setting(index, "interface"), interface)
-            if isinstance(interface, str)
-            else interface
-        )
-        modules[index] = module.model_copy(update={"interface": choice})
-    update = {"modules": tuple(modules), "seed": seed}
-    return prepare_again(prepared, chain.model_copy(update=update))
+    if interface is not None:
+        for index, module in enumerate(modules[:-1]):
+            choice = (
+                _choice(chain.setting(index, "interface"), interface)
+                if isinstance(interface, str)
+                else interface
+            )
+            modules[index] = module.model_copy(update={"interface": choice})
+    if method.replicas is not None:
+        own = [index for index, module in enumerate(modules) if module.replicas > 1]
+        for index in own or range(1, len(modules) - 1):
+            update = {"replicas": method.replicas}
+            modules[index] = modules[index].model_copy(update=update)
+    strategy = method.strategy or chain.replication.strategy
+    replication = chain.replication.model_copy(update={"strategy": strategy})
+    changed = {"modules": tuple(modules), "seed": seed, "replication": replication}
+    return prepare_again(prepared, chain.model_copy(update=changed))
 
 
 def _choice(own: Choice | None, name: str) -> Choice:

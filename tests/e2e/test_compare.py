@@ -54,6 +54,21 @@ def test_compare(tmp_path: Path) -> None:
     ).stderr  # fmt: skip
 
 
+def test_strategies(tmp_path: Path) -> None:
+    middle = CHAIN[CHAIN.index("  - name: bottom") : CHAIN.index("  - name: top")]
+    middle = middle.replace("bottom", "middle").replace("in_features: 64", "in_features: 32")
+    text = CHAIN.replace("epochs: 6", "epochs: 3").replace(
+        "  - name: top", middle + "  - name: top"
+    )
+    (tmp_path / "chain.yaml").write_text(text)
+    shell = Dnictl(tmp_path, {"OMP_NUM_THREADS": "1"})
+    found = shell.json("compare", "--strategies", "local-sgd", "--out", "c", "--threads", "1")
+    accuracy = {row["method"]: row["mean"] for row in found["rows"]}
+    assert list(accuracy) == ["backprop", "no-replicas", "local-sgd"]
+    assert min(accuracy.values()) > 0.5
+    assert (tmp_path / "c" / "local-sgd-0" / "metrics" / "middle.2.jsonl").exists()
+
+
 def test_the_reference_ends_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "chain.yaml").write_text(CHAIN.replace("epochs: 6", "epochs: 1000000"))
     out = tmp_path / "c"

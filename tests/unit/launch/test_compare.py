@@ -10,16 +10,19 @@ import pytest
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.compare import (
     Compared,
+    Method,
     Point,
     Trial,
     default_target,
     draw,
-    read_methods,
+    read_interfaces,
+    read_strategies,
     seconds_to,
     summarize,
     variant,
 )
 from dni_runtime.launch.prepare import Prepared, prepare
+from dni_runtime.spec import Choice
 
 CHAIN = """\
 name: small
@@ -51,20 +54,23 @@ def options(prepared: Prepared) -> list[tuple[str, object]]:
 
 
 def test_a_variant_keeps_the_options_that_it_can(small: Prepared) -> None:
-    assert options(variant(small, "synthetic", 5)) == [
+    assert options(variant(small, Method("synthetic"), 5)) == [
         ("synthetic", (4, None)), ("synthetic", (1, None)),
     ]  # fmt: skip
-    mixed = variant(small, "mixed", 6)
+    mixed = variant(small, Method("mixed"), 6)
     assert options(mixed) == [("mixed", (4, None)), ("mixed", (1, 7))]
-    assert options(variant(mixed, "local", 6)) == [("local", (None, None)), ("local", (None, 7))]
+    assert options(variant(mixed, Method("local"), 6)) == [
+        ("local", (None, None)),
+        ("local", (None, 7)),
+    ]
     assert {worker.seed for worker in mixed.workers} == {6}
     assert mixed.workers[-1].interface is None
-    assert variant(small, "none", 5).workers[0].gradients_in == 0
+    assert variant(small, Method("none"), 5).workers[0].gradients_in == 0
 
 
 def test_an_interface_that_does_not_fit(small: Prepared) -> None:
     with pytest.raises(SpecError, match="nowhere"):
-        variant(small, "nowhere:Missing", 5)
+        variant(small, Method("nowhere:Missing"), 5)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +81,17 @@ def test_an_interface_that_does_not_fit(small: Prepared) -> None:
         (["exact"], ["exact={synthetic: {}}"], "duplicate method 'exact'"),
         ([], ["backprop=exact"], "duplicate method 'backprop'"),
         ([], ["a={mixd: {}}"], "did you mean 'mixed'"),
-        ([], ["a={synthetic"], "not a valid interface"),
-        ([], ["a=[synthetic]"], "not a valid interface"),
+        ([], ["a={synthetic"], "not a valid gradient interface"),
+        ([], ["a=[synthetic]"], "not a valid gradient interface"),
     ],
 )
 def test_methods_that_cannot_be(names: list[str], labelled: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_methods(names, labelled)
+        read_interfaces(names, labelled)
 
 
 def test_methods(small: Prepared) -> None:
-    methods = read_methods(
+    methods = read_interfaces(
         ["exact", "mine:Interface"],
         ["DNI={synthetic: {conditioned: false, optimizer: {Adam: {lr: 1e-4}}}}"],
     )
@@ -96,6 +102,30 @@ def test_methods(small: Prepared) -> None:
         assert module.interface.args["conditioned"] is False
         assert module.interface.args["learn_every"] == 1
         assert module.interface.args["optimizer"] == {"Adam": {"lr": 1e-4}}
+
+
+def test_strategies(small: Prepared) -> None:
+    methods = read_strategies(["local-sgd"], ["slow={diloco: {lr: 0.5}}"], 3)
+    assert list(methods) == ["no-replicas", "local-sgd", "slow"]
+    found = {label: variant(small, method, 5) for label, method in methods.items()}
+    assert {label: [one.replicas for one in prepared.chain.modules]
+            for label, prepared in found.items()} == {
+        "no-replicas": [1, 1, 1], "local-sgd": [1, 3, 1], "slow": [1, 3, 1],
+    }  # fmt: skip
+    assert found["slow"].workers[1].strategy == Choice(name="diloco", args={"lr": 0.5})
+    assert found["slow"].workers[0].interface == small.workers[0].interface
+    with pytest.raises(UsageError, match="unknown strategy 'local-sdg'"):
+        read_strategies(["local-sdg"], [], 2)
+    with pytest.raises(UsageError, match="duplicate method 'no-replicas'"):
+        read_strategies([], ["no-replicas=diloco"], 2)
+
+
+def test_only_modules_that_have_replicas_get_more(tmp_path: Path) -> None:
+    more = "  - {name: d, layers: [{Linear: {in_features: 10, out_features: 10}}]}\n"
+    text = CHAIN.replace("{name: b,", "{name: b, replicas: 2,") + more
+    (tmp_path / "chain.yaml").write_text(text)
+    found = variant(prepare(tmp_path / "chain.yaml"), Method(replicas=4), 5)
+    assert [one.replicas for one in found.chain.modules] == [1, 4, 1, 1]
 
 
 ACCURACY, LOSS = Compared("accuracy", True), Compared("loss", False)
