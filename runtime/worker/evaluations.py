@@ -30,9 +30,9 @@ class Evaluations:
         self._metrics = metrics
         self._ledger = ledger
         self._current: Evaluation | None = None
-        if ledger.counts.evaluation is not None:
+        if (sums := ledger.progress.counts.evaluation) is not None:
             self._current = Evaluation.of(step)
-            self._current.go_on_from(ledger.counts.evaluation)
+            self._current.go_on_from(sums)
         spec = step.spec
         self._selection: Selection | None = None
         if spec.tail is not None and spec.tail.selection is not None:
@@ -51,7 +51,7 @@ class Evaluations:
         if self._current is None:
             self._current = Evaluation.of(self._step)
         self._current.add(p_BP, y_BY)
-        self._ledger.counts.evaluation = self._current.to_dict()
+        self._ledger.keep_evaluation(self._current.to_dict())
 
     def checkpoint(self, cut: int) -> None:
         """Note that a checkpoint is written: the next evaluation is of its weights."""
@@ -67,7 +67,8 @@ class Evaluations:
         if self._current is None:
             return False
         result, samples = self._current.result(), self._current.samples
-        self._current = self._ledger.counts.evaluation = None
+        self._current = None
+        self._ledger.keep_evaluation(None)
         self._metrics.evaluated(result, samples, test=test)
         log.info(
             "epoch %d%s%s: %s",

@@ -25,7 +25,7 @@ class Head:
     Args:
         stream: The items, from the start's position on.
         start: Where the head starts.
-        ledger: Counts of what it has processed in the whole run.
+        ledger: What it has processed in the whole run.
         metrics: Gets the time spent waiting for data.
         output: The links to downstream; None in a chain of one module.
 
@@ -48,7 +48,8 @@ class Head:
         self._stream = stream
         self._start = start
         # An earlier attempt may also have used the id after the last one that it counted.
-        self._used = ledger.counts.id + start.again
+        self._progress = ledger.progress
+        self._used = ledger.progress.counts.id + start.again
         self._metrics = metrics
         self._output = output
         self._next_id = start.first_id
@@ -86,7 +87,7 @@ class Head:
             except OSError as error:  # a full disk: no reason to stop training
                 log.warning("a restarted head will not repeat the marker %d: %s", id, error)
         if mark is not None:
-            return Marker(id, self._metrics.progress.epoch, mark, {})
+            return Marker(id, self._progress.epoch, mark, {})
         if self._ends_early and between and new and self.position.phase == "train":
             self._ends_early = False
             self._start.ends_at = id

@@ -1,4 +1,4 @@
-"""Counts of what a module has processed in the whole run, over all its attempts.
+"""How far a module is, and the record of what it has processed in the whole run.
 
 A worker that is killed loses what it had learned since its last snapshot, but not the count of what
 it had acknowledged: the ledger is one small record, written before each acknowledgement into the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ _FILE = "file"
 
 @dataclass
 class Counts:
-    """The counts.
+    """What a module has processed, over all its attempts: the content of its record.
 
     Attributes:
         id: The last id that was processed.
@@ -63,21 +63,50 @@ class Counts:
             return None
 
 
+@dataclass
+class Progress:
+    """How far a module is; only its ledger changes it.
+
+    A module that was restarted alone repeats what is counted: it is behind its counts for a while.
+
+    Attributes:
+        counts: What it has processed.
+        id: Its position in the stream.
+        epoch: The newest epoch up to there.
+        epochs_ended: EPOCH markers that it has received.
+    """
+
+    counts: Counts = field(default_factory=Counts)
+    id: int = 0
+    epoch: int = 0
+    epochs_ended: int = 0
+
+    @property
+    def step(self) -> int:
+        """Training batches so far."""
+        return self.counts.step
+
+    @property
+    def samples(self) -> int:
+        """Training samples so far."""
+        return self.counts.samples
+
+
 class Ledger:
-    """The record of one module.
+    """The owner of a module's progress, and the writer of its record.
 
     Args:
-        path: Its file.
-        counts: The initial counts.
+        path: The record's file.
+        progress: The initial progress.
         attempt: Number of this attempt.
 
     Raises:
         WorkerError: The file cannot be created.
     """
 
-    def __init__(self, path: Path, counts: Counts, attempt: int = 1) -> None:
-        self.counts = counts
-        counts.attempt = attempt
+    def __init__(self, path: Path, progress: Progress, attempt: int = 1) -> None:
+        self.progress = progress
+        progress.counts.attempt = attempt
         self._path = path
         self._file: int | None = None
         self._complained = False
@@ -86,16 +115,30 @@ class Ledger:
             raise WorkerError(f"{str(path)!r} cannot be written", hint="make room on the disk")
 
     @classmethod
-    def reopen(cls, path: Path, otherwise: Counts, attempt: int = 1) -> Self:
+    def reopen(cls, path: Path, progress: Progress, attempt: int = 1) -> Self:
         """Continue the record of an earlier attempt, if it is newer than the checkpoint's."""
         found = Counts.read(path)
-        if found is None or found.id < otherwise.id:
-            found = otherwise
-        return cls(path, found, attempt)
+        if found is not None and found.id >= progress.counts.id:
+            progress.counts = found
+        return cls(path, progress, attempt)
 
     def new(self, id: int) -> bool:
         """Whether a message has not been counted yet."""
-        return id > self.counts.id
+        return id > self.progress.counts.id
+
+    def at(self, id: int, epoch: int = 0) -> None:
+        """Note the position of a message that is done, or is about to be."""
+        self.progress.id, self.progress.epoch = id, max(epoch, self.progress.epoch)
+
+    def end_epochs(self, epoch: int) -> int:
+        """Note the end of an epoch; return how many have ended since this was last called."""
+        newly = max(epoch - self.progress.epochs_ended, 0)
+        self.progress.epochs_ended += newly
+        return newly
+
+    def keep_evaluation(self, sums: dict[str, Any] | None) -> None:
+        """Note the sums of the unfinished evaluation, for the next record; None: there is none."""
+        self.progress.counts.evaluation = sums
 
     def trained(self, id: int, epoch: int, samples: int, *, ends: bool = True) -> None:
         """Count a training batch, or a part of one, unless it was counted before.
@@ -106,7 +149,7 @@ class Ledger:
             samples: Its samples.
             ends: Whether it is a whole batch, or the last part of one.
         """
-        counts = self.counts
+        counts = self.progress.counts
         if id <= counts.id:
             return
         if epoch != counts.epoch:
@@ -118,13 +161,13 @@ class Ledger:
 
     def processed(self, id: int) -> None:
         """Note that everything up to ``id`` is about to be acknowledged."""
-        if id > self.counts.id:
-            self.counts.id = id
+        if self.new(id):
+            self.progress.counts.id = id
             self.write()
 
     def write(self) -> None:
         """Write the record into the file; if that fails, warn once and keep trying."""
-        record = json.dumps(vars(self.counts)).encode()
+        record = json.dumps(vars(self.progress.counts)).encode()
         try:
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -142,7 +185,7 @@ class Ledger:
 
         The file that the previous record names stays until that record is replaced.
         """
-        counts = self.counts
+        counts = self.progress.counts
         beside = self._path.with_name(f"{self._path.stem}.evaluation-{counts.id % 2}")
         write_json(beside, counts.evaluation, durable=False)
         return json.dumps(vars(counts) | {"evaluation": {_FILE: beside.name}}).encode()

@@ -162,7 +162,7 @@ def _serve(
     start, ledger = begin(
         options.resume, spec, run, step, chain, attempt=options.attempt, first=options.first
     )
-    metrics.go_on(ledger.counts, start.epoch)
+    metrics.progress = ledger.progress
     source = None
     if spec.head is not None:
         data = spec.head.data.at(options.data)
@@ -226,7 +226,7 @@ def _serve(
             forget_later(run, spec, start)
         if stop():
             raise StoppedError("stopped before training began")
-        metrics.progress.id = start.first_id - 1
+        ledger.at(start.first_id - 1)
         metrics.set_state("running")
         metrics.started()
         log.info(

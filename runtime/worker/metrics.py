@@ -27,7 +27,7 @@ from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.ledger import Counts
+from dni_runtime.worker.ledger import Progress
 from dni_runtime.worker.metrics_file import MetricsFile
 from dni_runtime.worker.report import ReportWriter
 
@@ -41,23 +41,6 @@ SAMPLE_S = 0.25
 
 
 @dataclass
-class Progress:
-    """Progress of a worker.
-
-    Attributes:
-        id: Position in the stream.
-        epoch: The newest epoch.
-        step: Training batches so far.
-        samples: Training samples so far.
-    """
-
-    id: int = 0
-    epoch: int = 0
-    step: int = 0
-    samples: int = 0
-
-
-@dataclass
 class MetricsWriter:
     """Writes a module's metrics about once a second, and composes its report.
 
@@ -67,7 +50,7 @@ class MetricsWriter:
         attempt: Number of this attempt.
         began: Unix time of the program's start; by default of this object's.
         loaded_at: Unix time at which the module had its state and its address.
-        progress: How far the module is; kept up to date by the server.
+        progress: How far the module is: its ledger's, as soon as there is one.
         waiting_s: Seconds spent waiting, by reason: ``data`` (the head's source), ``input``,
             ``window``, ``gradient``.
         state: Its phase.
@@ -109,10 +92,6 @@ class MetricsWriter:
         self._fill, self._fills = 0.0, 0
         self._evaluation: dict[str, Any] | None = None
         self._last = self._reading(StepCounters())
-
-    def go_on(self, counts: Counts, epoch: int) -> None:
-        """Continue from the counts of earlier attempts."""
-        self.progress = Progress(counts.id, epoch, counts.step, counts.samples)
 
     def warn(self, error: CheckpointError | str) -> None:
         """Report a problem, such as a checkpoint that could not be written."""
@@ -259,9 +238,13 @@ class MetricsWriter:
             waiting_s=dict(self.waiting_s),
         )
 
+    def _position(self) -> dict[str, int]:
+        at = self.progress
+        return {"id": at.id, "epoch": at.epoch, "step": at.step, "samples": at.samples}
+
     def _append(self, **values: Any) -> None:
         head = {"time": time.time(), "module": self.spec.module, "attempt": self.attempt}
-        head |= vars(self.progress)
+        head |= self._position()
         try:
             self._file.append(head | values)
         except OSError as error:
@@ -281,7 +264,7 @@ class MetricsWriter:
             host=socket.gethostname(),
             state=self.state,
             time=time.time(),
-            **vars(self.progress),
+            **self._position(),
             doing=self.doing,
             doing_s=round(time.monotonic() - self._doing_since_s, 1),
             connected=self._link[0],

@@ -22,7 +22,7 @@ from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
-from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.selection import best_cut
 from dni_runtime.worker.stream import Position
 
@@ -41,8 +41,6 @@ class Start:
         again: Whether only this module has been restarted.
         first_id: The first id that the head sends.
         position: The head's position before it.
-        epoch: The newest epoch at the cut.
-        epochs_ended: EPOCH markers that the module has received.
         over: Whether the stream ends at the cut.
         marks: Requested markers that an earlier attempt of the head sent, by id.
         ends_at: Id from which the head sends no training batches, if training ended early.
@@ -52,8 +50,6 @@ class Start:
     again: bool = False
     first_id: int = 1
     position: Position = field(default_factory=Position)
-    epoch: int = 0
-    epochs_ended: int = 0
     over: bool = False
     marks: dict[int, Mark] = field(default_factory=dict)
     ends_at: int | None = None
@@ -91,14 +87,14 @@ def begin(
         wanted = OWN
     again = wanted == OWN
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
-    start, counts = Start(again=again), Counts()
+    start, progress = Start(again=again), Progress()
     if state is None and spec.initial:
         load_initial(step.layers, run.initial(module_of(spec.module)))
         if step.shared is not None:
             step.shared.begin()
     if state is not None:
         checkpoint.restore(step, *state)
-        start, counts = _start(state[1], again=again, since=since)
+        start, progress = _start(state[1], again=again, since=since)
         log.info(
             "module %s resumes at %d of the stream, step %d", spec.module, start.cut, step.batches
         )
@@ -109,12 +105,13 @@ def begin(
                     start.marks[line["id"]] = Mark(line["mark"])
                 elif line["id"] >= start.first_id:
                     start.ends_at = line["id"]
-        ledger = Ledger.reopen(run.ledger(spec.module), counts, attempt)
-        step.optimization.pass_over(ledger.counts.step - counts.step)
+        at_cut = progress.step
+        ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
+        step.optimization.pass_over(progress.step - at_cut)
         return start, ledger
     if wanted != AUTO:  # else the neighbours may have found another cut
         forget_later(run, spec, start)
-    return start, Ledger(run.ledger(spec.module), counts, attempt)
+    return start, Ledger(run.ledger(spec.module), progress, attempt)
 
 
 def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
@@ -144,8 +141,7 @@ def note_end(run: RunDir, id: int) -> None:
 
 
 def document(
-    start: Start,
-    ledger: Ledger,
+    progress: Progress,
     *,
     over: bool,
     position: Position | None = None,
@@ -154,16 +150,15 @@ def document(
     """Return what :func:`begin` needs beside the module's own state.
 
     Args:
-        start: Its epochs, which are kept up to date.
-        ledger: The counts.
+        progress: How far the module is.
         over: Whether the stream ends at this cut.
         position: For the head: its position.
         again: For the head: the oldest id that it may have to resend, and the position before it.
     """
-    counts = ledger.counts
+    counts = progress.counts
     made: dict[str, Any] = {
-        "epoch": start.epoch,
-        "epochs_ended": start.epochs_ended,
+        "epoch": progress.epoch,
+        "epochs_ended": progress.epochs_ended,
         "step": counts.step,
         "samples": counts.samples,
         "counted": {"epoch": counts.epoch, "batches": counts.epoch_batches},
@@ -190,8 +185,8 @@ def _at_cut(
     return checkpoint.read(run.checkpoint(cut, spec.module)) if cut else None
 
 
-def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Counts]:
-    """Return where a module with this state starts, and its counts.
+def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Progress]:
+    """Return where a module with this state starts, and its progress there.
 
     Args:
         state: Its document.
@@ -200,14 +195,7 @@ def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Co
     """
     try:
         cut, counted = state["cut"], state["counted"]
-        start = Start(
-            cut=cut,
-            again=again,
-            first_id=cut + 1,
-            epoch=state["epoch"],
-            epochs_ended=state["epochs_ended"],
-            over=state["over"],
-        )
+        start = Start(cut=cut, again=again, first_id=cut + 1, over=state["over"])
         if "position" in state:
             start.position = Position(**state["position"])
             if not again or since == str(cut):
@@ -223,6 +211,7 @@ def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Co
             epoch=counted["epoch"],
             epoch_batches=counted["batches"],
         )
+        progress = Progress(counts, cut, state["epoch"], state["epochs_ended"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"the checkpoint is incomplete: {error!r}") from None
-    return start, counts
+    return start, progress

@@ -7,9 +7,8 @@ import time
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
 from dni_runtime.worker.head import Head
-from dni_runtime.worker.ledger import Ledger
-from dni_runtime.worker.metrics import Progress
-from dni_runtime.worker.resume import Start, document
+from dni_runtime.worker.ledger import Progress
+from dni_runtime.worker.resume import document
 
 SNAPSHOT_SHARE = 0.02
 """Largest share of the time spent on copying the module's state for snapshots."""
@@ -21,8 +20,7 @@ class StateSaver:
     Args:
         step: The module.
         writer: Writes it.
-        start: Where the module started, and the epochs that have ended since.
-        ledger: Counts of what it has processed in the whole run.
+        cut: Where the module started.
         progress: How far it is.
         head: The head's end of the stream; None for other modules.
     """
@@ -32,18 +30,15 @@ class StateSaver:
         step: ModuleStep,
         writer: CheckpointWriter,
         *,
-        start: Start,
-        ledger: Ledger,
+        cut: int,
         progress: Progress,
         head: Head | None,
     ) -> None:
         self._step = step
         self._writer = writer
-        self._start = start
-        self._ledger = ledger
         self._progress = progress
         self._head = head
-        self._newest = start.cut
+        self._newest = cut
         self._due_s = time.monotonic() + step.spec.snapshot_s
 
     def checkpoint(self, cut: int, *, over: bool, finite: bool) -> None:
@@ -74,10 +69,7 @@ class StateSaver:
 
     def _state(self, *, over: bool) -> State:
         tensors, own = snapshot(self._step)
-        self._start.epoch = self._progress.epoch
         position = again = None
         if self._head is not None:
             position, again = self._head.position, self._head.oldest()
-        return tensors, own | document(
-            self._start, self._ledger, over=over, position=position, again=again
-        )
+        return tensors, own | document(self._progress, over=over, position=position, again=again)

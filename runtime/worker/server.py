@@ -71,7 +71,7 @@ class ModuleServer:
         checkpoints: Writes the checkpoints.
         stop: The stop request.
         start: Where the module starts.
-        ledger: Counts of what it has processed in the whole run.
+        ledger: What it has processed in the whole run.
         stream: The head's stream from its position on; None for other modules.
         input: The links from upstream; None for the head.
         output: The links to downstream; None for the tail.
@@ -109,12 +109,7 @@ class ModuleServer:
         if stream is not None:
             self._head = Head(stream, start=start, ledger=ledger, metrics=metrics, output=output)
         self._saver = StateSaver(
-            step,
-            checkpoints,
-            start=start,
-            ledger=ledger,
-            progress=metrics.progress,
-            head=self._head,
+            step, checkpoints, cut=start.cut, progress=ledger.progress, head=self._head
         )
         self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
         self._divergence = Divergence(step, metrics)
@@ -151,7 +146,7 @@ class ModuleServer:
                 break
             if self._metrics.due(self._step):
                 self._write_metrics()
-                self._divergence.look(self._metrics.progress.id)
+                self._divergence.look(self._ledger.progress.id)
                 if not stopping and self._draining is None and self._sharing is None:
                     self._saver.snapshot()
             self._collect()
@@ -230,7 +225,7 @@ class ModuleServer:
         return True
 
     def _handle_batch(self, batch: Batch) -> None:
-        step, progress, ledger = self._step, self._metrics.progress, self._ledger
+        step, ledger = self._step, self._ledger
         self._metrics.now("batch")
         x = tuple([self._copies.to_device(one) for one in batch.xs])
         y_BY = self._copies.to_device(batch.y)
@@ -247,13 +242,12 @@ class ModuleServer:
             self._end_epochs(batch.epoch - 1)
             gradients = self._train(batch, x, y_BY)
             ledger.trained(batch.id, batch.epoch, len(y_BY), ends=batch.ends)
-            progress.step, progress.samples = ledger.counts.step, ledger.counts.samples
             self._metrics.count_loss(step.counters.loss)
             if self._output is not None and batch.id <= self._output.drained and step.waiting:
                 self._give_up_until(batch.id)  # its gradient will not come
             if self._idle is not None:
                 self._idle.keep(x, y_BY)
-        progress.id, progress.epoch = batch.id, batch.epoch
+        ledger.at(batch.id, batch.epoch)
         if self._input is not None:
             for place, link in enumerate(self._input.of(batch.id)):
                 if not gradients or gradients[place] is None:
@@ -283,8 +277,7 @@ class ModuleServer:
 
     def _end_epochs(self, epoch: int) -> None:
         """Step schedules to the end of an epoch, even if an earlier attempt got its marker."""
-        while self._start.epochs_ended < epoch:
-            self._start.epochs_ended += 1
+        for _ in range(self._ledger.end_epochs(epoch)):
             self._step.optimization.end_epoch()
 
     def _send_on(self, batch: Batch, h: Fetched) -> bool:
@@ -315,7 +308,7 @@ class ModuleServer:
             assert self._input is not None
             id, place, g = self._answers.popleft()
             link = self._input.of(id)[place]
-            link.send_gradient(id, g.wait(), ack=self._metrics.progress.id)
+            link.send_gradient(id, g.wait(), ack=self._ledger.progress.id)
 
     def _collect(self) -> None:
         """Process what has come from downstream: gradients, and requests for the head."""
@@ -394,15 +387,15 @@ class ModuleServer:
             self._conclude(marker)
 
     def _conclude(self, marker: Marker) -> None:
-        progress, mark = self._metrics.progress, marker.mark
+        ledger, mark = self._ledger, marker.mark
         if mark & (Mark.EVAL | Mark.TEST):
             self._step.end_evaluation()
-        progress.id, progress.epoch = marker.id, max(marker.epoch, progress.epoch)
-        new = self._ledger.new(marker.id)
+        ledger.at(marker.id, marker.epoch)
+        new = ledger.new(marker.id)
         self._metrics.now("checkpoint" if Mark.CHECKPOINT in mark else "evaluation")
         if Mark.EPOCH in mark:
             self._end_epochs(marker.epoch)
-            counts = self._ledger.counts
+            counts = ledger.progress.counts
             if new and counts.epoch == marker.epoch:
                 self._metrics.epoch_ended(marker.epoch, counts.epoch_batches)
         # A restarted module may get markers of evaluations that it has already reported.
@@ -417,7 +410,7 @@ class ModuleServer:
         if mark & (Mark.END | Mark.STOP):
             self._last = marker
         else:
-            self._ledger.processed(marker.id)
+            ledger.processed(marker.id)
         if self._input is not None:
             self._input.send_drained(marker.id)
             if self._last is None:

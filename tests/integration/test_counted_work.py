@@ -37,7 +37,7 @@ from dni_runtime.wire import Kind, nbytes
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.ledger import Ledger, Progress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import ModuleServer
@@ -214,11 +214,11 @@ class Served:
             step.measure_late = False
             writer = CheckpointWriter(run, worker.module, list(MODULES), 1, lambda error: None)
             stack.callback(writer.close)
-            ledger = Ledger(folder / f"{worker.module}.json", Counts())
+            ledger = Ledger(folder / f"{worker.module}.json", Progress())
             stack.callback(ledger.close)
             server = ModuleServer(
                 step,
-                metrics=MetricsWriter(run, worker, 1),
+                metrics=MetricsWriter(run, worker, 1, progress=ledger.progress),
                 checkpoints=writer,
                 stop=stop,
                 stream=items if worker.head else None,

@@ -13,7 +13,7 @@ from dni_runtime.link import Batch, Marker, OutputLink
 from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.wire import Mark
 from dni_runtime.worker.head import Head
-from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.stream import Item, Position
@@ -44,7 +44,7 @@ def head(
     run = RunDir(tmp_path)
     run.create()
     if ledger is None:
-        ledger = Ledger(tmp_path / "counts", Counts())
+        ledger = Ledger(tmp_path / "counts", Progress())
         ledger.close()
     first = start.position.batch + 1
     stream = (Item(1, at(n), x=X, y_BY=Y) for n in range(first, 100))
@@ -79,7 +79,7 @@ def test_a_marker_that_cannot_be_noted_travels(
 def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec) -> None:
     """What it is asked for waits until ids come that nobody has had."""
     start = Start(cut=3, again=True, first_id=3, position=at(2), marks={4: Mark.CHECKPOINT})
-    with closing(Ledger(tmp_path / "counts", Counts(id=5))) as ledger:
+    with closing(Ledger(tmp_path / "counts", Progress(Counts(id=5)))) as ledger:
         made = head(tmp_path, make_spec, None, start, ledger)
         made.want(Mark.STOP)
         given = []

@@ -26,7 +26,7 @@ from dni_runtime.worker import report
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.ledger import Ledger, Progress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
@@ -44,9 +44,9 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
     run, stop = RunDir(tmp_path), StopRequest()
     run.create()
     spec = make_spec("tail", tail=TailRole(metrics=()), stop_grace_s=0.5)
-    metrics = MetricsWriter(run, spec, 1)
+    ledger = Ledger(run.ledger("tail"), Progress())
+    metrics = MetricsWriter(run, spec, 1, progress=ledger.progress)
     metrics.set_state("running")
-    ledger = Ledger(run.ledger("tail"), Counts())
     writer = CheckpointWriter(run, "tail", ["tail"], 1, lambda error: None)
     times: set[float] = set()
     doing: set[str] = set()
@@ -127,7 +127,7 @@ class Whole:
         assert self.spec.head is not None
         self.step, stop = ModuleStep(self.spec), StopRequest()
         start, ledger = begin(resume, self.spec, self.run, self.step, ["whole"])
-        metrics = MetricsWriter(self.run, self.spec, 1)
+        metrics = MetricsWriter(self.run, self.spec, 1, progress=ledger.progress)
         writer = CheckpointWriter(self.run, "whole", ["whole"], 2, pytest.fail)
 
         def seen() -> Iterator[Item]:
@@ -211,7 +211,7 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_p
     spec, below = worker_specs(chain, describe(chain.data, Path()))
     assert spec.head is not None
     step, source = ModuleStep(spec), open_data(chain.data, Path(), seed=1)
-    ledger = Ledger(run.ledger("a"), Counts())
+    ledger = Ledger(run.ledger("a"), Progress())
     writer = CheckpointWriter(run, "a", ["a"], 1, lambda error: None)
     outcomes: list[Outcome] = []
     with (
@@ -223,8 +223,9 @@ def test_gradients_that_two_restarted_modules_have_lost_are_not_waited_for(tmp_p
 
         def serve() -> None:
             output.connect(address, deadline_s=10)
+            metrics = MetricsWriter(run, spec, 1, progress=ledger.progress)
             server = ModuleServer(
-                step, metrics=MetricsWriter(run, spec, 1), checkpoints=writer, stop=stop,
+                step, metrics=metrics, checkpoints=writer, stop=stop,
                 start=Start(), ledger=ledger, stream=Stream(source, spec.head),  # type: ignore[arg-type]
                 output=Fanout([[output]]),
             )  # fmt: skip
@@ -273,7 +274,7 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(tmp_path
     run.create()
     chain = parse_chain(FULL)
     a, b, c = worker_specs(chain, describe(chain.data, Path()))
-    ledger = Ledger(run.ledger("b"), Counts())
+    ledger = Ledger(run.ledger("b"), Progress())
     writer = CheckpointWriter(run, "b", ["b"], 1, lambda error: None)
     with (
         closing(stop), closing(writer), closing(ledger),
@@ -282,7 +283,7 @@ def test_a_restarted_head_is_answered_while_there_is_no_room_downstream(tmp_path
     ):  # fmt: skip
         address = input.bind(f"ipc://{tmp_path}/b.sock")
         below = full.bind(f"ipc://{tmp_path}/c.sock")
-        metrics = MetricsWriter(run, b, 1)
+        metrics = MetricsWriter(run, b, 1, progress=ledger.progress)
 
         def serve() -> None:
             output.connect(below, deadline_s=10)

@@ -8,31 +8,49 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.errors import WorkerError
-from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger
+from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, Progress
 
 
 def test_a_killed_worker_s_counts_are_found_again(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     pid = os.fork()
     if pid == 0:
-        ledger = Ledger(path, Counts())
+        ledger = Ledger(path, Progress())
         for id in range(1, 11):
             ledger.trained(id, 1 + id // 8, 32)
         ledger.processed(11)
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
-    counts = Ledger.reopen(path, Counts(id=4, step=4)).counts
+    counts = Ledger.reopen(path, Progress(Counts(id=4, step=4))).progress.counts
     assert (counts.id, counts.step, counts.samples) == (11, 10, 320)
     assert (counts.epoch, counts.epoch_batches) == (2, 3)
 
 
 def test_each_batch_is_counted_once(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "a.json", Counts())
+    ledger = Ledger(tmp_path / "a.json", Progress())
     for id in (1, 2, 3, 2, 3, 4):
         ledger.trained(id, 1, 8)
-    assert (ledger.counts.step, ledger.counts.epoch_batches) == (4, 4)
+    assert (ledger.progress.counts.step, ledger.progress.counts.epoch_batches) == (4, 4)
     assert ledger.new(5)
     assert not ledger.new(4)
+    ledger.close()
+
+
+def test_a_restarted_module_is_behind_its_counts_for_a_while(tmp_path: Path) -> None:
+    """Epochs end once each, even if an earlier attempt had the marker of one of them."""
+    path = tmp_path / "a.json"
+    Ledger(path, Progress(Counts(id=9, step=7, samples=56, epoch=3))).close()
+    ledger = Ledger.reopen(path, Progress(Counts(id=4, step=4), id=4, epoch=2, epochs_ended=1))
+    progress = ledger.progress
+    assert (progress.id, progress.epoch, progress.step, progress.samples) == (4, 2, 7, 56)
+    ledger.at(5, 2)
+    ledger.trained(5, 2, 8)
+    assert (progress.id, progress.step) == (5, 7)
+    assert [ledger.end_epochs(epoch) for epoch in (1, 2, 2, 4, 3)] == [0, 1, 0, 2, 0]
+    ledger.at(10, 3)
+    ledger.trained(10, 3, 8)
+    ledger.at(11)
+    assert (progress.id, progress.epoch, progress.step, progress.samples) == (11, 3, 8, 64)
     ledger.close()
 
 
@@ -40,8 +58,8 @@ def test_each_batch_is_counted_once(tmp_path: Path) -> None:
 def test_without_a_newer_record_the_checkpoint_counts(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    ledger = Ledger.reopen(path, Counts(id=7, step=5))
-    assert (ledger.counts.id, ledger.counts.step) == (7, 5)
+    ledger = Ledger.reopen(path, Progress(Counts(id=7, step=5)))
+    assert (ledger.progress.counts.id, ledger.progress.counts.step) == (7, 5)
     ledger.close()
     assert path.stat().st_size == RECORD_BYTES
 
@@ -49,17 +67,17 @@ def test_without_a_newer_record_the_checkpoint_counts(tmp_path: Path, content: b
 def test_a_folder_that_is_gone_does_not_end_training(tmp_path: Path) -> None:
     (tmp_path / "ledger").mkdir()
     path = tmp_path / "ledger" / "a.json"
-    ledger = Ledger(path, Counts())
+    ledger = Ledger(path, Progress())
     ledger._path = tmp_path / "none" / "a.json"
     ledger.close()
     ledger.trained(1, 1, 8)
-    assert ledger.counts.step == 1
+    assert ledger.progress.counts.step == 1
 
 
 def test_without_a_record_a_module_does_not_take_its_place(tmp_path: Path) -> None:
     """Whoever is started after it could not know that it had."""
     with pytest.raises(WorkerError, match="cannot be written"):
-        Ledger(tmp_path / "none" / "a.json", Counts())
+        Ledger(tmp_path / "none" / "a.json", Progress())
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\0" * 10])
@@ -72,7 +90,7 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, content: bytes | N
 
 def test_others_read_a_record_while_it_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    ledger = Ledger(path, Counts())
+    ledger = Ledger(path, Progress())
     ledger.trained(1, 1, 8)
     counted = Counts(id=1, step=1, samples=8, epoch=1, epoch_batches=1, attempt=1)
     assert Counts.read(path) == counted
@@ -83,18 +101,18 @@ def test_others_read_a_record_while_it_is_kept(tmp_path: Path) -> None:
 def test_an_evaluation_goes_on_where_it_was(tmp_path: Path, numbers: int) -> None:
     """Its sums are as many as a metric keeps; the record that tells of them stays one page."""
     path = tmp_path / "a.json"
-    ledger = Ledger(path, Counts())
+    ledger = Ledger(path, Progress())
     for id in range(1, 4):
-        ledger.counts.evaluation = {"sums": [id] * numbers}
+        ledger.keep_evaluation({"sums": [id] * numbers})
         ledger.processed(id)
-    ledger.counts.evaluation = {"sums": [4] * numbers}
+    ledger.keep_evaluation({"sums": [4] * numbers})
     if numbers > 1000:  # killed between the two writes: the record before still has its own
-        ledger.counts.id, ledger.counts.evaluation = 4, {"sums": [4] * numbers}
+        ledger.progress.counts.id, ledger.progress.counts.evaluation = 4, {"sums": [4] * numbers}
         ledger._without_evaluation()
-        ledger.counts.id = 3
+        ledger.progress.counts.id = 3
     assert path.stat().st_size == RECORD_BYTES
-    found = Ledger.reopen(path, Counts()).counts
+    found = Ledger.reopen(path, Progress()).progress.counts
     assert (found.id, found.evaluation) == (3, {"sums": [3] * numbers})
-    ledger.counts.evaluation = None
+    ledger.keep_evaluation(None)
     ledger.processed(4)
     assert Counts.read(path) == Counts(id=4, attempt=1)

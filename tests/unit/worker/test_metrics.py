@@ -65,8 +65,8 @@ class Worker:
         self.meter.due(self.step)
         self.step.forward(self.id, X[:, : self.step.spec.inputs[0].shape[0]])
         self.step.update(Y)
-        self.meter.progress.step += 1
-        self.meter.progress.samples += len(X)
+        self.meter.progress.counts.step += 1
+        self.meter.progress.counts.samples += len(X)
         self.meter.count_loss(self.step.counters.loss)
         return self.id
 

@@ -19,7 +19,7 @@ from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
-from dni_runtime.worker.ledger import Counts, Ledger
+from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.resume import Start, begin, document, forget_later, note_mark
 from dni_runtime.worker.stream import Position
 from tests.conftest import eventually
@@ -59,12 +59,11 @@ def write(run: RunDir, spec: WorkerSpec, *, cut: int = 0, snapshot: int = 0, ste
     made = ModuleStep(spec)
     with torch.no_grad():
         next(made.layers.parameters()).fill_(cut or snapshot)
-    ledger = Ledger(run.root / "unused", Counts(id=cut or snapshot, step=step))
+    progress = Progress(Counts(id=cut or snapshot, step=step), epoch=2)
     position = Position(epoch=2, batch=step) if spec.head else None
     again = (cut or snapshot, Position(epoch=2, batch=step - 1)) if spec.head else None
     tensors, own = checkpoint.snapshot(made)
-    own |= document(Start(epoch=2), ledger, over=False, position=position, again=again)
-    ledger.close()
+    own |= document(progress, over=False, position=position, again=again)
     writer = checkpoint.CheckpointWriter(run, spec.module, ["a", "b", "c"], 2, pytest.fail)
     (writer.write if cut else writer.write_snapshot)(cut or snapshot, tensors, own)
     writer.close()
@@ -77,7 +76,11 @@ def start(
     chain = ["a", "b", "c"]
     found, ledger = begin(wanted, spec, run, step, chain, attempt=attempt, first=first)
     ledger.close()
-    return found, ledger.counts, float(next(step.layers.parameters()).detach().flatten()[0])
+    return (
+        found,
+        ledger.progress.counts,
+        float(next(step.layers.parameters()).detach().flatten()[0]),
+    )
 
 
 def test_its_own_newest_state(run: RunDir) -> None:
@@ -124,7 +127,7 @@ def test_one_that_died_before_it_had_begun_begins_with_the_others(run: RunDir) -
     spec = workers()[1]
     write(run, spec, cut=10, step=8)
     write(run, spec, cut=20, step=18)
-    Ledger(run.ledger("b"), Counts(id=25), attempt=3).close()  # of the start before
+    Ledger(run.ledger("b"), Progress(Counts(id=25)), attempt=3).close()  # of the start before
     found, _, weight = start(run, spec, "10", attempt=5, first=4)
     assert (found.again, weight) == (False, 10.0)
 
@@ -195,13 +198,13 @@ def test_the_head_goes_back_to_what_it_may_have_to_send_again(run: RunDir) -> No
 def test_a_schedule_of_batches_catches_up(run: RunDir) -> None:
     spec = workers()[1]
     write(run, spec, snapshot=17, step=15)
-    Ledger(run.ledger("b"), Counts(id=21, step=18)).close()
+    Ledger(run.ledger("b"), Progress(Counts(id=21, step=18))).close()
     step = ModuleStep(spec)
     (schedule,) = step.optimization.schedules
     _, ledger = begin("own", spec, run, step, ["a", "b", "c"])
     ledger.close()
     assert schedule.last_epoch == 3
-    assert ledger.counts.step == 18
+    assert ledger.progress.counts.step == 18
 
 
 WRITES = """\

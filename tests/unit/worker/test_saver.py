@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.worker import saver
+from dni_runtime.worker.ledger import Progress
 from dni_runtime.worker.saver import SNAPSHOT_SHARE, StateSaver
 
 EVERY_S = 10.0
@@ -34,7 +35,7 @@ class World:
     now_s: float = 100.0
     copy_s: float = 0.0
     writer: Writer = field(default_factory=Writer)
-    progress: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(id=5, epoch=2))
+    progress: Progress = field(default_factory=lambda: Progress(id=5, epoch=2))
     step: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
             finite=True, spec=SimpleNamespace(snapshot_s=EVERY_S)
@@ -51,7 +52,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     monkeypatch.setattr(saver, "snapshot", made.copy)
-    monkeypatch.setattr(saver, "document", lambda start, ledger, **more: {"over": more["over"]})
+    monkeypatch.setattr(saver, "document", lambda progress, **more: {"over": more["over"]})
     return made
 
 
@@ -59,9 +60,8 @@ def make(world: World, cut: int = 0) -> StateSaver:
     return StateSaver(
         world.step,  # type: ignore[arg-type]
         world.writer,  # type: ignore[arg-type]
-        start=SimpleNamespace(cut=cut, epoch=0),  # type: ignore[arg-type]
-        ledger=None,  # type: ignore[arg-type]
-        progress=world.progress,  # type: ignore[arg-type]
+        cut=cut,
+        progress=world.progress,
         head=None,
     )
 
