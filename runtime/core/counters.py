@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Mean:
-    """Adds up scalars on their device; only :meth:`take` waits for it."""
+    """Adds up scalars on their device, without waiting for it."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -19,11 +19,11 @@ class Mean:
         self._sum = value if self._sum is None else self._sum + value
         self._count += 1
 
-    def take(self) -> float | None:
+    def take(self) -> Tensor | None:
         """Return the mean of what was added since the last call; None if nothing was."""
         if self._sum is None:
             return None
-        mean = float(self._sum) / self._count
+        mean = self._sum.double() / self._count
         self._sum, self._count = None, 0
         return mean
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from dni_runtime.core.finite import finite
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DivergedError
+from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.metrics import MetricsWriter
 
 WEIGHTS_SHARE = 0.01
@@ -18,23 +19,25 @@ WEIGHTS_SHARE = 0.01
 class Divergence:
     """Checks what a module receives, computes and sends; acts as the chain's ``on_nan`` says.
 
-    All but losses and weights is checked in host memory, without waiting for a device.
+    All but weights is checked in host memory, without waiting for a device.
 
     Args:
         step: The module.
         metrics: Reports what is found.
+        copies: Fetches losses from the module's device.
 
     Attributes:
         skips: Whether batches that are not finite are skipped.
     """
 
-    def __init__(self, step: ModuleStep, metrics: MetricsWriter) -> None:
+    def __init__(self, step: ModuleStep, metrics: MetricsWriter, copies: Copies) -> None:
         self._step = step
         self._metrics = metrics
+        self._copies = copies
         self._policy = step.spec.on_nan
         self.skips = self._policy == "skip"
         self._times = 0
-        self._loss: tuple[int, Tensor] | None = None
+        self._loss: tuple[int, Fetched] | None = None
         self._look_at_s = 0.0
 
     def may_use(self, id: int, what: str, tensor: Tensor) -> bool:
@@ -70,8 +73,9 @@ class Divergence:
         Raises:
             DivergedError: One is not finite, and the run must stop.
         """
-        (before, self._loss) = (self._loss, None if loss is None else (id, loss))
-        if before is not None and not finite(before[1]):
+        before = self._loss
+        self._loss = None if loss is None else (id, self._copies.to_host(loss))
+        if before is not None and not finite(before[1].wait()):
             self._found(before[0], "the loss")
 
     def weights_finite(self, id: int) -> bool:

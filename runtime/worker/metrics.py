@@ -11,11 +11,12 @@ import os
 import resource
 import socket
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from dni_runtime.core.counters import Mean, StepCounters
@@ -25,6 +26,7 @@ from dni_runtime.link import LinkCounters
 from dni_runtime.reports import Report, WorkerPhase
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Progress
@@ -88,6 +90,7 @@ class MetricsWriter:
         self._exit_code: int | None = None
         self._replayed = 0
         self._file = MetricsFile(self.run, self.spec.module)
+        self._lines: deque[tuple[dict[str, Any], _Means | None]] = deque()
         self._loss = Mean()
         self._fill, self._fills = 0.0, 0
         self._evaluation: dict[str, Any] | None = None
@@ -145,18 +148,20 @@ class MetricsWriter:
 
     def due(self, step: ModuleStep) -> bool:
         """Ask the module for measurements if they are due; return whether a line is due."""
+        self.flush(wait=False)
         now = time.monotonic()
         if now >= self._sample_due:
             self._sample_due = now + SAMPLE_S
             step.measure_late = step.measure_head = True
         return now >= self._due
 
-    def write(self, step: ModuleStep, links: LinkFigures) -> None:
-        """Write one line about training.
+    def write(self, step: ModuleStep, links: LinkFigures, copies: Copies) -> None:
+        """Write one line about training, as soon as its means have been computed.
 
         Args:
             step: The module.
             links: Counters of the links.
+            copies: Fetches the means from the module's device, without waiting for it.
 
         Raises:
             StoppedError: A later attempt of the module has taken over.
@@ -168,15 +173,19 @@ class MetricsWriter:
             now = self._last = self._reading(counters)
             took = max(now.time_s - then.time_s, 1e-9)
             paired, given_up = now.paired - then.paired, now.given_up - then.given_up
+            means = {
+                "loss": self._loss.take(),
+                "head_accuracy": counters.head_accuracy.take(),
+                "synthesizer_error": counters.error.take(),
+                "synthesizer_cosine": counters.cosine.take(),
+            }
             self._append(
+                _Means.of(means, copies),
                 kind="train",
                 interval_s=round(took, 4),
                 batches_per_s=round((now.step - then.step) / took, 3),
                 samples_per_s=round((now.samples - then.samples) / took, 3),
-                loss=_finite(self._loss.take()),
-                head_accuracy=_finite(counters.head_accuracy.take()),
-                synthesizer_error=_finite(counters.error.take()),
-                synthesizer_cosine=_finite(counters.cosine.take()),
+                **dict.fromkeys(means),
                 lag=round((now.lag - then.lag) / paired, 3) if paired else None,
                 lag_max=counters.lag_max if paired else None,
                 gradients_lost=_share(given_up, given_up + paired),
@@ -242,13 +251,23 @@ class MetricsWriter:
         at = self.progress
         return {"id": at.id, "epoch": at.epoch, "step": at.step, "samples": at.samples}
 
-    def _append(self, **values: Any) -> None:
+    def _append(self, means: _Means | None = None, /, **values: Any) -> None:
         head = {"time": time.time(), "module": self.spec.module, "attempt": self.attempt}
-        head |= self._position()
-        try:
-            self._file.append(head | values)
-        except OSError as error:
-            self._complain(error)
+        self._lines.append((head | self._position() | values, means))
+        self.flush(wait=False)
+
+    def flush(self, *, wait: bool) -> None:
+        """Append lines to the file, in their order.
+
+        Args:
+            wait: Wait for the device; otherwise only those whose means have come from there.
+        """
+        while self._lines and (wait or (means := self._lines[0][1]) is None or means.fetched.here):
+            line, means = self._lines.popleft()
+            try:
+                self._file.append(line if means is None else line | means.values())
+            except OSError as error:
+                self._complain(error)
 
     def _complain(self, error: OSError) -> None:
         """Warn once that the disk is full or unavailable; training continues."""
@@ -323,6 +342,21 @@ class LinkFigures:
             duplicates=up.duplicates,
             gaps=up.gaps,
         )
+
+
+class _Means(NamedTuple):
+    """Those values of a line that a device may still be computing."""
+
+    names: tuple[str, ...]
+    fetched: Fetched
+
+    @classmethod
+    def of(cls, means: dict[str, Tensor | None], copies: Copies) -> Self | None:
+        known = {name: mean for name, mean in means.items() if mean is not None}
+        return cls(tuple(known), copies.to_host(torch.stack([*known.values()]))) if known else None
+
+    def values(self) -> dict[str, float | None]:
+        return dict(zip(self.names, map(_finite, self.fetched.wait().tolist()), strict=True))
 
 
 class _Reading(NamedTuple):

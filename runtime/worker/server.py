@@ -112,7 +112,7 @@ class ModuleServer:
             step, checkpoints, cut=start.cut, progress=ledger.progress, head=self._head
         )
         self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
-        self._divergence = Divergence(step, metrics)
+        self._divergence = Divergence(step, metrics, self._copies)
         self._evaluations = Evaluations(step, metrics, ledger, start.cut)
         self._draining: Marker | None = None
         self._sharing: Marker | None = None
@@ -153,6 +153,7 @@ class ModuleServer:
             if self._outcome is None and not (self._may_take() and self._take()):
                 self._sleep()
         self._write_metrics()
+        self._metrics.flush(wait=True)
         self._part()
         return self._outcome
 
@@ -422,7 +423,8 @@ class ModuleServer:
 
     def _write_metrics(self) -> None:
         replayed = 0 if self._idle is None else self._idle.count
-        self._metrics.write(self._step, LinkFigures.of(self._input, self._output, replayed))
+        figures = LinkFigures.of(self._input, self._output, replayed)
+        self._metrics.write(self._step, figures, self._copies)
 
     def _sleep(self) -> None:
         self._send_answers(wait=True)

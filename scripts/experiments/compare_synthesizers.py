@@ -49,7 +49,7 @@ def train(chain: ChainSpec, base: Path, delay: int) -> tuple[list[float], list[f
                 for step, values in zip(local.steps, cosines, strict=False):
                     cosine = step.counters.cosine.take()
                     if cosine is not None:
-                        values.append(cosine)
+                        values.append(float(cosine))
                     step.measure_late = True
         local.end_epoch()
     means = [statistics.fmean(values[1:] or [float("nan")]) for values in cosines]

@@ -526,7 +526,7 @@ def test_the_heads_accuracy_is_measured_when_asked(small: Any) -> None:
         step.update(y)
     first = step.counters.head_accuracy.take()
     assert first is not None
-    assert first * 16 == round(first * 16), "of one batch"
+    assert float(first) * 16 == round(float(first) * 16), "of one batch"
     assert step.counters.head_accuracy.take() is None
     step.measure_head = True
     step.forward(4, x)

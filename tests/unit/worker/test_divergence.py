@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import DivergedError
 from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.metrics import MetricsWriter
 from tests.unit.worker.test_metrics import workers
@@ -27,7 +29,7 @@ def make(tmp_path: Path) -> Make:
         run.create()
         spec = workers(interface)[0].model_copy(update={"on_nan": on_nan})
         step, metrics = ModuleStep(spec), MetricsWriter(run, spec, 1)
-        return Divergence(step, metrics), step, metrics
+        return Divergence(step, metrics, Copies(step.device)), step, metrics
 
     return make
 
@@ -106,3 +108,14 @@ def test_what_happens_again_and_again_is_told_ever_less_often(make: Make) -> Non
         assert metrics.diverged is not None
         told.add(metrics.diverged["times"])
     assert told == {1 << n for n in range(10)}
+
+
+def test_a_loss_is_read_where_the_host_does_not_wait(make: Make) -> None:
+    """A device computes it later, and the copy that is under way is read with the next batch."""
+    divergence, _, _ = make("stop")
+    divergence._copies = SimpleNamespace(to_host=lambda loss: Fetched(loss.clone()))  # type: ignore[assignment]
+    loss = torch.tensor(math.nan)
+    divergence.note_loss(1, loss)
+    loss.zero_()  # the device has gone on
+    with pytest.raises(DivergedError, match="the loss is not finite at batch 1"):
+        divergence.note_loss(2, loss)

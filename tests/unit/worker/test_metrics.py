@@ -19,6 +19,7 @@ from dni_runtime.errors import StoppedError
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
+from dni_runtime.worker.device import Copies
 from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
 
 CHAIN = """\
@@ -74,7 +75,7 @@ class Worker:
         self.step.late_gradient(id, torch.ones(4, 5))
 
     def line(self, **links: Any) -> dict[str, Any]:
-        self.meter.write(self.step, LinkFigures(**links))
+        self.meter.write(self.step, LinkFigures(**links), Copies(self.step.device))
         return list(read_lines(self.run.metrics(self.step.spec.module)))[-1]
 
 
@@ -258,7 +259,7 @@ def test_a_line_is_due_once_a_second(worker: Worker, clock: Clock) -> None:
     assert not worker.meter.due(worker.step)
     clock.now_s += metrics.INTERVAL_S
     assert worker.meter.due(worker.step)
-    worker.meter.write(worker.step, LinkFigures())
+    worker.meter.write(worker.step, LinkFigures(), Copies(worker.step.device))
     assert not worker.meter.due(worker.step)
 
 
