@@ -123,7 +123,9 @@ def plan_of_job(record: Record, state: RunState) -> LaunchPlan | None:
     _own_allocation(record.name)
     if state.phase == "finished":
         return None
-    end_steps(record.modules)  # of a supervisor that was killed
+    job = commands.component_jobs(os.environ)
+    assert job is not None  # this is an allocation
+    end_steps(job, record.modules)  # of a supervisor that was killed
     return plan_again(record, attempt=state.last_attempt + 1)
 
 

@@ -21,10 +21,16 @@ _log = logging.getLogger(__name__)
 
 
 class StepProcess:
-    """The ``srun`` of a worker's step; the starter signals the step itself."""
+    """The ``srun`` of a worker's step; the starter signals the step itself.
 
-    def __init__(self, srun: Process) -> None:
+    Args:
+        srun: The process.
+        end_step: Ends the step, which outlives an ``srun`` that was killed.
+    """
+
+    def __init__(self, srun: Process, end_step: Callable[[], None]) -> None:
         self._srun = srun
+        self._end_step: Callable[[], None] | None = end_step
 
     @property
     def pid(self) -> int:
@@ -32,6 +38,9 @@ class StepProcess:
 
     def poll(self) -> int | None:
         code = self._srun.poll()
+        if code is not None and code < 0 and self._end_step is not None:
+            self._end_step()  # it would run on, and hold the resources that a restart needs
+            self._end_step = None
         # srun reports a task's signal like a shell
         return 128 - code if code is not None and 128 < code < 128 + signal.NSIG else code
 
@@ -39,6 +48,7 @@ class StepProcess:
         self._srun.send(signal.SIGTERM)  # srun forwards others to its step, which is gone
 
     def kill(self) -> None:
+        self._end_step = None  # who kills it ends its step
         self._srun.kill()
 
 
@@ -60,14 +70,17 @@ class SlurmStarter:
         self._local = LocalStarter(environ, tied=False, render=step_argv)
 
     def start(self, worker: WorkerPlan) -> StepProcess:
-        return StepProcess(self._local.start(worker))
+        return self._step(self._local.start(worker), worker.module)
 
     def adopt(
         self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
     ) -> StepProcess:
         if not lives(module):  # a newer step may have been started but not recorded
-            end_steps([worker.module])
-        return StepProcess(self._local.adopt(worker, module, ended))
+            end_steps(self._job, [worker.module])
+        return self._step(self._local.adopt(worker, module, ended), worker.module)
+
+    def _step(self, srun: Process, module: str) -> StepProcess:
+        return StepProcess(srun, lambda: end_steps(self._job, [module]))
 
     def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
         without_step = self._signal(workers, number.name.removeprefix("SIG"))
@@ -105,12 +118,11 @@ class SlurmStarter:
         return [one for one in modules if one not in steps]
 
 
-def end_steps(modules: Collection[str]) -> None:
-    """Kill the steps of modules that still run in this job after a supervisor was killed."""
-    job = commands.component_jobs(os.environ)
+def end_steps(job: str, modules: Collection[str]) -> None:
+    """Kill the steps of modules that run on, though who started them was killed."""
     until = time.monotonic() + _END_S
     try:
-        while job is not None and time.monotonic() < until:
+        while time.monotonic() < until:
             left = [step for name, step in commands.step_ids(job).items() if name in modules]
             if not left:
                 return

@@ -97,6 +97,21 @@ def test_steps_are_killed_at_once(
     assert [ended(process) for process in workers.values()] == [-signal.SIGKILL] * 3
 
 
+def test_a_step_ends_with_its_srun(bin: Path, workers: dict[str, Process]) -> None:
+    """Killed alone, srun leaves its step: it holds what a restart of the module needs."""
+    program(
+        bin,
+        "scancel",
+        f"printf '#!/bin/sh\\necho asked again >>{bin.parent}/asked' >'{bin}/squeue'",
+    )
+    os.kill(workers["middle"].pid, signal.SIGKILL)
+    assert ended(workers["middle"]) == workers["middle"].poll() == -signal.SIGKILL
+    squeue, scancel, again = asked(bin)
+    assert squeue.startswith("squeue --steps --noheader --jobs=7 ")
+    assert (scancel, again) == ("scancel --signal=KILL 7.1", "asked again")
+    assert workers["bottom"].poll() is None
+
+
 def test_a_job_that_is_gone_has_no_steps(
     bin: Path, starter: SlurmStarter, workers: dict[str, Process]
 ) -> None:
