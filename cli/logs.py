@@ -83,6 +83,7 @@ def logs(
       dnictl logs --tail 20 bottom
     """
     from dni_runtime.launch.state import RunState
+    from dni_runtime.reports import Report
 
     run, modules = _whose(names, runs)
     write = _json_line if as_json else _printer(modules)
@@ -92,7 +93,8 @@ def logs(
         state = RunState.read(run.directory)
         for module in modules:
             known = state.modules.get(module)
-            latest = attempt or (known.attempt if known else 0) or 1
+            own = known or Report.read(run.directory.worker(module))
+            latest = attempt or own.attempt or 1
             path = (
                 run.directory.supervisor_log
                 if module == SUPERVISOR

@@ -42,6 +42,7 @@ COMMANDS = {
     "up": "dnictl.start",
     "submit": "dnictl.submit",
     "plan": "dnictl.submit",
+    "mpi": "dnictl.mpi",
     "profile": "dnictl.submit",
     "run": "dnictl.start",
     "resume": "dnictl.start",

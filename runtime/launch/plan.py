@@ -85,6 +85,7 @@ class WorkerPlan:
         need: Its resources there.
         scratch: Folder for temporary files there, or an empty string.
         scheduler_args: Further arguments of the scheduler's command.
+        by_rank: Whether the worker finds its module by its rank (``worker/rank.py``).
     """
 
     module: str
@@ -111,6 +112,7 @@ class WorkerPlan:
     need: Need | None = None
     scratch: str = ""
     scheduler_args: tuple[str, ...] = ()
+    by_rank: bool = False
 
     def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """Return the plan of the worker's next start.

@@ -173,6 +173,10 @@ class Run(Checkpointed):
         # The supervisor looks a few times a second, and kills late workers itself.
         state = self.wait(grace_s + _STOP_TIMEOUT_S)
         if state.active:
+            if not state.pid:
+                raise UsageError(
+                    f"run {self.name!r} is still {state.phase}", hint="end the mpirun or srun of it"
+                )
             raise UsageError(
                 f"run {self.name!r} is still {state.phase}; its supervisor, process {state.pid} "
                 f"on {state.host}, does not answer",
@@ -212,7 +216,7 @@ class Run(Checkpointed):
     def _restart(self, module: str) -> None:
         state = self.state()
         look = f"see 'dnictl status {self.name}'"
-        if state.phase not in ("starting", "running", "stalled"):
+        if state.phase not in ("starting", "running", "stalled") or not state.pid:
             done = state.phase in ("queued", "stopping", "finished")
             raise UsageError(
                 f"run {self.name!r} is {state.phase}: no supervisor can restart a module",

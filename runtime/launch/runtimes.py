@@ -71,11 +71,10 @@ RUNTIMES: Mapping[Backend, Callable[[WorkerPlan], Sequence[str]]] = {
 
 def _arguments(worker: WorkerPlan, run: str, sockets: str, data: str | None) -> list[str]:
     """Return the worker's own arguments; the paths are as the worker sees them."""
+    own = ["--module", worker.module, "--ipc", sockets, "--attempt", str(worker.attempt)]
     return [
         *("--run", run),
-        *("--module", worker.module),
-        *("--ipc", sockets),
-        *("--attempt", str(worker.attempt)),
+        *(["--by-rank"] if worker.by_rank else own),
         *(("--first", str(worker.first)) if worker.first is not None else ()),
         *("--resume", worker.resume),
         *("--log-level", worker.log_level),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dni_runtime.launch.local import Local
+from dni_runtime.launch.mpi import Mpi
 from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
@@ -89,7 +90,12 @@ class Scheduler(Protocol):
         """Cancel a start that waits for its hosts."""
 
 
-SCHEDULERS: Mapping[str, Scheduler] = {"local": Local(), "slurm": Slurm(), "ssh": Ssh()}
+SCHEDULERS: Mapping[str, Scheduler] = {
+    "local": Local(),
+    "slurm": Slurm(),
+    "ssh": Ssh(),
+    "mpi": Mpi(),
+}
 
 
 def read_state(run: RunDir) -> RunState:

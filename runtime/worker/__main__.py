@@ -12,8 +12,10 @@ from typing import Any
 
 from dni_runtime import __version__
 from dni_runtime.errors import DniError
+from dni_runtime.rundir import RunDir
 
 IMAGE_SPEC = Path("/opt/dni/module.json")
+FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 EPILOG = """\
 In an image the module's spec is the image's own, and everything else has a default: two modules are
@@ -30,7 +32,11 @@ def parser() -> argparse.ArgumentParser:
     )
     run = "/dni/run" if IMAGE_SPEC.is_file() else "."
     p.add_argument("--run", type=Path, default=Path(run), help="run directory (%(default)s)")
-    p.add_argument("--module", help="which module (default: the image's)")
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--module", help="which module (default: the image's)")
+    which.add_argument(
+        "--by-rank", action="store_true", help="the worker of this process's rank: mpirun, srun"
+    )
     p.add_argument("--spec", type=Path, help="the module's spec (default: image's, else run's)")
     p.add_argument("--data", help="folder or file of the data, for the head")
     p.add_argument("--listen", help="address to listen on: ipc://PATH or tcp://IP:PORT")
@@ -47,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def keep_log(path: Path) -> None:
+    """Write the log to a file, too: no supervisor keeps what the launcher prints."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logging.getLogger().addHandler(handler)
+
+
 def main() -> None:
     """Parse, serve, and turn errors into messages and exit codes."""
     began = time.time()
@@ -58,15 +71,15 @@ def main() -> None:
     logging.basicConfig(
         level=level.upper(),
         stream=sys.stderr,
-        format="%(asctime)s %(levelname)-7s %(message)s",
+        format=FORMAT,
     )
     from dni_runtime.worker.memory import keep_freed_memory
     from dni_runtime.worker.signals import StopRequest
 
     keep_freed_memory()
     # As a step of Slurm a worker gets each signal twice: from Slurm, which signals all processes of
-    # a step, and from Apptainer's starter, which passes it on.
-    stop = StopRequest(patient="SLURM_STEP_ID" in os.environ)
+    # a step, and from Apptainer's starter, which passes it on. So do launchers of MPI.
+    stop = StopRequest(patient="SLURM_STEP_ID" in os.environ or given["by_rank"])
     stop.install()
     source = Path("/opt/dni/src") if IMAGE_SPEC.is_file() else given["run"] / "src"
     sys.path.insert(0, str(source))
@@ -76,6 +89,9 @@ def main() -> None:
         from dni_runtime.worker import main as worker  # torch: seconds to import
 
         options = worker.Options(**given, image_spec=IMAGE_SPEC)
+        if options.by_rank:
+            options = worker.by_rank(options, os.environ)
+            keep_log(RunDir(options.run).log(str(options.module), options.attempt))
         spec = worker.load_spec(options)
         if next(import_paths(spec), None) is None:
             postpone_dynamo()

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,8 +28,10 @@ from dni_runtime.errors import (
 )
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
-from dni_runtime.rundir import RunDir, read_json, socket_folder
+from dni_runtime.reports import Report
+from dni_runtime.rundir import RunDir, hash_name, read_json, socket_folder
 from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.exchange import Exchange, exchange_spec
@@ -37,6 +39,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
+from dni_runtime.worker.rank import heed_stop_request, wait_for_others, worker_of_rank
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
@@ -52,6 +55,7 @@ class Options:
 
     run: Path
     module: str | None = None
+    by_rank: bool = False
     spec: Path | None = None
     image_spec: Path | None = None
     ipc: Path | None = None
@@ -63,6 +67,34 @@ class Options:
     attempt: int = 1
     first: int | None = None
     resume: str = "auto"
+
+
+def by_rank(options: Options, environ: Mapping[str, str]) -> Options:
+    """Complete the options of a process that ``mpirun`` or ``srun`` has started.
+
+    Each start is another attempt. Sockets of ranks on one host lie in one folder, whose name
+    follows from the run: in containers all run directories have the same path.
+
+    Raises:
+        UsageError: There is no rank, or not one process for each worker.
+        DataError: There is no run.
+    """
+    run = RunDir(options.run)
+    record = read_json(run.record)
+    if record is None:
+        raise DataError(
+            f"--by-rank: {str(options.run)!r} holds no run: it has no run.json",
+            hint="make a run directory with 'dnictl mpi', and mount it there, or name it with "
+            "--run; all hosts must see it",
+        )
+    module = worker_of_rank(environ, record["modules"])
+    name = hash_name(f"{os.getuid()}:{record['host']}:{record['run']}:{record['created']}")
+    return replace(
+        options,
+        module=module,
+        attempt=Report.read(run.worker(module)).attempt + 1,
+        ipc=options.ipc or socket_folder(run.root, Path("/tmp") / f"dni-{name}"),
+    )
 
 
 def serve(options: Options, stop: StopRequest, began: float) -> None:
@@ -80,6 +112,8 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
     spec = load_spec(options)
     run = RunDir(options.run)
     run.create()
+    if options.by_rank:
+        heed_stop_request(run)
     metrics = MetricsWriter(run, spec, options.attempt, began=began)
     metrics.set_state("starting")
     keys = RunKeys(run, spec.module)
@@ -95,6 +129,8 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
         keys.leave()
     metrics.set_state(outcome.value)
     if outcome is Outcome.STOPPED:
+        if options.by_rank:
+            wait_for_others(run, read_json(run.record) or {}, spec.stop_grace_s)
         raise StoppedError("stopped before the end of the run", hint="resume it to continue")
 
 
@@ -122,13 +158,32 @@ def load_spec(options: Options) -> WorkerSpec:
         wanted = own
     else:
         wanted = _read_spec(path)
-    if own is not None and own.hash != wanted.hash:
+    if own is not None:
+        _check_image(own, wanted, options)
+    return wanted
+
+
+def _check_image(own: WorkerSpec, wanted: WorkerSpec, options: Options) -> None:
+    """Refuse an image of another chain; by rank it may be another module's of the same chain.
+
+    All images of a chain have the same packages and sources.
+    """
+    if options.by_rank and module_of(wanted.module) != own.module:
+        run = RunDir(options.run)
+        of_image = (run.spec(own.module), run.spec(worker_name(own.module, 1, 2)))
+        path = next((path for path in of_image if path.is_file()), None)
+        if path is None:
+            raise ImageError(
+                f"the image is of module {own.module!r}, which the run's chain lacks",
+                hint="use the images of this chain; 'dnictl mpi' prints the command",
+            )
+        wanted = _read_spec(path)
+    if own.hash != wanted.hash:
         raise ImageError(
             f"the image is of another spec of module {own.module!r} (image {own.hash[:12]}, "
             f"run {wanted.hash[:12]})",
             hint="rebuild the images with 'dnictl build'",
         )
-    return wanted
 
 
 def selftest(spec: WorkerSpec) -> None:

@@ -1,0 +1,80 @@
+"""The command ``mpi``: a run whose workers ``mpirun`` or ``srun`` starts."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from dnictl.options import (
+    Wanted,
+    backend_option,
+    chain_argument,
+    chosen_chain,
+    data_option,
+    images_option,
+    json_option,
+    level_option,
+    print_json,
+    run_dir_option,
+    runs_option,
+    site_for,
+)
+
+
+@click.command()
+@chain_argument
+@backend_option
+@run_dir_option
+@runs_option
+@images_option
+@data_option
+@level_option
+@json_option
+def mpi(
+    chain: Path,
+    backend: Wanted,
+    run_dir: Path | None,
+    runs: Path,
+    images: Path,
+    data: Path | None,
+    log_level: str,
+    as_json: bool,
+) -> None:
+    """Make a run for mpirun or srun, and print its command.
+
+    Each process that the command starts finds its module by its rank. The same command, called
+    again, goes on from the newest checkpoint.
+
+    \b
+    Example:
+      dnictl mpi chain.yaml > train.sh && sh train.sh
+    """
+    from dni_runtime.launch.mpi import mpirun_argv
+    from dni_runtime.launch.planning import plan_here
+    from dni_runtime.launch.records import create_run, new_run_id
+    from dni_runtime.rundir import write_json
+
+    prepared = chosen_chain(chain, data=data)
+    root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()
+    site = site_for(prepared, backend, images, elsewhere=True)
+    plan = plan_here(
+        root,
+        prepared.chain,
+        prepared.workers,
+        site,
+        data=prepared.data,
+        log_level=log_level,
+        scheduler="mpi",
+    )
+    run = create_run(
+        root, prepared, backend=site.backend, images=site.images, scheduler=plan.scheduler
+    )
+    write_json(run.plan, plan.to_json())
+    argv = mpirun_argv(plan)
+    if as_json:
+        workers = [worker.module for worker in plan.workers]
+        print_json({"run": root.name, "path": str(root), "workers": workers, "argv": argv})
+    else:
+        click.echo(shlex.join(argv))

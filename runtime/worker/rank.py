@@ -1,0 +1,103 @@
+"""Workers that one ``mpirun`` or ``srun`` starts together: which one this process is, how they end.
+
+All processes have the same command. The launcher's variables give each a rank, and the rank is its
+place in the run's list of workers, replicas included. MPI itself is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dni_runtime.errors import UsageError
+from dni_runtime.reports import ENDED, Report
+from dni_runtime.rundir import RunDir, peek_json
+
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH and Intel MPI (Hydra); srun --mpi=pmi2
+    (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+    ),  # srun with any --mpi; a batch script lacks the second
+    ("PMIX_RANK", None),  # other launchers with PMIx, which has no variable for the size
+)
+"""Variables of rank and size. The first pair that is set counts: the innermost launcher's, because
+a batch script's ``mpirun`` inherits Slurm's variables."""
+
+_LOOK_S = 1.0
+_END_LOOK_S = 0.1
+
+
+def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
+    """Return the worker that this process is.
+
+    Args:
+        environ: The environment, with a launcher's variables.
+        workers: The run's workers, head first.
+
+    Raises:
+        UsageError: There is no rank, or not one process for each worker.
+    """
+    for rank_name, size_name in LAUNCHERS:
+        if rank_name in environ and (size_name is None or size_name in environ):
+            break
+    else:
+        names = ", ".join(name for name, _ in LAUNCHERS)
+        raise UsageError(
+            f"--by-rank: this process has no rank: none of {names} is set",
+            hint="start it with mpirun, mpiexec or srun, which set them (a container with "
+            "--cleanenv does not see them), or name the module with --module",
+        )
+    rank, size = _number(environ, rank_name), len(workers)
+    if size_name is not None:
+        size = _number(environ, size_name)
+    if size != len(workers) or rank >= size:
+        started = f" of {size} ({size_name})" if size_name is not None else ""
+        raise UsageError(
+            f"--by-rank: this is process {rank} ({rank_name}){started}, but the run has "
+            f"{len(workers)} workers: {', '.join(workers)}",
+            hint=f"start one process for each: mpirun -n {len(workers)}",
+        )
+    return workers[rank]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].isdecimal():
+        raise UsageError(f"--by-rank: {name}={environ[name]!r} is not a number")
+    return int(environ[name])
+
+
+def heed_stop_request(run: RunDir) -> None:
+    """Send this process SIGTERM when ``dnictl stop`` is called: no supervisor does that."""
+    former = peek_json(run.stop_request)  # what stopped an earlier start
+
+    def look() -> None:
+        while peek_json(run.stop_request) in ({}, former):
+            time.sleep(_LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=look, name="stop", daemon=True).start()
+
+
+def wait_for_others(run: RunDir, record: Mapping[str, Any], within_s: float) -> None:
+    """Wait until all workers have saved their state and ended.
+
+    ``mpirun`` kills all processes when one exits with another status than 0, and that is how a
+    stopped worker exits.
+
+    Args:
+        run: The run directory.
+        record: Its record.
+        within_s: Time limit in seconds.
+    """
+    until_s, workers = time.monotonic() + within_s, record.get("modules", ())
+    while any(Report.read(run.worker(name)).state not in ENDED for name in workers):
+        if time.monotonic() >= until_s:
+            return
+        time.sleep(_END_LOOK_S)

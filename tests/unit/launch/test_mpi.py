@@ -1,0 +1,169 @@
+"""One command for all ranks, and the state of a run that only its workers report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+
+from dni_runtime.errors import UsageError
+from dni_runtime.image.apptainer import Apptainer, Mount
+from dni_runtime.launch.mpi import Mpi, judge, mpirun_argv
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings
+from dni_runtime.launch.prepare import Prepared
+from dni_runtime.launch.records import Record, create_run
+from dni_runtime.launch.run import Run
+from dni_runtime.launch.schedulers import read_state
+from dni_runtime.reports import Report, WorkerPhase
+from dni_runtime.spec import ChainSpec, WorkerSpec
+
+
+def plan_of(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], root: Path, **settings: object
+) -> LaunchPlan:
+    given = LaunchSettings(run=root, backend="process", sockets=root / "ipc", python="python3")
+    return Mpi().plan(chain, workers, replace(given, **settings))
+
+
+def test_all_ranks_have_one_command(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
+) -> None:
+    plan = plan_of(chain, workers, tmp_path)
+    assert mpirun_argv(plan) == [
+        *("mpirun", "-n", "3", "python3", "-P", "-m", "dni_runtime.worker"),
+        *("--run", str(tmp_path), "--by-rank", "--resume", "auto", "--log-level", "info"),
+    ]
+    assert [worker.module for worker in plan.workers] == ["bottom", "middle", "top"]
+    assert LaunchPlan.from_json(plan.to_json()) == plan
+
+
+def test_containers_get_what_any_of_them_needs(
+    chain: ChainSpec,
+    workers: tuple[WorkerSpec, ...],
+    make_worker: Callable[..., WorkerSpec],
+    tmp_path: Path,
+) -> None:
+    bottom, _, top = workers
+    data = tmp_path / "data" / "x.npz"
+    plan = plan_of(
+        chain,
+        (bottom, make_worker(1, device="cuda"), top),
+        tmp_path / "run",
+        backend="apptainer",
+        tool=Apptainer(Path("/bin/apptainer"), "apptainer", (1, 4, 5)),
+        images={name: tmp_path / f"{name}.sif" for name in ("bottom", "middle", "top")},
+        data=data,
+        data_folder=data.parent,
+        mounts=(Mount("/scratch", "/scratch"),),
+    )
+    argv = mpirun_argv(plan)
+    assert argv[:5] == ["mpirun", "-n", "3", "/bin/apptainer", "--quiet"]
+    assert "--nv" in argv
+    mounts = [argv[at + 1] for at, word in enumerate(argv) if word == "--mount"]
+    assert mounts == [
+        str(Mount(str(tmp_path / "run"), "/dni/run", read_only=False)),
+        str(Mount(str(data.parent), "/dni/data")),
+        str(Mount("/scratch", "/scratch")),
+    ]
+    image = argv.index(str(tmp_path / "bottom.sif"))
+    assert argv[image + 1 :] == [
+        *("--run", "/dni/run", "--by-rank", "--resume", "auto", "--log-level", "info"),
+        *("--data", "/dni/data/x.npz"),
+    ]
+
+
+def test_hosts_are_not_known_beforehand(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
+) -> None:
+    links = chain.links.model_copy(update={"interface": "ib0"})
+    argv = mpirun_argv(
+        plan_of(chain.model_copy(update={"links": links}), workers, tmp_path, resume="40")
+    )
+    assert argv[-2:] == ["--transport", "tcp"]
+    assert argv[argv.index("--resume") + 1] == "40"
+
+
+def reports(*states: WorkerPhase | None, **codes: int) -> dict[str, Report]:
+    """Reports of workers a, b, c; None: it has not reported."""
+    return {
+        name: Report()
+        if state is None
+        else Report(module=name, attempt=2, state=state, exit_code=codes.get(name), time=5.0)
+        for name, state in zip("abc", states, strict=False)
+    }
+
+
+@pytest.mark.parametrize(
+    ("states", "living", "phase"),
+    [
+        ((None, None), "", "new"),
+        (("running", None), "a", "starting"),
+        (("connecting", "stopped"), "a", "starting"),  # b is about to start again
+        (("running", "running"), "ab", "running"),
+        (("finished", "running"), "b", "running"),
+        (("stopped", "running"), "b", "stopping"),
+        (("stopping", "running"), "ab", "stopping"),
+        (("finished", "finished"), "", "finished"),
+        (("stopped", "stopped"), "", "stopped"),
+        (("finished", "stopped"), "", "stopped"),
+        (("running", "stopped"), "", "lost"),
+    ],
+)
+def test_the_state_that_the_reports_show(
+    states: tuple[WorkerPhase | None, ...], living: str, phase: str
+) -> None:
+    state = judge(reports(*states), set(living))
+    assert state.phase == phase
+    assert state.exit_code == {"finished": 0, "stopped": 75}.get(phase)
+    assert (state.ended is None) == (phase in ("new", "starting", "running", "stopping"))
+
+
+def test_the_module_that_has_failed_is_named() -> None:
+    state = judge(reports("stopped", "failed", "running", b=69), set())
+    assert (state.phase, state.failed, state.exit_code) == ("failed", "b", 70)
+    assert {name: one.state for name, one in state.modules.items()} == {
+        "a": "stopped", "b": "failed", "c": "failed",
+    }  # fmt: skip
+    assert judge(reports("failed", "stopped", a=79), set()).exit_code == 79
+    killed = judge(reports("running", "stopped"), set())
+    assert killed.error == "killed before they could report why: a"
+
+
+@pytest.fixture
+def record(tmp_path: Path, prepared: Prepared) -> Record:
+    """The record of a fresh run for mpirun."""
+    root = tmp_path / "runs" / "small-1"
+    create_run(root, prepared, backend="process", scheduler="mpi")
+    return Record.read(root)
+
+
+def report(record: Record, state: WorkerPhase) -> None:
+    for name in record.modules:
+        one = Report(module=name, attempt=1, state=state, host=gethostname(), pid=os.getpid())
+        one.write(record.run.worker(name))
+
+
+def test_a_run_is_read_by_its_reports(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_state(record.run).phase == "new"
+    report(record, "running")
+    state = read_state(record.run)
+    assert (state.phase, state.backend) == ("running", "process")
+    assert state.modules["top"].log == str(record.run.log("top", 1))
+    with pytest.raises(UsageError, match="no supervisor can restart a module"):
+        Run(record).restart("top")
+    with pytest.raises(UsageError, match="is running"):
+        Run(record).resume()
+    monkeypatch.setattr("dni_runtime.launch.run._STOP_TIMEOUT_S", 0.1)
+    with pytest.raises(UsageError, match=r"is still running\n.*end the mpirun"):
+        Run(record).stop(0)
+
+
+def test_to_resume_is_to_call_mpirun_again(record: Record) -> None:
+    report(record, "stopped")
+    assert Run(record).wait().phase == "stopped"
+    with pytest.raises(UsageError, match=r"mpirun -n 3 .* --by-rank"):
+        Run(record).resume()

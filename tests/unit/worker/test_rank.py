@@ -1,0 +1,146 @@
+"""Which worker a process of mpirun or srun is, and how those processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import DataError, ImageError, UsageError
+from dni_runtime.reports import Report
+from dni_runtime.rundir import RunDir, write_atomic, write_json
+from dni_runtime.worker.main import Options, by_rank, load_spec
+from dni_runtime.worker.rank import heed_stop_request, wait_for_others, worker_of_rank
+from tests.conftest import eventually
+from tests.unit.worker.test_resume import workers as specs_of
+
+WORKERS = ["bottom", "middle.1", "middle.2", "top"]
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # in a batch script, beside its mpirun
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        # as Open MPI 4.1, MPICH 4.0 and Slurm 22.05 set them
+        {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "2"},
+        {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", **SLURM},
+        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"},
+        {"PMI_RANK": "2", "PMI_SIZE": "4", **SLURM, "PMIX_RANK": "0"},
+        {"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "4"},
+        {"SLURM_PROCID": "2", "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "4"},
+        {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "2"},
+        {"PMIX_RANK": "2", **SLURM},
+    ],
+)
+def test_a_rank_is_a_place_in_the_list_of_workers(environ: dict[str, str]) -> None:
+    assert worker_of_rank(environ, WORKERS) == "middle.2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, ["no rank", "OMPI_COMM_WORLD_RANK", "start it with mpirun", "--module"]),
+        (SLURM, ["no rank"]),  # the batch script itself
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            ["process 1 (OMPI_COMM_WORLD_RANK) of 2", "4 workers: bottom, middle.1", "mpirun -n 4"],
+        ),
+        ({"PMI_RANK": "4", "PMI_SIZE": "6"}, ["process 4 (PMI_RANK) of 6", "mpirun -n 4"]),
+        ({"PMIX_RANK": "4"}, ["process 4 (PMIX_RANK), but", "mpirun -n 4"]),
+        ({"PMI_RANK": "-1", "PMI_SIZE": "4"}, ["PMI_RANK='-1' is not a number"]),
+        ({"PMI_RANK": "0", "PMI_SIZE": "many"}, ["PMI_SIZE='many' is not a number"]),
+    ],
+)
+def test_processes_that_do_not_fit(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        worker_of_rank(environ, WORKERS)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of the modules a, b and c."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    specs = specs_of()
+    for spec in specs:
+        write_atomic(run.spec(spec.module), spec.to_json())
+    record = {"run": "run", "host": "here", "created": 1.5, "modules": ["a", "b", "c"]}
+    write_json(run.record, record)
+    return run
+
+
+RANK_1 = {"PMI_RANK": "1", "PMI_SIZE": "3"}
+
+
+def test_each_start_is_another_attempt(run: RunDir) -> None:
+    options = by_rank(Options(run=run.root, by_rank=True), RANK_1)
+    assert (options.module, options.attempt) == ("b", 1)
+    assert options.ipc is not None
+    Report(module="b", attempt=4).write(run.worker("b"))
+    again = by_rank(Options(run=run.root, by_rank=True), RANK_1)
+    assert (again.attempt, again.ipc) == (5, options.ipc)
+    options.ipc.rmdir()
+
+
+def test_ranks_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no run.*\n.*dnictl mpi"):
+        by_rank(Options(run=tmp_path, by_rank=True), RANK_1)
+
+
+def test_an_image_serves_any_module_of_its_chain(run: RunDir, tmp_path: Path) -> None:
+    a, b, _ = specs_of()
+    image = tmp_path / "module.json"
+    image.write_text(a.to_json())
+    options = Options(run=run.root, module="b", image_spec=image)
+    with pytest.raises(ImageError):
+        load_spec(options)  # without --by-rank it serves its own module alone
+    options = Options(run=run.root, module="b", by_rank=True, image_spec=image)
+    assert load_spec(options) == b
+    image.write_text(a.model_copy(update={"seed": 9}).to_json())
+    with pytest.raises(ImageError, match="of another spec of module 'a'"):
+        load_spec(options)
+    image.write_text(a.model_copy(update={"module": "x"}).to_json())
+    with pytest.raises(ImageError, match="module 'x', which the run's chain lacks"):
+        load_spec(options)
+
+
+@pytest.fixture
+def signals() -> Iterator[list[int]]:
+    """The SIGTERMs that this process gets."""
+    got: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGTERM, former)
+
+
+def test_a_request_to_stop_is_heeded_once(run: RunDir, signals: list[int]) -> None:
+    write_json(run.stop_request, {"time": 1.0})  # it has stopped an earlier start
+    heed_stop_request(run)
+    run.stop_request.unlink()
+    time.sleep(1.5)
+    assert not signals
+    write_json(run.stop_request, {"time": 2.0})
+    eventually("the signal", lambda: signals == [signal.SIGTERM], 10)
+    eventually("its thread ends", lambda: "stop" not in [t.name for t in threading.enumerate()])
+
+
+def test_the_last_one_is_waited_for(run: RunDir) -> None:
+    record = {"modules": ["a", "b"]}
+    Report(module="a", attempt=1, state="stopped", pid=os.getpid()).write(run.worker("a"))
+    Report(module="b", attempt=1, state="stopping").write(run.worker("b"))
+    began = time.monotonic()
+    wait_for_others(run, record, 0.3)
+    assert time.monotonic() - began >= 0.3
+    stopped = Report(module="b", attempt=1, state="stopped")
+    later = threading.Timer(0.3, stopped.write, [run.worker("b")])
+    later.start()
+    wait_for_others(run, record, 60)
+    assert 0.6 <= time.monotonic() - began < 30
+    later.join()
