@@ -50,9 +50,9 @@ def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
     else:
         names = ", ".join(name for name, _ in LAUNCHERS)
         raise UsageError(
-            f"--by-rank: this process has no rank: none of {names} is set",
-            hint="start it with mpirun, mpiexec or srun, which set them (a container with "
-            "--cleanenv does not see them), or name the module with --module",
+            f"--by-rank: this process has no rank: no launcher has set any of {names}",
+            hint="start it with mpirun, mpiexec or srun (--cleanenv hides what they set), or name "
+            "the module with --module",
         )
     rank, size = _number(environ, rank_name), len(workers)
     if size_name is not None:

@@ -19,7 +19,7 @@ from dni_runtime.reports import Report
 from dni_runtime.rundir import RunDir, read_lines
 from tests.e2e.conftest import FOREVER, Dnictl, Site, eventually, need, processes_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAIN = """\
