@@ -127,9 +127,9 @@ def judge(reports: Mapping[str, Report], living: set[str]) -> RunState:
         state.failed = min(codes, key=lambda name: reports[name].time)
         diverged = codes[state.failed] == DivergedError.exit_code
         state.exit_code = DivergedError.exit_code if diverged else WorkerError.exit_code
-        state.phase = "failed"
+        state.phase, state.error = "failed", f"{state.failed}: {reports[state.failed].error}"
     else:
-        gone = ", ".join(name for name, one in modules.items() if one.state == "failed")
+        gone = ", ".join(name for name, one in modules.items() if one.state in ("failed", "new"))
         state.phase, state.error = "lost", f"killed before they could report why: {gone}"
     return state
 

@@ -92,7 +92,7 @@ def reports(*states: WorkerPhase | None, **codes: int) -> dict[str, Report]:
     return {
         name: Report()
         if state is None
-        else Report(module=name, attempt=2, state=state, exit_code=codes.get(name), time=5.0)
+        else Report(module=name, attempt=2, state=state, exit_code=codes.get(name), error="no GPU")
         for name, state in zip("abc", states, strict=False)
     }
 
@@ -125,6 +125,7 @@ def test_the_state_that_the_reports_show(
 def test_the_module_that_has_failed_is_named() -> None:
     state = judge(reports("stopped", "failed", "running", b=69), set())
     assert (state.phase, state.failed, state.exit_code) == ("failed", "b", 70)
+    assert state.error == "b: no GPU"
     assert {name: one.state for name, one in state.modules.items()} == {
         "a": "stopped", "b": "failed", "c": "failed",
     }  # fmt: skip
