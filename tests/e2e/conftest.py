@@ -18,6 +18,8 @@ import pytest
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, find_apptainer
+from dni_runtime.launch.figures import MetricsReader, RunFigures
+from dni_runtime.launch.records import Record
 from dni_runtime.launch.state import process_birth
 from dni_runtime.rundir import RunDir
 from tests.conftest import eventually
@@ -40,6 +42,23 @@ modules:
     layers: [{Linear: {in_features: 64, out_features: 10}}]
 """
 
+PAUSE = """\
+import time
+from torch import nn
+
+class Pause(nn.Module):
+    def __init__(self, pause_s):
+        super().__init__()
+        self.pause_s = pause_s
+
+    def forward(self, h):
+        if self.training:
+            time.sleep(self.pause_s)
+        return h
+"""
+"""A layer that takes its time: a chain is still training when something happens to it, and leaves
+the processors to what starts beside it."""
+
 FOREVER = 100_000
 
 
@@ -54,6 +73,11 @@ def need(program: str) -> str:
     """The path of a program that a test cannot do without."""
     path = shutil.which(program)
     return path if path is not None else missing(f"{program} is not installed")
+
+
+def pause(pause_s: float = 0.01) -> str:
+    """That layer in a chain file, with ``PAUSE`` as pause.py beside it."""
+    return f"{{import: 'pause:Pause', args: {{pause_s: {pause_s}}}}}"
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +149,11 @@ def processes_of(folder: Path) -> list[int]:
     return [pid for pid in pids if pid != os.getpid() and name in command_of(pid)]
 
 
+def figures_of(run: Path) -> RunFigures:
+    """The figures of a run."""
+    return MetricsReader(Record.read(run)).read()
+
+
 @dataclass(frozen=True)
 class Dnictl:
     """Runs ``dnictl`` in a folder.
@@ -178,10 +207,14 @@ class Dnictl:
 class Site(Dnictl):
     """A folder with a chain, and at most one run."""
 
-    def write(self, epochs: int, *settings: str) -> Path:
-        """Write the chain."""
+    def write(self, epochs: int, *settings: str, slow: bool = False, chain: str = CHAIN) -> Path:
+        """Write a chain; the head of a slow one takes 10 ms longer for each training batch."""
+        text = "\n".join([chain % epochs, *settings, ""])
+        if slow:
+            (self.folder / "pause.py").write_text(PAUSE)
+            text = text.replace("ReLU]", f"ReLU, {pause()}]", 1)
         path = self.folder / "chain.yaml"
-        path.write_text("\n".join([CHAIN % epochs, *settings, ""]))
+        path.write_text(text)
         return path
 
     @property
@@ -189,6 +222,11 @@ class Site(Dnictl):
         """The one run."""
         (root,) = (self.folder / "runs").iterdir()
         return RunDir(root)
+
+    @property
+    def figures(self) -> RunFigures:
+        """The figures of the one run, as ``dnictl status`` has them."""
+        return figures_of(self.latest.root)
 
     def cuts(self, modules: list[str] = MODULES) -> list[int]:
         """Complete checkpoints of the one run."""

@@ -15,7 +15,7 @@ from dni_runtime.data import open_data
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataSpec
-from tests.e2e.conftest import Site, eventually, processes_of
+from tests.e2e.conftest import Site, eventually, figures_of, processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -54,8 +54,9 @@ def test_batches_made_by_processes_are_the_same(site: Site) -> None:
         folder = f"runs/{workers}"
         site.run("up", chain, "--backend", "process", "-d", "--run-dir", folder)
         if killed:
-            eventually("an epoch", lambda: (site.json("status", folder)["epoch"] or 0) > 1)
-            pid = RunState.read(RunDir(site.folder / folder)).modules["bottom"].pid
+            root = site.folder / folder
+            eventually("an epoch", lambda: (figures_of(root).epoch or 0) > 1)
+            pid = RunState.read(RunDir(root)).modules["bottom"].pid
             assert pid is not None
             made: list[int] = []
 

@@ -21,14 +21,14 @@ from dni_runtime import keys
 from dni_runtime.link.address import addresses
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import parse_chain
-from tests.e2e.conftest import CHAIN, Site, eventually, processes_of
+from tests.e2e.conftest import CHAIN, FOREVER, Site, eventually, processes_of
 from tests.e2e.test_worker import workers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-LINKS = "links: {transport: tcp, connect_timeout_s: 60, %s}\n"
-PAIR = re.sub(r"  - name: middle\n.*\n", "", CHAIN) + LINKS
-"""The chain without its module in the middle; epochs, and settings of its link."""
+LINKS = "links: {transport: tcp, connect_timeout_s: 60, %s}"
+PAIR = re.sub(r"  - name: middle\n.*\n", "", CHAIN)
+"""The chain without its module in the middle."""
 
 
 def beyond_loopback() -> str:
@@ -39,10 +39,8 @@ def beyond_loopback() -> str:
     return "security: curve"
 
 
-def write(site: Site, epochs: int, links: str) -> Path:
-    path = site.folder / "chain.yaml"
-    path.write_text(PAIR % (epochs, links))
-    return path
+def write(site: Site, epochs: int, links: str, *, slow: bool = False) -> Path:
+    return site.write(epochs, LINKS % links, slow=slow, chain=PAIR)
 
 
 def files(root: Path) -> Iterator[tuple[Path, bytes]]:
@@ -75,7 +73,7 @@ def traces(secret: bytes, run: RunDir) -> list[str]:
 
 
 def test_a_chain_over_encrypted_links(site: Site) -> None:
-    site.run("up", write(site, 40, beyond_loopback()), "--backend", "process", "-d")
+    site.run("up", write(site, 12, beyond_loopback(), slow=True), "--backend", "process", "-d")
     run = site.latest
     eventually("top listens", run.endpoint("top").exists)
     endpoint = read_json(run.endpoint("top")) or {}
@@ -89,9 +87,10 @@ def test_a_chain_over_encrypted_links(site: Site) -> None:
 
 
 def test_keys_leave_no_trace_and_strangers_are_counted(site: Site) -> None:
-    site.run("up", write(site, 100_000, beyond_loopback()), "--backend", "process", "-d")
+    chain = write(site, FOREVER, beyond_loopback(), slow=True)
+    site.run("up", chain, "--backend", "process", "-d")
     run = site.latest
-    eventually("both modules run", lambda: site.json("status")["state"] == "running")
+    eventually("both modules run", lambda: site.figures.state == "running")
     assert stat.S_IMODE(run.keys.stat().st_mode) == 0o700
     assert sorted(path.name for path in run.keys.iterdir()) == [
         "bottom.key", "bottom.pub", "top.key", "top.pub",
@@ -124,8 +123,8 @@ def test_keys_leave_no_trace_and_strangers_are_counted(site: Site) -> None:
     (top,) = [one for one in site.json("status")["modules"] if one["module"] == "top"]
     assert top["refused"]["unauthorised"] >= 1
     assert ": refused (" in run.log("top", 1).read_text()
-    before = site.json("status")["step"]
-    eventually("training goes on", lambda: site.json("status")["step"] > before)
+    before = site.figures.step or 0
+    eventually("training goes on", lambda: (site.figures.step or 0) > before)
 
     for secret in secrets:
         assert traces(secret, run) == []
@@ -183,7 +182,7 @@ def test_modules_that_disagree_about_encryption(site: Site) -> None:
 def test_modules_without_a_shared_folder(site: Site) -> None:
     """docs/security.md: each one is given the other one's public key as a file."""
     runs = {}
-    for worker in workers_of(parse_chain(PAIR % (8, "security: curve"))):
+    for worker in workers_of(parse_chain(PAIR % 8 + LINKS % "security: curve")):
         runs[worker.module] = run = RunDir(site.folder / worker.module / "run")
         run.create()
         write_atomic(run.spec(worker.module), worker.to_json())

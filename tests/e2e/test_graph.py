@@ -17,7 +17,7 @@ from dni_runtime.core.chain import Backprop
 from dni_runtime.data import DataSource
 from dni_runtime.launch.reference import opened
 from dni_runtime.launch.state import RunState
-from tests.e2e.conftest import Site, eventually
+from tests.e2e.conftest import PAUSE, Site, eventually, pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -94,17 +94,6 @@ class Two(nn.Module):
     def forward(self, h):
         return self.scores(h), self.numbers(h)
 """
-PAUSE = """\
-import time
-from torch import nn
-
-class Pause(nn.Module):
-    def forward(self, h):
-        if self.training:
-            time.sleep(0.01)
-        return h
-"""
-PAUSES = ", {import: 'pause:Pause'}"
 IPC, CURVE = "{}", "{transport: tcp, interface: lo, security: curve}"
 
 
@@ -170,7 +159,7 @@ def test_exact_is_backpropagation_bit_for_bit(
 
 def test_neither_a_kill_nor_a_stop_changes_a_bit(site: Site) -> None:
     """With ``exact`` all go back to the newest checkpoint, and each batch counts once."""
-    path = write(site, DIAMOND % PAUSES, "exact", epochs=6)
+    path = write(site, DIAMOND % f", {pause()}", "exact", epochs=6)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     eventually("a checkpoint", lambda: site.cuts(list(run.modules)))
@@ -189,7 +178,7 @@ def test_neither_a_kill_nor_a_stop_changes_a_bit(site: Site) -> None:
 
 def test_any_module_may_be_killed(site: Site) -> None:
     """Its neighbours on both ways go on; every batch of every epoch is counted by all."""
-    path = write(site, DIAMOND % PAUSES, "mixed", epochs=20)
+    path = write(site, DIAMOND % f", {pause()}", "mixed", epochs=20)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     # Both ends at once: each waits for the other, and those between them for room.

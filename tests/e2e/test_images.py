@@ -30,7 +30,7 @@ from tests.e2e.conftest import Dnictl, need, run
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(900)]
 
 TORCH = f"torch=={version('torch').split('+')[0]}"
-NAMES = ["head", *(f"body-{i}" for i in range(8)), "tail"]
+NAMES = ["head", "body-0", "body-1", "body-2", "tail"]
 
 
 def chain(names: list[str] = NAMES, **image: object) -> dict[str, object]:
@@ -41,7 +41,7 @@ def chain(names: list[str] = NAMES, **image: object) -> dict[str, object]:
     ]
     tail = {"name": names[-1], "layers": [{"Linear": {"in_features": 64, "out_features": 10}}]}
     return {
-        "name": "ten",
+        "name": "five",
         "data": {"dataset": "digits", "flatten": True},
         "modules": [*modules, tail],
         "image": {"torch": TORCH, **image},
@@ -74,7 +74,7 @@ def dnictl(workplace: Path, tool: Apptainer) -> Dnictl:
 
 @pytest.fixture(scope="module")
 def images(dnictl: Dnictl) -> Path:
-    """Ten signed module images."""
+    """Five signed module images."""
     write(dnictl.folder, chain())
     assert dnictl.json("build", "--sign")["built"] == NAMES
     lock = read_lock(dnictl.folder / "images")
@@ -108,7 +108,7 @@ def test_images_run_by_hand(images: Path, tool: Apptainer) -> None:
     assert helped.returncode == 0, helped.stderr
     assert "--run" in helped.stdout
     about = run([tool.path, "run-help", image])
-    assert "Module 'head' of the DNI chain 'ten'" in about.stdout
+    assert "Module 'head' of the DNI chain 'five'" in about.stdout
     tested = run([tool.path, "test", image])
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
@@ -116,7 +116,7 @@ def test_images_run_by_hand(images: Path, tool: Apptainer) -> None:
 def test_inspect_names_the_module(images: Path, dnictl: Dnictl) -> None:
     seen = dnictl.json("inspect", images / "body-1.sif")
     assert seen["labels"]["module"] == seen["module"]["module"] == "body-1"
-    assert seen["labels"]["chain"] == "ten"
+    assert seen["labels"]["chain"] == "five"
     assert seen["labels"]["torch"].startswith(TORCH.removeprefix("torch=="))
     locked = dnictl.json("build", "--dry-run")
     assert {m["module"] for m in locked["modules"]} == set(NAMES)

@@ -58,7 +58,7 @@ def test_the_notebook(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)
 def test_stop_and_resume(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.write(FOREVER)
+    site.write(FOREVER, slow=True)
     monkeypatch.chdir(site.folder)
     run = Chain("chain.yaml").train(backend="process")
     for state in run.states():

@@ -42,19 +42,22 @@ def run(script: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the README's reader works, after "Use it"."""
+    """Where the README's reader works, with the chain of "Use it"."""
     folder = tmp_path_factory.mktemp("reader")
-    commands = block("Use it", "sh")
-    assert commands.startswith("pip install .")
+    commands = block("Use it", "sh").splitlines()
     # pip has installed the project already, or this test would not run; a reader's doctor may find
     # something missing that the rest does not need.
-    kept = [c for c in commands.splitlines() if not c.startswith(("pip ", "dnictl doctor"))]
-    run("\n".join(kept), folder)
+    assert [c.split()[:2] for c in commands[:3]] == [
+        ["pip", "install"], ["dnictl", "doctor"], ["dnictl", "init"],
+    ]  # fmt: skip
+    run(commands[2], folder)
     return folder
 
 
 def test_use_it(folder: Path) -> None:
-    code = block("Use it", "python") + "\nprint(type(model).__name__)"
+    run("\n".join(block("Use it", "sh").splitlines()[3:]), folder)
+    code = block("Use it", "python")
+    code += "\nprint(type(model).__name__)\nassert run.wait().phase == 'finished'"
     shown = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
     )

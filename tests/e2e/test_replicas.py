@@ -21,7 +21,7 @@ from dni_runtime.spec.replicas import workers_of
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import read
 from dni_runtime.worker.stream import items
-from tests.e2e.conftest import Site, eventually
+from tests.e2e.conftest import PAUSE, Site, eventually, pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -40,28 +40,18 @@ modules:
 - {name: deep, replicas: 2, layers: [{Linear: {in_features: 32, out_features: 32}}, ReLU]}
 - {name: top, inputs: [deep, stem], layers: [Concat, {Linear: {in_features: 64, out_features: 10}}]}
 """  # noqa: E501
-PAUSE = """\
-import time
-from torch import nn
-
-class Pause(nn.Module):
-    def forward(self, h):
-        if self.training:
-            time.sleep(0.03)
-        return h
-"""
 CURVE = "{transport: tcp, interface: lo, security: curve}"
 WORKERS = ["stem", "wide.1", "wide.2", "wide.3", "deep.1", "deep.2", "top"]
 
 
 def write(
     site: Site, *, strategy: str = "local-sgd", interface: str = "mixed", links: str = "{}",
-    epochs: int = 3, pause: bool = False,
+    epochs: int = 3, slow: bool = False,
 ) -> Path:  # fmt: skip
     (site.folder / "pause.py").write_text(PAUSE)
     path = site.folder / "chain.yaml"
     given = {"strategy": strategy, "interface": interface, "links": links, "epochs": epochs}
-    path.write_text(CHAIN % {**given, "pause": ", {import: 'pause:Pause'}" if pause else ""})
+    path.write_text(CHAIN % {**given, "pause": f", {pause(0.03)}" if slow else ""})
     return path
 
 
@@ -117,7 +107,7 @@ def test_each_strategy_is_the_same_in_one_process(site: Site, strategy: str) -> 
 
 def test_any_replica_may_be_killed(site: Site) -> None:
     """The others go on, no batch is lost, and all replicas end with the same weights."""
-    path = write(site, pause=True, epochs=8)
+    path = write(site, slow=True, epochs=8)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     for name in ("wide.2", "wide.1", "deep.2", "top"):
@@ -142,7 +132,7 @@ def test_any_replica_may_be_killed(site: Site) -> None:
 
 
 def test_stop_restart_and_resume(site: Site) -> None:
-    path = write(site, strategy="diloco", pause=True, epochs=8)
+    path = write(site, strategy="diloco", slow=True, epochs=8)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     eventually("it trains", lambda: (run.status().modules[-1].step or 0) > 10)

@@ -6,42 +6,29 @@ import os
 import resource
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dni_runtime.launch.figures import MetricsReader, ModuleFigures
-from dni_runtime.launch.records import Record
+from dni_runtime.launch.figures import ModuleFigures
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
-from tests.e2e.conftest import FOREVER, MODULES, Site, eventually, processes_of
+from tests.e2e.conftest import FOREVER, MODULES, Site, eventually, figures_of, processes_of
 from tests.integration.link.tap import Tap
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 BATCHES = 23  # in an epoch
-PAUSE = """\
-import time
-from torch import nn
-
-class Pause(nn.Module):
-    def forward(self, h):
-        if self.training:
-            time.sleep(0.01)
-        return h
-"""
 QUICK = "restart: {backoff_s: 0.1, snapshot_s: 1}"
 
 
 def module(site: Site, name: str) -> ModuleFigures:
     """What is known of a module."""
-    figures = MetricsReader(Record.read(site.latest.root)).read()
-    return next(one for one in figures.modules if one.module == name)
+    return next(one for one in site.figures.modules if one.module == name)
 
 
 def steps(site: Site) -> dict[str, int]:
-    return {name: module(site, name).step or 0 for name in MODULES}
+    return {one.module: one.step or 0 for one in site.figures.modules}
 
 
 def is_back(site: Site, name: str, restarts: int) -> Callable[[], bool]:
@@ -59,7 +46,8 @@ def goes_on(site: Site, names: list[str] = MODULES) -> Callable[[], bool]:
     before = steps(site)
 
     def has_gone_on() -> bool:
-        return all(steps(site)[name] > before[name] + 5 for name in names)
+        now = steps(site)
+        return all(now[name] > before[name] + 5 for name in names)
 
     return has_gone_on
 
@@ -70,16 +58,8 @@ def kill(site: Site, name: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def write(site: Site, epochs: int, *settings: str) -> Path:
-    """A chain whose head takes 10 ms for a training batch: it is still training when killed."""
-    (site.folder / "pause.py").write_text(PAUSE)
-    path = site.write(epochs, *settings)
-    path.write_text(path.read_text().replace("ReLU]", "ReLU, {import: 'pause:Pause'}]", 1))
-    return path
-
-
 def begin(site: Site, epochs: int, *settings: str, interface: str | None = None) -> None:
-    path = write(site, epochs, *settings)
+    path = site.write(epochs, *settings, slow=True)
     if interface is not None:
         path.write_text(path.read_text().replace("defaults: {", f"defaults: {{{interface}, ", 1))
     site.run("up", path, "--backend", "process", "-d")
@@ -196,14 +176,14 @@ def test_an_exact_chain_begins_again_as_a_whole(site: Site) -> None:
     exact = "defaults: {interface: exact, optimizer: {Adam: {lr: 0.002}}}"
 
     def trained(*, killed: bool) -> list[tuple[int, float]]:
-        chain = write(site, 30, QUICK)
+        chain = site.write(30, QUICK, slow=True)
         text = chain.read_text().replace("defaults: {optimizer: {Adam: {lr: 0.002}}}", exact)
         chain.write_text(text)
         folder = f"runs/{killed}"
         site.run("up", chain, "--backend", "process", "-d", "--run-dir", folder)
         if killed:
-            eventually("an epoch", lambda: (site.json("status", folder)["epoch"] or 0) > 1)
             root = site.folder / folder
+            eventually("an epoch", lambda: (figures_of(root).epoch or 0) > 1)
             pid = RunState.read(RunDir(root)).modules["middle"].pid
             os.kill(pid or 0, signal.SIGKILL)
         site.run("wait", folder, timeout_s=240)
@@ -254,9 +234,9 @@ class Pause(nn.Module):
 
 def test_what_hangs_is_named_and_started_again(site: Site) -> None:
     """A layer that does not come back, a stopped process, a link that swallows what it is given."""
-    chain = write(
-        site, FOREVER, "links: {transport: tcp}", "checkpoint: {every_epochs: 0}",
-        "restart: {backoff_s: 0.1, snapshot_s: 1, on_stall: restart, stall_s: 3}",
+    chain = site.write(
+        FOREVER, "links: {transport: tcp}", "checkpoint: {every_epochs: 0}",
+        "restart: {backoff_s: 0.1, snapshot_s: 1, on_stall: restart, stall_s: 3}", slow=True,
     )  # fmt: skip
     hang = site.folder / "hang"
     (site.folder / "pause.py").write_text(HANGS % str(hang))

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,8 +24,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import opened
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from tests.e2e import conftest
-from tests.e2e.conftest import FOREVER, Dnictl, command_of, run, state_of
-from tests.e2e.test_restarts import PAUSE
+from tests.e2e.conftest import FOREVER, PAUSE, Dnictl, command_of, pause, run, state_of
 
 eventually = partial(conftest.eventually, within_s=90)  # Slurm takes its time
 
@@ -65,8 +65,8 @@ def slow_chain(
     (folder / "pause.py").write_text(PAUSE)
     chain(folder, network, epochs, lower)
     path = folder / "chain.yaml"
-    pause = "      - ReLU\n      - import: 'pause:Pause'\n"
-    path.write_text(path.read_text().replace("      - ReLU\n", pause, 1))
+    slow = f"      - ReLU\n      - {pause()}\n"
+    path.write_text(path.read_text().replace("      - ReLU\n", slow, 1))
 
 
 def training(root: RunDir, attempt: int = 1) -> bool:
@@ -75,6 +75,36 @@ def training(root: RunDir, attempt: int = 1) -> bool:
     assert state.get("phase") != "failed", root.supervisor_log.read_text()
     here = tail.get("attempt") == attempt and tail.get("state") == "running"
     return here and int(tail.get("step") or 0) > 23 * attempt
+
+
+def states_of(job: str) -> dict[str, str]:
+    """The states of a job's components by their ids; of most jobs there is one."""
+    shown = run(["squeue", "--noheader", f"--jobs={job}", "--format=%A %T"]).stdout
+    return {id: state for id, state in map(str.split, shown.splitlines())}
+
+
+def is_requeued(job: str) -> bool:
+    return set(states_of(job).values()) == {"PENDING"}
+
+
+def started_again(job: str) -> None:
+    """A requeued job starts; Slurm would let it wait for two minutes.
+
+    A node ends it at once unless its new credential is of a later second than the job's last end
+    there (``slurm_cred_handle_reissue`` in Slurm's slurm_cred.c). A requeued job is PENDING as soon
+    as it has ended on all nodes.
+    """
+    eventually("it is requeued", lambda: is_requeued(job))
+    ended_s = int(time.time())
+    eventually("a later second", lambda: time.time() >= ended_s + 2)
+
+    def starts() -> bool:  # again and again: Slurm may put it off only after it is PENDING
+        found = states_of(job)
+        for id in [id for id, state in found.items() if state == "PENDING"]:
+            run(["scontrol", "update", f"JobId={id}", "StartTime=now"])
+        return set(found.values()) == {"RUNNING"}
+
+    eventually("it starts", starts, every_s=0.5)
 
 
 def submitted(dnictl: Dnictl, *options: str) -> tuple[RunDir, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,15 @@ import pytest
 
 from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.worker.ledger import Counts
-from tests.e2e.conftest import Dnictl, command_of, processes_of, run, state_of
-from tests.e2e.test_slurm import ROOT, eventually, slow_chain, submitted, training
+from tests.e2e.conftest import Dnictl, command_of, processes_of, run
+from tests.e2e.test_slurm import (
+    ROOT,
+    eventually,
+    slow_chain,
+    started_again,
+    submitted,
+    training,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -43,21 +49,6 @@ def events(root: RunDir, *names: str) -> list[dict[str, Any]]:
 def steps(root: RunDir, name: str) -> int:
     """Batches that a module has trained on, up to this moment."""
     return (Counts.read(root.ledger(name)) or Counts()).step
-
-
-def started_again(job: str) -> None:
-    """A requeued job starts; Slurm would let it wait for two minutes.
-
-    Not at once: its credential may still be revoked on its nodes, and Slurm then ends the job.
-    """
-    eventually("it is requeued", lambda: state_of(job) == "PENDING")
-    time.sleep(3)
-
-    def starts() -> bool:  # again and again: Slurm may put it off only after it is PENDING
-        run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
-        return state_of(job) == "RUNNING"
-
-    eventually("it starts", starts)
 
 
 def finished(dnictl: Dnictl, root: RunDir) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from dni_runtime.rundir import read_json, read_lines
 from tests.e2e.conftest import Dnictl, run
-from tests.e2e.test_slurm import eventually, slow_chain, submitted, training
+from tests.e2e.test_slurm import (
+    eventually,
+    is_requeued,
+    slow_chain,
+    started_again,
+    states_of,
+    submitted,
+    training,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(280)]
 
@@ -29,17 +35,11 @@ def test_two_partitions_train_through_a_requeue(dnictl: Dnictl, slurm: str) -> N
     eventually("it trains", lambda: training(root))
     # as Slurm tells a job before its time limit
     assert run(["scancel", "--batch", "--signal=TERM", job]).returncode == 0
-    shown = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %A"]
-
-    def waits() -> bool:
-        return run(shown).stdout.split()[::2] == ["PENDING"] * 2
-
-    eventually("the job is requeued", waits)
+    eventually("the job is requeued", lambda: is_requeued(job))
+    assert len(states_of(job)) == 2
     assert (read_json(root.state) or {})["phase"] == "stopped"
     assert dnictl.json("status")["state"] == "queued"
-    time.sleep(3)  # until then its credential may be revoked, and Slurm would end it
-    for component in run(shown).stdout.split()[1::2]:  # a requeued job would wait for two minutes
-        run(["scontrol", "update", f"JobId={component}", "StartTime=now"])
+    started_again(job)
     dnictl.run("wait", timeout_s=150)
     figures = dnictl.json("status")
     assert (figures["state"], figures["attempt"], figures["step"]) == ("finished", 2, EPOCHS * 23)
@@ -56,4 +56,4 @@ def test_two_partitions_train_through_a_requeue(dnictl: Dnictl, slurm: str) -> N
     assert plan is not None
     groups = [worker["scheduler_args"] for worker in plan["workers"]]
     assert groups == [["--het-group=0"], ["--het-group=1"]]
-    assert "PENDING" not in run(shown).stdout
+    assert "PENDING" not in states_of(job).values()

@@ -25,7 +25,7 @@ from tests.e2e.conftest import (
     processes_of,
     run,
 )
-from tests.e2e.test_restarts import QUICK, goes_on, happened, is_back, write
+from tests.e2e.test_restarts import QUICK, goes_on, happened, is_back, steps
 from tests.e2e.test_slurm import build_images
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -115,7 +115,7 @@ def test_two_hosts_train_a_chain(site: Site, hosts: str) -> None:
 
 
 def test_workers_and_connections_may_be_killed(site: Site, hosts: str) -> None:
-    path = write(site, FOREVER, QUICK, LINKS)
+    path = site.write(FOREVER, QUICK, LINKS, slow=True)
     site.run("up", path, "--hosts", hosts, "--backend", "process", "-d")
     eventually("all modules train", lambda: site.latest.state.exists() and goes_on_now(site))
     os.kill(worker_of(site, "middle"), signal.SIGKILL)
@@ -161,10 +161,7 @@ def test_containers_on_two_hosts(tool: Apptainer, site: Site, hosts: str) -> Non
 
 def goes_on_now(site: Site) -> bool:
     """Whether all modules train."""
-    return (
-        RunState.read(site.latest).phase == "running"
-        and min((module["step"] or 0) for module in site.json("status")["modules"]) > 5
-    )
+    return RunState.read(site.latest).phase == "running" and min(steps(site).values()) > 5
 
 
 def parent_of(pid: int) -> int:
