@@ -47,17 +47,15 @@ import time
 from torch import nn
 
 class Pause(nn.Module):
-    def __init__(self, pause_s):
-        super().__init__()
-        self.pause_s = pause_s
-
     def forward(self, h):
         if self.training:
-            time.sleep(self.pause_s)
+            time.sleep(0.03)
         return h
 """
 """A layer that takes its time: a chain is still training when something happens to it, and leaves
 the processors to what starts beside it."""
+
+PAUSES = "{import: 'pause:Pause'}"
 
 FOREVER = 100_000
 
@@ -73,11 +71,6 @@ def need(program: str) -> str:
     """The path of a program that a test cannot do without."""
     path = shutil.which(program)
     return path if path is not None else missing(f"{program} is not installed")
-
-
-def pause(pause_s: float = 0.01) -> str:
-    """That layer in a chain file, with ``PAUSE`` as pause.py beside it."""
-    return f"{{import: 'pause:Pause', args: {{pause_s: {pause_s}}}}}"
 
 
 @pytest.fixture(scope="session")
@@ -208,11 +201,11 @@ class Site(Dnictl):
     """A folder with a chain, and at most one run."""
 
     def write(self, epochs: int, *settings: str, slow: bool = False, chain: str = CHAIN) -> Path:
-        """Write a chain; the head of a slow one takes 10 ms longer for each training batch."""
+        """Write a chain; the head of a slow one takes 30 ms longer for each training batch."""
         text = "\n".join([chain % epochs, *settings, ""])
         if slow:
             (self.folder / "pause.py").write_text(PAUSE)
-            text = text.replace("ReLU]", f"ReLU, {pause()}]", 1)
+            text = text.replace("ReLU]", f"ReLU, {PAUSES}]", 1)
         path = self.folder / "chain.yaml"
         path.write_text(text)
         return path

@@ -73,7 +73,7 @@ def traces(secret: bytes, run: RunDir) -> list[str]:
 
 
 def test_a_chain_over_encrypted_links(site: Site) -> None:
-    site.run("up", write(site, 12, beyond_loopback(), slow=True), "--backend", "process", "-d")
+    site.run("up", write(site, 8, beyond_loopback(), slow=True), "--backend", "process", "-d")
     run = site.latest
     eventually("top listens", run.endpoint("top").exists)
     endpoint = read_json(run.endpoint("top")) or {}

@@ -17,7 +17,7 @@ from dni_runtime.core.chain import Backprop
 from dni_runtime.data import DataSource
 from dni_runtime.launch.reference import opened
 from dni_runtime.launch.state import RunState
-from tests.e2e.conftest import PAUSE, Site, eventually, pause
+from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -159,7 +159,7 @@ def test_exact_is_backpropagation_bit_for_bit(
 
 def test_neither_a_kill_nor_a_stop_changes_a_bit(site: Site) -> None:
     """With ``exact`` all go back to the newest checkpoint, and each batch counts once."""
-    path = write(site, DIAMOND % f", {pause()}", "exact", epochs=6)
+    path = write(site, DIAMOND % f", {PAUSES}", "exact", epochs=4)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     eventually("a checkpoint", lambda: site.cuts(list(run.modules)))
@@ -178,7 +178,7 @@ def test_neither_a_kill_nor_a_stop_changes_a_bit(site: Site) -> None:
 
 def test_any_module_may_be_killed(site: Site) -> None:
     """Its neighbours on both ways go on; every batch of every epoch is counted by all."""
-    path = write(site, DIAMOND % f", {pause()}", "mixed", epochs=20)
+    path = write(site, DIAMOND % f", {PAUSES}", "mixed", epochs=8)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     # Both ends at once: each waits for the other, and those between them for room.
@@ -198,7 +198,7 @@ def test_any_module_may_be_killed(site: Site) -> None:
     site.run("wait")
     figures = run.status()
     assert figures.state == "finished"
-    assert {one.step for one in figures.modules} == {20 * 22}
+    assert {one.step for one in figures.modules} == {8 * 22}
     with backpropagation(run) as (reference, source):
         right = [(reference.predict(x).argmax(1) == y).float() for x, y in source.eval_batches()]
     assert figures.accuracy is not None

@@ -21,7 +21,7 @@ from dni_runtime.spec.replicas import workers_of
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import read
 from dni_runtime.worker.stream import items
-from tests.e2e.conftest import PAUSE, Site, eventually, pause
+from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -51,7 +51,7 @@ def write(
     (site.folder / "pause.py").write_text(PAUSE)
     path = site.folder / "chain.yaml"
     given = {"strategy": strategy, "interface": interface, "links": links, "epochs": epochs}
-    path.write_text(CHAIN % {**given, "pause": f", {pause(0.03)}" if slow else ""})
+    path.write_text(CHAIN % {**given, "pause": f", {PAUSES}" if slow else ""})
     return path
 
 

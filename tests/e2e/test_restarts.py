@@ -85,7 +85,7 @@ def test_any_module_may_be_killed(site: Site, interface: str | None) -> None:
 
     Nor does a module wait for ever for a gradient that was lost with another.
     """
-    epochs = 60
+    epochs = 20
     begin(site, epochs, QUICK, interface=interface)
     for names in (["middle"], ["bottom"], ["top"], ["middle", "top"]):
         restarts = {name: module(site, name).restarts + 1 for name in names}
@@ -132,7 +132,7 @@ def test_neighbours_of_a_dead_module_train_on(site: Site) -> None:
 
 
 def test_a_module_is_started_again_by_hand(site: Site) -> None:
-    epochs = 60
+    epochs = 20
     begin(site, epochs)
     for name in ("bottom", "middle"):
         site.run("restart", name)
@@ -165,7 +165,7 @@ def test_workers_go_on_without_their_supervisor(site: Site) -> None:
 
 
 def test_workers_come_to_the_end_without_their_supervisor(site: Site) -> None:
-    begin(site, 40)
+    begin(site, 14)
     os.kill(RunState.read(site.latest).pid, signal.SIGKILL)
     site.run("wait", timeout_s=240)
     assert site.json("status")["state"] == "finished"
@@ -176,7 +176,7 @@ def test_an_exact_chain_begins_again_as_a_whole(site: Site) -> None:
     exact = "defaults: {interface: exact, optimizer: {Adam: {lr: 0.002}}}"
 
     def trained(*, killed: bool) -> list[tuple[int, float]]:
-        chain = site.write(30, QUICK, slow=True)
+        chain = site.write(10, QUICK, slow=True)
         text = chain.read_text().replace("defaults: {optimizer: {Adam: {lr: 0.002}}}", exact)
         chain.write_text(text)
         folder = f"runs/{killed}"
@@ -224,7 +224,7 @@ class Pause(nn.Module):
     def forward(self, h):
         hang = Path(%r)
         if self.training:
-            time.sleep(0.01)
+            time.sleep(0.03)
             if hang.exists():
                 hang.unlink()
                 time.sleep(1e6)

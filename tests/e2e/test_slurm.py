@@ -24,7 +24,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import opened
 from dni_runtime.rundir import RunDir, read_json, read_lines
 from tests.e2e import conftest
-from tests.e2e.conftest import FOREVER, PAUSE, Dnictl, command_of, pause, run, state_of
+from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, command_of, run, state_of
 
 eventually = partial(conftest.eventually, within_s=90)  # Slurm takes its time
 
@@ -61,11 +61,11 @@ def chain(folder: Path, network: str, epochs: int, lower: tuple[str, ...] = ("bo
 def slow_chain(
     folder: Path, network: str, epochs: int, lower: tuple[str, ...] = ("bottom",)
 ) -> None:
-    """A chain whose head takes 10 ms for a batch: it is not over before something happens to it."""
+    """A chain whose head takes 30 ms for a batch: it is not over before something happens to it."""
     (folder / "pause.py").write_text(PAUSE)
     chain(folder, network, epochs, lower)
     path = folder / "chain.yaml"
-    slow = f"      - ReLU\n      - {pause()}\n"
+    slow = f"      - ReLU\n      - {PAUSES}\n"
     path.write_text(path.read_text().replace("      - ReLU\n", slow, 1))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e.conftest import PAUSE, Dnictl, pause, run
+from tests.e2e.conftest import PAUSE, PAUSES, Dnictl, run
 from tests.e2e.test_slurm import ROOT, eventually, is_requeued, started_again, submitted
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(500)]
@@ -42,8 +42,7 @@ modules:
   - name: top
     layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
 """
-EPOCHS = 12
-PAUSE_S = 0.03  # 8 s in all: it is still training when a host is lost
+EPOCHS = 12  # of 8 s in all: it is still training when a host is lost
 BATCHES = 23  # of an epoch
 ROOMY = {"cpus": 2, "memory": "1600M"}  # each node gets what 'bottom' needs: two of the others
 TIGHT = {"cpus": 1, "memory": "800M"}
@@ -75,7 +74,7 @@ def healed(slurm: str, dnictl: Dnictl) -> Iterator[None]:
 
 def started(dnictl: Dnictl, slurm: str, resources: dict[str, Any]) -> RunDir:
     (dnictl.folder / "pause.py").write_text(PAUSE)
-    text = CHAIN.format(network=slurm, epochs=EPOCHS, pause=pause(PAUSE_S), **resources)
+    text = CHAIN.format(network=slurm, epochs=EPOCHS, pause=PAUSES, **resources)
     (dnictl.folder / "chain.yaml").write_text(text)
     root, _ = submitted(dnictl)
     eventually("it trains", lambda: (read_json(root.worker("top")) or {}).get("step"))

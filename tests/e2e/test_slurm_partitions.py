@@ -18,7 +18,7 @@ from tests.e2e.test_slurm import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(280)]
 
-EPOCHS = 30
+EPOCHS = 10
 PARTITIONS = {"bottom": "main", "top": "last"}
 
 
