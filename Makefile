@@ -52,17 +52,20 @@ build/typed: pyproject.toml # static tools cannot follow the import hook of an e
 demo-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py $(EPOCHS:%=--epochs %)
 
-# Three parts of about the same length beside each other, because much of it is waiting: Slurm and containers, real
-# workers, and all others, which are shown first. 5: no tests in this part. A shell has its background ignore SIGINT.
+# Four parts beside each other: Slurm, which mostly waits; containers; real workers; and all others, which are shown
+# first. 5: no tests in this part. A shell has its background ignore SIGINT.
 PYTEST := $(BIN)/python -m pytest --durations=10
 test-here: $(VENV)/ready
-	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 a=0 b=0; \
-	env --default-signal=INT $(PYTEST) $(or $(TESTS),tests/e2e) -m "slurm or (e2e and apptainer and not measures)" >build/test-slurm.log 2>&1 & slurm=$$!; \
-	env --default-signal=INT $(PYTEST) $(or $(TESTS),tests/e2e) -m "e2e and not (slurm or apptainer or measures)" >build/test-e2e.log 2>&1 & e2e=$$!; \
-	trap "kill $$slurm $$e2e 2>/dev/null || true" EXIT; \
-	$(PYTEST) $(TESTS) -m "measures or not (e2e or slurm)" || code=$$?; \
-	wait $$slurm || a=$$?; wait $$e2e || b=$$?; cat build/test-slurm.log build/test-e2e.log; \
-	for one in $$code $$a $$b; do case $$one in 0 | 5) ;; *) exit "$$one" ;; esac; done
+	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 pids=; \
+	part() { env --default-signal=INT $(PYTEST) $(or $(TESTS),tests/e2e) -m "$$2" >build/test-$$1.log 2>&1 & pids="$$pids $$!"; }; \
+	part slurm "slurm"; \
+	part containers "apptainer and not (slurm or measures)"; \
+	part workers "e2e and not (slurm or apptainer or measures)"; \
+	trap "kill $$pids 2>/dev/null || true" EXIT; \
+	$(PYTEST) $(TESTS) -m "measures or not (e2e or slurm or apptainer)" || code=$$?; \
+	codes=$$code; for pid in $$pids; do code=0; wait $$pid || code=$$?; codes="$$codes $$code"; done; \
+	cat build/test-slurm.log build/test-containers.log build/test-workers.log; \
+	for code in $$codes; do case $$code in 0 | 5) ;; *) exit "$$code" ;; esac; done
 
 gpu-here: $(VENV)/ready
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"torch {torch.__version__} sees no GPU")'
