@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,10 @@ modules:
   - name: top
     layers: [{Linear: {in_features: 64, out_features: 10}}]
 """
+
+PAIR = re.sub(r"  - name: middle\n.*\n", "", CHAIN)
+"""The chain without its module in the middle."""
+ENDS = ["bottom", "top"]
 
 PAUSE = """\
 import time

@@ -15,7 +15,7 @@ from dni_runtime.data import open_data
 from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataSpec
-from tests.e2e.conftest import Site, eventually, figures_of, processes_of
+from tests.e2e.conftest import PAIR, Site, eventually, figures_of, processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -44,7 +44,7 @@ def test_fashion_mnist(fashion_mnist: Path) -> None:
 def test_batches_made_by_processes_are_the_same(site: Site) -> None:
     """Plain backpropagation, so that figures agree to the last digit; also after a kill."""
     (site.folder / "augment.py").write_text(AUGMENT)
-    text = site.write(12).read_text()
+    text = site.write(12, chain=PAIR).read_text()
     text = text.replace("defaults: {", "defaults: {interface: exact, ")
     more = "batch_size: 64, validation: 0.2, augment: [{import: 'augment:Noise'}], workers: "
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import socket
 import stat
@@ -21,14 +20,12 @@ from dni_runtime import keys
 from dni_runtime.link.address import addresses
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import parse_chain
-from tests.e2e.conftest import CHAIN, FOREVER, Site, eventually, processes_of
+from tests.e2e.conftest import FOREVER, PAIR, Site, eventually, processes_of
 from tests.e2e.test_worker import workers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 LINKS = "links: {transport: tcp, connect_timeout_s: 60, %s}"
-PAIR = re.sub(r"  - name: middle\n.*\n", "", CHAIN)
-"""The chain without its module in the middle."""
 
 
 def beyond_loopback() -> str:

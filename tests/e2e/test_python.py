@@ -13,7 +13,7 @@ from torch import nn
 
 from dni_runtime import Chain, Run
 from dni_runtime.errors import UsageError
-from tests.e2e.conftest import FOREVER, Site
+from tests.e2e.conftest import FOREVER, PAIR, Site
 
 pytestmark = pytest.mark.e2e
 
@@ -58,7 +58,7 @@ def test_the_notebook(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)
 def test_stop_and_resume(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.write(FOREVER, slow=True)
+    site.write(FOREVER, slow=True, chain=PAIR)
     monkeypatch.chdir(site.folder)
     run = Chain("chain.yaml").train(backend="process")
     for state in run.states():

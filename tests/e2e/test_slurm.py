@@ -153,7 +153,7 @@ def test_a_waiting_job_says_why_and_can_be_stopped(dnictl: Dnictl, slurm: str) -
 
 
 def test_stop_resume_and_cancel(dnictl: Dnictl, slurm: str) -> None:
-    chain(dnictl.folder, slurm, FOREVER)
+    slow_chain(dnictl.folder, slurm, FOREVER)
     root, first = submitted(dnictl)
     eventually("it trains", lambda: training(root))
     assert "stopped" in dnictl.run("stop").stdout
@@ -270,14 +270,14 @@ def kill(folder: Path, module: str) -> None:
 DIAMOND = """\
 name: diamond
 data: {{dataset: digits, batch_size: 64, flatten: true, drop_last: true}}
-epochs: 12
+epochs: 5
 stop_grace_s: 10
 restart: {{backoff_s: 0.1, snapshot_s: 1}}
 links: {{interface: {network}}}
 image: {{torch: "torch=={torch}"}}
 defaults: {{interface: exact, optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
 modules:
-  - {{name: stem, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, ReLU]}}
+  - {{name: stem, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, ReLU, {pause}]}}
   - {{name: left, layers: [{{Linear: {{in_features: 64, out_features: 32}}}}, ReLU]}}
   - {{name: right, inputs: stem, layers: [{{Linear: {{in_features: 64, out_features: 32}}}}, Tanh]}}
   - {{name: top, inputs: [left, right, stem], layers: [Concat, {{Linear: {{in_features: 128, out_features: 10}}}}]}}
@@ -289,7 +289,9 @@ def test_a_diamond_in_containers_on_three_hosts(
     tool: Apptainer, slurm: str, dnictl: Dnictl
 ) -> None:
     """A worker in the middle is killed: after its restart the weights are backpropagation's."""
-    text = DIAMOND.format(network=slurm, torch=version("torch").split("+")[0])
+    (dnictl.folder / "pause.py").write_text(PAUSE)
+    torch_version = version("torch").split("+")[0]
+    text = DIAMOND.format(network=slurm, torch=torch_version, pause=PAUSES)
     (dnictl.folder / "chain.yaml").write_text(text)
     dnictl.run("build")
     said = dnictl.run("submit", "--nodes", "3", "--backend", "apptainer", "--parsable").stdout
@@ -313,7 +315,7 @@ def test_a_diamond_in_containers_on_three_hosts(
 REPLICAS = """\
 name: replicas
 data: {{dataset: digits, batch_size: 32, flatten: true}}
-epochs: 60
+epochs: 10
 stop_grace_s: 10
 restart: {{backoff_s: 0.1, snapshot_s: 1}}
 links: {{interface: {network}}}
@@ -322,7 +324,7 @@ placement: {{strategy: explicit, map: {{stem: 0, wide: 1, deep.1: 0, deep.2: 2, 
 replication: {{strategy: diloco, every: 10}}
 defaults: {{interface: mixed, optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
 modules:
-  - {{name: stem, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, {{BatchNorm1d: {{num_features: 64}}}}, ReLU]}}
+  - {{name: stem, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, {{BatchNorm1d: {{num_features: 64}}}}, ReLU, {pause}]}}
   - {{name: wide, replicas: 2, layers: [{{Linear: {{in_features: 64, out_features: 32}}}}, {{BatchNorm1d: {{num_features: 32}}}}, ReLU]}}
   - {{name: deep, replicas: 2, layers: [{{Linear: {{in_features: 32, out_features: 32}}}}, ReLU]}}
   - {{name: top, layers: [{{Linear: {{in_features: 32, out_features: 10}}}}]}}
@@ -332,7 +334,9 @@ modules:
 @pytest.mark.apptainer
 def test_replicas_in_containers_on_three_hosts(tool: Apptainer, slurm: str, dnictl: Dnictl) -> None:
     """One image for all replicas of a module; one of them is killed, and no batch is lost."""
-    text = REPLICAS.format(network=slurm, torch=version("torch").split("+")[0])
+    (dnictl.folder / "pause.py").write_text(PAUSE)
+    torch_version = version("torch").split("+")[0]
+    text = REPLICAS.format(network=slurm, torch=torch_version, pause=PAUSES)
     (dnictl.folder / "chain.yaml").write_text(text)
     dnictl.run("build")
     assert {path.name for path in (dnictl.folder / "images").glob("*.sif")} == {
@@ -349,7 +353,7 @@ def test_replicas_in_containers_on_three_hosts(tool: Apptainer, slurm: str, dnic
     found = {one["module"]: one for one in figures["modules"]}
     assert [found[one]["host"] for one in workers] == ["n1", "n2", "n2", "n1", "n3", "n3"]
     assert found["deep.2"]["restarts"] == 1
-    every = 60 * 45
+    every = 10 * 45
     assert found["stem"]["step"] == found["top"]["step"] == every
     assert found["wide.1"]["step"] + found["wide.2"]["step"] == every
     assert found["deep.1"]["step"] + found["deep.2"]["step"] == every

@@ -20,7 +20,7 @@ from dni_runtime.launch.child import session_of
 from dni_runtime.launch.state import RunState, process_birth
 from dni_runtime.rundir import RunDir, read_lines, socket_path
 from dni_runtime.spec import DataSpec
-from tests.e2e.conftest import FOREVER, MODULES, Site, eventually
+from tests.e2e.conftest import ENDS, FOREVER, MODULES, PAIR, Site, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -166,11 +166,11 @@ def test_a_killed_worker_is_reported_and_the_run_goes_on_later(site: Site) -> No
 
 
 def test_stop_and_resume_in_the_background(site: Site) -> None:
-    chain = site.write(FOREVER, slow=True)
+    chain = site.write(FOREVER, slow=True, chain=PAIR)
     done = site.run("up", chain, "--backend", "process", "-d")
     name = done.stdout.strip()
     assert name == site.latest.root.name
-    site.wait_for_checkpoint()
+    site.wait_for_checkpoint(ENDS)
     eventually("it runs", lambda: site.figures.state == "running")
     eventually(
         "all modules report steps", lambda: all(module.step for module in site.figures.modules)
@@ -180,14 +180,14 @@ def test_stop_and_resume_in_the_background(site: Site) -> None:
 
     assert site.json("stop") == {"run": name, "state": "stopped", "exit_code": 75}
     site.run("wait", expect=75)
-    newest = site.cuts()[-1]
+    newest = site.cuts(ENDS)[-1]
 
     both = [site.start("resume", "-d") for _ in range(2)]  # one of them owns the run
     said = {process.wait(60): process.communicate() for process in both}
     assert sorted(said) == [0, 64], said
     assert f"the run '{name}' belongs to process" in said[64][1]
-    site.wait_for_checkpoint()
-    assert site.cuts()[-1] > newest
+    site.wait_for_checkpoint(ENDS)
+    assert site.cuts(ENDS)[-1] > newest
     starts = [line for line in read_lines(site.latest.events) if line["event"] == "run_started"]
     assert [line["attempt"] for line in starts] == [1, 2]
     resumed = site.run("logs", "bottom").stdout
@@ -196,48 +196,49 @@ def test_stop_and_resume_in_the_background(site: Site) -> None:
 
 
 def test_a_signal_stops_after_a_checkpoint_and_a_second_one_kills(site: Site) -> None:
-    process = site.start("up", site.write(FOREVER, slow=True), "--backend", "process")
+    chain = site.write(FOREVER, slow=True, chain=PAIR)
+    process = site.start("up", chain, "--backend", "process")
     for number in (signal.SIGINT, signal.SIGTERM):
-        site.wait_for_checkpoint()
-        before = site.cuts()[-1]
+        site.wait_for_checkpoint(ENDS)
+        before = site.cuts(ENDS)[-1]
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 75, err
         assert "stopped" in out
         assert "dnictl resume" in err
-        assert site.cuts()[-1] > before
+        assert site.cuts(ENDS)[-1] > before
         assert "Traceback" not in err
         process = site.start("resume")
-    site.wait_for_checkpoint()
+    site.wait_for_checkpoint(ENDS)
     # A worker that is not able to obey, so that the first signal cannot end the run.
-    middle = RunState.read(site.latest).modules["middle"].pid
-    assert middle is not None
-    os.kill(middle, signal.SIGSTOP)
+    top = RunState.read(site.latest).modules["top"].pid
+    assert top is not None
+    os.kill(top, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     eventually("it is stopping", lambda: site.figures.state == "stopping")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == 130
-    assert site.cuts()
+    assert site.cuts(ENDS)
 
 
 def test_two_modules_by_hand(site: Site) -> None:
-    chain = site.write(epochs=2)
+    chain = site.write(2, chain=PAIR)
     site.run("run", "top", "--run-dir", "r", "--dry-run", "--backend", "process")
     workers = [
         site.start("run", name, "-f", chain, "--run-dir", "r", "--backend", "process")
-        for name in MODULES
+        for name in ENDS
     ]
     for worker in workers:
         _, err = worker.communicate(timeout=90)
         assert worker.returncode == 0, err
-    assert complete_cuts(RunDir(site.folder / "r"), MODULES)
+    assert complete_cuts(RunDir(site.folder / "r"), ENDS)
     assert not socket_path(site.folder / "r").exists()
 
 
 def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
     (site.folder / "mine.py").write_text(TWICE)
-    chain = site.write(epochs=2)
+    chain = site.write(2, chain=PAIR)
     chain.write_text(
         chain.read_text().replace(
             "layers: [{Linear: {in_features: 64, out_features: 10}}]",
