@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from dni_runtime.bench.spread import Spread
 from dni_runtime.core.chain import inputs_of
+from dni_runtime.core.forward import as_inputs
 from dni_runtime.core.interfaces import Timing
-from dni_runtime.core.passes import as_inputs
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.data import open_data

@@ -9,13 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.layers import build_module
+from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.passes import Inputs, as_inputs
 from dni_runtime.core.step import Gradients, ModuleStep
 from dni_runtime.core.sums import GradientSum
-from dni_runtime.core.training import module_seed, seeded
 from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
@@ -83,7 +81,8 @@ class LocalChain:
             for index, step in enumerate(self.steps):
                 before = torch.get_rng_state()
                 torch.set_rng_state(step.random_state)  # as in a process of its own
-                outputs.append(step.forward(self._id, self._inputs(index, some, outputs), part))
+                given = inputs_of(self._workers, index, outputs, as_inputs(some), self._down)
+                outputs.append(step.forward(self._id, given, part))
                 gradients = step.update(y)  # a local head may draw, too
                 step.random_state = torch.get_rng_state()
                 torch.set_rng_state(before)
@@ -104,15 +103,7 @@ class LocalChain:
 
     def predict(self, x: Inputs) -> Tensor:
         """Return the chain's output in eval mode."""
-        outputs: list[Tensor] = []
-        for index, step in enumerate(self.steps):
-            outputs.append(step.evaluate(self._inputs(index, x, outputs)))
-        return outputs[-1]
-
-    def _inputs(self, index: int, x: Inputs, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        given = inputs_of(self._workers, index, outputs, as_inputs(x))
-        sources = self._sources[index]
-        return tuple(map(self._down, sources, given)) + given[len(sources) :]
+        return predict(self.steps, x, self._down)
 
     def _pass_up(self, index: int, id: int, gradients: Gradients) -> None:
         edges = self.steps[index].spec.sources
@@ -149,7 +140,11 @@ def data_of(worker: WorkerSpec) -> tuple[int, ...]:
 
 
 def inputs_of(
-    workers: Sequence[WorkerSpec], index: int, outputs: Sequence[Tensor], data: Sequence[Tensor]
+    workers: Sequence[WorkerSpec],
+    index: int,
+    outputs: Sequence[Tensor],
+    data: Sequence[Tensor],
+    down: Carry = _unchanged,
 ) -> tuple[Tensor, ...]:
     """Return a module's inputs of a batch, those of the data last.
 
@@ -158,14 +153,29 @@ def inputs_of(
         index: The module's number.
         outputs: The outputs of those before it.
         data: The data's inputs.
+        down: Changes activations at a cut.
     """
     given = [
-        taken(h_BH, above.outputs, edge)
+        down(number, taken(h_BH, above.outputs, edge))
         for edge in workers[index].sources
-        for above, h_BH in zip(workers, outputs, strict=False)
+        for number, (above, h_BH) in enumerate(zip(workers, outputs, strict=False))
         if edge.tensor and above.module == edge.source
     ]
     return (*given, *(data[one] for one in data_of(workers[index])))
+
+
+def predict(modules: Sequence[ModuleForward], x: Inputs, down: Carry = _unchanged) -> Tensor:
+    """Return a chain's output in eval mode.
+
+    Args:
+        modules: All modules, head first.
+        x: The samples, or several inputs of them.
+        down: Changes activations at a cut.
+    """
+    workers, outputs = [module.spec for module in modules], list[Tensor]()
+    for index, module in enumerate(modules):
+        outputs.append(module.evaluate(inputs_of(workers, index, outputs, as_inputs(x), down)))
+    return outputs[-1]
 
 
 def parts_of(x: Inputs, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Inputs, Tensor]]:
@@ -195,12 +205,9 @@ class Backprop:
 
     def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        modules, self._random_states = [], []
-        for worker in workers:
-            with seeded(module_seed(worker.seed, worker.index)) as state:
-                module = build_module(worker, self.device)
-                self._random_states.append(state())
-            modules.append(module.requires_grad_(not worker.freeze))
+        built = [ModuleForward(worker, self.device) for worker in workers]
+        self._random_states = [one.random_state for one in built]
+        modules = [one.layers.requires_grad_(not one.spec.freeze) for one in built]
         self.model = nn.ModuleList(modules)
         self._workers = workers
         tail = workers[-1]

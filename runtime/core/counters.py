@@ -55,3 +55,8 @@ class StepCounters:
     error: Mean = field(default_factory=Mean)
     cosine: Mean = field(default_factory=Mean)
     head_accuracy: Mean = field(default_factory=Mean)
+
+    def count_lag(self, batches: int) -> None:
+        """Count the age of a gradient that has come."""
+        self.lag += batches
+        self.lag_max = max(self.lag_max, batches)

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dni_runtime.core.forward import Inputs
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import (
     METRICS,
@@ -16,9 +17,7 @@ from dni_runtime.core.metrics import (
     cross_entropy_of,
     mean_of,
 )
-from dni_runtime.core.passes import Inputs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.packing import pack
 from dni_runtime.spec import Choice, WorkerSpec
 
 _NATS = "cross-entropy"
@@ -124,7 +123,7 @@ def _double(value: float) -> Tensor:
 
 
 def evaluate(
-    predict: Callable[[Inputs], Tensor | Sequence[Tensor]],
+    predict: Callable[[Inputs], Tensor],
     batches: Iterable[tuple[Inputs, Tensor]],
     worker: WorkerSpec,
 ) -> dict[str, float]:
@@ -140,6 +139,5 @@ def evaluate(
     evaluation = Evaluation(loss, worker.tail.metrics)
     with torch.no_grad():
         for x, y_BY in batches:
-            found = predict(x)
-            evaluation.add(found if isinstance(found, Tensor) else pack(found), y_BY)
+            evaluation.add(predict(x), y_BY)
     return evaluation.result()

@@ -53,17 +53,31 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
         layers = build_layers([exported(layer) for layer in worker.layers])
-        try:
-            layers.load_state_dict(trained_tensors(worker, states))
-        except RuntimeError as error:
-            raise DataError(
-                f"the checkpoint {str(states[worker.module])!r} does not fit module "
-                f"{worker.module!r}: {error}"
-            ) from None
+        load_trained(layers, worker, states)
         modules[worker.module] = layers
     names = list(modules)
     sources = [[_source(one, names) for one in _inputs(worker, workers)] for worker in workers]
     return connect(modules, sources, [data_of(one) for one in workers]).eval()
+
+
+def load_trained(layers: nn.Module, worker: WorkerSpec, states: Mapping[str, Path]) -> None:
+    """Load a module's trained weights: their average, if the chain keeps one.
+
+    Args:
+        layers: Its layers.
+        worker: The module.
+        states: Each module's checkpoint file.
+
+    Raises:
+        DataError: Its checkpoint is missing or of another module.
+    """
+    try:
+        layers.load_state_dict(trained_tensors(worker, states))
+    except RuntimeError as error:
+        raise DataError(
+            f"the checkpoint {str(states[worker.module])!r} does not fit module "
+            f"{worker.module!r}: {error}"
+        ) from None
 
 
 def trained_tensors(worker: WorkerSpec, states: Mapping[str, Path]) -> dict[str, Tensor]:

@@ -22,13 +22,10 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return not sums or math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
 
 
-def state_finite(*modules: nn.Module | None) -> bool:
+def state_finite(*modules: nn.Module) -> bool:
     """Whether all parameters and buffers of modules are finite."""
     return all_finite(
-        tensor
-        for module in modules
-        if module is not None
-        for tensor in (*module.parameters(), *module.buffers())
+        tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
     )
 
 

@@ -15,24 +15,18 @@ Shapes: B batch, X one sample's input, H its activation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from dni_runtime.core.forward import ModuleForward
 from dni_runtime.core.interfaces.base import Keep
-
-Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
-"""A module's input, or several."""
-
-
-def as_inputs(x: Inputs) -> tuple[Tensor, ...]:
-    """Return a module's inputs, which may be given as one tensor."""
-    return x if isinstance(x, tuple) else (x,)
+from dni_runtime.core.training import random_state, set_random_state
 
 
 @dataclass
@@ -54,32 +48,17 @@ class ForwardPasses:
     """Computes a module's forward passes, so that gradients may go back through them later.
 
     Args:
-        layers: The module.
+        module: The module.
         keep: What is kept of a pass that outlives an update.
-        precision: Type of the matrix products, by torch's name.
-        dtype: Type of the activations.
-        device: The module's device.
         version: Returns a number that changes whenever the weights change. (Tensors count their
             changes, too, but not those by torch's fused optimizers.)
     """
 
-    def __init__(
-        self,
-        layers: nn.Module,
-        *,
-        keep: Keep,
-        precision: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
-        version: Callable[[], int],
-    ) -> None:
-        self._layers = layers
+    def __init__(self, module: ModuleForward, keep: Keep, version: Callable[[], int]) -> None:
+        self._module = module
         self._keep = keep
-        self._precision = precision
-        self._dtype = dtype
-        self._device = device
         self._version = version
-        self._weights = {_memory(weight) for weight in layers.parameters()}
+        self._weights = {_memory(weight) for weight in module.layers.parameters()}
         self._stash: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
     def compute(
@@ -96,37 +75,20 @@ class ForwardPasses:
             wanted = zip(xs, [*grads, *[False] * len(xs)], strict=False)
             xs = tuple(x.detach().requires_grad_() if grad else x for x, grad in wanted)
         if outlives and self._keep == "input":
-            state = self._random_state()
+            state = random_state(self._module.device)
             with torch.no_grad():
-                return ForwardPass(xs, self.activation(xs), state)
+                return ForwardPass(xs, self._module.activation(xs), state)
         with self._hooks() if outlives else contextlib.nullcontext():
-            return ForwardPass(xs, self.activation(xs))
-
-    def activation(self, xs: tuple[Tensor, ...], layers: nn.Module | None = None) -> Tensor:
-        """Return the activation in the contract's type, of the module or of a copy of it."""
-        with self._autocast():
-            return cast("Tensor", (layers or self._layers)(*xs).to(self._dtype))
+            return ForwardPass(xs, self._module.activation(xs))
 
     def output(self, kept: ForwardPass) -> Tensor:
         """Return a pass's activation with its graph, recomputed if only the input is kept."""
         if kept.random_state is None:
             return kept.h_BH
-        with self.without_trace(), self._hooks():  # BatchNorm saves its buffers, which then change
-            self._set_random_state(kept.random_state)
-            return self.activation(kept.xs)
-
-    @contextlib.contextmanager
-    def without_trace(self) -> Iterator[None]:
-        """Leave buffers (such as BatchNorm's statistics) and random numbers as they are."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._layers.buffers()]
-        state = self._random_state()
-        try:
-            yield
-        finally:
-            self._set_random_state(state)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+        module = self._module
+        with module.without_trace(), self._hooks():  # BatchNorm saves its buffers, which change
+            set_random_state(module.device, kept.random_state)
+            return module.activation(kept.xs)
 
     def _hooks(self) -> saved_tensors_hooks:
         """Return the hooks for tensors that autograd saves.
@@ -163,20 +125,6 @@ class ForwardPasses:
         weight = getattr(base.grad_fn.next_functions[0][0], "variable", None)
         known = weight is not None and _memory(weight) in self._weights
         return cast("Tensor", weight) if known else None
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self._precision is torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=self._precision)
-
-    def _random_state(self) -> tuple[Tensor, Tensor | None]:
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), on_device
-
-    def _set_random_state(self, state: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._device)
 
 
 class _View:

@@ -4,37 +4,30 @@ This is the whole training of a module, without any transport: the module server
 wire, :class:`dni_runtime.core.chain.LocalChain` in one process.
 
 A batch may come in several parts (micro-batches), each with an id of its own; the weights are
-updated once all of their gradients have come. It is one file because forward, update and late
-gradient change the same record of batches that are not complete yet.
+updated once all of their gradients have come.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dni_runtime.core.backward import backward, per_sample
 from dni_runtime.core.counters import StepCounters
-from dni_runtime.core.finite import state_finite
-from dni_runtime.core.interfaces import (
-    Boundary,
-    GradientInterface,
-    build_interface,
-)
-from dni_runtime.core.layers import build_module
+from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
+from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build_interface
+from dni_runtime.core.kept import Kept, KeptBatches
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.passes import ForwardPass, ForwardPasses, Inputs, as_inputs
+from dni_runtime.core.passes import ForwardPass, ForwardPasses
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.replication import Shared
-from dni_runtime.core.training import module_seed, seeded, torch_dtype
+from dni_runtime.core.training import seeded
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
 
@@ -45,28 +38,7 @@ MARGIN = 8
 """Batches kept beyond the late ones, for acknowledgements and gradients on their way."""
 
 
-@dataclass
-class _Kept:
-    """A batch, or a part of one, whose gradient is still to come.
-
-    Attributes:
-        h_BH: The activation, detached.
-        y_BY: The labels.
-        part: Which part of its batch it is.
-        number: The batch's number among those of this module.
-        forward: The forward pass, if the gradient goes back through it.
-        g_BH: The error signal that was used at once and is to be corrected.
-    """
-
-    h_BH: Tensor
-    y_BY: Tensor
-    part: Part
-    number: int
-    forward: ForwardPass | None = None
-    g_BH: Tensor | None = None
-
-
-class ModuleStep:
+class ModuleStep(ModuleForward):
     """One module with its gradient interface and optimizers.
 
     The caller gives every training batch to :meth:`forward`, sends the activation on, and calls
@@ -83,7 +55,7 @@ class ModuleStep:
         loss: The chain's loss, by which the tail is trained.
         optimization: Updates the weights.
         batches: Training batches so far.
-        store: Number of batches, or parts, kept for gradients that are still to come.
+        kept: Batches, or parts, whose gradient is still to come.
         measure_late: Whether to measure the prediction of the next gradient.
         measure_head: Whether to measure the early head on the next training batch.
         classifies: Whether predictions are scores of classes, which have an accuracy.
@@ -94,45 +66,35 @@ class ModuleStep:
     """
 
     def __init__(self, spec: WorkerSpec, device: torch.device | str = "cpu") -> None:
-        self.spec = spec
-        self.device = torch.device(device)
+        super().__init__(spec, device)
         self.counters = StepCounters()
         self.batches = 0
         self.measure_late = self.measure_head = True
-        with seeded(module_seed(spec.seed, spec.index)) as state:
-            self.layers = build_module(spec, self.device)
-            self.interface: GradientInterface | None = None
+        interface: GradientInterface | None = None
+        with seeded(self.random_state) as state:
             if spec.interface is not None:
                 interface = build_interface(spec.interface, Boundary.of(spec), ("interface",))
-                self.interface = interface.to(self.device)
-                for one in self.interface.modules():
+                interface.to(self.device)
+                for one in interface.modules():
                     if isinstance(one, GradientInterface):
                         one.checks = spec.on_nan == "skip" or self.device.type == "cpu"
             self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
-        interface_ = self.interface
-        if spec.freeze or (interface_ is not None and not interface_.timing.trains):
+        self.interface = interface
+        if spec.freeze or (interface is not None and not interface.timing.trains):
             self.layers.requires_grad_(False)
-        self._signals = interface_ is not None and interface_.timing.signals
-        self._applies = interface_ is not None and interface_.timing.applies
-        self.optimization = Optimization(
-            spec, self.layers, predicts=interface_ is not None and interface_.predicts
-        )
-        self._passes = ForwardPasses(
-            self.layers,
-            keep="graph" if interface_ is None else interface_.keep,
-            precision=torch_dtype(spec.precision),
-            dtype=torch_dtype(spec.output.dtype),
-            device=self.device,
-            version=lambda: self.optimization.version,
-        )
+        self._signals = interface is not None and interface.timing.signals
+        self._applies = interface is not None and interface.timing.applies
+        predicts = interface is not None and interface.predicts
+        self.optimization = Optimization(spec, self.layers, predicts=predicts)
+        keep: Keep = "graph" if interface is None else interface.keep
+        self._passes = ForwardPasses(self, keep, version=lambda: self.optimization.version)
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
         self._recurrent = [one for one in self.layers.modules() if isinstance(one, Recurrent)]
         self.shared = Shared(self) if spec.strategy is not None else None
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
-        self.store = (interface_.store if interface_ is not None else None) or -(
-            -(spec.late + MARGIN) // max(spec.gradients_in, 1)
-        )
+        store = None if interface is None else interface.store
+        store = store or math.ceil((spec.late + MARGIN) / max(spec.gradients_in, 1))
+        self.kept = KeptBatches(store if spec.max_late is None else None)  # else waiting bounds it
         self._number = 0  # of the newest batch
         self._within = False  # whether parts of it are still to come
         self._summed: int | None = None  # the batch whose gradient is incomplete
@@ -141,7 +103,7 @@ class ModuleStep:
     def waiting(self) -> int:
         """Batches, or parts, with an update that waits for their gradient, here or upstream."""
         if self._applies or any(edge.awaited for edge in self.spec.sources):
-            return sum(kept.forward is not None for kept in self._kept.values())
+            return self.kept.passes
         return 0
 
     @property
@@ -153,7 +115,7 @@ class ModuleStep:
 
     def _batches_due(self) -> set[int]:
         """Return the numbers of the batches that are computed, but not in an update yet."""
-        return {kept.number for kept in self._kept.values()} if self._applies else set()
+        return self.kept.numbers if self._applies else set()
 
     def forward(self, id: int, x: Inputs, part: Part | None = None) -> Tensor:
         """Compute the activation of a training batch, or of a part of it.
@@ -204,11 +166,6 @@ class ModuleStep:
             self._end_batch()
         return self._no_gradients(id, done)
 
-    def forward_again(self, x: Inputs) -> Tensor:
-        """Return the activation of a batch that the weights have already been trained on."""
-        with torch.no_grad(), self._passes.without_trace():
-            return self._passes.activation(as_inputs(x))
-
     def update(self, y_BY: Tensor) -> Gradients:
         """Train on the batch of the last :meth:`forward`, unless that needs a true gradient.
 
@@ -231,7 +188,7 @@ class ModuleStep:
             if ends:
                 self._end_batch()
             return found
-        kept = _Kept(done.h_BH.detach(), y_BY, part, self._number)
+        kept = Kept(done.h_BH.detach(), y_BY, part, self._number)
         comes = due(id, self.spec.gradients_in)
         relays = self._relays(self._answers(id))
         later = comes and (self._applies or any(relays))
@@ -248,7 +205,7 @@ class ModuleStep:
             backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
             gradients = self._gradients(done, part)
         if comes:
-            self._keep(id, kept)
+            self.counters.given_up += self.kept.add(id, kept)
         if ends and (self._signals or not self._applies):
             self._end_batch()
         return gradients
@@ -296,14 +253,12 @@ class ModuleStep:
             The gradients for the modules upstream that waited for this one.
         """
         self.counters.gradients += 1
-        kept = self._kept.pop(id, None)
+        kept = self.kept.take(id)
         nothing: Gradients = (None,) * len(self.spec.sources)
         if kept is None or self.interface is None:
             self.counters.unpaired += 1
             return nothing
-        lag = self._number - kept.number
-        self.counters.lag += lag
-        self.counters.lag_max = max(self.counters.lag_max, lag)
+        self.counters.count_lag(self._number - kept.number)
         late = None
         if g_BH is None:
             self.counters.skipped += 1
@@ -346,7 +301,7 @@ class ModuleStep:
         starts = [layer.start for layer in self._recurrent if layer.start is not None]
         return [*self.optimization.parameters, *starts]
 
-    def _apply(self, kept: _Kept, h_BH: Tensor, g_BH: Tensor, done: ForwardPass) -> Gradients:
+    def _apply(self, kept: Kept, h_BH: Tensor, g_BH: Tensor, done: ForwardPass) -> Gradients:
         """Add a true gradient to its batch's; update the weights when that is complete."""
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
@@ -354,7 +309,7 @@ class ModuleStep:
         self._count_part(kept)
         return self._gradients(done, kept.part)
 
-    def _count_part(self, kept: _Kept) -> None:
+    def _count_part(self, kept: Kept) -> None:
         self._summed = kept.number
         if kept.part.ends_with(len(kept.h_BH)):
             self._end_batch()
@@ -364,9 +319,15 @@ class ModuleStep:
         return tuple(torch.full_like(x, math.nan) if one else None for x, one in wanted)
 
     @property
-    def finite(self) -> bool:
-        """Whether all weights and statistics are finite; waits for the device."""
-        return state_finite(self.layers, self.interface, self.optimization.average)
+    def evaluated(self) -> nn.Module:
+        """The average of the weights, if there is one."""
+        average = self.optimization.average
+        return self.layers if average is None else average
+
+    def parts(self) -> list[nn.Module]:
+        """Return all that holds weights or statistics."""
+        every = (self.layers, self.interface, self.optimization.average)
+        return [one for one in every if one is not None]
 
     def _end_batch(self) -> None:
         self._summed = None
@@ -380,30 +341,9 @@ class ModuleStep:
         Args:
             until: The last of them; None: all.
         """
-        lost = [id for id in self._kept if until is None or id <= until]
-        for id in lost:
-            del self._kept[id]
-        self.counters.given_up += len(lost)
-        if self._summed is not None and not self._kept:
+        self.counters.given_up += self.kept.drop(until)
+        if self._summed is not None and not self.kept:
             self._end_batch()
-
-    def evaluate(self, x: Inputs) -> Tensor:
-        """Return the activation in eval mode, by the weights' average if there is one."""
-        average = self.optimization.average
-        layers = self.layers if average is None else average
-        layers.eval()
-        try:
-            with torch.no_grad():
-                return self._passes.activation(as_inputs(x), layers)
-        finally:
-            layers.train()
-
-    def end_evaluation(self) -> None:
-        """End an evaluation: recurrent layers start the next one with zeros."""
-        for part in (self.layers, self.optimization.average, self.interface):
-            for one in part.modules() if part is not None else ():
-                if isinstance(one, Recurrent):
-                    one.end_evaluation()
 
     def predict(self, h_BH: Tensor) -> Tensor | None:
         """Return the module's predictions: the tail's output, or an early head's.
@@ -415,13 +355,6 @@ class ModuleStep:
             Predictions in the shape of the chain's; None if the module has no head.
         """
         return h_BH if self.interface is None else self.interface.predict(h_BH)
-
-    def _keep(self, id: int, kept: _Kept) -> None:
-        self._kept[id] = kept
-        if self.spec.max_late is None:  # else waiting bounds them
-            while len(self._kept) > self.store:
-                self._kept.popitem(last=False)
-                self.counters.given_up += 1
 
 
 def due(id: int, every: int) -> bool:

@@ -43,17 +43,36 @@ def module_seed(seed: int, index: int) -> int:
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[Any]:
+def seeded(start: int | Tensor) -> Iterator[Any]:
     """Seed torch's CPU generator inside the block and restore it after it.
 
     Yields a function that reads the generator's state.
+
+    Args:
+        start: The seed, or a state of the generator to go on from.
     """
     before = torch.get_rng_state()
-    torch.manual_seed(seed)
+    if isinstance(start, Tensor):
+        torch.set_rng_state(start)
+    else:
+        torch.manual_seed(start)
     try:
         yield torch.get_rng_state
     finally:
         torch.set_rng_state(before)
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the state of torch's generators, on the CPU and on a GPU."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
+
+
+def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    """Put torch's generators into a state of :func:`random_state`."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def sparse_parameters(layers: nn.Module) -> frozenset[int]:

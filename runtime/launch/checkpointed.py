@@ -133,7 +133,8 @@ class Checkpointed:
     def evaluate(self, cut: int | None = None) -> dict[str, float]:
         """Loss and metrics of the trained network on the test set, else the evaluation samples.
 
-        They are computed here, in one process.
+        They are computed here, in one process, as the run's own evaluations are: in the modules'
+        ``precision``, and recurrent layers carry their state from batch to batch.
 
         Args:
             cut: The checkpoint's stream position; by default :meth:`choose_cut`'s.
@@ -141,17 +142,22 @@ class Checkpointed:
         Raises:
             DniError: As :meth:`choose_cut`; or the data cannot be read here.
         """
+        from dni_runtime.core.chain import predict
         from dni_runtime.core.evaluation import evaluate
-        from dni_runtime.core.passes import as_inputs
+        from dni_runtime.core.export import load_trained
+        from dni_runtime.core.forward import ModuleForward
         from dni_runtime.data import open_data
         from dni_runtime.launch.prepare import importing_from
 
-        model, (chain, workers) = self.model(cut), self.record.specs()
-        sources = self.directory.sources
+        states = self._states_of(self.choose_cut()[0] if cut is None else cut)
+        (chain, workers), sources = self.record.specs(), self.directory.sources
         with importing_from(sources):
+            modules = [ModuleForward(worker) for worker in workers]
+            for module in modules:
+                load_trained(module.layers, module.spec, states)
             source = open_data(chain.data.at(self.record.data), sources, seed=chain.seed)
             batches = source.test_batches() if source.has_test else source.eval_batches()
-            return evaluate(lambda x: model(*as_inputs(x)), batches, workers[-1])
+            return evaluate(lambda x: predict(modules, x), batches, workers[-1])
 
     def _states_of(self, cut: int) -> dict[str, Path]:
         return {  # replicas are the same at a checkpoint

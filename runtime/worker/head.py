@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from dni_runtime.core.passes import as_inputs
+from dni_runtime.core.forward import as_inputs
 from dni_runtime.link import Batch, Marker
 from dni_runtime.wire import Mark
 from dni_runtime.worker.fanout import Fanout

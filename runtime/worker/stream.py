@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dni_runtime.core.chain import parts_of
-from dni_runtime.core.passes import Inputs
+from dni_runtime.core.forward import Inputs
 from dni_runtime.data import Batch, DataSource
 from dni_runtime.spec import HeadRole
 from dni_runtime.wire import Mark, Mode, Part

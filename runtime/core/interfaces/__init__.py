@@ -8,6 +8,7 @@ from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.interfaces.base import (
     Boundary,
     GradientInterface,
+    Keep,
     LateSignal,
     Signal,
     Timing,
@@ -36,6 +37,7 @@ __all__ = [
     "INTERFACES",
     "Boundary",
     "GradientInterface",
+    "Keep",
     "LateSignal",
     "Resolved",
     "Signal",

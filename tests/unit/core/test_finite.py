@@ -72,7 +72,7 @@ def test_sparse_gradients() -> None:
 
 def test_statistics_count_too() -> None:
     norm = nn.BatchNorm1d(3)
-    assert state_finite(nn.Linear(2, 2), norm, None)
+    assert state_finite(nn.Linear(2, 2), norm)
     assert norm.running_var is not None
     norm.running_var[0] = math.inf
     assert not state_finite(nn.Linear(2, 2), norm)

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dni_runtime.core.chain import Backprop, LocalChain, parts_of
+from dni_runtime.core.forward import ModuleForward
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.core.passes import ForwardPasses
+from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.wire import Part
+from tests.unit.core.conftest import CHAIN, INFO
 from tests.unit.core.test_numerics import batches, parameters
 
 
@@ -110,14 +113,11 @@ KINDS = ["dense", "conv", "attention"]
 def passes(
     module: nn.Module, keep: str, precision: torch.dtype, version: Callable[[], int] = lambda: 0
 ) -> ForwardPasses:
-    return ForwardPasses(
-        module,
-        keep=keep,  # type: ignore[arg-type]
-        precision=precision,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        version=version,
-    )
+    spec = worker_specs(parse_chain(CHAIN % ("exact", "Adam")), INFO)[0]
+    name = str(precision).removeprefix("torch.")
+    forward = ModuleForward(spec.model_copy(update={"precision": name}))
+    forward.layers = module  # type: ignore[assignment]  # any will do
+    return ForwardPasses(forward, keep, version)  # type: ignore[arg-type]
 
 
 def gradients(module: nn.Module, h: Tensor, x: Tensor, g: Tensor) -> list[Tensor]:

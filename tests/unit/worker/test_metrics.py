@@ -135,7 +135,7 @@ def test_no_line_without_training(worker: Worker, clock: Clock) -> None:
 
 
 def test_ages_and_losses_of_gradients(worker: Worker) -> None:
-    store = worker.step.store
+    store = worker.step.kept.size
     for _ in range(4):
         worker.train()
     worker.late(1)

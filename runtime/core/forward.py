@@ -1,0 +1,117 @@
+"""A module as it computes, without what it learns by: no loss, gradient interface or optimizer.
+
+Shapes: B batch, H the module's activation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.finite import state_finite
+from dni_runtime.core.layers import build_module
+from dni_runtime.core.recurrent import Recurrent
+from dni_runtime.core.training import (
+    module_seed,
+    random_state,
+    seeded,
+    set_random_state,
+    torch_dtype,
+)
+from dni_runtime.spec import WorkerSpec
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
+"""A module's input, or several."""
+
+
+def as_inputs(x: Inputs) -> tuple[Tensor, ...]:
+    """Return a module's inputs, which may be given as one tensor."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+class ModuleForward:
+    """A module's layers on their device, and its forward pass in the precision of its spec.
+
+    Args:
+        spec: The module.
+        device: Its device.
+
+    Attributes:
+        layers: Its layers, in train mode; the weights are the initial ones until others are loaded.
+        random_state: State of torch's generator on the CPU with which the module goes on.
+
+    Raises:
+        SpecError: A layer cannot be made.
+    """
+
+    def __init__(self, spec: WorkerSpec, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.device = torch.device(device)
+        with seeded(module_seed(spec.seed, spec.index)) as state:
+            self.layers = build_module(spec, self.device)
+            self.random_state: Tensor = state()
+        self._precision = torch_dtype(spec.precision)
+        self._dtype = torch_dtype(spec.output.dtype)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The layers that :meth:`evaluate` uses."""
+        return self.layers
+
+    def parts(self) -> list[nn.Module]:
+        """Return all that holds weights or statistics."""
+        return [self.layers]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all weights and statistics are finite; waits for the device."""
+        return state_finite(*self.parts())
+
+    def activation(self, xs: tuple[Tensor, ...], layers: nn.Module | None = None) -> Tensor:
+        """Return the activation in the contract's type, of the module or of a copy of it."""
+        with self._autocast():
+            return cast("Tensor", (layers or self.layers)(*xs).to(self._dtype))
+
+    def evaluate(self, x: Inputs) -> Tensor:
+        """Return the activation in eval mode, ``[B, *output]``."""
+        layers = self.evaluated
+        layers.eval()
+        try:
+            with torch.no_grad():
+                return self.activation(as_inputs(x), layers)
+        finally:
+            layers.train()
+
+    def end_evaluation(self) -> None:
+        """End an evaluation: recurrent layers start the next one with zeros."""
+        for part in self.parts():
+            for one in part.modules():
+                if isinstance(one, Recurrent):
+                    one.end_evaluation()
+
+    def forward_again(self, x: Inputs) -> Tensor:
+        """Return the activation of a batch that the weights have already been trained on."""
+        with torch.no_grad(), self.without_trace():
+            return self.activation(as_inputs(x))
+
+    @contextlib.contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Leave buffers (such as BatchNorm's statistics) and random numbers as they are."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.layers.buffers()]
+        state = random_state(self.device)
+        try:
+            yield
+        finally:
+            set_random_state(self.device, state)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._precision is torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._precision)
