@@ -1,7 +1,7 @@
 """Links between neighbouring modules over ZeroMQ (docs/wire.md).
 
-``sender`` and ``receiver`` implement the protocol as pure state; ``output`` and ``input`` connect
-them to sockets; only ``sockets`` creates sockets and does I/O.
+``sender``, ``receiver`` and ``answers`` implement the protocol as pure state; ``output`` and
+``input`` connect them to sockets; only ``sockets`` creates sockets and does I/O.
 """
 
 from dni_runtime.link.address import check_address, encrypted, listen_address

@@ -1,45 +1,34 @@
 """The input end of a link: receives activations and markers, sends gradients.
 
 For use by one thread. Only :meth:`InputLink.wait_for_peer` and :meth:`InputLink.finish` wait, and
-both have a deadline. It is one file because it is one socket: the protocol's state, the
-window and the addresses have theirs.
+both have a deadline.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
-from dni_runtime.errors import StoppedError, UnavailableError, WireError
+from dni_runtime.errors import UnavailableError, WireError
 from dni_runtime.keys import Keyring
 from dni_runtime.link import socketfile, sockets
 from dni_runtime.link.address import encrypted
-from dni_runtime.link.contract import LinkContract
-from dni_runtime.link.counters import LinkCounters, Refusals
+from dni_runtime.link.answers import Answers
+from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
 from dni_runtime.link.guard import REASONS, AllowList, Guard
 from dni_runtime.link.items import Batch, Marker
 from dni_runtime.link.receiver import Receiver, part_of
-from dni_runtime.link.sender import WINDOWS
-from dni_runtime.link.tensors import from_buffers, to_buffers
+from dni_runtime.link.tensors import from_buffers
 from dni_runtime.spec import EdgeSpec, WorkerSpec
-from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import Body, Buffer, Kind, Message, encode
+from dni_runtime.wire import Buffer, Kind, Message
 
 log = logging.getLogger(__name__)
 
-MESSAGES_PER_CALL = 64
-_CONTROL_KEPT = 64
-_POLL_S = 0.2
 
-
-class InputLink:
-    """The downstream end of a link.
+class InputLink(LinkEnd):
+    """The downstream end of a link; see :class:`LinkEnd`.
 
     Args:
         spec: The module that receives.
@@ -51,9 +40,7 @@ class InputLink:
             still send, also what it has processed before.
 
     Attributes:
-        counters: Counts of this end.
         awaited: Whether an update upstream waits for gradients.
-        carries: Whether the batch with an id comes this way.
     """
 
     def __init__(
@@ -68,12 +55,10 @@ class InputLink:
     ) -> None:
         if edge is None:
             (edge,) = spec.sources
+        super().__init__(spec, edge, "input")
         self.awaited = edge.awaited
-        self.carries = edge.carries
-        self._contract = LinkContract.of(spec, edge)
         self._dtypes = {"h": self._contract.dtype}
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
-        self.counters = LinkCounters()
         self._receiver = Receiver(
             self._contract,
             run=run,
@@ -82,43 +67,11 @@ class InputLink:
             again=again,
             carries=edge.carries if edge.route else None,
         )
-        self._refuse = Refusals(self.counters, str(self._contract), log)
-        self._context = sockets.open_context()
-        self._socket = sockets.input_socket(
-            self._context,
-            window=spec.links.largest_window
-            * (1 + ADJACENT_FAILURES),  # retained messages may come, too
-            frame_limit=self._contract.frame_limit("input"),
-        )
+        self._answers = Answers(self._receiver, resend=edge.resend, send=self._send)
         self._links = spec.links
         self._keys = keys
         self._guard: Guard | None = None
         self._bound: list[tuple[str, tuple[int, int] | None]] = []
-        self._ack_due = False
-        self._drained = 0
-        self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
-        self._handshakes = 0
-        self._windows: tuple[int, ...] = ()
-        # Gradients that upstream waits for: the newest, and those to send before anything else.
-        self._gradients: deque[list[Buffer]] = deque(maxlen=edge.resend)
-        self._unsent: deque[list[Buffer]] = deque(maxlen=edge.resend)
-        self._session = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def socket(self) -> sockets.Socket:
-        """The socket, for ``zmq.Poller``: readable when :meth:`receive` has something to do."""
-        return self._socket
 
     @property
     def source(self) -> str:
@@ -183,20 +136,13 @@ class InputLink:
             UnavailableError: It did not connect in time.
             StoppedError: ``stop``, called a few times a second, returned True.
         """
-        end_s = time.monotonic() + deadline_s
-        while not self.greet():
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                source, refused = self._contract.source, self.counters.refused
-                raise UnavailableError(
-                    f"module {source!r} did not connect within {deadline_s:g} s"
-                    + (f"; refused meanwhile: {dict(refused)}" if refused else ""),
-                    hint=f"see 'dnictl logs {source}'; if it starts slowly, raise "
-                    "'links.connect_timeout_s'",
-                )
-            if stop is not None and stop():
-                raise StoppedError(f"stopped while waiting for module {self._contract.source!r}")
-            sockets.wait(self._socket, min(left_s, _POLL_S))
+        if not self._wait_until(self.greet, deadline_s, stop):
+            refused = self.counters.refused
+            raise UnavailableError(
+                f"module {self.source!r} did not connect within {deadline_s:g} s"
+                + (f"; refused meanwhile: {dict(refused)}" if refused else ""),
+                hint=self._slow_hint,
+            )
 
     def greet(self) -> bool:
         """Answer handshakes, without waiting, while there is no peer.
@@ -215,7 +161,7 @@ class InputLink:
         Returns:
             The message, or None if there is none (or only refused ones: call again).
         """
-        self._send_due()
+        self._answers.send_due()
         for _ in range(MESSAGES_PER_CALL):
             taken = self._take()
             if isinstance(taken, Message):
@@ -227,8 +173,7 @@ class InputLink:
     def ack(self, id: int) -> None:
         """Acknowledge everything up to ``id``: it has been processed, upstream may drop it."""
         self._receiver.order.acknowledge(id)
-        self._ack_due = True
-        self._send_due()
+        self._answers.ack()
 
     def send_gradient(self, id: int, g: Tensor, ack: int) -> None:
         """Send a true gradient upstream if that is possible now, else drop and count it.
@@ -246,58 +191,24 @@ class InputLink:
         Raises:
             WireError: The tensor breaks the contract (a bug of the caller).
         """
-        contract, order = self._contract.gradient, self._receiver.order
-        ack = min(ack, order.received)
-        if contract is None:
-            self.ack(ack)
-            return
-        order.acknowledge(ack)
-        entries, buffers = to_buffers(g, contract)
-        message = Message(
-            Kind.GRADIENT,
-            self._receiver.run,
-            self._contract.target,
-            id=id,
-            ack=order.acked,
-            tensors=entries,
-            buffers=buffers,
-        )
-        frames = encode(message)
-        self._gradients.append(frames)
-        if not self._unsent and self._send(frames):
-            self.counters.gradients += 1
-            self._ack_due = False
-            return
-        self._ack_due = True
-        if self._gradients:
-            self._unsent.append(frames)
-        else:
-            self.counters.gradients_dropped += 1
+        self._answers.gradient(id, g, ack)
 
     def send_drained(self, id: int) -> None:
         """Announce that no gradient of a batch before marker ``id`` will follow."""
-        self._drained = max(self._drained, id)
-        self._send_control(Message(Kind.DRAINED, self._receiver.run, self._contract.target, id=id))
+        self._answers.drained(id)
 
     def request(self, what: str) -> None:
         """Ask the head for something, such as ``checkpoint``."""
-        self._send_control(
-            Message(Kind.REQUEST, self._receiver.run, self._contract.target, body={"what": what})
-        )
+        self._answers.request(what)
 
     def tell_windows(self, windows: tuple[int, ...]) -> None:
         """Report the windows of the links further down to the module upstream."""
-        if windows != self._windows:
-            self._windows = windows
-            body: dict[str, Body] = {"what": WINDOWS, WINDOWS: list(windows)}
-            request = Message(Kind.REQUEST, self._receiver.run, self._contract.target, body=body)
-            self._send_control(request)
+        self._answers.windows(windows)
 
     def reaches_peer(self) -> bool:
         """Return whether the module upstream is connected now, by sending an acknowledgement."""
-        self._ack_due = True
-        self._send_due()
-        return not self._ack_due
+        self._answers.ack()
+        return not self._answers.ack_due
 
     def finish(self, deadline_s: float) -> bool:
         """Wait until the module upstream has received all acknowledgements and sent BYE.
@@ -308,34 +219,32 @@ class InputLink:
         Returns:
             Whether BYE came before the deadline.
         """
-        end_s = time.monotonic() + deadline_s
-        while not self._receiver.left:
-            if not self._take():
-                left_s = end_s - time.monotonic()
-                if left_s <= 0:
+
+        def over() -> bool:
+            while not self._receiver.left:
+                if not self._take():
+                    self._answers.drained_again()
+                    self._answers.ack()
                     return False
-                self._ack_due = True
-                if self._drained:
-                    self.send_drained(self._drained)
-                self._send_due()
-                sockets.wait(self._socket, min(left_s, _POLL_S))
-        return True
+            return True
+
+        return self._wait_until(over, deadline_s)
 
     def close(self) -> None:
         """Stop listening; wait at most a second for acknowledgements to be sent."""
-        self._send_due()
+        self._answers.send_due()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
         for address, file in self._bound:
             socketfile.remove(address, file)
-        sockets.close(self._socket, self._context)
+        super().close()
 
     def _take(self) -> Message | bool:
         """Read one message: return a new one of the stream, else whether there was any."""
         if self._guard is not None and self._guard.alarmed:
             for reason, count in self._guard.take().items():
-                self._refuse(WireError(reason, REASONS[reason]), count)
+                self.refuse(WireError(reason, REASONS[reason]), count)
         frames = sockets.receive(self._socket, self._frames)
         if frames is None:
             return False
@@ -344,7 +253,7 @@ class InputLink:
         try:
             message = self._receiver.handle(bytes(identity), rest)
         except WireError as error:
-            self._refuse(error)
+            self.refuse(error)
             message = None
         if self._guard is not None and self._receiver.peer is not peer:
             self._guard.keep(sockets.descriptor(frames[0]))
@@ -371,40 +280,8 @@ class InputLink:
             identity, frames = replies.popleft()
             # a peer that does not read its answer must ask again
             sockets.send(self._socket, [identity, *frames])
-        if self.counters.handshakes != self._handshakes:
-            self._handshakes = self.counters.handshakes
-            self._ack_due = False  # WELCOME carried it
-            if self._session != self._receiver.session:  # another process, which waits for none
-                self._session = self._receiver.session
-                self._gradients.clear()
-            self._unsent = self._gradients.copy()
-            if self._drained:
-                self.send_drained(self._drained)
-            windows, self._windows = self._windows, ()
-            if windows:
-                self.tell_windows(windows)
+        self._answers.repeat()
 
     def _send(self, frames: list[Buffer]) -> bool:
         peer = self._receiver.peer
         return peer is not None and sockets.send(self._socket, [peer, *frames])
-
-    def _send_control(self, message: Message) -> None:
-        self._control.append(encode(message))
-        self._send_due()
-
-    def _send_due(self) -> None:
-        while self._unsent and self._send(self._unsent[0]):
-            self.counters.gradients += 1
-            self._unsent.popleft()
-        if self._unsent:
-            return  # DRAINED promises that they have been sent
-        while self._control and self._send(self._control[0]):
-            self._control.popleft()
-        if self._ack_due:
-            ack = Message(
-                Kind.ACK,
-                self._receiver.run,
-                self._contract.target,
-                ack=self._receiver.order.acked,
-            )
-            self._ack_due = not self._send(encode(ack))

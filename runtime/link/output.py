@@ -1,8 +1,7 @@
 """The output end of a link: sends activations and markers, receives gradients.
 
 For use by one thread. Only :meth:`OutputLink.connect` and :meth:`OutputLink.flush` wait, and both
-have a deadline. It is one file because it is one socket: the protocol's state, the
-window and the addresses have theirs.
+have a deadline.
 """
 
 from __future__ import annotations
@@ -10,37 +9,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
-from dni_runtime.errors import StoppedError, UnavailableError, WireError
+from dni_runtime.errors import UnavailableError, WireError
 from dni_runtime.keys import Keyring
 from dni_runtime.link import sockets
-from dni_runtime.link.contract import LinkContract
-from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.link.dialer import Dialer
+from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
 from dni_runtime.link.items import Drained, Event, Gradient, Request
 from dni_runtime.link.sender import Sender, State
-from dni_runtime.link.tensors import from_buffers, to_buffers
+from dni_runtime.link.tensors import from_buffers, to_table
 from dni_runtime.link.tuner import WindowTuner
 from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import ID_LIMIT, Body, Buffer, Kind, Mark, Message, Mode, Part, TensorEntry
+from dni_runtime.wire import ID_LIMIT, Body, Kind, Mark, Message, Mode, Part
 
 log = logging.getLogger(__name__)
 
-MESSAGES_PER_CALL = 64
-_POLL_S = 0.2
 _GREET_S = 1.0
 _ASK_S = 5.0
 """Silence after which a neighbour is asked which messages it has received."""
 
 
-class OutputLink:
-    """The upstream end of a link.
+class OutputLink(LinkEnd):
+    """The upstream end of a link; see :class:`LinkEnd`.
 
     Args:
         spec: The module that sends.
@@ -52,9 +46,7 @@ class OutputLink:
         attempt: Number of the module's attempt.
 
     Attributes:
-        counters: Counts of this end.
         heard_s: Time of the last message from downstream (``time.monotonic``).
-        carries: Whether the batch with an id goes this way.
     """
 
     def __init__(
@@ -70,11 +62,9 @@ class OutputLink:
     ) -> None:
         if edge is None:
             (edge,) = spec.targets
-        self._contract = LinkContract.of(spec, edge)
+        super().__init__(spec, edge, "output")
         self._edge, self._outputs = edge, spec.outputs
-        self.carries = edge.carries
         self._frames = 1 + self._contract.up.tensors  # with the header
-        self.counters = LinkCounters()
         self._tuner: WindowTuner | None = None
         window = spec.links.window
         if window == "auto":
@@ -91,33 +81,10 @@ class OutputLink:
             cut=cut,
             attempt=attempt,
         )
-        self._refuse = Refusals(self.counters, str(self._contract), log)
-        self._context = sockets.open_context()
-        self._socket = sockets.output_socket(
-            self._context,
-            window=spec.links.largest_window * (1 + ADJACENT_FAILURES),
-            frame_limit=self._contract.frame_limit("output"),
-        )
         self._dialer = Dialer(self._context, self._socket, self._contract, spec.links, keys)
         self.heard_s = time.monotonic()
         self._greet_again_s = 0.0
         self._events: list[Event] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def socket(self) -> sockets.Socket:
-        """The socket, for ``zmq.Poller``: readable when :meth:`receive` has something to do."""
-        return self._socket
 
     @property
     def target(self) -> str:
@@ -202,26 +169,20 @@ class OutputLink:
         """
         if self._dialer.dial(address, server_key):
             self._lose()
-        end_s = time.monotonic() + deadline_s
-        while True:
+
+        def answered() -> bool:
             self._events += self._receive()
-            if self.connected:
-                log.info("link %s: connected to %s", self._contract, address)
-                return
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                if self._dialer.failure is not None:
-                    raise self._dialer.error(self._dialer.failure)
-                target = self._contract.target
-                raise UnavailableError(
-                    f"module {target!r} did not answer at {address} within {deadline_s:g} s "
-                    f"({self._sender.state.value})",
-                    hint=f"see 'dnictl logs {target}'; if it starts slowly, raise "
-                    "'links.connect_timeout_s'",
-                )
-            if stop is not None and stop():
-                raise StoppedError(f"stopped while waiting for module {self._contract.target!r}")
-            sockets.wait(self._socket, min(left_s, _POLL_S))
+            return self.connected
+
+        if not self._wait_until(answered, deadline_s, stop):
+            if self._dialer.failure is not None:
+                raise self._dialer.error(self._dialer.failure)
+            raise UnavailableError(
+                f"module {self.target!r} did not answer at {address} within {deadline_s:g} s "
+                f"({self._sender.state.value})",
+                hint=self._slow_hint,
+            )
+        log.info("link %s: connected to %s", self._contract, address)
 
     def move(self, address: str, server_key: bytes | None = None) -> None:
         """Reconnect, to the same or another address, without waiting for the other end.
@@ -272,17 +233,8 @@ class OutputLink:
         """
         edge = self._edge
         given = () if edge.tensor is None else (taken(h, self._outputs, edge),)
-        entries: tuple[TensorEntry, ...] = ()
-        buffers: tuple[Buffer, ...] = ()
-        for tensor, contract in zip(
-            (*given, *(data[one] for one in edge.data), y), self._contract.tensors, strict=True
-        ):
-            if len(tensor) != len(y):
-                raise WireError(
-                    "shape", f"{len(tensor)} samples in {contract.name} but {len(y)} in y"
-                )
-            more = to_buffers(tensor, contract)
-            entries, buffers = entries + more[0], buffers + more[1]
+        tensors = (*given, *(data[one] for one in edge.data), y)
+        entries, buffers = to_table(tensors, self._contract.tensors)
         message = Message(
             Kind.BATCH,
             self._sender.run,
@@ -345,15 +297,12 @@ class OutputLink:
         Raises:
             HandshakeError: As :meth:`receive`.
         """
-        end_s = time.monotonic() + deadline_s
-        while True:
+
+        def acknowledged() -> bool:
             self._events += self._receive()
-            if not self.in_flight:
-                return True
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            sockets.wait(self._socket, min(left_s, _POLL_S))
+            return not self.in_flight
+
+        return self._wait_until(acknowledged, deadline_s)
 
     def finish(self, deadline_s: float) -> bool:
         """Do :meth:`flush`, then send BYE: the module downstream need not answer any more."""
@@ -365,13 +314,13 @@ class OutputLink:
     def close(self) -> None:
         """Close the socket; what is not acknowledged is lost."""
         self._dialer.close()
-        sockets.close(self._socket, self._context)
+        super().close()
 
     def _receive(self) -> list[Event]:
         events: list[Event] = []
         failure = self._dialer.look(connected=self.connected)
         if failure is not None:
-            self._refuse(WireError(failure.reason, failure.message))
+            self.refuse(WireError(failure.reason, failure.message))
         for _ in range(MESSAGES_PER_CALL):
             frames = sockets.receive(self._socket, self._frames)
             if frames is None:
@@ -382,7 +331,7 @@ class OutputLink:
                 if message is not None:
                     events.append(self._event(message))
             except WireError as error:
-                self._refuse(error)
+                self.refuse(error)
         if self._tuner is not None:
             self._tune(self._tuner)
         self._greet()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dni_runtime.errors import WireError
 from dni_runtime.wire import (
     ITEM_BYTES,
     SCALE_DTYPE,
@@ -57,6 +58,29 @@ def to_buffers(
         ]
         entries, buffers = zip(*rows, strict=True)
     contract.check(entries, buffers)
+    return entries, buffers
+
+
+def to_table(
+    tensors: Sequence[Tensor], contracts: Sequence[TensorContract]
+) -> tuple[tuple[TensorEntry, ...], tuple[memoryview, ...]]:
+    """Return the tensors of a BATCH as its table and their bytes; see :func:`to_buffers`.
+
+    Args:
+        tensors: Each ``[B, *sample]``, the labels last.
+        contracts: Their contracts.
+
+    Raises:
+        WireError: A tensor breaks its contract, or has not as many samples as the labels.
+    """
+    samples = len(tensors[-1])
+    entries: tuple[TensorEntry, ...] = ()
+    buffers: tuple[memoryview, ...] = ()
+    for tensor, contract in zip(tensors, contracts, strict=True):
+        if len(tensor) != samples:
+            raise WireError("shape", f"{len(tensor)} samples in {contract.name} but {samples} in y")
+        more = to_buffers(tensor, contract)
+        entries, buffers = entries + more[0], buffers + more[1]
     return entries, buffers
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dni_runtime.launch import pool, supervisor
-from dni_runtime.link import Drained, Marker, handshake, input, output, receiver, sender
+from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
 from dni_runtime.worker import exchange, fanout, join, server
 
@@ -29,14 +29,14 @@ def replaced(*what: tuple[Any, str, Any]) -> Iterator[None]:
 
 def gradients_once() -> Any:
     """A gradient that somebody waits for is sent once, and lost with its connection."""
-    real = input.InputLink._reply
+    real = answers.Answers.repeat
 
-    def reply(self: Any) -> None:
+    def repeat(self: Any) -> None:
         kept, self._gradients = self._gradients, self._gradients.__class__()
         real(self)
         self._gradients = kept
 
-    return replaced((input.InputLink, "_reply", reply))
+    return replaced((answers.Answers, "repeat", repeat))
 
 
 def newest_read() -> Any:
