@@ -326,6 +326,19 @@ def test_a_module_upstream_that_has_finished(make_world: MakeWorld) -> None:
     assert world.age_s == 10
 
 
+def test_all_modules_upstream_are_waited_for(make_world: MakeWorld) -> None:
+    """One that has finished leaves the others to be answered."""
+    world = make_world("tail")
+    world.report("stem", "finished")
+    asked: list[float] = []
+    other = SimpleNamespace(
+        source="side", wait_for_peer=lambda deadline_s, stop: asked.append(deadline_s)
+    )
+    world.links.append(other)  # type: ignore[arg-type]
+    assert not wait_for_upstream(world, again=True)
+    assert len(asked) == 1
+
+
 # During training.
 
 
@@ -445,6 +458,22 @@ def test_a_supervisor_whose_clock_differs(world: World, clock: float) -> None:
         world.sleep(10)
     world.sleep(51)
     assert not known.expected("tail")
+
+
+def test_each_module_upstream_finds_the_address_made_for_it(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    """Of a module with several inputs; its public key comes with them, if links are encrypted."""
+    world = make_world("tail")
+    keys: Any = SimpleNamespace(own=SimpleNamespace(public=KEY))
+    spec = world.spec.model_copy(update={"links": LinksSpec(security="curve")})
+    publish(world.run, spec, 1, {"side": THERE, "stem": HERE}, keys)
+    for module, address in (("side", THERE), ("stem", HERE)):
+        world = make_world("stem")
+        world.spec = world.spec.model_copy(update={"module": module})
+        world.answers[address] = lambda: None
+        connect(world)
+        assert world.tried == [(address, KEY, 0.0)]
 
 
 def test_a_record_is_withdrawn_by_its_own_attempt_only(
