@@ -32,6 +32,7 @@ from dni_runtime.rundir import (
 )
 from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.model import SelectionSpec
+from tests.conftest import eventually
 from tests.integration.link.relay import Relay
 
 pytestmark = pytest.mark.e2e
@@ -292,10 +293,7 @@ def test_one_module_told_to_stop_gets_a_checkpoint_first(make: Callable[..., Cha
     before = complete_cuts(chain.run, chain.names)
     chain.processes["b"].send_signal(signal.SIGTERM)
     assert chain.processes["b"].wait(30) == 75
-    deadline = time.monotonic() + 20
-    while not complete_cuts(chain.run, chain.names)[-1:] > before[-1:]:
-        assert time.monotonic() < deadline, chain.logs()
-        time.sleep(0.05)
+    eventually("a newer cut", lambda: complete_cuts(chain.run, chain.names)[-1:] > before[-1:], 20)
     assert chain.processes["a"].poll() is None
 
 

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,9 @@ from dni_runtime.launch import child
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
 from dni_runtime.launch.state import ModuleState, process_birth
+from tests.conftest import eventually
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 60) -> None:
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.01)
 
 
 IMAGES = [None, "m.sif"]
@@ -40,7 +32,7 @@ def plan(tmp_path: Path, code: str, image: str | None = None, **environment: str
 
 
 def finish(process: Process) -> int:
-    eventually(lambda: process.poll() is not None)
+    eventually("it ends", lambda: process.poll() is not None)
     code = process.poll()
     assert code is not None
     return code
@@ -60,7 +52,7 @@ def test_output_and_environment(tmp_path: Path, image: str | None) -> None:
 def test_signals(tmp_path: Path, image: str | None) -> None:
     code = "import time; print('ready', flush=True); time.sleep(60)"
     process = LocalStarter().start(plan(tmp_path, code, image))
-    eventually(lambda: "ready" in (tmp_path / "m.log").read_text())
+    eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert process.poll() is None
     process.send(signal.SIGTERM)
     assert finish(process) == -signal.SIGTERM
@@ -95,11 +87,11 @@ def test_what_a_worker_started_ends_with_it(
     code = FORKS.format(then=then, own_group=own_group)
     process = LocalStarter().start(plan(tmp_path, code, image))
     log = tmp_path / "m.log"
-    eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+    eventually("it writes", lambda: log.exists() and log.read_text().endswith("\n"))
     if "sleep" in then:
         process.kill()
     finish(process)
-    eventually(lambda: process_birth(int(log.read_text())) is None)
+    eventually("it is gone", lambda: process_birth(int(log.read_text())) is None)
 
 
 PARENT = """\
@@ -130,9 +122,9 @@ def test_a_worker_is_told_when_its_parent_is_killed(tmp_path: Path, image: str |
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        eventually(lambda: log.exists() and "ready" in log.read_text())
+        eventually("it is ready", lambda: log.exists() and "ready" in log.read_text())
         parent.kill()
-    eventually(lambda: process_birth(pid) is None)
+    eventually("it is gone", lambda: process_birth(pid) is None)
     assert log.read_text().split() == ["ready", "SIGTERM"]
 
 
@@ -180,7 +172,7 @@ def test_a_process_that_another_one_has_started(tmp_path: Path) -> None:
     child = starter.start(worker)
     known = ModuleState("running", pid=child.pid, born=process_birth(child.pid))
     process = starter.adopt(worker, known, lambda: 75)
-    eventually(lambda: "ready" in (tmp_path / "m.log").read_text())
+    eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert (process.pid, process.poll()) == (child.pid, None)
     process.send(signal.SIGTERM)
     assert finish(process) == 75
@@ -217,7 +209,7 @@ def test_signals_reach_a_distant_worker(tmp_path: Path, number: signal.Signals) 
         "print(os.getpid() == os.getsid(0), os.read(0, 1), flush=True); time.sleep(60)"
     )
     process = distant(tmp_path, code)
-    eventually(lambda: (tmp_path / "m.log").read_text() == "True b''\n")
+    eventually("it writes", lambda: (tmp_path / "m.log").read_text() == "True b''\n")
     process.send(number)
     assert finish(process) == (7 if number == signal.SIGUSR1 else -signal.SIGTERM)
 
@@ -230,11 +222,11 @@ def test_what_a_distant_worker_started_ends_with_it(
     """Also where the connection is lost, as it is with the process that stands for the worker."""
     process = distant(tmp_path, FORKS.format(then=then, own_group=own_group))
     log = tmp_path / "m.log"
-    eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+    eventually("it writes", lambda: log.exists() and log.read_text().endswith("\n"))
     if "sleep" in then:
         os.kill(process.pid, signal.SIGKILL)
     assert finish(process) == (-signal.SIGKILL if "sleep" in then else 0)
-    eventually(lambda: process_birth(int(log.read_text())) is None)
+    eventually("it is gone", lambda: process_birth(int(log.read_text())) is None)
 
 
 def test_a_distant_worker_that_is_killed(tmp_path: Path) -> None:

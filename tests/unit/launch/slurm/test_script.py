@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from dni_runtime.launch.slurm.script import (
 )
 from dni_runtime.launch.slurm.steps import step_args, step_argv, step_environment
 from dni_runtime.spec.profile import ProfileSpec
+from tests.conftest import eventually
 
 REQUEST = JobRequest(
     run=Path("/runs/a b"),
@@ -233,10 +233,7 @@ def test_a_supervisor_that_could_not_listen_yet_has_lost_nothing(tmp_path: Path)
     environ = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     job = subprocess.Popen(["bash", "-c", script], env=environ)
     try:
-        end_s = time.monotonic() + 10
-        while not (tmp_path / "begun").exists():
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        eventually("it begins", (tmp_path / "begun").exists, 10, every_s=0.01)
         job.terminate()
         assert job.wait(10) == 75
         assert (tmp_path / "told").read_text() == "requeue 7\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from dni_runtime.launch.plan import Need, WorkerPlan
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.slurm.starter import SlurmStarter
+from tests.conftest import eventually
 
 STEPS = "echo '7.0|bottom'; echo '7.1|middle'"
 SILENT = "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1"
@@ -47,10 +47,9 @@ def asked(bin: Path) -> list[str]:
 
 
 def ended(process: Process) -> int:
-    until = time.monotonic() + 30
-    while (code := process.poll()) is None:
-        assert time.monotonic() < until, "it does not end"
-        time.sleep(0.01)
+    eventually("it ends", lambda: process.poll() is not None, 30, every_s=0.01)
+    code = process.poll()
+    assert code is not None
     return code
 
 
@@ -67,10 +66,12 @@ def workers(bin: Path, starter: SlurmStarter, tmp_path: Path) -> Iterator[dict[s
         log = str(tmp_path / f"{name}.log")
         worker = WorkerPlan(name, 1, "", "", log, node="n1", need=Need(name))
         found[name] = starter.start(worker)
-    notes, until = tmp_path / "asked", time.monotonic() + 30
-    while not notes.exists() or notes.read_text().count("srun") < 3:
-        assert time.monotonic() < until, "srun does not start"
-        time.sleep(0.01)
+    notes = tmp_path / "asked"
+
+    def started() -> bool:
+        return notes.exists() and notes.read_text().count("srun") == 3
+
+    eventually("srun starts", started, 30, every_s=0.01)
     yield found
     for process in found.values():
         process.kill()
