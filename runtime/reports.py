@@ -1,4 +1,4 @@
-"""What a worker tells about itself: its report, and the record by which neighbours find it.
+"""What a worker tells about itself, and what its supervisor tells it.
 
 One schema for the writer and for all readers. What another version wrote is read as far as it is
 known; a file that is missing, or not readable now, is an empty document (all defaults).
@@ -11,12 +11,13 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dni_runtime.rundir import peek_json, write_json
+from dni_runtime.rundir import overwrite_json, peek_json, write_json
 
 WorkerPhase = Literal[
     "new", "starting", "connecting", "running", "stopping", "restarting",
     "finished", "stopped", "failed",
 ]  # fmt: skip
+Wanted = Literal["run", "stop", "restart"]
 ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed"})  # phases of workers and runs
 
 
@@ -35,6 +36,10 @@ class _Document(BaseModel):
             return cls.model_validate(peek_json(path))
         except ValidationError:
             return cls()
+
+    def of(self, attempt: int) -> Self:
+        """Return the document if it is of this attempt, else an empty one."""
+        return self if self.attempt == attempt else type(self)()
 
     def write(self, path: Path, *, durable: bool = True) -> None:
         """Write the file.
@@ -89,10 +94,6 @@ class Report(_Document):
     warning: str | None = None
     diverged: dict[str, Any] | None = None
 
-    def of(self, attempt: int) -> Report:
-        """Return the report if it is of this attempt, else an empty one."""
-        return self if self.attempt == attempt else Report()
-
 
 class Endpoint(_Document):
     """Where a worker listens.
@@ -115,3 +116,18 @@ class Endpoint(_Document):
     pid: int | None = None
     host: str | None = None
     time: float = 0.0
+
+
+class Control(_Document):
+    """What the supervisor wants of a worker.
+
+    Attributes:
+        attempt: Number of the module's start that it is for; from 1.
+        wanted: ``stop``: exit after a checkpoint, as all modules do; ``restart``: do so while the
+            others continue.
+    """
+
+    wanted: Wanted = "run"
+
+    def write(self, path: Path, *, durable: bool = False) -> None:
+        overwrite_json(path, self.model_dump())

@@ -27,6 +27,7 @@
       ledger/MODULE.json            what a module has processed, over all its attempts
       ledger/marks.jsonl            requested markers that the head inserted, by position
       requests/restart-MODULE       a request to restart a module
+      control/MODULE.json           what the supervisor wants of a worker
       container/                    the run directory as containers see it; the files and folders
                                     that they need are mounted into it
 
@@ -53,7 +54,7 @@ from dni_runtime.errors import DataError
 
 FOLDERS = (
     *("specs", "src", "endpoints", "workers", "logs", "metrics"),
-    *("metrics/recent", "initial", "checkpoints", "snapshots", "ledger", "requests"),
+    *("metrics/recent", "initial", "checkpoints", "snapshots", "ledger", "requests", "control"),
 )
 
 WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
@@ -63,6 +64,7 @@ COMING = ("restarting", "starting", "connecting")
 """Module states in ``state.json`` before the module's links are open."""
 
 _RESTART = "restart-"
+_IN_PLACE_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,13 @@ class RunDir:
     def wanted_restarts(self) -> list[str]:
         """Modules with a restart request; requests still being written are left out."""
         return [path.name.removeprefix(_RESTART) for path in self.requests.glob(f"{_RESTART}*")]
+
+    @property
+    def controls(self) -> Path:
+        return self.root / "control"
+
+    def control(self, module: str) -> Path:
+        return self.controls / f"{module}.json"
 
     def snapshot(self, module: str) -> Path:
         return self.root / "snapshots" / f"{module}.safetensors"
@@ -282,6 +291,19 @@ def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600, durable: b
 def write_json(path: Path, document: Any, *, durable: bool = True) -> None:
     """Write a JSON document as :func:`write_atomic` does."""
     write_atomic(path, json.dumps(document, indent=1) + "\n", durable=durable)
+
+
+def overwrite_json(path: Path, document: Any) -> None:
+    """Write a small JSON document over the one before, in place: also when the disk is full.
+
+    It is one write(2) of one size within one page, which readers do not see in part. On NFS, other
+    hosts see it when they open the file again (nfs(5), "close-to-open").
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.pwrite(descriptor, json.dumps(document).encode().ljust(_IN_PLACE_BYTES - 1) + b"\n", 0)
+    finally:
+        os.close(descriptor)
 
 
 def written_lately(path: Path, written: float, within_s: float) -> bool:

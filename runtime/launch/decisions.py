@@ -34,7 +34,7 @@ class Exit:
         finished: Whether its last report says that it has finished.
         reported: Whether it has reported at all, or was ended by a signal.
         lost: Whether its node is lost.
-        driven: Whether the supervisor has killed it, or told it to leave without a checkpoint.
+        killed: Whether the supervisor has killed it.
         asked: Whether it left because a restart was requested.
         due: Whether a restart of all modules is due.
         older_cut: Whether there may be an older checkpoint to start from.
@@ -46,7 +46,7 @@ class Exit:
     finished: bool = False
     reported: bool = True
     lost: bool = False
-    driven: bool = False
+    killed: bool = False
     asked: bool = False
     due: bool = False
     older_cut: bool = False
@@ -60,7 +60,7 @@ class Exit:
             stopping: Whether the run is being stopped.
         """
         # SIGTERM kills a worker that is still importing torch and has no handler yet.
-        obeyed = self.driven or self.exit_code in (0, 128 + signal.SIGTERM)
+        obeyed = self.killed or self.exit_code in (0, 128 + signal.SIGTERM)
         if self.lost:  # however its process ended
             return "stopped" if stopping else "failed"
         if self.finished:

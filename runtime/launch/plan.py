@@ -319,7 +319,7 @@ def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> Wo
 
 def _run_mounts(worker: WorkerSpec, run: RunDir, keys: bool) -> list[Mount]:
     """Return mounts of what a worker needs: no foreign secret keys, no files that a start reads."""
-    read = [run.record, run.spec(worker.module)]
+    read = [run.record, run.spec(worker.module), run.controls]
     if worker.initial:
         read.append(run.initial(module_of(worker.module)))
     if keys:

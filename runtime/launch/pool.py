@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.state import process_birth, shell_status
-from dni_runtime.reports import Report
+from dni_runtime.reports import Control, Report, Wanted
 from dni_runtime.rundir import RunDir
 
 TICK_S = 0.2
@@ -25,11 +26,16 @@ LOGS = 20
 """Number of newest logs kept per module, besides its first one."""
 
 _REMIND_S = 5.0
-"""Seconds between two attempts to send a signal."""
+"""Seconds between two attempts to write what a worker is told."""
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """Starts, signals, kills and restarts the workers of a plan.
+    """Starts, stops, kills and restarts the workers of a plan.
+
+    A worker is told what is wanted of it by a document (``reports.Control``), which it reads about
+    twice a second. A worker that cannot be told is killed when its time is over.
 
     Args:
         run: The run directory.
@@ -43,7 +49,6 @@ class WorkerPool:
         processes: The running workers, by module.
         due: Times of the scheduled restarts, by module.
         killed: Modules whose workers the pool has killed.
-        hurried: Modules whose workers were told to exit at once.
         workers: Plan of each module's next start.
     """
 
@@ -60,7 +65,6 @@ class WorkerPool:
         self.processes: dict[str, Process] = {}
         self.due: dict[str, float] = {}
         self.killed: set[str] = set()
-        self.hurried: set[str] = set()
         self._run = run
         self._plan = plan
         self._starter = starter
@@ -70,7 +74,7 @@ class WorkerPool:
         self._sleep = sleep
         self.workers = {worker.module: worker for worker in plan.workers}
         self._shutdown: dict[str, float] = {}
-        self._unsent: dict[str, signal.Signals] = {}
+        self._untold: dict[str, Wanted] = {}
         self._remind_at = 0.0
 
     def __bool__(self) -> bool:
@@ -86,6 +90,7 @@ class WorkerPool:
         worker, module = self.workers[name], self._modules[name]
         module.attempt, module.log = worker.attempt, worker.log
         module.exit_code = module.signal = None
+        self._tell(name, "run")
         process = self._starter.start(worker)
         self.processes[name] = process
         module.state, module.pid = "starting", process.pid
@@ -164,7 +169,6 @@ class WorkerPool:
                 self._run.log(name, worker.attempt - LOGS + 1).unlink()
         self.killed.discard(name)
         self._shutdown.pop(name, None)
-        self._unsent.pop(name, None)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
         module.restarts += 1
@@ -241,7 +245,7 @@ class WorkerPool:
         if name not in self._shutdown:
             self._journal.event("restart_requested", module=name)
             self._shutdown[name] = self._clock() + self._plan.stop_grace_s + LEAVE_S
-            self._send([name], signal.SIGUSR1)
+            self._tell(name, "restart")
 
     def has_left(self, name: str) -> bool:
         """Return whether an exited worker was told to exit; clear the request."""
@@ -255,24 +259,23 @@ class WorkerPool:
 
     def stop_all(self) -> None:
         """Tell all workers to exit after a checkpoint."""
-        self._send(self.processes, signal.SIGTERM)
-
-    def hurry_all(self) -> None:
-        """Tell all workers to exit at once."""
-        self.hurried |= self.processes.keys()
-        self._send(self.processes, signal.SIGUSR2)
+        for name in self.processes:
+            self._tell(name, "stop")
 
     def remind(self) -> None:
-        """Resend the signals that could not be sent."""
-        if self._unsent and self._clock() >= self._remind_at:
-            unsent, self._unsent = self._unsent, {}
-            for number in dict.fromkeys(unsent.values()):
-                self._send([name for name, its in unsent.items() if its is number], number)
+        """Write again what could not be written."""
+        if self._untold and self._clock() >= self._remind_at:
+            for name, wanted in list(self._untold.items()):
+                self._tell(name, wanted)
 
-    def _send(self, names: Iterable[str], number: signal.Signals) -> None:
-        workers = {name: self.processes[name] for name in names if name in self.processes}
-        if workers and not self._starter.send_all(workers, number):
-            self._unsent |= dict.fromkeys(workers, number)
+    def _tell(self, name: str, wanted: Wanted) -> None:
+        self._untold.pop(name, None)
+        try:
+            control = Control(attempt=self._modules[name].attempt, wanted=wanted)
+            control.write(self._run.control(name))
+        except OSError as error:  # the disk is full, or not available
+            _log.warning("module %s cannot be told to %s: %s", name, wanted, error)
+            self._untold[name] = wanted
             self._remind_at = self._clock() + _REMIND_S
 
     def kill(self, names: Iterable[str], reason: str) -> None:

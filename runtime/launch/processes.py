@@ -6,7 +6,6 @@ this host, too.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -36,9 +35,6 @@ class Process(Protocol):
     def poll(self) -> int | None:
         """Return None while it runs, then its exit code, or minus the signal that killed it."""
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process; do nothing if it has exited."""
-
     def kill(self) -> None:
         """Kill the process and all that it started on this host."""
 
@@ -61,9 +57,6 @@ class Starter(Protocol):
             module: Its recorded state.
             ended: Called after it has exited; returns its exit code as in :meth:`Process.poll`.
         """
-
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
-        """Send a signal to workers, by module; return whether that was possible."""
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         """Kill workers, by module, on all hosts."""
@@ -115,11 +108,6 @@ class LocalProcess:
                 self.kill()  # the rest of its session, before its id can be reused
         return self._popen.poll()
 
-    def send(self, number: signal.Signals) -> None:
-        # To this process only: Apptainer's starter forwards the signal into the container. A
-        # signal to the whole group would arrive there twice, and the second means "exit at once".
-        self._popen.send_signal(number)
-
     def kill(self) -> None:
         if self._popen.returncode is None:
             kill_session(self._popen.pid)
@@ -140,11 +128,6 @@ class AdoptedProcess:
 
     def poll(self) -> int | None:
         return None if lives(self._module) else self._ended()
-
-    def send(self, number: signal.Signals) -> None:
-        if lives(self._module):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
 
     def kill(self) -> None:
         if lives(self._module):
@@ -214,11 +197,6 @@ class LocalStarter:
         self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
     ) -> AdoptedProcess:
         return AdoptedProcess(module, ended)
-
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
-        for process in workers.values():
-            process.send(number)
-        return True
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():

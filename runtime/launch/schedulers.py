@@ -66,7 +66,7 @@ class Scheduler(Protocol):
         """Return the command of this host that runs a worker."""
 
     def starter(self, environ: Mapping[str, str]) -> Starter:
-        """Return what starts and signals workers.
+        """Return what starts and kills workers.
 
         Args:
             environ: The environment, which a plan's own variables extend.

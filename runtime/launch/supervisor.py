@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -71,8 +72,7 @@ class Supervisor:
         self._stop_reason: str | None = None
         self._asked_to_stop = False
         self._linger_until: float | None = None
-        self._hurry_at: float | None = None
-        self._kill_at: float | None = None
+        self._kill_at = math.inf
         self._killed_by: int | None = None
         self._backoff = {worker.module: Backoff() for worker in plan.workers}
         self._hosts = hosts
@@ -152,10 +152,7 @@ class Supervisor:
             self._could_not_start(name, error)
         if self._linger_until is not None and self._clock() >= self._linger_until:
             self._stop("the tail has finished, other modules have not")
-        if self._hurry_at is not None and self._clock() >= self._hurry_at:
-            self._hurry_at = None
-            self._pool.hurry_all()
-        if self._kill_at is not None and self._clock() >= self._kill_at:
+        if self._clock() >= self._kill_at:
             self._pool.kill_all("it did not exit in time")
         self._pool.kill_late()
         self._pool.remind()
@@ -250,7 +247,7 @@ class Supervisor:
             # one that dies before its first report would do so again
             reported=bool(module.signal or not code or self._run.worker(name).exists()),
             lost=node is not None,
-            driven=name in pool.killed or name in pool.hurried,
+            killed=name in pool.killed,
             asked=pool.has_left(name),
             due=name in pool.due,
             older_cut=pool.may_fall_back(name),
@@ -355,22 +352,22 @@ class Supervisor:
 
     def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
         """Stop all workers; soon if the chain is broken: it cannot complete a new checkpoint."""
-        if broken:
-            self._hurry_at = self._clock() + _BROKEN_GRACE_S
-        if self._stop_reason is not None:
-            if grace_s is not None and self._kill_at is not None:  # a shorter grace
-                self._kill_at = min(self._kill_at, self._clock() + grace_s + LEAVE_S)
-            return
+        first = self._stop_reason is None
         on_their_way = (m.restarts and m.state in COMING for m in self.state.modules.values())
-        if self._pool.due or any(on_their_way):
-            self._hurry_at = self._clock() + _BROKEN_GRACE_S
+        if broken or (first and (self._pool.due or any(on_their_way))):
+            patience_s = _BROKEN_GRACE_S
+        elif first or grace_s is not None:
+            patience_s = (self._plan.stop_grace_s if grace_s is None else grace_s) + LEAVE_S
+        else:
+            return
+        self._kill_at = min(self._kill_at, self._clock() + patience_s)
+        if not first:
+            return
         self._pool.give_up_restarts()
         self._stop_reason = reason
         self.state.phase = "stopping"
         self._journal.event("run_stopping", reason=reason)
         self._journal.write()
-        grace_s = self._plan.stop_grace_s if grace_s is None else grace_s
-        self._kill_at = self._clock() + grace_s + LEAVE_S
         self._pool.stop_all()
 
     def _conclude(self) -> None:

@@ -77,9 +77,7 @@ def main() -> None:
     from dni_runtime.worker.signals import StopRequest
 
     keep_freed_memory()
-    # As a step of Slurm a worker gets each signal twice: from Slurm, which signals all processes of
-    # a step, and from Apptainer's starter, which passes it on. So do launchers of MPI.
-    stop = StopRequest(patient="SLURM_STEP_ID" in os.environ or given["by_rank"])
+    stop = StopRequest()
     stop.install()
     source = Path("/opt/dni/src") if IMAGE_SPEC.is_file() else given["run"] / "src"
     sys.path.insert(0, str(source))

@@ -39,7 +39,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
-from dni_runtime.worker.rank import heed_stop_request, wait_for_others, worker_of_rank
+from dni_runtime.worker.rank import heeding_stop, wait_for_others, worker_of_rank
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
@@ -112,13 +112,16 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
     spec = load_spec(options)
     run = RunDir(options.run)
     run.create()
-    if options.by_rank:
-        heed_stop_request(run)
     metrics = MetricsWriter(run, spec, options.attempt, began=began)
     metrics.set_state("starting")
     keys = RunKeys(run, spec.module)
     try:
-        with metrics.report.regularly():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(metrics.report.regularly())
+            if options.by_rank:
+                stack.enter_context(heeding_stop(run, stop))
+            elif options.first is not None:
+                stack.enter_context(stop.obeying(run.control(spec.module), options.attempt))
             outcome = _serve(options, spec, run, metrics, stop, keys)
     except BaseException as error:
         stopped = isinstance(error, StoppedError)

@@ -6,9 +6,7 @@ place in the run's list of workers, replicas included. MPI itself is not used.
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +14,8 @@ from typing import Any
 from dni_runtime.errors import UsageError
 from dni_runtime.reports import ENDED, Report
 from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.worker.background import repeating
+from dni_runtime.worker.signals import StopRequest
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
@@ -73,16 +73,15 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(environ[name])
 
 
-def heed_stop_request(run: RunDir) -> None:
-    """Send this process SIGTERM when ``dnictl stop`` is called: no supervisor does that."""
+def heeding_stop(run: RunDir, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
+    """Stop when ``dnictl stop`` is called, which no supervisor passes on, in a thread."""
     former = peek_json(run.stop_request)  # what stopped an earlier start
 
     def look() -> None:
-        while peek_json(run.stop_request) in ({}, former):
-            time.sleep(_LOOK_S)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if peek_json(run.stop_request) not in ({}, former):
+            stop.stop()
 
-    threading.Thread(target=look, name="stop", daemon=True).start()
+    return repeating("stop", _LOOK_S, look)
 
 
 def wait_for_others(run: RunDir, record: Mapping[str, Any], within_s: float) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from dni_runtime.errors import StoppedError
 from dni_runtime.reports import Report
+from dni_runtime.worker.background import repeating
 
 REPORT_S = 1.0
 """Seconds between two writes of the report."""
@@ -42,22 +43,9 @@ class ReportWriter:
         self._shown = self._told = False
         self._later = 0
 
-    @contextlib.contextmanager
-    def regularly(self) -> Iterator[None]:
+    def regularly(self) -> contextlib.AbstractContextManager[None]:
         """Write it about once a second, whatever the computing thread does."""
-        over = threading.Event()
-
-        def work() -> None:
-            while not over.wait(REPORT_S):
-                self.write()
-
-        thread = threading.Thread(target=work, name="report", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+        return repeating("report", REPORT_S, self.write)
 
     def write(self) -> None:
         """Write it now."""

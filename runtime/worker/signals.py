@@ -1,32 +1,42 @@
-"""Stop signals: the first asks for a checkpoint and a clean exit, the next one kills."""
+"""Requests to stop: from the worker's supervisor by a document, from others by a signal.
+
+The worker reads the document again and again: so it is told in the same way on this host, by ssh
+and by Slurm, in a container or not, and what it reads twice is no news.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import time
+from pathlib import Path
 from types import FrameType
+
+from dni_runtime.reports import Control
+from dni_runtime.worker.background import repeating
+
+LOOK_S = 0.5
+"""Seconds between two looks at what the supervisor wants."""
+
+REPEAT_S = 1.0
+"""Seconds in which signals count as one: a step of Slurm gets each from Slurm, which signals all
+processes of a step, and from Apptainer's starter, which passes it on."""
 
 
 class StopRequest:
-    """Remembers the first SIGTERM or SIGINT; the second ends the process at once.
-
-    SIGUSR1 asks for the same of this module alone, which will be restarted. SIGUSR2 ends the
-    process at once.
-
-    Args:
-        patient: Ignore repeated signals (a step of Slurm gets each one twice).
+    """Remembers the first request; a second SIGTERM or SIGINT ends the process at once.
 
     Attributes:
         alone: Whether the other modules continue.
-        wakeup: A file descriptor that becomes readable when a signal comes (a library may restart
+        wakeup: A file descriptor that becomes readable when a request comes (a library may restart
             a poll that a signal has interrupted: signal(7)).
     """
 
-    def __init__(self, *, patient: bool = False) -> None:
-        self._patient = patient
+    def __init__(self) -> None:
         self._at_s: float | None = None
+        self._signalled_s: float | None = None
         self.alone = False
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
@@ -38,13 +48,11 @@ class StopRequest:
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
-        signal.signal(signal.SIGUSR1, self._handle_restart)
-        signal.signal(signal.SIGUSR2, self._leave)
 
     @staticmethod
     def ignore() -> None:
         """Ignore further signals: Python's own handling ends before the process does."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
     def __call__(self) -> bool:
@@ -53,8 +61,32 @@ class StopRequest:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the first signal; 0 before it."""
+        """Seconds since the first request; 0 before it."""
         return 0.0 if self._at_s is None else time.monotonic() - self._at_s
+
+    def stop(self, *, alone: bool = False) -> None:
+        """Ask for a checkpoint and a clean exit, also of a module that was to exit alone."""
+        if self._at_s is None or (self.alone and not alone):
+            self.alone = alone
+            self._at_s = time.monotonic()
+            self._wake()
+
+    def obeying(self, path: Path, attempt: int) -> contextlib.AbstractContextManager[None]:
+        """Do what the supervisor wants, in a thread.
+
+        Args:
+            path: Its document. It is there before the worker is started: NFS may deny for a while
+                that there is a new file.
+            attempt: Number of this attempt.
+        """
+
+        def look() -> None:
+            wanted = Control.read(path).of(attempt).wanted
+            if wanted != "run":
+                self.stop(alone=wanted == "restart")
+
+        look()
+        return repeating("control", LOOK_S, look)
 
     def drain(self) -> None:
         """Empty the wake-up descriptor."""
@@ -69,19 +101,13 @@ class StopRequest:
         self._read.close()
         self._write.close()
 
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._write.send(b"!")
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._at_s is not None and not self.alone:
-            if self._patient:
-                return
-            self._leave(number, frame)
-        self.alone = False
-        self._at_s = time.monotonic()
-
-    @staticmethod
-    def _leave(number: int, frame: FrameType | None) -> None:
-        os._exit(128 + number)
-
-    def _handle_restart(self, number: int, frame: FrameType | None) -> None:
-        if self._at_s is None:
-            self.alone = True
-            self._at_s = time.monotonic()
+        if self._signalled_s is None:
+            self._signalled_s = time.monotonic()
+        elif time.monotonic() - self._signalled_s > REPEAT_S:
+            os._exit(128 + number)
+        self.stop()

@@ -186,9 +186,6 @@ class ThreadedWorker:
     def poll(self) -> int | None:
         return self._pool.ended.get(self._module)
 
-    def send(self, number: signal.Signals) -> None:
-        self._pool.tell("stop", self._module)
-
     def kill(self) -> None:
         self._pool.kill()
 
@@ -220,7 +217,7 @@ class WorkerPool:
         self._listener.start()
 
     def tell(self, what: str, *details: Any) -> None:
-        """Have something done: ``start``, ``stop`` or ``finish``."""
+        """Have something done: ``start`` or ``finish``."""
         with contextlib.suppress(OSError):
             self._pipe.send((what, *details))
 
@@ -271,11 +268,6 @@ class ThreadStarter:
             first = argv.index("dni_runtime.worker") + 1
             pool.tell("start", worker.module, argv[first:])
 
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
-        for process in workers.values():
-            process.send(number)
-        return True
-
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():
             process.kill()
@@ -287,7 +279,6 @@ def serve_pool(pipe: Connection, run: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the supervisor tells the workers
         signal.signal(number, signal.SIG_IGN)
     operations = Operations(run)
-    stops: dict[str, StopRequest] = {}
     loading: set[str] = set()
     lock = threading.Lock()
 
@@ -312,7 +303,7 @@ def serve_pool(pipe: Connection, run: Path) -> None:
         del given["log_level"], given["selftest"]
         code = 0
         try:
-            worker.serve(worker.Options(**given), stops[module], time.time())
+            worker.serve(worker.Options(**given), StopRequest(), time.time())
         except DniError as error:
             code = error.exit_code
             logging.error("%s: %s", module, error)
@@ -324,14 +315,9 @@ def serve_pool(pipe: Connection, run: Path) -> None:
             pipe.send((module, code))
 
     while (message := pipe.recv())[0] != "finish":
-        what, module, *details = message
-        if what == "start":
-            stops[module] = StopRequest()
-            loading.add(module)
-            threading.Thread(target=serve, args=(module, details[0]), daemon=True).start()
-        else:
-            stops[module]._handle(signal.SIGTERM, None)
-            stops[module]._write.send(b"!")  # as Python does when a signal comes
+        _, module, arguments = message
+        loading.add(module)
+        threading.Thread(target=serve, args=(module, arguments), daemon=True).start()
     with lock:
         pipe.send((None, (operations.counts, operations.entries)))
 

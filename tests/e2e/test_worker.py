@@ -32,6 +32,7 @@ from dni_runtime.rundir import (
 )
 from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.model import SelectionSpec
+from dni_runtime.worker.signals import REPEAT_S
 from tests.conftest import eventually
 from tests.integration.link.relay import Relay
 
@@ -305,6 +306,7 @@ def test_second_signal_ends_at_once(make: Callable[..., Chain]) -> None:
     process = chain.processes["b"]
     process.send_signal(signal.SIGTERM)
     chain.wait_until(lambda: (read_json(chain.run.worker("b")) or {})["state"] == "stopping")
+    time.sleep(REPEAT_S)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 143
 

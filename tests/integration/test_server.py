@@ -93,8 +93,7 @@ def test_where_a_module_that_was_told_to_stop_leaves(tmp_path: Path, make_spec: 
         with closing(StopRequest()) as stop:
             leaving = Shutdown(stop, MetricsWriter(run, spec, 1), head=None, input=None)
             leaving.asked = True
-            tell = stop._handle_restart if alone else stop._handle
-            tell(signal.SIGUSR1 if alone else signal.SIGTERM, None)
+            stop.stop(alone=alone)
             assert [leaving.at(mark) for mark in (ordinary, asked)] == places
             leaving.asked = False
             assert not leaving.at(asked)

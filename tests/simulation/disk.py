@@ -83,9 +83,9 @@ class Disk:
     def _open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         process = self._process()
         if flags & _WRITING:
-            self._full(process)
-            new = flags & os.O_CREAT and not os.path.lexists(path)
-            self._made(process, path, new=bool(new))
+            if new := bool(flags & os.O_CREAT) and not os.path.lexists(path):
+                self._full(process)
+            self._made(process, path, new=new)
         elif self._hidden(process, path):
             raise FileNotFoundError(errno.ENOENT, "late", str(path))
         return int(self._real["open"](path, flags, *args, **kwargs))

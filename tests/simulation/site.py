@@ -37,7 +37,7 @@ from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind
-from dni_runtime.worker import checkpoint, main, metrics, report, saver
+from dni_runtime.worker import checkpoint, main, metrics, report, saver, signals
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.main import Options
 from dni_runtime.worker.signals import StopRequest
@@ -230,18 +230,22 @@ class Data:
 
 
 class Stop(StopRequest):
-    """Signals that the simulation sends."""
+    """What a simulated worker is told."""
 
     wakeup = -1
 
-    def __init__(self, process: Process) -> None:
-        self._patient = False
+    def __init__(self, world: World, process: Process) -> None:
         self._at_s = None
         self.alone = False
-        self._process = process
+        self.worker = Worker(world, process)
+        self._world, self._process = world, process
 
     def drain(self) -> None:
         self._process.signalled = False
+
+    def _wake(self) -> None:
+        self._process.signalled = True
+        self._world.wake(self._process)
 
 
 class Thread:
@@ -459,7 +463,8 @@ class Site:
         name, attempt = worker.module, worker.attempt
         self.attempts[name] = attempt
         process = Process(name)
-        stop = Stop(process)
+        stop = Stop(self.world, process)
+        started = self.workers[name] = stop.worker
         options = Options(
             run=self.root,
             module=name,
@@ -468,21 +473,8 @@ class Site:
             first=worker.first,
             resume=worker.resume,
         )
-        begun = False
-
-        def handle(number: int) -> None:
-            if not begun:  # Python still imports torch
-                started.end(-number)
-            elif number == signal.SIGUSR2 or (stop() and not stop.alone):
-                started.end(128 + number)
-            else:
-                stop._handle(number, None)
-                process.signalled = True
-                self.world.wake(process)
 
         def body() -> None:
-            nonlocal begun
-            begun = True
             try:
                 main.serve(options, stop, began=time.time())
                 code = 0
@@ -497,7 +489,6 @@ class Site:
                 self.troubles.append(f"{name}: {type(error).__name__}: {error}")
             started.end(code)
 
-        started = self.workers[name] = Worker(self.world, process, handle)
         if name in self.unlaunched:  # as srun does when its step cannot be launched
             self.unlaunched.discard(name)
             self.world.at(1.0, lambda: started.end(0))
@@ -612,6 +603,7 @@ class Site:
             (main, "open_data", lambda *args, **kwargs: Data()),
             (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time
             (report, "REPORT_S", 10.0),
+            (signals, "LOOK_S", 2.0),
             (receiver, "JUMP_LIMIT", 2),  # of ids that are left out, a few are many here
             (supervisor, "TICK_S", 1.0),
             (pool, "TICK_S", 1.0),

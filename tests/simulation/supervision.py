@@ -27,25 +27,18 @@ class Worker:
     Args:
         world: The simulation.
         process: The process.
-        handle: Called with the signals that it gets.
     """
 
     pid = 0  # that of no process
 
-    def __init__(self, world: World, process: Process, handle: Callable[[int], None]) -> None:
+    def __init__(self, world: World, process: Process) -> None:
         self.process = process
         self.code: int | None = None
         self._world = world
-        self._handle = handle
 
     def poll(self) -> int | None:
         self._world.check_alive()
         return self.code
-
-    def send(self, number: signal.Signals) -> None:
-        self._world.check_alive()
-        if self.code is None:
-            self._handle(number)
 
     def kill(self) -> None:
         self._world.check_alive()
@@ -74,10 +67,6 @@ class Adopted:
     def poll(self) -> int | None:
         alive = self._worker is not None and self._worker.poll() is None
         return None if alive else self._ended()
-
-    def send(self, number: signal.Signals) -> None:
-        if self._worker is not None:
-            self._worker.send(number)
 
     def kill(self) -> None:
         if self._worker is not None:
@@ -112,11 +101,6 @@ class Starter:
             found.kill()  # as it does with Slurm's steps
             found = None
         return Adopted(found, ended)
-
-    def send_all(self, workers: Mapping[str, Started], number: signal.Signals) -> bool:
-        for one in workers.values():
-            one.send(number)
-        return True
 
     def kill_all(self, workers: Mapping[str, Started]) -> None:
         for one in workers.values():

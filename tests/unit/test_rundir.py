@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
 
-from dni_runtime.rundir import RunDir, append_line, peek_json, read_json, read_lines, write_json
+from dni_runtime.rundir import (
+    RunDir,
+    append_line,
+    overwrite_json,
+    peek_json,
+    read_json,
+    read_lines,
+    write_json,
+)
 
 
 def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
@@ -64,3 +73,21 @@ def test_the_best_checkpoint_of_an_older_run(tmp_path: Path) -> None:
     assert run.best == run.checkpoints / "best.json"
     assert read_json(run.best) == {"cut": 7}
     assert not (tmp_path / "best.json").exists()
+
+
+def test_a_document_written_in_place_takes_no_more_room(tmp_path: Path) -> None:
+    """So a full disk does not matter, and who has the file open sees what is new."""
+    path = tmp_path / "a.json"
+    overwrite_json(path, {"attempt": 11, "wanted": "restart"})
+    before = path.stat()
+    with path.open("rb", buffering=0) as file:
+        assert json.loads(file.read()) == {"attempt": 11, "wanted": "restart"}
+        overwrite_json(path, {"attempt": 12, "wanted": "run"})
+        file.seek(0)
+        assert json.loads(file.read()) == read_json(path) == {"attempt": 12, "wanted": "run"}
+    after = path.stat()
+    assert (after.st_ino, after.st_size, after.st_blocks) == (
+        before.st_ino, before.st_size, before.st_blocks,
+    )  # fmt: skip
+    assert after.st_mode & 0o777 == 0o600
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]

@@ -271,14 +271,14 @@ def parse_steps(out: str) -> dict[str, str]:
     return {label: step for _, label, step in sorted(found)}
 
 
-def signal_steps(steps: Sequence[str], name: str) -> None:
-    """Send a signal (``TERM``) to all processes of steps; ignore steps that have ended.
+def kill_steps(steps: Sequence[str]) -> None:
+    """Kill all processes of steps; ignore steps that have ended.
 
     Raises:
         UnavailableError: Slurm does not respond.
     """
     if steps:
-        code, _, err = run_slurm(["scancel", f"--signal={name}", *steps])
+        code, _, err = run_slurm(["scancel", "--signal=KILL", *steps])
         if code != 0 and not _says_gone(err):
             raise _failed("scancel", err)
 

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepProcess:
-    """The ``srun`` of a worker's step; the starter signals the step itself.
+    """The ``srun`` of a worker's step; the starter kills the step itself.
 
     Args:
         srun: The process.
@@ -44,9 +44,6 @@ class StepProcess:
         # srun reports a task's signal like a shell
         return 128 - code if code is not None and 128 < code < 128 + signal.NSIG else code
 
-    def send(self, number: signal.Signals) -> None:
-        self._srun.send(signal.SIGTERM)  # srun forwards others to its step, which is gone
-
     def kill(self) -> None:
         self._end_step = None  # who kills it ends its step
         self._srun.kill()
@@ -54,9 +51,6 @@ class StepProcess:
 
 class SlurmStarter:
     """Starts workers by ``srun``.
-
-    Signals go to the steps and not to ``srun``, which kills its step at once on SIGTERM. If Slurm
-    does not respond, they are not sent, and the run continues.
 
     Args:
         job: The job's id.
@@ -82,14 +76,12 @@ class SlurmStarter:
     def _step(self, srun: Process, module: str) -> StepProcess:
         return StepProcess(srun, lambda: end_steps(self._job, [module]))
 
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
-        without_step = self._signal(workers, number.name.removeprefix("SIG"))
-        for name in without_step or ():
-            workers[name].send(number)
-        return without_step is not None
-
     def kill_all(self, workers: Mapping[str, Process]) -> None:
-        self._signal(workers, "KILL")
+        try:  # all steps at once: each of Slurm's commands takes a tenth of a second or more
+            steps = commands.step_ids(self._job)
+            commands.kill_steps([steps[one] for one in workers if one in steps])
+        except UnavailableError as error:
+            _log.warning("the steps of %s were not killed: %s", ", ".join(workers), error)
         for process in workers.values():
             process.kill()
 
@@ -101,22 +93,6 @@ class SlurmStarter:
             return ()
         return [one for one in modules if one not in steps]
 
-    def _signal(self, modules: Collection[str], name: str) -> list[str] | None:
-        """Signal the steps of modules at once; return the modules that have none yet.
-
-        Slurm's commands take a tenth of a second each, more if all cores are busy.
-
-        Returns:
-            None if Slurm does not respond.
-        """
-        try:
-            steps = commands.step_ids(self._job)
-            commands.signal_steps([steps[one] for one in modules if one in steps], name)
-        except UnavailableError as error:
-            _log.warning("SIG%s was not sent: %s", name, error)
-            return None
-        return [one for one in modules if one not in steps]
-
 
 def end_steps(job: str, modules: Collection[str]) -> None:
     """Kill the steps of modules that run on, though who started them was killed."""
@@ -126,7 +102,7 @@ def end_steps(job: str, modules: Collection[str]) -> None:
             left = [step for name, step in commands.step_ids(job).items() if name in modules]
             if not left:
                 return
-            commands.signal_steps(left, "KILL")
+            commands.kill_steps(left)
             time.sleep(1)
     except UnavailableError as error:
         _log.warning("this job's running steps are unknown: %s", error)

@@ -34,7 +34,7 @@ TERM = 128 + signal.SIGTERM
         ({"exit_code": 137}, False, Action.FAIL, "failed"),
         ({"exit_code": 1, "may_restart": True, "reported": False}, False, Action.FAIL, "failed"),
         ({"exit_code": 137, "may_restart": True}, True, Action.FAIL, "failed"),
-        ({"exit_code": 137, "driven": True}, True, Action.STOP, "stopped"),
+        ({"exit_code": 137, "killed": True}, True, Action.STOP, "stopped"),
         ({"exit_code": TERM}, True, Action.STOP, "stopped"),
         ({"exit_code": TERM}, False, Action.FAIL, "failed"),
         ({"exit_code": 0}, True, Action.STOP, "stopped"),

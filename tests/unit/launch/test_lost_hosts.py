@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -106,7 +105,7 @@ def test_without_room_the_run_stops_to_be_resumed(
     assert (state.phase, state.exit_code) == ("stopped", 75)
     assert state.error == "node n3 lost: no room for top elsewhere"
     assert states(state) == ["stopped"] * 3
-    assert [number for _, number in world.processes["bottom"].signals] == [signal.SIGTERM]
+    assert [wanted for _, wanted in world.processes["bottom"].told] == ["stop"]
     assert not [event for event in events(record) if event["event"] == "worker_moved"]
 
 

@@ -88,7 +88,7 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
     def run(module: str) -> list[str]:
         """Its own files to read, folders to write to, and nothing else of the run."""
         read = [("container", ""), ("run.json", "/run.json")]
-        read.append((f"specs/{module}.json", f"/specs/{module}.json"))
+        read += [(path, f"/{path}") for path in (f"specs/{module}.json", "control")]
         folders = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
         ways = [f"source=/runs/a b/{path},destination=/dni/run{to},ro" for path, to in read]
         ways += [f"source=/runs/a b/{name},destination=/dni/run/{name}" for name in folders]

@@ -54,10 +54,9 @@ def test_signals(tmp_path: Path, image: str | None) -> None:
     process = LocalStarter().start(plan(tmp_path, code, image))
     eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert process.poll() is None
-    process.send(signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
     assert finish(process) == -signal.SIGTERM
-    process.send(signal.SIGTERM)  # nobody is there any more
-    process.kill()
+    process.kill()  # nobody is there any more
 
 
 def test_no_terminal_and_a_session_of_its_own(tmp_path: Path) -> None:
@@ -174,11 +173,10 @@ def test_a_process_that_another_one_has_started(tmp_path: Path) -> None:
     process = starter.adopt(worker, known, lambda: 75)
     eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert (process.pid, process.poll()) == (child.pid, None)
-    process.send(signal.SIGTERM)
-    assert finish(process) == 75
-    assert finish(child) == -signal.SIGTERM
-    process.send(signal.SIGTERM)  # nobody is there
     process.kill()
+    assert finish(process) == 75
+    assert finish(child) == -signal.SIGKILL
+    process.kill()  # nobody is there
 
 
 def test_a_number_that_is_another_processs_by_now(tmp_path: Path) -> None:
@@ -210,7 +208,7 @@ def test_signals_reach_a_distant_worker(tmp_path: Path, number: signal.Signals) 
     )
     process = distant(tmp_path, code)
     eventually("it writes", lambda: (tmp_path / "m.log").read_text() == "True b''\n")
-    process.send(number)
+    os.kill(process.pid, number)
     assert finish(process) == (7 if number == signal.SIGUSR1 else -signal.SIGTERM)
 
 

@@ -109,7 +109,7 @@ def test_a_killed_worker_is_started_again(
     (again,) = [event for event in events(record) if event["event"] == "worker_restarting"]
     assert (again["module"], again["attempt"], again["delay_s"]) == ("middle", 2, 0.5)
     assert "killed by SIGKILL" in again["reason"]
-    assert not world.processes["bottom"].signals
+    assert not world.processes["bottom"].told
 
 
 def test_a_module_that_diverges_ends_the_run(
@@ -326,7 +326,7 @@ def test_a_module_that_somebody_wants_to_be_started_again(
 def test_a_module_that_does_not_leave_for_its_restart(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
-    world.on_term = {"middle": stubborn}
+    world.on_stop = {"middle": stubborn}
     world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
     finish(world, 80)
     state = supervise().run()
@@ -340,7 +340,7 @@ def test_a_module_that_does_not_leave_for_its_restart(
 def test_a_wish_is_forgotten_when_the_whole_chain_is_started_again(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:
-    world.on_term = {"middle": stubborn}
+    world.on_stop = {"middle": stubborn}
     world.at.append((4.0, lambda: write_json(record.run.restart_request("middle"), {})))
     world.exits(6, bottom=-9)
     finish(world, 80)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.reports import Control, Wanted
 from dni_runtime.rundir import read_json, read_lines, write_json
 
 
@@ -34,10 +36,9 @@ class World:
         self.at: list[tuple[float, Callable[[], None]]] = []
         self.refuse: str | None = None
         self.ended_meanwhile: set[str] = set()
-        self.deaf_until = 0.0
         self.srun_lies = False
         self.gone_elsewhere: set[str] = set()
-        self.on_term: dict[str, Callable[[FakeProcess], None]] = {}
+        self.on_stop: dict[str, Callable[[FakeProcess], None]] = {}
         self.on_start: Callable[[FakeProcess], None] = lambda process: None
 
     def clock(self) -> float:
@@ -50,6 +51,8 @@ class World:
         for event in [event for event in self.at if event[0] <= self.now]:
             self.at.remove(event)
             event[1]()
+        for process in list(self.processes.values()):
+            process.look()
 
     def start(self, worker: WorkerPlan) -> FakeProcess:
         if worker.module == self.refuse:
@@ -65,13 +68,6 @@ class World:
         process = self.processes[worker.module] = FakeProcess(self, worker)
         process.returncode = ended() if worker.module in self.ended_meanwhile else None
         return process
-
-    def send_all(self, workers: Mapping[str, Process], number: signal.Signals) -> bool:
-        if self.now < self.deaf_until:
-            return False
-        for process in workers.values():
-            process.send(number)
-        return True
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():
@@ -110,20 +106,24 @@ class FakeProcess:
         self.worker = worker
         self.pid = 1000 + len(world.processes)
         self.returncode: int | None = None
-        self.signals: list[tuple[float, int]] = []
+        self.told: list[tuple[float, Wanted]] = []
         self.killed_at: float | None = None
 
     def poll(self) -> int | None:
         return self.returncode
 
-    def send(self, number: signal.Signals) -> None:
-        self.signals.append((round(self.world.now, 3), int(number)))
-        # By default a worker obeys within a second.
-        obey = self.world.on_term.get(self.worker.module)
+    def look(self) -> None:
+        """Read what is wanted; by default a worker obeys within a second."""
+        module = self.worker.module
+        wanted = Control.read(self.world.record.run.control(module)).of(self.worker.attempt).wanted
+        if self.returncode is not None or wanted in ("run", *(word for _, word in self.told[-1:])):
+            return
+        self.told.append((round(self.world.now, 3), wanted))
+        obey = self.world.on_stop.get(module)
         if obey is not None:
             obey(self)
         else:
-            self.world.exits(self.world.now + 1, **{self.worker.module: 75})
+            self.world.exits(self.world.now + 1, **{module: 75})
 
     def kill(self) -> None:
         self.killed_at = self.world.now
@@ -131,13 +131,7 @@ class FakeProcess:
 
 
 def stubborn(process: FakeProcess) -> None:
-    """A worker that does not care for SIGTERM."""
-
-
-def hurried(process: FakeProcess) -> None:
-    """A worker that leaves only when it is told to leave at once, one way or another."""
-    if process.signals[-1][1] == signal.SIGUSR2:
-        process.world.end(process.worker.module, -signal.SIGUSR2)
+    """A worker that does not do what is wanted."""
 
 
 @pytest.fixture
@@ -174,7 +168,7 @@ def test_a_run_that_finishes(world: World, supervisor: Supervisor, record: Recor
         *["worker_ended"] * 3, "run_ended",
     ]  # fmt: skip
     assert RunState.read(record.run) == state
-    assert not any(process.signals for process in world.processes.values())
+    assert not any(process.told for process in world.processes.values())
 
 
 def test_a_log_that_grows_is_emptied_under_its_writer(
@@ -207,17 +201,19 @@ def test_a_killed_worker(world: World, supervisor: Supervisor, record: Record) -
     middle = state.modules["middle"]
     assert (middle.exit_code, middle.signal) == (137, "SIGKILL")
     assert middle.log == str(record.run.log("middle", 1))
-    assert [number for _, number in world.processes["bottom"].signals] == [signal.SIGTERM]
+    assert [wanted for _, wanted in world.processes["bottom"].told] == ["stop"]
     assert world.processes["bottom"].killed_at is None
 
 
 def test_in_a_broken_chain_nobody_waits_long(world: World, supervisor: Supervisor) -> None:
-    world.on_term = {"bottom": hurried, "top": hurried}
+    world.on_stop = {"bottom": stubborn, "top": stubborn}
     world.exits(3, middle=-9)
     state = supervisor.run()
     assert states(state) == ["stopped", "failed", "stopped"]
-    (first, _), (second, _) = world.processes["top"].signals
-    assert second - first == pytest.approx(5, abs=2 * TICK_S)
+    ((told_at, _),) = world.processes["top"].told
+    killed_at = world.processes["top"].killed_at
+    assert killed_at is not None
+    assert killed_at - told_at == pytest.approx(5, abs=2 * TICK_S)
     assert world.now < 10
 
 
@@ -243,11 +239,11 @@ def test_one_signal_stops(world: World, supervisor: Supervisor, number: int) -> 
     assert (state.phase, state.exit_code) == ("stopped", 75)
     assert state.error == f"{signal.Signals(number).name} received"
     assert states(state) == ["stopped"] * 3
-    assert all(len(process.signals) == 1 for process in world.processes.values())
+    assert all(len(process.told) == 1 for process in world.processes.values())
 
 
 def test_a_second_signal_kills(world: World, supervisor: Supervisor, record: Record) -> None:
-    world.on_term = dict.fromkeys(("bottom", "middle", "top"), stubborn)
+    world.on_stop = dict.fromkeys(("bottom", "middle", "top"), stubborn)
     world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGINT)))
     world.at.append((6.0, lambda: supervisor.interrupt(signal.SIGINT)))
     state = supervisor.run()
@@ -259,7 +255,7 @@ def test_a_second_signal_kills(world: World, supervisor: Supervisor, record: Rec
 
 
 def test_a_worker_that_does_not_leave(world: World, supervisor: Supervisor) -> None:
-    world.on_term = {"middle": stubborn}
+    world.on_stop = {"middle": stubborn}
     world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
     state = supervisor.run()
     assert (state.phase, state.exit_code) == ("stopped", 75)
@@ -273,7 +269,7 @@ def test_a_request_to_stop(world: World, supervisor: Supervisor, record: Record)
     def request() -> None:
         write_json(record.run.stop_request, {"time": 0, "timeout_s": 2})
 
-    world.on_term = {"middle": stubborn}
+    world.on_stop = {"middle": stubborn}
     world.at.append((4.0, request))
     state = supervisor.run()
     assert (state.phase, state.exit_code) == ("stopped", 75)
@@ -286,7 +282,7 @@ def test_a_second_request_may_have_less_patience(
     def request(timeout_s: float | None) -> None:
         write_json(record.run.stop_request, {"time": 0, "timeout_s": timeout_s})
 
-    world.on_term = {"middle": stubborn}
+    world.on_stop = {"middle": stubborn}
     world.at.append((4.0, lambda: request(None)))
     world.at.append((6.0, lambda: request(1)))
     world.at.append((7.0, lambda: request(20)))
@@ -294,16 +290,29 @@ def test_a_second_request_may_have_less_patience(
     assert world.processes["middle"].killed_at == pytest.approx(6 + 1 + 15, abs=2 * TICK_S)
 
 
-def test_a_signal_that_cannot_be_sent_is_sent_later(world: World, supervisor: Supervisor) -> None:
-    world.deaf_until = 12.0
+def test_what_cannot_be_written_is_written_later(
+    world: World,
+    supervisor: Supervisor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write = Control.write
+
+    def full(control: Control, path: Path) -> None:
+        if 4 <= world.now < 12:
+            raise OSError(errno.EIO, "Input/output error")
+        write(control, path)
+
+    monkeypatch.setattr(Control, "write", full)
     world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
     state = supervisor.run()
     assert (state.phase, state.exit_code) == ("stopped", 75)
     for process in world.processes.values():
-        ((at, number),) = process.signals
-        assert number == signal.SIGTERM
+        ((at, wanted),) = process.told
+        assert wanted == "stop"
         assert 12 <= at < 12 + 5 + 2 * TICK_S
         assert process.killed_at is None
+    assert "module top cannot be told to stop: [Errno 5] Input/output error" in caplog.text
 
 
 def test_an_old_request_does_not_count(
@@ -326,7 +335,7 @@ def test_a_failure_while_stopping_is_no_success(world: World, supervisor: Superv
     def full_disk(process: FakeProcess) -> None:
         process.world.end(process.worker.module, 74)
 
-    world.on_term = {"middle": full_disk}
+    world.on_stop = {"middle": full_disk}
     world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
     state = supervisor.run()
     assert (state.phase, state.exit_code, state.failed) == ("failed", 70, "middle")
@@ -337,8 +346,8 @@ def test_a_straggler_after_the_tail(world: World, supervisor: Supervisor) -> Non
     state = supervisor.run()
     assert (state.phase, state.exit_code) == ("finished", 0)
     assert states(state) == ["stopped", "finished", "finished"]
-    (at, number) = world.processes["bottom"].signals[0]
-    assert number == signal.SIGTERM
+    (at, wanted) = world.processes["bottom"].told[0]
+    assert wanted == "stop"
     assert at == pytest.approx(34, abs=2 * TICK_S)
 
 

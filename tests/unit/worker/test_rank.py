@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,10 @@ import pytest
 from dni_runtime.errors import DataError, ImageError, UsageError
 from dni_runtime.reports import Report
 from dni_runtime.rundir import RunDir, write_atomic, write_json
+from dni_runtime.worker import rank
 from dni_runtime.worker.main import Options, by_rank, load_spec
-from dni_runtime.worker.rank import heed_stop_request, wait_for_others, worker_of_rank
+from dni_runtime.worker.rank import wait_for_others, worker_of_rank
+from dni_runtime.worker.signals import StopRequest
 from tests.conftest import eventually
 from tests.unit.worker.test_resume import workers as specs_of
 
@@ -111,24 +111,18 @@ def test_an_image_serves_any_module_of_its_chain(run: RunDir, tmp_path: Path) ->
         load_spec(options)
 
 
-@pytest.fixture
-def signals() -> Iterator[list[int]]:
-    """The SIGTERMs that this process gets."""
-    got: list[int] = []
-    former = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
-    yield got
-    signal.signal(signal.SIGTERM, former)
-
-
-def test_a_request_to_stop_is_heeded_once(run: RunDir, signals: list[int]) -> None:
+def test_a_request_to_stop_is_heeded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_LOOK_S", 0.01)
     write_json(run.stop_request, {"time": 1.0})  # it has stopped an earlier start
-    heed_stop_request(run)
-    run.stop_request.unlink()
-    time.sleep(1.5)
-    assert not signals
-    write_json(run.stop_request, {"time": 2.0})
-    eventually("the signal", lambda: signals == [signal.SIGTERM], 10)
-    eventually("its thread ends", lambda: "stop" not in [t.name for t in threading.enumerate()])
+    stop = StopRequest()
+    with rank.heeding_stop(run, stop):
+        run.stop_request.unlink()
+        with pytest.raises(AssertionError, match="not within"):
+            eventually("it stops", stop, 0.2)
+        write_json(run.stop_request, {"time": 2.0})
+        eventually("it stops", stop, 10)
+    assert not stop.alone
+    stop.close()
 
 
 def test_the_last_one_is_waited_for(run: RunDir) -> None:

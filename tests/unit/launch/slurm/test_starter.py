@@ -78,17 +78,6 @@ def workers(bin: Path, starter: SlurmStarter, tmp_path: Path) -> Iterator[dict[s
         ended(process)
 
 
-def test_steps_are_told_at_once(
-    bin: Path, starter: SlurmStarter, workers: dict[str, Process]
-) -> None:
-    assert starter.send_all(workers, signal.SIGUSR1)
-    squeue, scancel = asked(bin)
-    assert squeue.startswith("squeue --steps --noheader --jobs=7 ")
-    assert scancel == "scancel --signal=USR1 7.0 7.1"
-    assert ended(workers["top"]) == -signal.SIGTERM  # srun, which waits for its step
-    assert [workers[name].poll() for name in ("bottom", "middle")] == [None, None]
-
-
 def test_steps_are_killed_at_once(
     bin: Path, starter: SlurmStarter, workers: dict[str, Process]
 ) -> None:
@@ -117,37 +106,35 @@ def test_a_job_that_is_gone_has_no_steps(
     bin: Path, starter: SlurmStarter, workers: dict[str, Process]
 ) -> None:
     program(bin, "squeue", GONE)
-    assert starter.send_all(workers, signal.SIGTERM)
+    starter.kill_all(workers)
     assert len(asked(bin)) == 1
-    assert [ended(process) for process in workers.values()] == [-signal.SIGTERM] * 3
+    assert [ended(process) for process in workers.values()] == [-signal.SIGKILL] * 3
+
+
+SCANCEL = "echo 'scancel: error: Kill job error on job id 7.0: {says}' >&2; exit 1"
 
 
 @pytest.mark.parametrize(
-    ("says", "sent"),
-    [("Job/step already completing or completed", True), ("Unable to contact slurm", False)],
+    ("name", "script", "said"),
+    [
+        ("scancel", SCANCEL.format(says="Job/step already completing or completed"), ""),
+        ("scancel", SCANCEL.format(says="Unable to contact slurm"), "Unable to contact slurm"),
+        ("squeue", SILENT, "squeue failed: error: Unable to contact"),
+    ],
 )
-def test_what_scancel_says(
-    bin: Path, starter: SlurmStarter, workers: dict[str, Process], says: str, sent: bool
-) -> None:
-    program(
-        bin, "scancel", f"echo 'scancel: error: Kill job error on job id 7.0: {says}' >&2; exit 1"
-    )
-    assert starter.send_all(workers, signal.SIGTERM) is sent
-
-
-def test_where_slurm_does_not_answer(
+def test_where_slurm_does_not_kill(
     bin: Path,
     starter: SlurmStarter,
     workers: dict[str, Process],
     caplog: pytest.LogCaptureFixture,
+    name: str,
+    script: str,
+    said: str,
 ) -> None:
-    """No ``srun`` gets a SIGTERM, which would kill its step before a checkpoint."""
-    program(bin, "squeue", SILENT)
-    assert not starter.send_all(workers, signal.SIGTERM)
-    assert "SIGTERM was not sent: squeue failed: error: Unable to contact" in caplog.text
-    assert [process.poll() for process in workers.values()] == [None] * 3
+    program(bin, name, script)
     starter.kill_all(workers)
-    assert len(asked(bin)) == 2
+    assert ("the steps of bottom, middle, top were not killed" in caplog.text) is bool(said)
+    assert said in caplog.text
     assert [ended(process) for process in workers.values()] == [-signal.SIGKILL] * 3
 
 
