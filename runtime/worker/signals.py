@@ -22,7 +22,7 @@ LOOK_S = 0.5
 
 REPEAT_S = 1.0
 """Seconds in which signals count as one: a step of Slurm gets each from Slurm, which signals all
-processes of a step, and from Apptainer's starter, which passes it on."""
+processes of a step, and from Apptainer's starter, which passes it on; so do launchers of MPI."""
 
 
 class StopRequest:
