@@ -54,7 +54,7 @@ def up_in_allocation(
             click.echo(line)
         return None
     run = create_run(root, prepared, backend=site.backend, images=site.images, scheduler="slurm")
-    job_record(request, profile_name, log_level, allocation.job).write(run)
+    job_record(request, profile_name, log_level, allocation.job).write(run.job)
     plan = plan_here(
         root, prepared.chain, prepared.workers, site, data=prepared.data, scheduler="slurm"
     )

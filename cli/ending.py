@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -21,7 +20,7 @@ def conclude(run: Run, *, as_json: bool) -> NoReturn:
     state = run.state()
     figures = run.status(state)
     if as_json:
-        print_json(asdict(figures))
+        print_json(figures.model_dump())
     else:
         click.echo(summary(figures))
     error = run.failure(state)

@@ -6,11 +6,14 @@ import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+
+if TYPE_CHECKING:
+    from dni_runtime.documents.events import Event
 
 
 @click.command()
@@ -50,24 +53,25 @@ def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json:
     Example:
       dnictl events -f
     """
+    from dni_runtime.documents.events import parse_event
     from dni_runtime.lines import LineReader, offset_of_last
 
     its = chosen_run(run, runs)
     path = its.directory.events
-    reader = LineReader(path, offset=0 if tail is None else offset_of_last(path, tail))
+    reader = LineReader(path, parse_event, offset=0 if tail is None else offset_of_last(path, tail))
     limit = tail
     for _ in its.states():  # the state first, to miss nothing that is written before the end
         new = reader.new()
         if limit is not None:
             new, limit = iter(deque(new, maxlen=limit)), None
         for event in new:
-            click.echo(json.dumps(event, ensure_ascii=False) if as_json else _line(event))
+            click.echo(json.dumps(event.to_dict(), ensure_ascii=False) if as_json else _line(event))
         if not follow:
             return
 
 
-def _line(event: dict[str, Any]) -> str:
+def _line(event: Event) -> str:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
     hidden = ("time", "event", "module")
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
-    rest = [f"{k}={v}" for k, v in event.items() if k not in hidden and v is not None]
-    return "  ".join([stamp, str(event.get("event")), str(event.get("module", "-")), *rest])
+    rest = [f"{k}={v}" for k, v in event.to_dict().items() if k not in hidden and v is not None]
+    return "  ".join([stamp, event.event, event.module or "-", *rest])

@@ -82,8 +82,8 @@ def logs(
       dnictl logs -f
       dnictl logs --tail 20 bottom
     """
-    from dni_runtime.launch.state import RunState
-    from dni_runtime.reports import Report
+    from dni_runtime.documents.reports import Report
+    from dni_runtime.documents.state import RunState
 
     run, modules = _whose(names, runs)
     write = _json_line if as_json else _printer(modules)

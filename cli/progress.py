@@ -15,9 +15,10 @@ from dnictl.show import chain_line, duration, evaluation, modules_table, number
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from dni_runtime.documents.metrics import Evaluation
+    from dni_runtime.documents.state import RunState
     from dni_runtime.launch.figures import RunFigures
     from dni_runtime.launch.run import Run
-    from dni_runtime.launch.state import RunState
 
 _LIVE_S = 0.5
 _PLAIN_S = 1.0
@@ -102,23 +103,23 @@ class PlainLines:
             click.echo(f"{figures.run}: {figures.state}{why}", err=True)
         evaluations = figures.evaluations
         if self._seen is None:  # shown by an earlier attempt
-            earlier = [one["time"] for one in evaluations if one["attempt"] < figures.attempt]
+            earlier = [one.time for one in evaluations if one.attempt < figures.attempt]
             self._seen = max(earlier, default=0.0)
         for one in evaluations:
-            if one["time"] > self._seen:
-                self._seen = one["time"]
+            if one.time > self._seen:
+                self._seen = one.time
                 click.echo(self._line(one, figures, newest=one is evaluations[-1]), err=True)
-        if figures.test is not None and figures.test["time"] > self._seen:
-            self._seen = figures.test["time"]
+        if figures.test is not None and figures.test.time > self._seen:
+            self._seen = figures.test.time
             click.echo(f"test: {', '.join(evaluation(figures.test))}", err=True)
 
-    def _line(self, one: dict[str, float], figures: RunFigures, *, newest: bool) -> str:
+    def _line(self, one: Evaluation, figures: RunFigures, *, newest: bool) -> str:
         parts = evaluation(one)
         if newest and figures.samples_per_s is not None:
             parts.append(f"{number(figures.samples_per_s)} samples/s")
         if newest and figures.eta_s:
             parts.append(f"{duration(figures.eta_s)} left")
-        return f"epoch {one['epoch']}/{figures.epochs}: {', '.join(parts)}"
+        return f"epoch {one.epoch}/{figures.epochs}: {', '.join(parts)}"
 
 
 def _picture(figures: RunFigures) -> RenderableType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,8 @@ def ps(runs: Path, as_json: bool) -> None:
 
     rows: list[dict[str, Any]] = []
     for its, its_state in runs_in(runs):
-        figures = asdict(MetricsReader(its.record, evaluations=1).read(its_state))
-        hidden = ("modules", "evaluations")
-        rows.append({key: value for key, value in figures.items() if key not in hidden})
+        figures = MetricsReader(its.record, evaluations=1).read(its_state)
+        rows.append(figures.model_dump(exclude={"modules", "evaluations"}))
     if as_json:
         print_json(rows)
         return
@@ -81,7 +79,7 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     record = chosen_run(run, runs).record
     figures = (MetricsReader(record) if as_json else MetricsReader(record, evaluations=1)).read()
     if as_json:
-        print_json(asdict(figures))
+        print_json(figures.model_dump())
         return
     from rich.console import Console
 
@@ -103,8 +101,8 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
         if module.diverged:
             found = module.diverged
             click.echo(
-                f"{module.module}: {found['what']} is not finite at batch {found['batch']} "
-                f"({found['times']} times so far)",
+                f"{module.module}: {found.what} is not finite at batch {found.batch} "
+                f"({found.times} times so far)",
                 err=True,
             )
         if module.warning:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from dni_runtime.documents.metrics import Evaluation
     from dni_runtime.launch.figures import ModuleFigures, RunFigures
 
 _WIDE = 400
@@ -145,7 +146,8 @@ def _row(module: ModuleFigures, accuracy: float | None) -> list[RenderableType]:
 
 
 def _loss_diverged(module: ModuleFigures) -> bool:
-    return module.loss is None and (module.diverged or {}).get("what") == "the loss"
+    found = module.diverged
+    return module.loss is None and found is not None and found.what == "the loss"
 
 
 def waits(waiting: Mapping[str, float]) -> str:
@@ -156,11 +158,11 @@ def waits(waiting: Mapping[str, float]) -> str:
     return f"{reason} {percent(waiting[reason], 0)}"
 
 
-def evaluation(one: Mapping[str, float | None]) -> list[str]:
+def evaluation(one: Evaluation) -> list[str]:
     """Return an evaluation's loss and, if it has one, accuracy."""
-    parts = [f"loss {number(one.get('loss'))}"]
-    if one.get("accuracy") is not None:
-        parts.insert(0, f"accuracy {percent(one['accuracy'])}")
+    parts = [f"loss {number(one.loss)}"]
+    if one.accuracy is not None:
+        parts.insert(0, f"accuracy {percent(one.accuracy)}")
     return parts
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Generic, TypeVar
+
+Parsed = TypeVar("Parsed")
+Parse = Callable[[bytes], Parsed | None]
+"""Turns a line into what it says; None if it is damaged."""
 
 _BLOCK_BYTES = 1 << 20
 _STEP_BACK_BYTES = 1 << 13
@@ -46,26 +49,24 @@ class NewLines:
                 yield line
 
 
-class LineReader:
-    """The JSON lines that are added to a file, each once; damaged lines are skipped.
+class LineReader(Generic[Parsed]):
+    """What is added to a file of lines, each line once; damaged lines are skipped.
 
     Args:
         path: The file, which may not exist yet.
+        parse: Parses a line.
         offset: Byte offset to start at; a line must begin there.
-        without: Skip lines that contain this.
     """
 
-    def __init__(self, path: Path, *, offset: int = 0, without: bytes | None = None) -> None:
+    def __init__(self, path: Path, parse: Parse[Parsed], *, offset: int = 0) -> None:
         self._lines = NewLines(path, offset=offset)
-        self._without = without
+        self._parse = parse
 
-    def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the documents added since the last call."""
+    def new(self) -> Iterator[Parsed]:
+        """Yield what was added since the last call."""
         for line in self._lines.read():
-            if self._without is None or self._without not in line:
-                document = _parse(line)
-                if document is not None:
-                    yield document
+            if (parsed := self._parse(line)) is not None:
+                yield parsed
 
 
 def offset_of_last(
@@ -95,13 +96,13 @@ def offset_of_last(
 
 
 def last_line(
-    path: Path, mark: bytes, *, before: int | None = None, within: int | None = None
-) -> dict[str, Any] | None:
-    """Return the last complete JSON line that contains ``mark``, or None.
+    path: Path, parse: Parse[Parsed], *, before: int | None = None, within: int | None = None
+) -> Parsed | None:
+    """Return the last complete line that can be parsed, or None.
 
     Args:
         path: The file, which may not exist.
-        mark: Bytes to look for.
+        parse: Parses a line.
         before: Search only before this offset.
         within: Search only this many bytes back from there.
     """
@@ -115,13 +116,13 @@ def last_line(
             rest, *lines = (file.read(end - start) + rest).split(b"\n")
             end = start
             for line in (*reversed(lines), *([rest] if start == 0 else [])):
-                if mark in line and (document := _parse(line)) is not None:
-                    return document
+                if (parsed := parse(line)) is not None:
+                    return parsed
     return None
 
 
-def offset_where(path: Path, reached: Callable[[dict[str, Any]], bool]) -> int:
-    """Return the offset of the first JSON line for which ``reached`` holds, by binary search.
+def offset_where(path: Path, parse: Parse[Parsed], reached: Callable[[Parsed], bool]) -> int:
+    """Return the offset of the first line for which ``reached`` holds, by binary search.
 
     ``reached`` must hold for all later lines, too.
 
@@ -133,8 +134,8 @@ def offset_where(path: Path, reached: Callable[[dict[str, Any]], bool]) -> int:
         high = file.seek(0, os.SEEK_END)
         while low < high:
             middle = (low + high) // 2
-            document = _line_after(file, middle)
-            if document is None or reached(document):
+            parsed = _line_after(file, middle, parse)
+            if parsed is None or reached(parsed):
                 high = middle
             else:
                 low = middle + 1
@@ -161,18 +162,10 @@ def _next_line(file: BinaryIO, offset: int) -> int:
     return file.tell()
 
 
-def _line_after(file: BinaryIO, offset: int) -> dict[str, Any] | None:
-    """Return the first complete JSON line that begins at or after an offset."""
+def _line_after(file: BinaryIO, offset: int, parse: Parse[Parsed]) -> Parsed | None:
+    """Return the first complete line that begins at or after an offset."""
     _next_line(file, offset)
     for line in file:
-        if line.endswith(b"\n") and (document := _parse(line)) is not None:
-            return document
+        if line.endswith(b"\n") and (parsed := parse(line)) is not None:
+            return parsed
     return None
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        document = json.loads(line)
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None

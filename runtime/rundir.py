@@ -60,9 +60,6 @@ FOLDERS = (
 WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
 """Folders that workers write to; nothing in them is executed or decides what is executed."""
 
-COMING = ("restarting", "starting", "connecting")
-"""Module states in ``state.json`` before the module's links are open."""
-
 _RESTART = "restart-"
 _IN_PLACE_BYTES = 256
 

@@ -32,13 +32,15 @@ import yaml
 from safetensors.torch import load_file
 
 from dni_runtime.cuts import complete_cuts
+from dni_runtime.documents.metrics import EpochLine, TrainLine, read_metrics
+from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.reports import Report
+from dni_runtime.documents.state import RunState, process_birth
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.job import JobRecord
-from dni_runtime.launch.state import RunState, process_birth
-from dni_runtime.rundir import read_json, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PAUSE = """\
@@ -229,7 +231,7 @@ def wait_until_all_train(record: Record) -> None:
 
 def kill(record: Record, name: str) -> str | None:
     """Kill a module's worker, if there is one just now."""
-    job = JobRecord.read(record.run)
+    job = JobRecord.load(record.run.job)
     if job is not None and job.job is not None:
         step = commands.step_ids(job.job).get(name)
         if step is not None:
@@ -244,10 +246,10 @@ def kill(record: Record, name: str) -> str | None:
 
 def resources(record: Record) -> dict[str, float]:
     """What the run takes now: resident memory of its processes, and its directory, in MiB."""
-    state = read_json(record.run.state) or {}
-    pids = {name: (read_json(record.run.worker(name)) or {}).get("pid") for name in record.modules}
+    pids = {name: Report.read(record.run.worker(name)).pid for name in record.modules}
+    supervisor = RunState.peek(record.run).pid
     found: dict[str, float] = {}
-    for name, pid in {**pids, "supervisor": state.get("pid")}.items():
+    for name, pid in {**pids, "supervisor": supervisor}.items():
         with contextlib.suppress(OSError, TypeError):
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             found[name] = pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
@@ -286,19 +288,19 @@ def weights(record: Record) -> list[str]:
 
 def counted(record: Record, name: str) -> dict[int, int]:
     """Batches that a module has acknowledged, by epoch."""
-    lines = read_lines(record.run.metrics(name))
-    return {line["epoch"]: line["batches"] for line in lines if line["kind"] == "epoch"}
+    lines = read_metrics(record.run.metrics(name), EpochLine)
+    return {line.epoch: line.batches for line in lines}
 
 
 def restart_times_s(record: Record) -> list[float]:
     """From the end of a worker to the next one that runs, kills in between included."""
     ended: dict[str, float] = {}
     times = []
-    for event in read_lines(record.run.events):
-        if event["event"] == "worker_ended" and event["state"] == "failed":
-            ended.setdefault(event["module"], event["time"])
-        elif event["event"] == "worker_running" and event["module"] in ended:
-            times.append(event["time"] - ended.pop(event["module"]))
+    for event in Run(record).events():
+        if event.event == "worker_ended" and event.state == "failed":
+            ended.setdefault(str(event.module), event.time)
+        elif event.event == "worker_running" and event.module in ended:
+            times.append(event.time - ended.pop(event.module))
     return times
 
 
@@ -308,15 +310,9 @@ def median_s(times_s: list[float]) -> float | None:
 
 def pace(record: Record, name: str, since: float, until: float) -> float:
     """Samples a second of new batches, by the lines of metrics that lie in between."""
-    lines = read_lines(record.run.metrics(name))
-    within = [
-        line
-        for line in lines
-        if line["kind"] == "train" and since <= line["time"] - line["interval_s"] / 2 < until
-    ]
-    return float(sum(line["samples_per_s"] * line["interval_s"] for line in within)) / (
-        until - since
-    )
+    lines = read_metrics(record.run.metrics(name), TrainLine)
+    within = [line for line in lines if since <= line.time - line.interval_s / 2 < until]
+    return sum((line.samples_per_s or 0) * line.interval_s for line in within) / (until - since)
 
 
 if __name__ == "__main__":

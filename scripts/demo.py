@@ -22,7 +22,8 @@ from dni_runtime.core.chain import Backprop
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.documents.metrics import EvaluationLine, read_metrics
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, load_chain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,8 +115,8 @@ def main() -> None:
     dnictl("up", path, "--backend", "apptainer", "--images", OUT / "images", "--runs", runs)
     run = RunDir(Path(json.loads(dnictl("status", "--runs", runs, "--json"))["path"]))
     tail = chain.modules[-1].name
-    lines = [line for line in read_lines(run.metrics(tail)) if line["kind"] == "eval"]
-    curve = [100 * line["accuracy"] for line in lines]
+    lines = read_metrics(run.metrics(tail), EvaluationLine)
+    curve = [100 * (line.accuracy or 0.0) for line in lines if line.kind == "eval"]
     trained = time.monotonic()
     say("training the same network by plain backpropagation")
     torch.set_num_threads(1)

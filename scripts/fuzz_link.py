@@ -28,10 +28,13 @@ from typing import Any
 
 import zmq
 
+from dni_runtime.documents.metrics import TrainLine, read_metrics
+from dni_runtime.documents.reports import Endpoint
 from dni_runtime.errors import WireError
+from dni_runtime.launch.records import Record
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.handshake import Hello, compare
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import ID_LIMIT, Kind, Mark, Message, TensorEntry, decode, encode
 
@@ -78,13 +81,13 @@ def main() -> None:
 
 def attack(run: RunDir, options: argparse.Namespace) -> dict[str, Any]:
     """Send the messages, between quiet phases."""
-    while not newest(run):
+    while not any(read_metrics(run.metrics("top"), TrainLine)):
         time.sleep(0.2)
     time.sleep(options.seconds)
     before, start = paces(run, options), newest(run)
     choice = random.Random(options.seed)
     pool = mutations(run, choice)
-    address = (read_json(run.endpoint("top")) or {})["address"]
+    address = str(Endpoint.read(run.endpoint("top")).address)
     began, context = time.monotonic(), zmq.Context()
     strangers = [context.socket(zmq.DEALER) for _ in range(CONNECTIONS)]
     for stranger in strangers:
@@ -92,7 +95,7 @@ def attack(run: RunDir, options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.messages):
         strangers[number % CONNECTIONS].send_multipart(choice.choice(pool))
         if number % 1_000_000 == 999_999:
-            print(f"{number + 1:,} sent, {newest(run)['memory_bytes'] >> 20} MiB", file=sys.stderr)
+            print(f"{number + 1:,} sent, {mib(newest(run).memory_bytes)} MiB", file=sys.stderr)
     last = -1
     while refused(newest(run)) > last:  # what is still on its way
         last = refused(newest(run))
@@ -105,30 +108,34 @@ def attack(run: RunDir, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "sent": options.messages,
         "refused": refused(end) - refused(start),
-        "reasons": end["refused"],
+        "reasons": end.refused,
         "messages_per_s": round(options.messages / took_s),
-        "batches_during": during["step"] - start["step"],
+        "batches_during": during.step - start.step,
         "batches_per_s_before": before,
         "batches_per_s_after": after,
         "after_over_before": round(statistics.median(after) / statistics.median(before), 3),
         "memory_mib": {
-            "before": start["memory_bytes"] >> 20,
-            "during": during["memory_bytes"] >> 20,
-            "after": end["memory_bytes"] >> 20,
-            "peak": end["memory_peak_bytes"] >> 20,
+            "before": mib(start.memory_bytes),
+            "during": mib(during.memory_bytes),
+            "after": mib(end.memory_bytes),
+            "peak": mib(end.memory_peak_bytes),
         },
-        "restarts": end["attempt"] - 1,
+        "restarts": end.attempt - 1,
     }
 
 
-def newest(run: RunDir) -> dict[str, Any]:
-    """The attacked module's newest figures; empty before the first."""
-    lines = [one for one in read_lines(run.metrics("top")) if one["kind"] == "train"]
-    return lines[-1] if lines else {}
+def newest(run: RunDir) -> TrainLine:
+    """The attacked module's newest figures."""
+    *_, line = read_metrics(run.metrics("top"), TrainLine)
+    return line
 
 
-def refused(line: dict[str, Any]) -> int:
-    return sum(line["refused"].values())
+def refused(line: TrainLine) -> int:
+    return sum(line.refused.values())
+
+
+def mib(size_bytes: int | None) -> int:
+    return (size_bytes or 0) >> 20
 
 
 def paces(run: RunDir, options: argparse.Namespace) -> list[float]:
@@ -138,14 +145,14 @@ def paces(run: RunDir, options: argparse.Namespace) -> list[float]:
         first = newest(run)
         time.sleep(options.seconds)
         last = newest(run)
-        found.append(round((last["step"] - first["step"]) / (last["time"] - first["time"]), 1))
+        found.append(round((last.step - first.step) / (last.time - first.time), 1))
     return found
 
 
 def mutations(run: RunDir, choice: random.Random) -> list[Frames]:
     """Messages that the link must refuse."""
     spec = WorkerSpec.from_json(run.spec("top").read_bytes())
-    name = str((read_json(run.record) or {})["run"])
+    name = Record.read(run.root).name
     contract = LinkContract.of(spec, spec.sources[0])
     bases = valid(contract, name)
     pool: list[Frames] = []

@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.launch.run import Run
 
 CHAIN = """\
 name: raced
@@ -41,8 +41,8 @@ def main() -> None:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="dni-race-", dir=Path.home()))
     folder.mkdir(exist_ok=True)
     (folder / "chain.yaml").write_text(CHAIN)
-    run = RunDir(folder / "run")
-    up = [*DNICTL, "up", "chain.yaml", "--backend", "process", "--run-dir", str(run.root)]
+    run = folder / "run"
+    up = [*DNICTL, "up", "chain.yaml", "--backend", "process", "--run-dir", str(run)]
     subprocess.run(["timeout", "-s", "TERM", "8", *up], cwd=folder, stdout=subprocess.DEVNULL)
     outcomes, words, owners = Counter[str](), Counter[str](), Counter[str]()
     for number in range(options.rounds):
@@ -51,7 +51,7 @@ def main() -> None:
             f"touch {folder}/ready.{number}.$(hostname);"
             f" until [ $(ls {folder}/ready.{number}.* | wc -l) -eq 2 ]; do :; done;"
             f" timeout --preserve-status -s TERM {options.seconds}"
-            f" {sys.executable} -m dnictl resume {run.root}"
+            f" {sys.executable} -m dnictl resume {run}"
             f" >/dev/null 2>{folder}/said.$(hostname); code=$?; echo $(hostname) $code"
         )
         srun = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--mem=1G", "--quiet"]
@@ -64,11 +64,11 @@ def main() -> None:
         for host, code in ended.items():
             if int(code) == REFUSED:
                 said = (folder / f"said.{host}").read_text().splitlines()[0]
-                words[said.partition(" belongs to ")[0].replace(run.root.name, "RUN")] += 1
+                words[said.partition(" belongs to ")[0].replace(run.name, "RUN")] += 1
             else:
                 owners[host] += 1
         print(f"{number + 1}: {ended}", file=sys.stderr)
-    starts = [e for e in read_lines(run.events) if e["event"] == "run_started"]
+    starts = [one for one in Run.open(run).events() if one.event == "run_started"]
     print(json.dumps({
         "rounds": options.rounds,
         "one_owner_each_time": set(outcomes) == {str(sorted([STOPPED, REFUSED]))},

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from dni_runtime.documents.metrics import TrainLine, parse_train, read_metrics
+from dni_runtime.documents.state import RunState
 from dni_runtime.errors import StoppedError, WorkerError
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.journal import failure
@@ -22,10 +23,9 @@ from dni_runtime.launch.processes import LocalStarter
 from dni_runtime.launch.records import create_run
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.start import Launch
-from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import LineReader
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 
 WAITS = ("input", "window", "gradient")
 """Reasons why a worker waits: a batch from upstream, room in its window, a true gradient."""
@@ -163,26 +163,26 @@ def measure_chain(
         raise error
     if watch.end is None or watch.begin is None:
         raise StoppedError("the chain was stopped before its pace was known")
-    return read_pace(run, prepared.modules, watch.begin["time"], watch.end["time"])
+    return read_pace(run, prepared.modules, watch.begin.time, watch.end.time)
 
 
 class Watch:
     """Reader of the tail's reports; ``done`` returns True once, when enough is measured."""
 
     def __init__(self, path: Path, bounds: Bounds, fill: int) -> None:
-        self._reader = LineReader(path)
+        self._reader = LineReader(path, parse_train)
         self._bounds = bounds
         self._fill = fill
         self._patience = time.monotonic() + _PATIENCE_S + bounds.warmup_s + bounds.seconds
-        self._first: dict[str, Any] | None = None
-        self.begin: dict[str, Any] | None = None
-        self.end: dict[str, Any] | None = None
+        self._first: TrainLine | None = None
+        self.begin: TrainLine | None = None
+        self.end: TrainLine | None = None
 
     def done(self) -> bool:
         if self.end is not None:
             return False
         for line in self._reader.new():
-            if line["kind"] == "train" and self._take(line):
+            if self._take(line):
                 return True
         if time.monotonic() > self._patience:
             raise WorkerError(
@@ -191,18 +191,18 @@ class Watch:
             )
         return False
 
-    def _take(self, line: dict[str, Any]) -> bool:
+    def _take(self, line: TrainLine) -> bool:
         bounds = self._bounds
         if self._first is None:
             self._first = line
         if self.begin is None:
-            since_s = line["time"] - self._first["time"]
-            filled = line["step"] - self._first["step"] >= self._fill
+            since_s = line.time - self._first.time
+            filled = line.step - self._first.step >= self._fill
             if since_s >= bounds.warmup_s and filled:
                 self.begin = line
             return False
-        enough = bounds.batches is not None and line["step"] - self.begin["step"] >= bounds.batches
-        if line["time"] - self.begin["time"] >= bounds.seconds or enough:
+        enough = bounds.batches is not None and line.step - self.begin.step >= bounds.batches
+        if line.time - self.begin.time >= bounds.seconds or enough:
             self.end = line
         return self.end is not None
 
@@ -221,13 +221,13 @@ def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -
     """
     paces = []
     for module in modules:
-        lines = [line for line in read_lines(run.metrics(module)) if line["kind"] == "train"]
+        lines = list(read_metrics(run.metrics(module), TrainLine))
         # Each worker reports about once a second, but not at the same time as the others.
         first, last = (
-            min(lines, key=lambda line: abs(line["time"] - moment), default=None)
+            min(lines, key=lambda line: abs(line.time - moment), default=None)
             for moment in (since, until)
         )
-        if first is None or last is None or last["step"] <= first["step"]:
+        if first is None or last is None or last.step <= first.step:
             raise WorkerError(f"module {module!r} has reported too rarely: measure for longer")
         paces.append(module_pace(module, lines, first, last))
     tail = paces[-1]
@@ -243,7 +243,7 @@ def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -
 
 
 def module_pace(
-    module: str, lines: Sequence[dict[str, Any]], first: dict[str, Any], last: dict[str, Any]
+    module: str, lines: Sequence[TrainLine], first: TrainLine, last: TrainLine
 ) -> ModulePace:
     """Return a worker's pace between two of its reports.
 
@@ -253,21 +253,19 @@ def module_pace(
         first: One of them.
         last: A later one.
     """
-    seconds = last["time"] - first["time"]
-    batches = last["step"] - first["step"]
-    cpu_s = last["cpu_s"] - first["cpu_s"]
+    seconds = last.time - first.time
+    batches = last.step - first.step
+    cpu_s = last.cpu_s - first.cpu_s
     lags = [
-        line["lag"]
-        for line in lines
-        if first["time"] < line["time"] <= last["time"] and line["lag"] is not None
+        line.lag for line in lines if first.time < line.time <= last.time and line.lag is not None
     ]
     waited = {
-        reason: last["waiting_s"].get(reason, 0.0) - first["waiting_s"].get(reason, 0.0)
+        reason: last.waiting_s.get(reason, 0.0) - first.waiting_s.get(reason, 0.0)
         for reason in WAITS
     }
     return ModulePace(
         module=module,
-        samples_per_s=(last["samples"] - first["samples"]) / seconds,
+        samples_per_s=(last.samples - first.samples) / seconds,
         batch_s=seconds / batches,
         cpu_s=cpu_s / batches,
         cores=cpu_s / seconds,

@@ -13,11 +13,13 @@ import yaml
 
 from dni_runtime.core.source import NetworkSpec, build_network
 from dni_runtime.data import describe, with_defaults
+from dni_runtime.documents.metrics import TRAIN, parse_train
+from dni_runtime.documents.reports import Report
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.records import Record
-from dni_runtime.reports import Report
-from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
+from dni_runtime.lines import LineReader, offset_of_last
+from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import load_chain, naming_file, parse_chain
 from dni_runtime.spec.replicas import replicas_of
@@ -126,7 +128,7 @@ def balance_run(record: Record, balance: Balance = "time", links: str = "fast") 
     chain = chain.model_copy(update={"data": chain.data.at(record.data)})
     replicas = replicas_of(record.modules)
     return _proposed(
-        Path((read_json(run.record) or {})["chain_file"]), text, chain, run.sources,
+        record.chain_file, text, chain, run.sources,
         balance=balance, links=links,
         measured=[_batch_seconds(run, workers) for workers in replicas.values()],
         hosts=[Report.read(run.worker(workers[0])).host for workers in replicas.values()],
@@ -196,12 +198,12 @@ def batch_seconds(run: RunDir, module: str) -> float | None:
     Returns:
         The median over the newest seconds; None if it has measured nothing.
     """
-    lines = deque(
-        (one for one in read_lines(run.metrics(module)) if one.get("kind") == "train"), _LINES
-    )
+    path = run.metrics(module)
+    offset = offset_of_last(path, _LINES, TRAIN)
+    lines = deque(LineReader(path, parse_train, offset=offset).new(), _LINES)
     found = [
-        max(1 - sum(line["waiting"].values()), 0.0) / line["batches_per_s"]
+        max(1 - sum(line.waiting.values()), 0.0) / line.batches_per_s
         for line in lines
-        if line["batches_per_s"]
+        if line.batches_per_s
     ]
     return statistics.median(found) if found else None

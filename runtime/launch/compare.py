@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.metrics import rises
 from dni_runtime.core.replication import STRATEGIES
+from dni_runtime.documents.metrics import EvaluationLine, StartLine, read_metrics
 from dni_runtime.errors import DataError, SpecError, UsageError
 from dni_runtime.launch.figures import newest_train
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import REFERENCE
-from dni_runtime.rundir import read_lines
 from dni_runtime.spec import ChainSpec, Choice
 from dni_runtime.spec.load import parse_choice, suggestion
 
@@ -236,19 +236,17 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
     """
     reference = method == REFERENCE
     head, tail = (REFERENCE,) * 2 if reference else (record.modules[0], record.modules[-1])
-    starts = (line for line in read_lines(record.run.metrics(head)) if line["kind"] == "start")
-    first = next(starts, None)
-    written = list(read_lines(record.run.metrics(tail)))
-    lines = [line for line in written if line["kind"] == "eval"]
-    tests = [_number(line[metric.name]) for line in written if line["kind"] == "test"]
+    first = next(read_metrics(record.run.metrics(head), StartLine), None)
+    written = list(read_metrics(record.run.metrics(tail), EvaluationLine))
+    lines = [line for line in written if line.kind == "eval"]
+    tests = [_number(line, metric) for line in written if line.kind == "test"]
     if first is None or not lines:
         raise DataError(f"run {str(record.run.root)!r} has not been evaluated")
     points = tuple(
-        Point(line["epoch"], line["time"] - first["time"], _number(line[metric.name]))
-        for line in lines
+        Point(line.epoch, line.time - first.time, _number(line, metric)) for line in lines
     )
-    newest = newest_train(record.run, tail) or {}
-    samples = lines[-1]["trained"] if reference else newest.get("samples", 0)
+    newest = newest_train(record.run, tail)
+    samples = lines[-1].trained or (newest.samples if newest else 0)
     return Trial(
         method,
         seed,
@@ -259,8 +257,9 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
     )
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def _number(line: EvaluationLine, metric: Compared) -> float:
+    value = line.figures.get(metric.name)
+    return math.nan if value is None else value
 
 
 def default_target(trials: Sequence[Trial], metric: Compared) -> float | None:

@@ -10,8 +10,6 @@ from dni_runtime.launch.figures import RunFigures
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NO_METRIC = {"time", "attempt", "epoch", "step", "samples", "trained"}
-
 
 def draw_curves(figures: RunFigures) -> Figure:
     """Draw the loss and each metric of a run's evaluations by epoch.
@@ -26,11 +24,12 @@ def draw_curves(figures: RunFigures) -> Figure:
             "a figure needs the package 'matplotlib'", hint="pip install 'dni-runtime[plot]'"
         ) from None
     evaluations = figures.evaluations
-    names = [name for name in (evaluations[-1] if evaluations else {}) if name not in _NO_METRIC]
+    names = list(evaluations[-1].figures if evaluations else {})
     figure = Figure(figsize=(4.0 * max(len(names), 1), 3.0), layout="constrained")
     for number, name in enumerate(names, 1):
         axes = figure.add_subplot(1, len(names), number)
-        points = [(one["epoch"], one[name]) for one in evaluations if one.get(name) is not None]
+        found = [(one.epoch, one.figures.get(name)) for one in evaluations]
+        points = [(epoch, value) for epoch, value in found if value is not None]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
         axes.set(xlabel="epoch", ylabel=name)
         axes.grid(alpha=0.3)

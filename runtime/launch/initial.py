@@ -11,8 +11,9 @@ from safetensors.torch import save
 
 from dni_runtime.core.layers import tensors_of
 from dni_runtime.cuts import complete_cuts, tensors_file
+from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.rundir import RunDir, read_json, write_atomic
+from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.replicas import replicas_of
@@ -89,12 +90,12 @@ def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored
     """Yield the tensors of a file, or of a run's newest checkpoint, with their names."""
     if path.is_dir():
         run = RunDir(path)
-        modules = (read_json(run.record) or {}).get("modules")
-        cuts = complete_cuts(run, modules) if modules else []
-        if not modules or not cuts:
-            what = "has no complete checkpoint" if modules else "is not a run directory"
+        record = RunRecord.load(run.record)
+        cuts = [] if record is None else complete_cuts(run, record.modules)
+        if record is None or not cuts:
+            what = "is not a run directory" if record is None else "has no complete checkpoint"
             raise SpecError(f"{str(path)!r} {what}", location=at)
-        for module, workers in replicas_of(modules).items():
+        for module, workers in replicas_of(record.modules).items():
             file = tensors_file(run.checkpoint(cuts[-1], workers[0]))
             for key, shape in _header(file, at):
                 if key.startswith(_LAYERS):

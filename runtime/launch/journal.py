@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dni_runtime.documents.events import Event, EventKind
+from dni_runtime.documents.reports import Report
+from dni_runtime.documents.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.errors import DivergedError, DniError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
-from dni_runtime.launch.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.lines import last_lines
-from dni_runtime.reports import Report
 from dni_runtime.rundir import RunDir, append_line, write_json
 
 _log = logging.getLogger(__name__)
@@ -66,14 +67,15 @@ class Journal:
                 self._silent = True
                 raise
 
-    def event(self, event: str, **details: Any) -> None:
-        """Add a line to the run's events."""
-        _log.info("%s %s", event, details)
+    def event(self, event: EventKind, **fields: Any) -> None:
+        """Add a line to the run's events; the fields are those of ``Event``."""
+        _log.info("%s %s", event, fields)
         self.check()
         if self._silent:
             return
         with self._tolerating_a_full_disk():
-            append_line(self._run.events, {"time": time.time(), "event": event, **details})
+            line = Event(time=time.time(), event=event, **fields)
+            append_line(self._run.events, line.to_dict())
 
     def damaged(self, problem: str) -> None:
         """Record that a checkpoint is damaged and an older one is used."""

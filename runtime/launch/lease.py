@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
+from dni_runtime.documents.state import process_birth
 from dni_runtime.errors import DataError, UsageError, WorkerError
-from dni_runtime.launch.state import process_birth
 from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
 
 SILENCE_S = 60.0

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from socket import gethostname
 
+from dni_runtime.documents.reports import ENDED, Report
+from dni_runtime.documents.state import ModuleState, RunState, process_birth
 from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerError
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.state import ModuleState, RunState, process_birth
-from dni_runtime.reports import ENDED, Report
 from dni_runtime.rundir import RunDir, peek_json, written_lately
 from dni_runtime.spec import ChainSpec, WorkerSpec
 

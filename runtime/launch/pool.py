@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 
 from dni_runtime.cuts import newest_cut
+from dni_runtime.documents.reports import Control, Report, Wanted
+from dni_runtime.documents.state import process_birth, shell_status
 from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
-from dni_runtime.launch.state import process_birth, shell_status
-from dni_runtime.reports import Control, Report, Wanted
 from dni_runtime.rundir import RunDir
 
 TICK_S = 0.2

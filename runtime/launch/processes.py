@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from dni_runtime.documents.state import ModuleState, lives
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.state import ModuleState, lives
 
 Mode = Literal["exec", "watch", "send"]
 

@@ -10,24 +10,20 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from dni_runtime import __version__
 from dni_runtime.cuts import FORMAT as CHECKPOINT_FORMAT
 from dni_runtime.cuts import READABLE
+from dni_runtime.documents.records import FORMAT, Made, RunRecord, Versions
 from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.launch.prepare import Prepared
-from dni_runtime.rundir import RunDir, read_json, write_atomic, write_json
+from dni_runtime.rundir import RunDir, write_atomic, write_json
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.replicas import modules_of
 from dni_runtime.spec.worker import WorkerSpec
-
-FORMAT = 1
-"""The format of run directories."""
 
 
 def new_run_id(chain: str) -> str:
@@ -88,74 +84,42 @@ def create_run(
     write_json(run.chain, prepared.chain.model_dump(mode="json"))
     from dni_runtime.wire import PROTOCOL_VERSION  # numpy: only to create a run
 
-    write_json(
-        run.record,
-        {
-            "format": FORMAT,
-            "run": run.root.name,
-            "chain": prepared.chain.name,
-            "modules": [worker.module for worker in prepared.replicas],
-            "backend": backend,
-            "scheduler": scheduler,
-            "hosts": list(hosts),
-            "created": time.time(),
-            "chain_file": str(prepared.path.absolute()),
-            "data": None if prepared.data is None else str(prepared.data),
-            "carried": None if prepared.carried is None else str(prepared.carried.record.run.root),
-            "images": {name: str(path) for name, path in (images or {}).items()},
-            "epochs": prepared.chain.epochs,
-            "batches_per_epoch": prepared.batches_per_epoch,
-            "total_steps": prepared.total_steps,
-            "user": getpass.getuser(),
-            "host": socket.gethostname(),
-            "versions": {
-                "dni_runtime": __version__,
-                "python": platform.python_version(),
-                "protocol": PROTOCOL_VERSION,
-                "checkpoint": CHECKPOINT_FORMAT,
-            },
-        },
-    )
+    RunRecord(
+        run=run.root.name,
+        chain=prepared.chain.name,
+        modules=tuple(worker.module for worker in prepared.replicas),
+        backend=backend,
+        scheduler=scheduler,
+        hosts=tuple(hosts),
+        created=time.time(),
+        chain_file=prepared.path.absolute(),
+        data=prepared.data,
+        carried=None if prepared.carried is None else prepared.carried.record.run.root,
+        images=dict(images or {}),
+        epochs=prepared.chain.epochs,
+        batches_per_epoch=prepared.batches_per_epoch,
+        total_steps=prepared.total_steps,
+        user=getpass.getuser(),
+        host=socket.gethostname(),
+        versions=Versions(
+            dni_runtime=__version__,
+            python=platform.python_version(),
+            protocol=PROTOCOL_VERSION,
+            checkpoint=CHECKPOINT_FORMAT,
+        ),
+    ).write(run.record)
     return run
 
 
-@dataclass(frozen=True)
-class Record:
-    """The content of ``run.json``.
+class Record(RunRecord):
+    """A run, as it was started."""
 
-    Attributes:
-        run: The run directory.
-        name: The run's name.
-        chain: The chain's name.
-        modules: The workers, head first: the modules, and several for those with replicas.
-        backend: Backend of the workers.
-        created: Unix time of its creation.
-        data: Folder or file of the head's data, or None.
-        images: Image of each module, for containers.
-        epochs: Epochs requested.
-        batches_per_epoch: Training batches in one epoch, if known.
-        total_steps: Training batches in the whole run, if known.
-        version: The version of this package that created it.
-        checkpoint: The format of its first checkpoints; None if an earlier version created it.
-        scheduler: What starts the workers (``launch/schedulers.py``).
-        hosts: Their hosts, if the user named them.
-    """
+    _run: RunDir = PrivateAttr()
 
-    run: RunDir
-    name: str
-    chain: str
-    modules: tuple[str, ...]
-    backend: str
-    created: float
-    data: Path | None
-    images: dict[str, Path]
-    epochs: int
-    batches_per_epoch: int | None
-    total_steps: int | None
-    version: str = __version__
-    checkpoint: int | None = CHECKPOINT_FORMAT
-    scheduler: str = "local"
-    hosts: tuple[str, ...] = ()
+    @property
+    def run(self) -> RunDir:
+        """The run directory."""
+        return self._run
 
     @classmethod
     def read(cls, root: Path) -> Record:
@@ -165,38 +129,22 @@ class Record:
             DataError: There is no run, or its record has another format or is malformed.
         """
         run = RunDir(root.absolute())
-        document: dict[str, Any] | None = read_json(run.record)
-        if document is None:
+        made = Made.load(run.record)
+        if made is None:
             raise DataError(f"{str(root)!r} is not a run directory: it has no run.json")
-        try:
-            versions = document.get("versions", {})
-            version = versions.get("dni_runtime", "unknown")
-            if document.get("format", FORMAT) != FORMAT:
-                raise DataError(
-                    f"{str(root)!r} is a run of dni-runtime {version}, in format "
-                    f"{document['format']!r}; this is {__version__}, which reads format {FORMAT}",
-                    hint=f"use dni-runtime {version} for it",
-                )
-            return cls(
-                run=run,
-                name=document["run"],
-                chain=document["chain"],
-                modules=tuple(document["modules"]),
-                backend=document["backend"],
-                created=document["created"],
-                data=None if document["data"] is None else Path(document["data"]),
-                images={name: Path(path) for name, path in document["images"].items()},
-                epochs=document["epochs"],
-                batches_per_epoch=document["batches_per_epoch"],
-                total_steps=document["total_steps"],
-                version=version,
-                checkpoint=versions.get("checkpoint"),
-                # earlier versions did not name it
-                scheduler=document.get("scheduler", "slurm" if run.job.exists() else "local"),
-                hosts=tuple(document.get("hosts", ())),
+        version = made.versions.dni_runtime
+        if made.format != FORMAT:
+            raise DataError(
+                f"{str(root)!r} is a run of dni-runtime {version}, in format "
+                f"{made.format!r}; this is {__version__}, which reads format {FORMAT}",
+                hint=f"use dni-runtime {version} for it",
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{str(run.record)!r} is not a valid run record: {error!r}") from None
+        record = cls.load(run.record)
+        assert record is not None
+        if "scheduler" not in record.model_fields_set and run.job.exists():  # of earlier versions
+            record = record.model_copy(update={"scheduler": "slurm"})
+        record._run = run
+        return record
 
     def specs(self) -> tuple[ChainSpec, tuple[WorkerSpec, ...]]:
         """Return the chain and the modules' specs, as of the run's creation.
@@ -211,8 +159,8 @@ class Record:
             ]
         except (OSError, ValidationError) as error:
             raise DataError(
-                f"the specs in {str(self.run.root)!r}, a run of dni-runtime {self.version}, cannot "
-                f"be read by {__version__}: {error}"
+                f"the specs in {str(self.run.root)!r}, a run of dni-runtime "
+                f"{self.versions.dni_runtime}, cannot be read by {__version__}: {error}"
             ) from None
         return chain, modules_of(workers)
 
@@ -222,16 +170,17 @@ class Record:
         Raises:
             CheckpointError: This version cannot read its checkpoints.
         """
-        if self.checkpoint is not None and self.checkpoint not in READABLE:
+        made, version = self.versions.checkpoint, self.versions.dni_runtime
+        if made is not None and made not in READABLE:
             raise CheckpointError(
-                f"run {self.name!r} was created by dni-runtime {self.version} with checkpoints of "
-                f"format {self.checkpoint}; this is {__version__}, which reads "
+                f"run {self.name!r} was created by dni-runtime {version} with checkpoints of "
+                f"format {made}; this is {__version__}, which reads "
                 f"{' and '.join(map(str, READABLE))}",
-                hint=f"resume with dni-runtime {self.version}, or start a new run with 'dnictl up'",
+                hint=f"resume with dni-runtime {version}, or start a new run with 'dnictl up'",
             )
-        if self.version == __version__:
+        if version == __version__:
             return None
-        return f"created by dni-runtime {self.version}, resumed with {__version__}"
+        return f"created by dni-runtime {version}, resumed with {__version__}"
 
 
 def list_runs(folder: Path) -> list[Record]:

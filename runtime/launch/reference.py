@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from dni_runtime.core.dynamo import postpone_dynamo
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.layers import load_initial
 from dni_runtime.data import DataSource, open_data
+from dni_runtime.documents.metrics import EvaluationLine, MetricsLine, StartLine
 from dni_runtime.errors import WorkerError
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.processes import guarded
@@ -106,11 +108,11 @@ def train_reference(record: Record, threads: int) -> None:
         if tail is not None and tail.selection is not None:
             selection = Selection(record.run, tail.selection, REFERENCE, 0)
 
-        def tell(**values: object) -> None:
+        def tell(line: MetricsLine) -> None:
             head = {"time": time.time(), "module": REFERENCE, "attempt": 1}
-            append_line(record.run.metrics(REFERENCE), head | values)
+            append_line(record.run.metrics(REFERENCE), head | line.to_dict())
 
-        tell(kind="start")
+        tell(StartLine(kind="start"))
         for epoch in range(1, chain.epochs + 1):
             for x, y_BY in source.train_batches(epoch):
                 reference.train_batch(x, y_BY)
@@ -122,14 +124,14 @@ def train_reference(record: Record, threads: int) -> None:
                 reference.end_epoch()
             last = epoch == chain.epochs or step == chain.steps
             if last or (chain.eval_every and epoch % chain.eval_every == 0):
-                place = {"epoch": epoch, "step": step, "trained": samples}
+                place: dict[str, Any] = {"epoch": epoch, "step": step, "trained": samples}
                 result = evaluate(reference.predict, source.eval_batches(), workers[-1])
-                tell(kind="eval", **place, **result)
+                tell(EvaluationLine(kind="eval", **place | result))
                 if selection is not None:
                     selection.checkpoint(step)
                     last = selection.evaluated(result, epoch) or last
                 if last and source.has_test:
                     result = evaluate(reference.predict, source.test_batches(), workers[-1])
-                    tell(kind="test", **place, **result)
+                    tell(EvaluationLine(kind="test", **place | result))
             if last:
                 break

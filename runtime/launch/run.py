@@ -9,15 +9,17 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import check_cut, newest_cut
+from dni_runtime.documents.events import Event, parse_event
+from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DataError, DniError, UsageError
 from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.records import Record, find_run, list_runs
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
-from dni_runtime.launch.slurm.job import JobRecord
-from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import read_json, read_lines, write_json
+from dni_runtime.lines import LineReader
+from dni_runtime.rundir import read_json, write_json
 from dni_runtime.spec.replicas import replicas_of
 
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
@@ -67,7 +69,7 @@ class Run(Checkpointed):
     @property
     def job(self) -> JobRecord | None:
         """Its Slurm job, or None."""
-        return JobRecord.read(self.directory)
+        return JobRecord.load(self.directory.job)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -120,9 +122,9 @@ class Run(Checkpointed):
 
         return draw_curves(self.status())
 
-    def events(self) -> Iterator[dict[str, object]]:
+    def events(self) -> Iterator[Event]:
         """What has happened in it, oldest first."""
-        return read_lines(self.directory.events)
+        return LineReader(self.directory.events, parse_event).new()
 
     def wait(
         self, timeout_s: float | None = None, observe: Callable[[RunState], None] | None = None

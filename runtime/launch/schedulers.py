@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.mpi import Mpi
 from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
@@ -15,7 +16,6 @@ from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm.scheduler import Slurm
 from dni_runtime.launch.ssh import Ssh
-from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 

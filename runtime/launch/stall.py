@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dni_runtime.reports import ENDED, Report
+from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.spec.named import module_of
 
 SLOW = 20

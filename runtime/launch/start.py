@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from dni_runtime.documents.reports import ENDED
+from dni_runtime.documents.state import ModuleState, RunState, lives
 from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.child import kill_session
@@ -23,10 +25,8 @@ from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.runtime_files import remove_runtime_files
 from dni_runtime.launch.schedulers import SCHEDULERS
 from dni_runtime.launch.slurm.commands import own_job
-from dni_runtime.launch.state import ModuleState, RunState, lives
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import last_lines
-from dni_runtime.reports import ENDED
 from dni_runtime.rundir import RunDir, socket_path, write_json
 
 _DETACH_TIMEOUT_S = 60.0

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.cuts import remove_temporaries
+from dni_runtime.documents.reports import Report
+from dni_runtime.documents.state import COMING, ModuleState, RunState
 from dni_runtime.errors import DniError
 from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
@@ -21,10 +23,8 @@ from dni_runtime.launch.pool import LEAVE_S, TICK_S, WorkerPool
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Backoff
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
-from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.watchdog import Watchdog
-from dni_runtime.reports import Report
-from dni_runtime.rundir import COMING, RunDir, peek_json
+from dni_runtime.rundir import RunDir, peek_json
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
 _SILENT_S = 30.0  # without a report of a worker, which writes one every few seconds
@@ -211,7 +211,7 @@ class Supervisor:
         if self._reported.get((name, "diverged")) != diverged:
             self._reported[name, "diverged"] = diverged
             if diverged is not None:
-                self._journal.event("worker_diverged", module=name, **diverged)
+                self._journal.event("worker_diverged", module=name, **diverged.to_dict())
         if self._reported.get((name, "warning")) != warning:
             self._reported[name, "warning"] = warning
             if warning is not None:

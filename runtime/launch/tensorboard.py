@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dni_runtime.documents.metrics import EvaluationLine, MetricsLine, TrainLine, parse_line
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch.records import Record
 from dni_runtime.lines import LineReader
@@ -38,27 +39,24 @@ TRAIN_TAGS = {
 }
 """Tags of the fields of ``train`` lines (docs/metrics.md)."""
 
-_HEAD = frozenset(
-    {"time", "module", "attempt", "kind", "id", "epoch", "step", "samples", "trained", "batches"}
-)
 _FRAME = struct.Struct("<QI")
 _CRC_BYTES = 4
 
 
-def scalars(line: Mapping[str, Any], *, early: bool) -> dict[str, float]:
+def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
     """The points of one line of metrics, by tag; what is null has none.
 
     Args:
         line: The line.
         early: Whether its module is not the tail, so that evaluations are of an early head.
     """
-    kind = line.get("kind")
-    if kind in ("eval", "test"):
-        prefix = f"{kind}/" if not early else "head/" if kind == "eval" else "head/test_"
-        found = {f"{prefix}{name}": line[name] for name in line if name not in _HEAD}
-    else:
-        found = {tag: line.get(name) for name, tag in TRAIN_TAGS.items()}
-        found |= {f"waiting/{reason}": share for reason, share in line.get("waiting", {}).items()}
+    found: dict[str, float | None] = {}
+    if isinstance(line, EvaluationLine):
+        prefix = f"{line.kind}/" if not early else "head/" if line.kind == "eval" else "head/test_"
+        found = {f"{prefix}{name}": value for name, value in line.figures.items()}
+    elif isinstance(line, TrainLine):
+        found = {tag: getattr(line, name) for name, tag in TRAIN_TAGS.items()}
+        found |= {f"waiting/{reason}": share for reason, share in line.waiting.items()}
     return {tag: float(value) for tag, value in found.items() if value is not None}
 
 
@@ -128,7 +126,7 @@ class _EventFile:
         self._path = folder / FILE
         self._proto = proto
         self._early = early
-        self._reader = LineReader(metrics)
+        self._reader = LineReader(metrics, parse_line)
         self._size = -1
         self._attempt: int | None = None
 
@@ -152,12 +150,12 @@ class _EventFile:
             end_bytes = end
             if event.HasField("summary"):
                 done, last_time = done + 1, event.wall_time
-        self._reader, self._attempt = LineReader(self._metrics), None
+        self._reader, self._attempt = LineReader(self._metrics, parse_line), None
         line = None
         for line in islice(self._reader.new(), done):
-            self._attempt = line.get("attempt")
-        if done and (line is None or _time_of(line) != last_time):
-            self._reader, self._attempt = LineReader(self._metrics), None
+            self._attempt = line.attempt
+        if done and (line is None or line.time != last_time):
+            self._reader, self._attempt = LineReader(self._metrics, parse_line), None
             end_bytes = 0  # of another run with the same name
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch()
@@ -168,14 +166,14 @@ class _EventFile:
                 self._proto.writer(file).write(first.SerializeToString())
         self._size = _size_of(self._path)
 
-    def _write(self, file: BinaryIO, lines: Iterable[dict[str, Any]]) -> int:
+    def _write(self, file: BinaryIO, lines: Iterable[MetricsLine]) -> int:
         writer, count = self._proto.writer(file), 0
         for line in lines:
             count += 1
-            when, step = _time_of(line), int(line.get("step", 0))
-            if line.get("attempt") != self._attempt:
+            when, step = line.time, line.step
+            if line.attempt != self._attempt:
                 # A resumed run goes over some ground again: what was there is taken back.
-                self._attempt = line.get("attempt")
+                self._attempt = line.attempt
                 event = self._proto.event(wall_time=when, step=step)
                 event.session_log.status = self._proto.start
                 writer.write(event.SerializeToString())
@@ -201,10 +199,6 @@ class _EventFile:
                     return
                 end += len(head) + len(body)
                 yield end, self._proto.event.FromString(body[:size])
-
-
-def _time_of(line: Mapping[str, Any]) -> float:
-    return float(line.get("time", 0))
 
 
 def _size_of(path: Path) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dni_runtime.documents.reports import Report
+from dni_runtime.documents.state import RunPhase
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.stall import Stall, StallRule
-from dni_runtime.launch.state import RunPhase
-from dni_runtime.reports import Report
 
 
 @dataclass

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dni_runtime.core.finite import finite
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.documents.reports import Diverged
 from dni_runtime.errors import DivergedError
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.metrics import MetricsWriter
@@ -116,7 +117,7 @@ class Divergence:
         """
         self._times += 1
         if self._times & (self._times - 1) == 0:  # 1, 2, 4, 8, …: these become events
-            self._metrics.diverged = {"batch": id, "what": what, "times": self._times}
+            self._metrics.diverged = Diverged(batch=id, what=what, times=self._times)
         if not mended and (self._policy == "stop" or (lasting and self.skips)):
             raise DivergedError(
                 f"module {self._step.spec.module!r} has diverged: {what} is not finite at batch "

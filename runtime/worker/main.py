@@ -19,6 +19,8 @@ from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.cuts import remove_temporaries
 from dni_runtime.data import open_data
+from dni_runtime.documents.records import RunRecord
+from dni_runtime.documents.reports import Report
 from dni_runtime.errors import (
     CheckpointError,
     DataError,
@@ -28,8 +30,7 @@ from dni_runtime.errors import (
 )
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
-from dni_runtime.reports import Report
-from dni_runtime.rundir import RunDir, hash_name, read_json, socket_folder
+from dni_runtime.rundir import RunDir, hash_name, socket_folder
 from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.worker import checkpoint
@@ -214,9 +215,10 @@ def _serve(
     device = choose_device(spec)
     step = ModuleStep(spec, device)
     torch.set_rng_state(step.random_state)
-    record = read_json(run.record) or {}
+    record = RunRecord.load(run.record)
     # A manual start has no record: the modules are those that were served here.
-    chain = record.get("modules") or sorted(f.stem for f in run.worker("x").parent.glob("*.json"))
+    served = (file.stem for file in run.worker("x").parent.glob("*.json"))
+    chain = sorted(served) if record is None else list(record.modules)
     start, ledger = begin(
         options.resume, spec, run, step, chain, attempt=options.attempt, first=options.first
     )
@@ -230,7 +232,7 @@ def _serve(
     input: Join | None = None
     output: Fanout | None = None
     exchange: Exchange | None = None
-    name = str(record.get("run", options.run.name))
+    name = options.run.name if record is None else record.name
     again = start.again
     neighbours = Neighbours(spec, run, address=options.connect, again=again, stop=stop)
     try:

@@ -14,16 +14,24 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from dni_runtime.core.counters import Mean, StepCounters
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.documents.metrics import (
+    EpochLine,
+    Evaluation,
+    EvaluationLine,
+    MetricsLine,
+    StartLine,
+    TrainLine,
+)
+from dni_runtime.documents.reports import Diverged, Report, WorkerPhase
 from dni_runtime.errors import CheckpointError, DniError
 from dni_runtime.link import LinkCounters
-from dni_runtime.reports import Report, WorkerPhase
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.device import Copies, Fetched
@@ -75,7 +83,7 @@ class MetricsWriter:
     doing: str = "start"
     error: str | None = None
     warning: str | None = None
-    diverged: dict[str, Any] | None = None
+    diverged: Diverged | None = None
     report: ReportWriter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,10 +98,10 @@ class MetricsWriter:
         self._exit_code: int | None = None
         self._replayed = 0
         self._file = MetricsFile(self.run, self.spec.module)
-        self._lines: deque[tuple[dict[str, Any], _Means | None]] = deque()
+        self._lines: deque[tuple[MetricsLine, _Means | None]] = deque()
         self._loss = Mean()
         self._fill, self._fills = 0.0, 0
-        self._evaluation: dict[str, Any] | None = None
+        self._evaluation: Evaluation | None = None
         self._last = self._reading(StepCounters())
 
     def warn(self, error: CheckpointError | str) -> None:
@@ -108,13 +116,15 @@ class MetricsWriter:
     def started(self) -> None:
         """Write one line about the start, and measure rates and shares from here on."""
         self._last = self._reading(StepCounters())
-        self._append(
+        line = StartLine(
+            **self._head(),
             kind="start",
             began=self.began,
             import_s=round(self._imported_at - self.began, 4),
             load_s=round(self.loaded_at - self._imported_at, 4),
             connect_s=round(time.time() - self.loaded_at, 4),
         )
+        self._append(line)
 
     def set_state(self, state: WorkerPhase, error: BaseException | None = None) -> None:
         """Report a state: starting, connecting, running, stopping, finished, stopped or failed.
@@ -179,8 +189,8 @@ class MetricsWriter:
                 "synthesizer_error": counters.error.take(),
                 "synthesizer_cosine": counters.cosine.take(),
             }
-            self._append(
-                _Means.of(means, copies),
+            line = TrainLine(
+                **self._head(),
                 kind="train",
                 interval_s=round(took, 4),
                 batches_per_s=round((now.step - then.step) / took, 3),
@@ -213,13 +223,14 @@ class MetricsWriter:
                 duplicates=links.duplicates,
                 gaps=links.gaps,
             )
+            self._append(line, _Means.of(means, copies))
             counters.lag_max, self._fill, self._fills = 0, 0.0, 0
         self._due = time.monotonic() + INTERVAL_S
         self.report.check()
 
     def epoch_ended(self, epoch: int, batches: int) -> None:
         """Write one line about a training epoch: its batches, each counted once."""
-        self._append(kind="epoch", epoch=epoch, batches=batches)
+        self._append(EpochLine(**self._head() | {"epoch": epoch}, kind="epoch", batches=batches))
 
     def evaluated(self, result: dict[str, float], samples: int, *, test: bool = False) -> None:
         """Write one line about an evaluation, of the chain (tail) or of an early head.
@@ -229,11 +240,12 @@ class MetricsWriter:
             samples: Number of its samples.
             test: Whether these were the test set's.
         """
-        progress = self.progress
-        figures = {key: _finite(value) for key, value in result.items()}
-        self._append(kind="test" if test else "eval", samples=samples, **figures)
+        kind: Literal["eval", "test"] = "test" if test else "eval"
+        figures: dict[str, Any] = {key: _finite(value) for key, value in result.items()}
+        line = EvaluationLine(**self._head() | {"samples": samples}, kind=kind, **figures)
+        self._append(line)
         if not test:
-            self._evaluation = {"epoch": progress.epoch, "step": progress.step, **figures}
+            self._evaluation = Evaluation(epoch=line.epoch, step=line.step, **figures)
 
     def _reading(self, counters: StepCounters) -> _Reading:
         return _Reading(
@@ -251,9 +263,12 @@ class MetricsWriter:
         at = self.progress
         return {"id": at.id, "epoch": at.epoch, "step": at.step, "samples": at.samples}
 
-    def _append(self, means: _Means | None = None, /, **values: Any) -> None:
+    def _head(self) -> dict[str, Any]:
         head = {"time": time.time(), "module": self.spec.module, "attempt": self.attempt}
-        self._lines.append((head | self._position() | values, means))
+        return head | self._position()
+
+    def _append(self, line: MetricsLine, means: _Means | None = None) -> None:
+        self._lines.append((line, means))
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
@@ -265,7 +280,7 @@ class MetricsWriter:
         while self._lines and (wait or (means := self._lines[0][1]) is None or means.fetched.here):
             line, means = self._lines.popleft()
             try:
-                self._file.append(line if means is None else line | means.values())
+                self._file.append(line if means is None else line.model_copy(update=means.values()))
             except OSError as error:
                 self._complain(error)
 
@@ -372,7 +387,7 @@ class _Reading(NamedTuple):
     waiting_s: dict[str, float]
 
 
-def _memory() -> dict[str, int]:
+def _memory() -> dict[str, Any]:
     """Return the resident memory of this process, proc_pid_statm(5), and its peak, getrusage(2)."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     try:

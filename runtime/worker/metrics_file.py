@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
+from dni_runtime.documents.metrics import MetricsLine, parse_train
 from dni_runtime.lines import last_line
 from dni_runtime.rundir import RunDir, append_line
 
@@ -21,9 +21,6 @@ FULL_BYTES = 8 << 20
 
 KEPT_S = 60.0
 """Seconds between ``train`` lines in the learning curve beyond that."""
-
-TRAIN = b'"kind":"train"'
-"""Part of each line about training, as ``append_line`` writes it."""
 
 
 class MetricsFile:
@@ -40,7 +37,7 @@ class MetricsFile:
         self._recent_bytes = 0
         self._due_s = 0.0
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: MetricsLine) -> None:
         """Add a line.
 
         Raises:
@@ -48,19 +45,19 @@ class MetricsFile:
         """
         if self._whole_bytes is None:
             self._whole_bytes = self._go_on()
-        train, full = line["kind"] == "train", self._whole_bytes >= FULL_BYTES
+        train, full = line.kind == "train", self._whole_bytes >= FULL_BYTES
         if not (train and full) or time.monotonic() >= self._due_s:
-            self._whole_bytes = append_line(self._whole, line)
+            self._whole_bytes = append_line(self._whole, line.to_dict())
             if train:
                 self._due_s = time.monotonic() + KEPT_S
         if full:
             if train and self._recent_bytes >= FULL_BYTES:  # so that the new file has a train line
                 os.replace(self._recent, self._recent.with_name(f"{self._recent.name}.1"))
-            self._recent_bytes = append_line(self._recent, line)
+            self._recent_bytes = append_line(self._recent, line.to_dict())
 
     def _go_on(self) -> int:
         """Keep the last line of an earlier attempt, as its counters are sums; return the size."""
-        newest, kept = last_line(self._recent, TRAIN), last_line(self._whole, TRAIN)
-        if newest is not None and (kept is None or kept["time"] < newest["time"]):
-            append_line(self._whole, newest)
+        newest, kept = last_line(self._recent, parse_train), last_line(self._whole, parse_train)
+        if newest is not None and (kept is None or kept.time < newest.time):
+            append_line(self._whole, newest.to_dict())
         return self._whole.stat().st_size if self._whole.exists() else 0

@@ -10,11 +10,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
+from dni_runtime.documents.reports import ENDED, Endpoint, Report
+from dni_runtime.documents.state import COMING, RunState
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
-from dni_runtime.reports import ENDED, Endpoint, Report
-from dni_runtime.rundir import COMING, RunDir, peek_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.join import Join
@@ -195,13 +196,13 @@ class Neighbours:
 
     def expected(self, neighbour: str) -> bool:
         """Whether a supervisor is restarting the neighbour."""
-        state, now_s = peek_json(self._run.state), time.monotonic()
-        if state.get("updated") != self._updated:  # its clock may differ from this host's
-            self._updated, self._updated_s = state.get("updated"), now_s
+        state, now_s = RunState.peek(self._run), time.monotonic()
+        if state.updated != self._updated:  # its clock may differ from this host's
+            self._updated, self._updated_s = state.updated, now_s
         if now_s - self._updated_s > _SUPERVISED_S:
             return False
-        module = (state.get("modules") or {}).get(neighbour) or {}
-        return bool(module.get("restarts")) and module.get("state") in COMING
+        module = state.modules.get(neighbour)
+        return module is not None and bool(module.restarts) and module.state in COMING
 
     def _find(self, target: str) -> tuple[str | None, bytes | None]:
         """Return the address and the key of a module downstream, as far as they are known."""

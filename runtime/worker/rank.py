@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.errors import UsageError
-from dni_runtime.reports import ENDED, Report
 from dni_runtime.rundir import RunDir, peek_json
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.signals import StopRequest

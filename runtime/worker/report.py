@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from dni_runtime.documents.reports import Report
 from dni_runtime.errors import StoppedError
-from dni_runtime.reports import Report
 from dni_runtime.worker.background import repeating
 
 REPORT_S = 1.0

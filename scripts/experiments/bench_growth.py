@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,7 +32,9 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import empty_batch
 from dni_runtime.data import describe
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.documents.metrics import TrainLine, read_metrics
+from dni_runtime.documents.reports import Report
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -118,24 +119,21 @@ class Running:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        while not all(self._report(name).get("state") == "running" for name in self._names):
+        while not all(self._report(name).state == "running" for name in self._names):
             if self._process.poll() is not None or time.monotonic() - began > STARTED_WITHIN_S:
                 self.stop()
                 sys.exit(f"the chain of {len(self._names)} modules does not start")
             time.sleep(0.02)
         self.start_s = time.monotonic() - began
-        self.pids = [int(self._report(name)["pid"]) for name in self._names]
+        self.pids = [self._report(name).pid or 0 for name in self._names]
 
-    def _report(self, name: str) -> dict[str, Any]:
-        return read_json(self.run.worker(name)) or {}
+    def _report(self, name: str) -> Report:
+        return Report.read(self.run.worker(name))
 
     def batches(self, name: str, since: float, until: float) -> float:
         """Training batches that a module did between two points of Unix time, interpolated."""
-        points = [
-            (line["time"], line["step"])
-            for line in read_lines(self.run.metrics(name))
-            if line.get("kind") == "train"
-        ]
+        lines = read_metrics(self.run.metrics(name), TrainLine)
+        points = [(line.time, line.step) for line in lines]
 
         def at(moment: float) -> float:
             for (t0, s0), (t1, s1) in itertools.pairwise(points):

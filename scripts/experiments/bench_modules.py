@@ -47,6 +47,7 @@ import torch
 
 from dni_runtime.core.dynamo import postpone_dynamo
 from dni_runtime.cuts import complete_cuts
+from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DniError
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import WorkerPlan
@@ -55,7 +56,6 @@ from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import create_run
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import FOLDERS, write_json
 from dni_runtime.spec import ChainSpec

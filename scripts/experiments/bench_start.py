@@ -33,12 +33,15 @@ from typing import Any
 
 import yaml
 
+from dni_runtime.documents.metrics import StartLine, read_metrics
+from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.reports import Report
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.run import Run
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.job import JobRecord
-from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker.ledger import Counts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +179,7 @@ def measure(
         asked = time.time()
         subprocess.run([*DNICTL, "stop", root], check=True, stdout=sys.stderr)
         stop_s = time.time() - asked
-        job = JobRecord.read(record.run)
+        job = JobRecord.load(record.run.job)
         if job is not None:
             until(lambda: not alive(job.job), "its job is gone")
     figures = started | {"restart_s": restart_s, "stop_s": stop_s, "cpu_s": cpu_s or None}
@@ -196,8 +199,8 @@ def start_times(record: Record, began: float) -> dict[str, float | None]:
 
     until(all_train, "every module trains", record)
     ended = time.time()
-    events = read_lines(record.run.events)
-    launched = {one["module"]: one["time"] for one in events if one["event"] == "worker_started"}
+    events = Run(record).events()
+    launched = {one.module: one.time for one in events if one.event == "worker_started"}
     listens = [record.run.endpoint(name).stat().st_mtime for name in record.modules[1:]]
     parts = [parts_of(record.run, name, launched[name]) for name in record.modules]
     return {
@@ -210,14 +213,14 @@ def start_times(record: Record, began: float) -> dict[str, float | None]:
 
 def parts_of(run: RunDir, module: str, launched: float) -> dict[str, float]:
     """What a worker's start was made of."""
-    line = next(one for one in read_lines(run.metrics(module)) if one["kind"] == "start")
-    return {"launch_s": line["began"] - launched} | {key: line[key] for key in PARTS[1:]}
+    line = next(read_metrics(run.metrics(module), StartLine))
+    return {"launch_s": line.began - launched} | {key: getattr(line, key) for key in PARTS[1:]}
 
 
 def restart_time_s(record: Record, module: str) -> float:
     """From a module's SIGKILL until it trains on."""
-    job = JobRecord.read(record.run)
-    known = read_json(record.run.worker(module)) or {}
+    job = JobRecord.load(record.run.job)
+    known = Report.read(record.run.worker(module))
     began = time.time()
     if job is None:
         pid = RunState.read(record.run).modules[module].pid
@@ -227,8 +230,7 @@ def restart_time_s(record: Record, module: str) -> float:
         commands.signal_steps([commands.step_ids(str(job.job))[module]], "KILL")
 
     def again() -> bool:
-        report = read_json(record.run.worker(module)) or {}
-        return bool(report.get("attempt") != known.get("attempt"))
+        return Report.read(record.run.worker(module)).attempt != known.attempt
 
     until(again, f"{module} is restarted", record)
     before = steps(record.run, module)
@@ -260,13 +262,13 @@ def pids(record: Record) -> list[int]:
     """The workers whose process ids count here: those that are not in a container."""
     found = []
     for name in record.modules:
-        pid = (read_json(record.run.worker(name)) or {}).get("pid")
+        pid = Report.read(record.run.worker(name)).pid
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if name.encode() in words and str(record.run.root).encode() in words:
-            found.append(int(pid))
+        if pid and name.encode() in words and str(record.run.root).encode() in words:
+            found.append(pid)
     return found
 
 

@@ -30,7 +30,9 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.documents.metrics import TrainLine, read_metrics
+from dni_runtime.documents.reports import Endpoint
+from dni_runtime.rundir import RunDir
 
 CHAIN = """\
 name: attacked
@@ -148,17 +150,16 @@ class Pace(NamedTuple):
 
 def pace(run: RunDir, began: float, ended: float) -> Pace:
     """How the tail has trained between two times."""
-    lines = [one for one in read_lines(run.metrics("top")) if one["kind"] == "train"]
-    inside = [one for one in lines if began <= one["time"] <= ended]
-    batches, seconds, cpu_s = (
-        inside[-1][key] - inside[0][key] for key in ("step", "time", "cpu_s")
-    )
-    return Pace(batches / seconds, cpu_s / batches)
+    lines = read_metrics(run.metrics("top"), TrainLine)
+    first, *_, last = (one for one in lines if began <= one.time <= ended)
+    batches = last.step - first.step
+    return Pace(batches / (last.time - first.time), (last.cpu_s - first.cpu_s) / batches)
 
 
-def newest(run: RunDir) -> dict[str, Any]:
+def newest(run: RunDir) -> TrainLine:
     """The tail's newest figures."""
-    return [one for one in read_lines(run.metrics("top")) if one["kind"] == "train"][-1]
+    *_, line = read_metrics(run.metrics("top"), TrainLine)
+    return line
 
 
 def phase(run: RunDir, seconds: float) -> Pace:
@@ -171,14 +172,13 @@ def phase(run: RunDir, seconds: float) -> Pace:
 
 def measure(run: RunDir, name: str, seconds: float) -> tuple[Pace, int]:
     """The pace while strangers attack, and the most descriptors that the tail had open."""
-    endpoint = read_json(run.endpoint("top")) or {}
-    stranger = subprocess.Popen(
-        [sys.executable, __file__, "--attack", name, endpoint["address"], endpoint["public_key"]]
-    )
+    endpoint = Endpoint.read(run.endpoint("top"))
+    where = [str(endpoint.address), str(endpoint.public_key)]
+    stranger = subprocess.Popen([sys.executable, __file__, "--attack", name, *where])
     try:
         time.sleep(1.5)  # it has to import, and to open its connections
         found = phase(run, seconds)
-        files = len(os.listdir(f"/proc/{endpoint['pid']}/fd"))
+        files = len(os.listdir(f"/proc/{endpoint.pid}/fd"))
         if stranger.poll() is not None:
             raise SystemExit(f"the attack {name!r} ended by itself")
     finally:
@@ -197,7 +197,7 @@ def training(folder: Path) -> Iterator[RunDir]:
     subprocess.run([*command, "up", "chain.yaml", *options], cwd=folder, check=True)
     try:
         until = time.monotonic() + 120
-        while not any(one["kind"] == "train" for one in read_lines(run.metrics("top"))):
+        while not any(read_metrics(run.metrics("top"), TrainLine)):
             if time.monotonic() > until:
                 raise SystemExit("the chain does not train")
             time.sleep(0.2)
@@ -230,11 +230,11 @@ def main() -> None:
         training(Path(folder)) as run,
     ):
         time.sleep(2)
-        start = newest(run)["memory_bytes"]
+        start = newest(run).memory_bytes or 0
         quiet = phase(run, options.seconds)
         for number in range(options.rounds):
             for name in names:
-                before = newest(run)["refused"]
+                before = newest(run).refused
                 during, files = measure(run, name, options.seconds)
                 time.sleep(1)
                 after = newest(run)
@@ -243,10 +243,10 @@ def main() -> None:
                 speeds[name].append(during.batches_per_s / fast)
                 costs[name].append(during.cpu_s / statistics.mean((then.cpu_s, quiet.cpu_s)))
                 most[name] = max(most[name], files)
-                memory[name] = (after["memory_bytes"] - start) / 1e6
+                memory[name] = ((after.memory_bytes or 0) - start) / 1e6
                 refused[name] = {
                     reason: count - before.get(reason, 0)
-                    for reason, count in after["refused"].items()
+                    for reason, count in after.refused.items()
                     if count > before.get(reason, 0)
                 }
                 print(f"{number + 1}/{options.rounds} {name}: {speeds[name][-1]:.2f}",

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 import pytest
 
 from dni_runtime.cuts import complete_cuts
+from dni_runtime.documents.state import process_birth
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, find_apptainer
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.state import process_birth
 from dni_runtime.rundir import RunDir
 from tests.conftest import eventually
 

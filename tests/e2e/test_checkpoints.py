@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import dni_runtime
 from dni_runtime.cuts import complete_cuts
-from dni_runtime.launch.state import RunState
+from dni_runtime.documents.state import RunState
 from dni_runtime.rundir import RunDir, read_lines
 from tests.e2e.conftest import Site
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dni_runtime.data import open_data
-from dni_runtime.launch.state import RunState
+from dni_runtime.documents.state import RunState
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataSpec
 from tests.e2e.conftest import PAIR, Site, eventually, figures_of, processes_of

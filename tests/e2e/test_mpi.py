@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.reports import Report
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.reports import Report
 from dni_runtime.rundir import RunDir, read_lines
 from tests.e2e.conftest import FOREVER, Dnictl, Site, eventually, need, processes_of
 

@@ -15,7 +15,7 @@ from dni_runtime import Run
 from dni_runtime.core.replication import mean_of
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import open_data
-from dni_runtime.launch.state import RunState
+from dni_runtime.documents.state import RunState
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.wire import Mark, Mode

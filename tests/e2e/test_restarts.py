@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.figures import ModuleFigures
-from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from tests.e2e.conftest import (
     CHAIN,

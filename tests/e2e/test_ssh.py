@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.documents.state import RunState
 from dni_runtime.image.apptainer import SYSTEM_FOLDERS, Apptainer
-from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import read_json
 from tests.e2e.conftest import (
     FOREVER,

@@ -23,12 +23,12 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import describe, open_data
+from dni_runtime.documents.records import RunRecord
 from dni_runtime.rundir import (
     RunDir,
     read_json,
     read_lines,
     write_atomic,
-    write_json,
 )
 from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.model import SelectionSpec
@@ -92,7 +92,10 @@ class Chain:
         self.names = [worker.module for worker in self.workers]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.run.create()
-        write_json(self.run.record, {"run": "test", "modules": self.names})
+        RunRecord(
+            run="test", chain="c", modules=tuple(self.names), backend="process", epochs=1,
+            created=0.0, chain_file=Path("c.yaml"),
+        ).write(self.run.record)  # fmt: skip
         for worker in self.workers:
             write_atomic(self.run.spec(worker.module), worker.to_json())
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"errors"},
     {"wire", "spec", "rundir", "lines"},
-    {"cuts", "keys", "packing", "reports"},
+    {"cuts", "keys", "packing", "documents"},
     {"link", "core", "data"},
     {"worker"},
     {"image", "split"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -36,16 +37,23 @@ def _of_attempt(attempt: int, line: dict[str, Any]) -> bool:
     return int(line["attempt"]) >= attempt
 
 
-def numbers(reader: LineReader) -> list[int]:
+def parse(text: bytes, mark: bytes = b"") -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(text)) if mark in text else None
+    except ValueError:
+        return None
+
+
+def numbers(reader: LineReader[dict[str, Any]]) -> list[int]:
     return [line["n"] for line in reader.new()]
 
 
 def test_each_line_comes_once(path: Path, block: int) -> None:
-    reader = LineReader(path, without=b'"kind":"eval"')
+    reader = LineReader(path, partial(parse, mark=b'"kind":"train"'))
     assert numbers(reader) == [n for n in range(300) if n % 10]
     assert numbers(reader) == []
     with path.open("ab") as file:
-        file.write(b'{"n": 300')
+        file.write(b'{"n": 300,"kind":"train"')
     assert numbers(reader) == []
     with path.open("ab") as file:
         file.write(b"}\n")
@@ -53,7 +61,7 @@ def test_each_line_comes_once(path: Path, block: int) -> None:
 
 
 def test_lines_that_nobody_took_come_later(path: Path, block: int) -> None:
-    reader = LineReader(path)
+    reader = LineReader(path, parse)
     first = [next(reader.new())["n"] for _ in range(3)]
     assert first + numbers(reader) == list(range(300))
 
@@ -70,15 +78,17 @@ def test_a_file_that_was_emptied_is_read_from_its_beginning(tmp_path: Path) -> N
 def test_the_last_few_are_not_looked_for_everywhere(path: Path) -> None:
     offset = offset_of_last(path, 300, within=1000)
     assert 1000 - 80 < path.stat().st_size - offset <= 1000
-    assert numbers(LineReader(path, offset=offset))[-1] == 299
+    assert numbers(LineReader(path, parse, offset=offset))[-1] == 299
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300, 1000])
 def test_the_last_few(path: Path, block: int, count: int) -> None:
-    found = numbers(LineReader(path, offset=offset_of_last(path, count)))
+    found = numbers(LineReader(path, parse, offset=offset_of_last(path, count)))
     assert found == list(range(300))[300 - len(found) :]
     assert len(found) >= min(count, 300)
-    evaluations = LineReader(path, offset=offset_of_last(path, min(count, 30), b'"kind":"eval"'))
+    evaluations = LineReader(
+        path, parse, offset=offset_of_last(path, min(count, 30), b'"kind":"eval"')
+    )
     assert len([n for n in numbers(evaluations) if n % 10 == 0]) >= min(count, 30)
 
 
@@ -86,13 +96,14 @@ def test_the_last_line_of_a_kind(path: Path, block: int) -> None:
     with path.open("ab") as file:
         file.write(b'{"kind":"eval", damaged\n{"kind":"train","unfinished":')
     for mark, number in ((b'"kind":"train"', 299), (b'"kind":"eval"', 290), (b'"n":0,', 0)):
-        found = last_line(path, mark)
+        found = last_line(path, partial(parse, mark=mark))
         assert found is not None
         assert found["n"] == number
-    assert last_line(path, b"nowhere") is None
-    assert last_line(path, b'"n":0,', within=1000) is None
-    assert last_line(path.with_name("none"), b"x") is None
-    before = last_line(path, b'"kind":"train"', before=offset_where(path, lambda x: x["n"] >= 60))
+    assert last_line(path, partial(parse, mark=b"nowhere")) is None
+    assert last_line(path, partial(parse, mark=b'"n":0,'), within=1000) is None
+    assert last_line(path.with_name("none"), parse) is None
+    end = offset_where(path, parse, lambda x: bool(x["n"] >= 60))
+    before = last_line(path, partial(parse, mark=b'"kind":"train"'), before=end)
     assert before is not None
     assert before["n"] == 59
 
@@ -101,11 +112,11 @@ def test_where_an_attempt_begins(path: Path) -> None:
     content = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*content[:31], b"damaged\n" * 50, *content[31:]]))
     for attempt in range(12):
-        offset = offset_where(path, partial(_of_attempt, attempt))
+        offset = offset_where(path, parse, partial(_of_attempt, attempt))
         expected = list(range(300))[max(attempt - 1, 0) * 30 :]
-        assert numbers(LineReader(path, offset=offset)) == expected
-    assert offset_where(path, lambda line: False) == path.stat().st_size
-    assert offset_where(path.with_name("none"), lambda line: True) == 0
+        assert numbers(LineReader(path, parse, offset=offset)) == expected
+    assert offset_where(path, parse, lambda line: False) == path.stat().st_size
+    assert offset_where(path.with_name("none"), parse, lambda line: True) == 0
 
 
 def test_a_search_reads_little(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +124,7 @@ def test_a_search_reads_little(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with path.open("ab") as file:
         file.write(path.read_bytes() * 200)
     seen = []
-    offset_where(path, lambda line: bool(seen.append(line)))  # type: ignore[func-returns-value]
+    offset_where(path, parse, lambda line: bool(seen.append(line)))  # type: ignore[func-returns-value]
     assert len(seen) <= path.stat().st_size.bit_length()
 
 
@@ -124,3 +135,13 @@ def test_reading_does_not_hold_the_file(path: Path) -> None:
     for reader in readers:
         assert len(list(reader.read())) == 300
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"n": 1}\nnonsense\n{"n": 2}\n{"n": 3')
+    reader = LineReader(path, parse)
+    assert numbers(reader) == [1, 2]
+    with path.open("ab") as file:
+        file.write(b"}\n")
+    assert numbers(reader) == [3]

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.state import RunState
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import Mount
 from dni_runtime.launch.host import infiniband_mounts
@@ -18,13 +20,11 @@ from dni_runtime.launch.planning import plan_again
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.script import JobRequest
 from dni_runtime.launch.slurm.starter import end_steps
 from dni_runtime.launch.slurm.steps import group_option, step_args
 from dni_runtime.launch.slurm.submit import make_request
-from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.profile import ProfileSpec
@@ -83,7 +83,7 @@ def plan_in_allocation(
         UsageError: This process is not in an allocation.
         UnavailableError: The allocation has too few nodes.
     """
-    allocation, job = _own_allocation(settings.run.name), JobRecord.read(RunDir(settings.run))
+    allocation, job = _own_allocation(settings.run.name), JobRecord.load(RunDir(settings.run).job)
     assert job is not None
     count = max(job.nodes) + 1
     if len(allocation.hosts) < count:
@@ -92,7 +92,7 @@ def plan_in_allocation(
             f"{len(allocation.hosts)} ({', '.join(allocation.hosts)})",
             hint="submit it again with more nodes or another placement",
         )
-    profile, mounts = job.site, settings.mounts
+    profile, mounts = job.settings, settings.mounts
     if settings.backend == "apptainer":
         # checked on this node, the first; the nodes of one job are alike
         mounts = (*mounts, *infiniband_mounts(chain.infiniband), *bind_mounts(profile))
@@ -181,7 +181,7 @@ def _as_steps(
     steps = []
     for worker, need, number in zip(plan.workers, needs, job.nodes, strict=True):
         host, group = allocation.hosts[number], allocation.groups[number]
-        options = step_args(need, profile=job.site, any_gpus=any_gpus, group=group)
+        options = step_args(need, profile=job.settings, any_gpus=any_gpus, group=group)
         steps.append(replace(worker, node=host, need=need, scheduler_args=options))
     return tuple(steps)
 

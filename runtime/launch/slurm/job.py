@@ -1,74 +1,18 @@
-"""A run's Slurm job: its request (``job.json``) and its state."""
+"""The state of a run's Slurm job."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from pydantic import ValidationError
-
-from dni_runtime.errors import DataError, UnavailableError
+from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.state import RunState
+from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.slurm.commands import JobInfo, job_infos
-from dni_runtime.launch.state import RunState
-from dni_runtime.rundir import RunDir, read_json, write_json, written_lately
-from dni_runtime.spec.profile import ProfileSpec
+from dni_runtime.rundir import RunDir, written_lately
 
 _FRESH_S = 25.0
 """Age up to which a state is current: the heartbeat of 10 s plus file system caches."""
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """The content of ``job.json``.
-
-    Attributes:
-        job: The job's id, or None before its submission.
-        nodes: The node of each module, head first, from 0.
-        profile: Name of the site profile, or None.
-        settings: Content of the profile when the run was created.
-        log_level: Log level of the workers.
-        submitted: Unix time of the submission.
-    """
-
-    job: str | None
-    nodes: tuple[int, ...]
-    profile: str | None
-    settings: dict[str, Any]
-    log_level: str
-    submitted: float
-
-    def write(self, run: RunDir) -> None:
-        """Write the record to the run directory."""
-        write_json(run.job, {"format": 1, **asdict(self)})
-
-    def with_job(self, job: str) -> JobRecord:
-        """Return the record with another job."""
-        return replace(self, job=job, submitted=time.time())
-
-    @property
-    def site(self) -> ProfileSpec:
-        """The site profile."""
-        return ProfileSpec.model_validate(self.settings)
-
-    @classmethod
-    def read(cls, run: RunDir) -> JobRecord | None:
-        """Return the record of a run's job; None if the run has none.
-
-        Raises:
-            DataError: It was not written by this program.
-        """
-        document = read_json(run.job)
-        if document is None:
-            return None
-        try:
-            document.pop("format")
-            record = cls(**{**document, "nodes": tuple(document["nodes"])})
-            ProfileSpec.model_validate(record.settings)
-        except (KeyError, TypeError, AttributeError, ValidationError) as error:
-            raise DataError(f"{str(run.job)!r} is not a valid job record: {error}") from None
-        return record
 
 
 def describe(runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
@@ -90,7 +34,7 @@ def describe(runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunStat
 
 
 def _job_to_ask_for(run: RunDir, state: RunState) -> str | None:
-    record = JobRecord.read(run)
+    record = JobRecord.load(run.job)
     if record is None or state.phase in ("finished", "failed"):
         return None
     fresh = state.active and written_lately(run.state, state.updated, _FRESH_S)

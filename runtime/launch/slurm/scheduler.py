@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.slurm import commands
-from dni_runtime.launch.slurm.job import JobRecord, describe
+from dni_runtime.launch.slurm.job import describe
 from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.slurm.starter import SlurmStarter
 from dni_runtime.launch.slurm.steps import step_argv
-from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
@@ -56,7 +57,7 @@ class Slurm(Local):
         return describe(runs, states)
 
     def cancel(self, run: RunDir) -> None:
-        record = JobRecord.read(run)
+        record = JobRecord.load(run.job)
         if record is not None and record.job is not None:
             commands.cancel(record.job)
 

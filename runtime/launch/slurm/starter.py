@@ -8,12 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from dni_runtime.documents.state import ModuleState, lives
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.steps import step_argv, step_environment
-from dni_runtime.launch.state import ModuleState, lives
 
 _END_S = 30.0
 

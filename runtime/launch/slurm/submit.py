@@ -6,10 +6,10 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dni_runtime.documents.records import JobRecord
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.placement import (
@@ -23,7 +23,6 @@ from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
-from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.launch.slurm.partitions import place_in_partitions
 from dni_runtime.launch.slurm.script import JobRequest, render_script
 from dni_runtime.rundir import RunDir, write_atomic
@@ -185,8 +184,7 @@ def submit_run(
     run = create_run(
         request.run, prepared, backend=site.backend, images=site.images, scheduler="slurm"
     )
-    record = job_record(request, profile_name, log_level)
-    record.write(run)
+    job_record(request, profile_name, log_level).write(run.job)
     write_atomic(run.script, text, mode=0o700)
     try:
         job = commands.submit(run.script, options)
@@ -196,7 +194,7 @@ def submit_run(
         if not existed:
             shutil.rmtree(run.root)
         raise
-    record.with_job(job).write(run)
+    job_record(request, profile_name, log_level, job).write(run.job)
     return Record.read(run.root), job
 
 
@@ -204,8 +202,14 @@ def job_record(
     request: JobRequest, profile_name: str | None, log_level: str, job: str | None = None
 ) -> JobRecord:
     """Return the record of a job for its run directory."""
-    settings: dict[str, Any] = request.profile.model_dump(mode="json")
-    return JobRecord(job, request.nodes, profile_name, settings, log_level, time.time())
+    return JobRecord(
+        job=job,
+        nodes=request.nodes,
+        profile=profile_name,
+        settings=request.profile,
+        log_level=log_level,
+        submitted=time.time(),
+    )
 
 
 def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -> str:
@@ -218,7 +222,8 @@ def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -
     """
     run.stop_request.unlink(missing_ok=True)
     job = commands.submit(run.script, former=record.job)
-    replace(record, log_level=log_level or record.log_level).with_job(job).write(run)
+    new = {"job": job, "log_level": log_level or record.log_level, "submitted": time.time()}
+    record.model_copy(update=new).write(run.job)
     return job
 
 

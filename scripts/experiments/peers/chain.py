@@ -6,15 +6,22 @@ import contextlib
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dni_runtime.bench import chain as pace
+from dni_runtime.documents.metrics import (
+    EpochLine,
+    EvaluationLine,
+    MetricsLine,
+    StartLine,
+    read_metrics,
+)
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.prepare import Prepared, prepare
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from peers.contenders import CHAINS, Contender
 from peers.networks import LEARNING_RATE, NETWORKS, Layer, Network, data_spec
 from peers.processes import Measured, Timing
@@ -196,7 +203,7 @@ def train_chain(
     (metric,) = spec["metrics"]
 
     def look(_: object) -> None:
-        lines = read_lines(RunDir(root).metrics(prepared.modules[-1]))
+        lines = read_metrics(RunDir(root).metrics(prepared.modules[-1]), MetricsLine)
         if enough(evaluations(list(lines), metric)):
             raise _Enough
 
@@ -208,7 +215,7 @@ def train_chain(
         )
 
 
-def evaluations(lines: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+def evaluations(lines: Sequence[MetricsLine], metric: str) -> list[dict[str, Any]]:
     """A tail's evaluations, with the seconds that it had trained until then.
 
     Its clock runs from the end of one evaluation (at first: from its start) to the end of the
@@ -220,13 +227,13 @@ def evaluations(lines: list[dict[str, Any]], metric: str) -> list[dict[str, Any]
     """
     found, train_s, since = [], 0.0, 0.0
     for line in lines:
-        if line["kind"] == "start":
-            since = line["time"]
-        elif line["kind"] == "epoch":
-            train_s += line["time"] - since
-        elif line["kind"] == "eval":
-            since = line["time"]
-            found.append({"batches": line["step"], "train_s": train_s, metric: line[metric]})
+        if isinstance(line, StartLine):
+            since = line.time
+        elif isinstance(line, EpochLine):
+            train_s += line.time - since
+        elif isinstance(line, EvaluationLine) and line.kind == "eval":
+            since = line.time
+            found.append({"batches": line.step, "train_s": train_s, metric: line.figures[metric]})
     return found
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
-from dni_runtime.launch.state import RunState
 from dnictl.main import main
 
 

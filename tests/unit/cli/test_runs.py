@@ -10,8 +10,8 @@ from safetensors.torch import save
 
 from dni_runtime import __version__
 from dni_runtime.cuts import sealed
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import append_line, read_json, write_json
 from tests.unit.cli.conftest import Dnictl, ended
 

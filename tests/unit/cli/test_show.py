@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dni_runtime.documents.metrics import EvaluationLine
 from dni_runtime.launch.figures import ModuleFigures, RunFigures
 from dnictl.show import chain_line, modules_table, waits
 
@@ -44,16 +45,18 @@ def run_figures(*modules: ModuleFigures, **more: Any) -> RunFigures:
     ],
 )
 def test_the_chain_in_one_line(test: dict[str, float] | None, shown: str) -> None:
-    assert chain_line(run_figures(test=test)) == shown
+    line = None if test is None else EvaluationLine(kind="test", **test)  # type: ignore[arg-type]
+    assert chain_line(run_figures(test=line)) == shown
 
 
 def test_a_wide_row_fits_into_100_columns() -> None:
     busy = ModuleFigures(
-        "lower-half", "stopping", 1, step=1_234_567, samples_per_s=123_456.0, loss=0.001234,
-        head_accuracy=1.0, synthesizer_cosine=-0.0123, lag=14.27, gradients_lost=0.1234,
+        module="lower-half", state="stopping", attempt=1, step=1_234_567,
+        samples_per_s=123_456.0, loss=0.001234, head_accuracy=1.0,
+        synthesizer_cosine=-0.0123, lag=14.27, gradients_lost=0.1234,
         waiting={"gradient": 1.0},
     )  # fmt: skip
-    tail = ModuleFigures("tail", "running", 1, step=3)
+    tail = ModuleFigures(module="tail", state="running", attempt=1, step=3)
     figures = run_figures(busy, tail)
     console = Console(width=100, highlight=False)
     with console.capture() as captured:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dni_runtime.documents.records import JobRecord
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
-from dni_runtime.launch.slurm.job import JobRecord
 from dni_runtime.rundir import read_json, write_json
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
@@ -43,7 +43,7 @@ def test_a_run_between_two_starts_of_its_job(
 ) -> None:
     """It goes on: ``restart`` says that it waits, and ``--follow`` waits for its end."""
     ended(record, "stopped", 75)
-    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    JobRecord(job="7", nodes=(0, 0)).write(record.run.job)
     program("squeue", WAITS)
     program("sacct", "")
     answers = folder / "answers"
@@ -72,7 +72,7 @@ def test_whoever_follows_a_job_that_waits_asks_slurm_seldom(
     command: list[str],
 ) -> None:
     ended(record, "stopped", 75)
-    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    JobRecord(job="7", nodes=(0, 0)).write(record.run.job)
     program("squeue", WAITS)
     program("sacct", "")
     (folder / "answers").write_text("2\n")
@@ -95,7 +95,7 @@ def test_a_job_whose_supervisor_is_silent_is_not_submitted_again(
     for name in record.modules:
         report = {"attempt": 1, "state": "running", "time": time.time()}
         write_json(record.run.worker(name), report)
-    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    JobRecord(job="7", nodes=(0, 0)).write(record.run.job)
     record.run.script.write_text("#!/bin/bash\n")
     program("squeue", "echo '7|RUNNING|None|n1'\n")
     program("sbatch", "echo 8\n")
@@ -112,7 +112,7 @@ def test_ps_asks_slurm_once_for_all_runs(
     prepared = prepare(write_chain())
     for job in "12345":
         run = create_run(folder / "runs" / f"small-{job}", prepared, backend="process")
-        JobRecord(job, (0, 0), None, {}, "info", 0.0).write(run)
+        JobRecord(job=job, nodes=(0, 0)).write(run.job)
     ended(Record.read(folder / "runs" / "small-5"), "finished", 0)
     program("squeue", "echo $0 $@ >>asked\necho '1|PENDING|Priority|'\necho '2|RUNNING|None|n1'\n")
     program("sacct", "echo $0 $@ >>asked\necho '3|TIMEOUT|TimeLimit|n1'\n")
@@ -130,7 +130,7 @@ def test_dry_runs_print_json_where_asked(
     program: Program,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    JobRecord("7", (0, 0), None, {}, "info", 0.0).write(record.run)
+    JobRecord(job="7", nodes=(0, 0)).write(record.run.job)
     record.run.script.write_text("#!/bin/bash\n")
     program("squeue", "echo '7|TIMEOUT|TimeLimit|n1'\n")
     assert dnictl("resume", "--dry-run").out == "#!/bin/bash\n"

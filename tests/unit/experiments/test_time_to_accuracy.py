@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from peers.contenders import Contender
 from peers.slow_link import Line
 from peers.streams import Stream, write_text
 from time_to_accuracy import Bench, Results, Trained, best_peer, table, told
+
+from dni_runtime.documents.metrics import MetricsLine, parse_line
 
 
 def bench(network: str, target: float) -> Bench:
@@ -80,8 +83,10 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
 
 
 def test_the_clock_of_a_chain_stands_while_it_is_evaluated() -> None:
-    def line(kind: str, time: float, **more: Any) -> dict[str, Any]:
-        return {"kind": kind, "time": time, **more}
+    def line(kind: str, time: float, **more: Any) -> MetricsLine:
+        found = parse_line(json.dumps({"kind": kind, "time": time, **more}).encode())
+        assert found is not None
+        return found
 
     lines = [
         line("start", 100.0), line("train", 101.0), line("epoch", 103.0),

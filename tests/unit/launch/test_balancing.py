@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from dni_runtime import Chain
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.balancing import balance_chain, batch_seconds
 from dni_runtime.launch.prepare import importing_from
-from dni_runtime.rundir import RunDir
+from dni_runtime.rundir import RunDir, append_line
 from dni_runtime.spec import Choice, DataInfo, TensorSpec
 from dni_runtime.split.network import cut_again, network_of
 from dni_runtime.split.plan import Request
@@ -136,5 +135,6 @@ def test_the_time_of_a_batch_has_no_waiting_in_it(tmp_path: Path) -> None:
         {"kind": "train", "batches_per_s": 10.0, "waiting": {"input": 0.25, "window": 0.25}},
         {"kind": "train", "batches_per_s": 0.0, "waiting": {}},
     ]
-    run.metrics("a").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for line in lines:
+        append_line(run.metrics("a"), line)
     assert batch_seconds(run, "a") == pytest.approx(0.05)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.state import RunState
-from dni_runtime.lines import LineReader, offset_of_last
 from dni_runtime.rundir import append_line, write_json
 
 
@@ -70,7 +69,7 @@ def test_figures_of_a_run(record: Record, state: RunState) -> None:
     )  # fmt: skip
     figures = MetricsReader(record).read()
     assert (figures.epoch, figures.epochs, figures.accuracy) == (2, 4, 0.8)
-    assert [one["accuracy"] for one in figures.evaluations] == [0.7, 0.8]
+    assert [one.accuracy for one in figures.evaluations] == [0.7, 0.8]
     assert figures.samples_per_s == pytest.approx(128 * 4)
     assert figures.eta_s == pytest.approx((32 - 12) / 4, abs=0.5)
     bottom = figures.modules[0]
@@ -132,7 +131,7 @@ def test_after_a_resume_what_is_said_last_counts(record: Record, state: RunState
         evaluation(record, now, epoch, epoch / 10)
     evaluation(record, now, 2, 0.9, attempt=2)
     figures = MetricsReader(record).read()
-    assert [(one["epoch"], one["accuracy"]) for one in figures.evaluations] == [(1, 0.1), (2, 0.9)]
+    assert [(one.epoch, one.accuracy) for one in figures.evaluations] == [(1, 0.1), (2, 0.9)]
 
 
 def test_the_test_set_has_a_figure_of_its_own(record: Record, state: RunState) -> None:
@@ -144,13 +143,13 @@ def test_the_test_set_has_a_figure_of_its_own(record: Record, state: RunState) -
     figures = reader.read()
     assert (figures.accuracy, len(figures.evaluations)) == (0.8, 1)
     assert figures.test is not None
-    assert (figures.test["accuracy"], figures.test["epoch"]) == (0.7, 3)
+    assert (figures.test.accuracy, figures.test.epoch) == (0.7, 3)
     evaluation(record, now + 2, 2, 0.6, attempt=2)  # resumed from before
     assert reader.read().test is None
     evaluation(record, now + 3, 2, 0.5, attempt=2, kind="test")
     again = reader.read().test
     assert again is not None
-    assert again["accuracy"] == 0.5
+    assert again.accuracy == 0.5
 
 
 def test_an_earlier_attempts_pace_does_not_count(record: Record, state: RunState) -> None:
@@ -223,21 +222,3 @@ def test_a_run_of_a_month_is_read_from_its_end(
         before = _bytes_read()
         reader.read(state)
         assert _bytes_read() - before < 1 << 17
-
-
-def test_damaged_lines_are_passed_over(record: Record) -> None:
-    path = record.run.metrics("top")
-    path.write_bytes(b'{"a": 1}\nnonsense\n[1]\n{"a": 2}\n{"a": 3')
-    reader = LineReader(path)
-    assert [line["a"] for line in reader.new()] == [1, 2]
-    with path.open("ab") as file:
-        file.write(b"}\n")
-    assert [line["a"] for line in reader.new()] == [3]
-
-
-def test_the_end_of_a_long_file(record: Record) -> None:
-    path = record.run.metrics("top")
-    for number in range(50):
-        append_line(path, {"n": number})
-    offset = offset_of_last(path, 3)
-    assert [line["n"] for line in LineReader(path, offset=offset).new()][-3:] == [47, 48, 49]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dni_runtime.core.layers import build_layers, load_initial
+from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.launch.initial import write_initial
 from dni_runtime.launch.prepare import Prepared, prepare
 from dni_runtime.launch.records import create_run
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.rundir import RunDir
 
 CHAIN = """\
 name: fine
@@ -75,7 +75,10 @@ def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "old")
     run.create()
     plain = prepared(tmp_path)
-    write_atomic(run.record, json.dumps({"modules": ["a", "b"]}))
+    RunRecord(
+        run="old", chain="c", modules=("a", "b"), backend="process", epochs=1, created=0.0,
+        chain_file=Path("c.yaml"),
+    ).write(run.record)  # fmt: skip
     for cut, value in ((5, 0.5), (9, 0.9)):
         for worker in plain.workers:
             state = build_layers(worker.layers).state_dict()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DataError, UsageError
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.lease import SILENCE_S, TOKEN_VARIABLE, Lease, LeaseError, Owner
 from dni_runtime.launch.runtime_files import remove_runtime_files
-from dni_runtime.launch.state import RunState
 from dni_runtime.rundir import RunDir, read_lines, socket_path, write_json
 
 TAKER = """\

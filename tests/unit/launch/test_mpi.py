@@ -10,6 +10,7 @@ from socket import gethostname
 
 import pytest
 
+from dni_runtime.documents.reports import Report, WorkerPhase
 from dni_runtime.errors import UsageError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.mpi import Mpi, judge, mpirun_argv
@@ -18,7 +19,6 @@ from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
-from dni_runtime.reports import Report, WorkerPhase
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.documents.state import ModuleState, process_birth
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
-from dni_runtime.launch.state import ModuleState, process_birth
 from tests.conftest import eventually
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]

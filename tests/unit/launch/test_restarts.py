@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DamagedError
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import Backoff, RestartPlan
-from dni_runtime.launch.state import RunState
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import RunDir, write_json
 from tests.unit.launch.test_supervisor import FakeProcess, World, events, states, stubborn

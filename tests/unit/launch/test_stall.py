@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.reports import Report
 from dni_runtime.launch.stall import GAP_S, PATIENT, SLOW, Stall, StallRule
-from dni_runtime.reports import Report
 
 NAMES = ("bottom", "middle", "top")
 STALL_S = 60.0

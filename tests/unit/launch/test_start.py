@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 
+from dni_runtime.documents.state import RunPhase, RunState, process_birth
 from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.local import Local
@@ -19,7 +20,6 @@ from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import SCHEDULERS
 from dni_runtime.launch.start import Launch, end_leftovers, take
-from dni_runtime.launch.state import RunPhase, RunState, process_birth
 from dni_runtime.rundir import RunDir
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.reports import Control, Wanted
+from dni_runtime.documents.state import ModuleState, RunState
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
@@ -20,9 +22,7 @@ from dni_runtime.launch.pool import TICK_S
 from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.state import ModuleState, RunState
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.reports import Control, Wanted
 from dni_runtime.rundir import read_json, read_lines, write_json
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.metrics import parse_line
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.tensorboard import FILE, Board, scalars
@@ -45,24 +47,30 @@ def board(record: Record) -> Board:
     return Board(record, record.run.tensorboard)
 
 
+def shown(line: dict[str, Any], *, early: bool) -> dict[str, float]:
+    parsed = parse_line(json.dumps(line).encode())
+    assert parsed is not None
+    return scalars(parsed, early=early)
+
+
 def test_tags() -> None:
     line = {
         "time": 1.0, "module": "a", "attempt": 1, "kind": "train", "id": 3, "epoch": 1, "step": 2,
         "samples": 128, "interval_s": 1.0, "loss": 0.5, "lag": None, "synthesizer_cosine": 0.75,
         "waiting": {"input": 0.25, "window": 0.5}, "refused": {},
     }  # fmt: skip
-    assert scalars(line, early=True) == {
+    assert shown(line, early=True) == {
         "train/loss": 0.5,
         "synthesizer/cosine": 0.75,
         "waiting/input": 0.25,
         "waiting/window": 0.5,
     }
     line = {"time": 1.0, "kind": "eval", "step": 2, "samples": 9, "loss": None, "accuracy": 0.5}
-    assert scalars(line, early=True) == {"head/accuracy": 0.5}
-    assert scalars(line, early=False) == {"eval/accuracy": 0.5}
-    assert scalars(line | {"kind": "test"}, early=True) == {"head/test_accuracy": 0.5}
-    assert scalars(line | {"kind": "test"}, early=False) == {"test/accuracy": 0.5}
-    assert scalars({"kind": "start", "time": 1.0}, early=False) == {}
+    assert shown(line, early=True) == {"head/accuracy": 0.5}
+    assert shown(line, early=False) == {"eval/accuracy": 0.5}
+    assert shown(line | {"kind": "test"}, early=True) == {"head/test_accuracy": 0.5}
+    assert shown(line | {"kind": "test"}, early=False) == {"test/accuracy": 0.5}
+    assert shown({"kind": "start", "time": 1.0}, early=False) == {}
 
 
 def test_a_folder_per_module(record: Record, board: Board) -> None:

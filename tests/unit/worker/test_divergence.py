@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.documents.reports import Diverged
 from dni_runtime.errors import DivergedError
 from dni_runtime.rundir import RunDir, read_json
 from dni_runtime.worker.device import Copies, Fetched
@@ -58,7 +59,7 @@ def test_a_gradient_that_only_teaches_is_left_out(make: Make, on_nan: str) -> No
     divergence, _, metrics = make(on_nan)
     assert divergence.may_learn(3, GOOD)
     assert not divergence.may_learn(4, BAD)
-    assert metrics.diverged == {"batch": 4, "what": "the gradient from 'b'", "times": 1}
+    assert metrics.diverged == Diverged(batch=4, what="the gradient from 'b'", times=1)
 
 
 def test_a_gradient_that_updates_the_module_stops_it(make: Make) -> None:
@@ -106,7 +107,7 @@ def test_what_happens_again_and_again_is_told_ever_less_often(make: Make) -> Non
     for id in range(1, 1001):
         divergence.may_use(id, "the activation", BAD)
         assert metrics.diverged is not None
-        told.add(metrics.diverged["times"])
+        told.add(metrics.diverged.times)
     assert told == {1 << n for n in range(10)}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dni_runtime.documents.metrics import parse_line
 from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.worker import metrics_file
 from dni_runtime.worker.metrics_file import MetricsFile
@@ -33,8 +35,10 @@ class Metrics:
             self._write("train", attempt)
 
     def _write(self, kind: str, attempt: int) -> None:
-        line = {"time": self.now_s, "kind": kind, "attempt": attempt, "missed": int(self.now_s)}
-        self.file.append(line | {"padding": "x" * 20})
+        line = {"time": self.now_s, "kind": kind, "attempt": attempt, "loss": self.now_s}
+        parsed = parse_line(json.dumps(line | {"module": "x" * 20}).encode())
+        assert parsed is not None
+        self.file.append(parsed)
 
     def evaluate(self, attempt: int = 1) -> None:
         self._write("eval", attempt)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.reports import Endpoint, Report
 from dni_runtime.errors import EncryptionError, UnavailableError
-from dni_runtime.reports import Endpoint, Report
 from dni_runtime.rundir import RunDir, peek_json, write_json
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import neighbours

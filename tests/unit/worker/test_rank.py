@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DataError, ImageError, UsageError
-from dni_runtime.reports import Report
 from dni_runtime.rundir import RunDir, write_atomic, write_json
 from dni_runtime.worker import rank
 from dni_runtime.worker.main import Options, by_rank, load_spec

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from dni_runtime.errors import DataError
+from dni_runtime.documents.state import RunPhase, RunState
 from dni_runtime.launch.slurm.commands import JobInfo
-from dni_runtime.launch.slurm.job import JobRecord, judge
-from dni_runtime.launch.state import RunPhase, RunState
-from dni_runtime.rundir import RunDir
+from dni_runtime.launch.slurm.job import judge
 
 
 @pytest.mark.parametrize(
@@ -44,19 +40,3 @@ def test_together(
     else:
         assert "job 12" in str(state.error)
         assert word in str(state.error)
-
-
-def test_the_record_comes_back(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert JobRecord.read(run) is None
-    record = JobRecord("3", (0, 0, 1), "site", {"account": "a"}, "info", 5.0)
-    record.write(run)
-    assert JobRecord.read(run) == record
-    assert record.site.account == "a"
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"format": 1, "nodes": 3}'])
-def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "job.json").write_text(text)
-    with pytest.raises(DataError, match=r"job\.json"):
-        JobRecord.read(RunDir(tmp_path))

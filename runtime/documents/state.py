@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from dni_runtime.documents.reports import ENDED, Report, WorkerPhase
 from dni_runtime.errors import DataError, StoppedError
-from dni_runtime.reports import ENDED, Report, WorkerPhase
-from dni_runtime.rundir import RunDir, read_json, write_json, written_lately
+from dni_runtime.rundir import RunDir, peek_json, read_json, write_json, written_lately
 
 RunPhase = Literal[
     "new", "queued", "starting", "running", "stalled", "stopping", "unsupervised",
@@ -23,6 +23,9 @@ RunPhase = Literal[
 ACTIVE: frozenset[RunPhase] = frozenset(
     {"queued", "starting", "running", "stalled", "stopping", "unsupervised"}
 )
+COMING = ("restarting", "starting", "connecting")
+"""A worker's phases before its links are open."""
+
 HEARTBEAT_S = 10.0
 _SILENCE_S = 90.0  # attribute caches of shared file systems show changes late
 
@@ -128,6 +131,22 @@ class RunState:
             write_json(run.container.state, document, durable=False)
 
     @classmethod
+    def peek(cls, run: RunDir) -> Self:
+        """Read the state as the supervisor wrote it; a new one if it cannot be read now."""
+        try:
+            return cls._of(peek_json(run.state))
+        except (TypeError, KeyError, AttributeError):
+            return cls()
+
+    @classmethod
+    def _of(cls, document: dict[str, Any]) -> Self:
+        modules = {
+            name: ModuleState(**_known(ModuleState, entry))
+            for name, entry in document["modules"].items()
+        }
+        return cls(**{**_known(cls, document), "modules": modules})
+
+    @classmethod
     def read(cls, run: RunDir) -> Self:
         """Read the state; if the supervisor is gone, derive it from the workers' reports.
 
@@ -138,11 +157,7 @@ class RunState:
         if document is None:
             return cls()
         try:
-            modules = {
-                name: ModuleState(**_known(ModuleState, entry))
-                for name, entry in document["modules"].items()
-            }
-            state = cls(**{**_known(cls, document), "modules": modules})
+            state = cls._of(document)
         except (TypeError, KeyError, AttributeError):
             raise DataError(f"{str(run.state)!r} is not a valid run state") from None
         if state.active and not state._supervised(run):

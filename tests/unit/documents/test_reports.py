@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.reports import Endpoint, Report
+from dni_runtime.documents.reports import Endpoint, Report
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.documents.state import RunState, process_birth, shell_status
 from dni_runtime.errors import DataError
-from dni_runtime.launch.state import RunState, process_birth, shell_status
 from dni_runtime.rundir import RunDir, read_json, write_json
 
 

@@ -1,17 +1,18 @@
 """What a worker tells about itself, and what its supervisor tells it.
 
-One schema for the writer and for all readers. What another version wrote is read as far as it is
-known; a file that is missing, or not readable now, is an empty document (all defaults).
+A file that is missing, or not readable now, is an empty document (all defaults).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
-from dni_runtime.rundir import overwrite_json, peek_json, write_json
+from dni_runtime.documents.base import Document
+from dni_runtime.documents.metrics import Evaluation
+from dni_runtime.rundir import overwrite_json, peek_json
 
 WorkerPhase = Literal[
     "new", "starting", "connecting", "running", "stopping", "restarting",
@@ -21,9 +22,21 @@ Wanted = Literal["run", "stop", "restart"]
 ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed"})  # phases of workers and runs
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class Diverged(Document):
+    """A value that was not finite (``worker/divergence.py``).
 
+    Attributes:
+        batch: Its position in the stream.
+        what: What was not finite.
+        times: How often anything was not finite so far.
+    """
+
+    batch: int
+    what: str
+    times: int
+
+
+class _OfWorker(Document):
     attempt: int = 0
 
     def __bool__(self) -> bool:
@@ -41,16 +54,8 @@ class _Document(BaseModel):
         """Return the document if it is of this attempt, else an empty one."""
         return self if self.attempt == attempt else type(self)()
 
-    def write(self, path: Path, *, durable: bool = True) -> None:
-        """Write the file.
 
-        Raises:
-            OSError: It cannot be written.
-        """
-        write_json(path, self.model_dump(), durable=durable)
-
-
-class Report(_Document):
+class Report(_OfWorker):
     """A worker's report (docs/metrics.md); false if it is empty.
 
     Attributes:
@@ -72,7 +77,7 @@ class Report(_Document):
         error: The error that ended it.
         exit_code: The exit code that follows from it.
         warning: The newest problem that did not end it.
-        diverged: What was not finite (``worker/divergence.py``).
+        diverged: The newest value that was not finite.
     """
 
     module: str = ""
@@ -88,14 +93,14 @@ class Report(_Document):
     doing_s: float = 0.0
     connected: bool | None = None
     in_flight: int = 0
-    evaluation: dict[str, Any] | None = None
+    evaluation: Evaluation | None = None
     error: str | None = None
     exit_code: int | None = None
     warning: str | None = None
-    diverged: dict[str, Any] | None = None
+    diverged: Diverged | None = None
 
 
-class Endpoint(_Document):
+class Endpoint(_OfWorker):
     """Where a worker listens.
 
     Attributes:
@@ -111,14 +116,14 @@ class Endpoint(_Document):
 
     module: str = ""
     address: str | None = None
-    further: dict[str, str] = {}
+    further: dict[str, str] = Field(default_factory=dict)
     public_key: str | None = None
     pid: int | None = None
     host: str | None = None
     time: float = 0.0
 
 
-class Control(_Document):
+class Control(_OfWorker):
     """What the supervisor wants of a worker.
 
     Attributes:

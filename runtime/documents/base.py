@@ -1,0 +1,45 @@
+"""What all documents have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dni_runtime.errors import DataError
+from dni_runtime.rundir import read_json, write_json
+from dni_runtime.spec.load import explain_details
+
+
+class Document(BaseModel):
+    """A document; it does not change."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """Read the file; None if it does not exist.
+
+        Raises:
+            DataError: It is damaged, or was not written by this program.
+        """
+        document = read_json(path)
+        try:
+            return None if document is None else cls.model_validate(document)
+        except ValidationError as error:
+            where, what, _ = explain_details(error, cls)
+            field = ".".join(map(str, where))
+            raise DataError(f"{str(path)!r} is damaged: {field}: {what}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was set, as JSON's types."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    def write(self, path: Path, *, durable: bool = True) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        write_json(path, self.model_dump(mode="json", by_alias=True), durable=durable)

@@ -1,0 +1,76 @@
+"""Events of a run: what its supervisor appends to ``events.jsonl`` (docs/operations.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, SkipValidation, ValidationError
+
+from dni_runtime.documents.base import Document
+
+EventKind = Literal[
+    "run_started", "run_running", "run_adopted", "run_stalled", "run_moves_again", "run_stopping",
+    "run_ended", "worker_started", "worker_running", "worker_ended", "worker_restarting",
+    "worker_killed", "worker_diverged", "worker_warning", "worker_moved", "restart_requested",
+    "checkpoint_damaged", "node_lost",
+]  # fmt: skip
+
+
+class Event(Document):
+    """Something that has happened; an event has the fields of its kind, and is written with these.
+
+    Attributes:
+        time: Unix time, by the supervisor's clock.
+        event: Its kind; that of another version may be unknown.
+        module: The module that it is about.
+        modules: Several of them.
+        attempt: Number of the module's start, or of the run's.
+        backend: Backend of the workers.
+        pid: The worker's process id.
+        state: State at the end of the worker or the run.
+        exit_code: Exit code, as a shell reports it.
+        signal: Name of the signal that killed the worker.
+        delay_s: Seconds until the restart.
+        reason: Why.
+        after_s: Seconds for which the run had stalled.
+        batch: Position in the stream of what was not finite.
+        what: What was not finite.
+        times: How often anything was not finite so far.
+        warning: The worker's warning.
+        error: The supervisor's error.
+        node: The node that is lost.
+        from_: The node of the module until now (``from``).
+        to: Its node from now on.
+    """
+
+    model_config = ConfigDict(extra="allow")  # readers show what they do not know
+
+    time: float = 0.0
+    event: Annotated[EventKind, SkipValidation]
+    module: str | None = None
+    modules: list[str] = Field(default_factory=list)
+    attempt: int | None = None
+    backend: str | None = None
+    pid: int | None = None
+    state: str | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    delay_s: float | None = None
+    reason: str | None = None
+    after_s: float | None = None
+    batch: int | None = None
+    what: str | None = None
+    times: int | None = None
+    warning: str | None = None
+    error: str | None = None
+    node: str | None = None
+    from_: str | None = Field(None, alias="from")
+    to: str | None = None
+
+
+def parse_event(text: bytes) -> Event | None:
+    """Return an event; None if its line is damaged."""
+    try:
+        return Event.model_validate_json(text)
+    except ValidationError:
+        return None
