@@ -1,4 +1,4 @@
-"""Events of a run: what its supervisor appends to ``events.jsonl`` (docs/operations.md)."""
+"""Events of a run, which its supervisor appends to ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -17,31 +17,7 @@ EventKind = Literal[
 
 
 class Event(Document):
-    """Something that has happened; an event has the fields of its kind, and is written with these.
-
-    Attributes:
-        time: Unix time, by the supervisor's clock.
-        event: Its kind; that of another version may be unknown.
-        module: The module that it is about.
-        modules: Several of them.
-        attempt: Number of the module's start, or of the run's.
-        backend: Backend of the workers.
-        pid: The worker's process id.
-        state: State at the end of the worker or the run.
-        exit_code: Exit code, as a shell reports it.
-        signal: Name of the signal that killed the worker.
-        delay_s: Seconds until the restart.
-        reason: Why.
-        after_s: Seconds for which the run had stalled.
-        batch: Position in the stream of what was not finite.
-        what: What was not finite.
-        times: How often anything was not finite so far.
-        warning: The worker's warning.
-        error: The supervisor's error.
-        node: The node that is lost.
-        from_: The node of the module until now (``from``).
-        to: Its node from now on.
-    """
+    """Something that has happened; an event has the fields of its kind (docs/operations.md)."""
 
     model_config = ConfigDict(extra="allow")  # readers show what they do not know
 

@@ -1,4 +1,7 @@
-"""Lines of metrics: what workers append to ``metrics/MODULE.jsonl`` (docs/metrics.md)."""
+"""Lines of metrics, which workers append to ``metrics/MODULE.jsonl``.
+
+docs/metrics.md describes every field. Fields that are not in a line, and null, are not known.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,7 @@ TRAIN, EVAL = b'"kind":"train"', b'"kind":"eval"'
 
 
 class MetricsLine(Document):
-    """What each line tells.
-
-    Attributes:
-        time: Unix time of writing.
-        module: The module.
-        attempt: Number of the module's start; from 1.
-        kind: What the line is about.
-        id: Position in the stream.
-        epoch: The newest epoch.
-        step: Training batches so far.
-        samples: Training samples so far; of an evaluation, its own.
-    """
+    """The fields of all lines."""
 
     time: float = 0.0
     module: str = ""
@@ -40,14 +32,7 @@ class MetricsLine(Document):
 
 
 class StartLine(MetricsLine):
-    """A worker has its links.
-
-    Attributes:
-        began: Unix time at which its program began.
-        import_s: Seconds to import torch and the runtime.
-        load_s: Seconds to load its module, its data and its state.
-        connect_s: Seconds until its links were open.
-    """
+    """A worker's links are open."""
 
     kind: Literal["start"]
     began: float = 0.0
@@ -57,33 +42,9 @@ class StartLine(MetricsLine):
 
 
 class Measured(Document):
-    """What a worker measures while it trains, and ``status`` shows; None: not known, or no such.
+    """What a worker measures while it trains, and ``status`` shows; None: not known.
 
-    "Lately" is the interval of the line: about a second, or one batch if that takes longer. Counts
-    are those of an attempt in a line, and of all attempts of the run in ``status``.
-
-    Attributes:
-        batches_per_s: Training batches per second, lately.
-        samples_per_s: Training samples per second, lately.
-        loss: Mean training loss lately: the tail's, or an early head's.
-        synthesizer_error: Error of the synthesizer, relative to the true gradient, lately.
-        synthesizer_cosine: Cosine between predicted and true gradient, lately.
-        lag: Mean delay of true gradients in batches, lately.
-        lag_max: Largest delay of a true gradient in batches, lately.
-        gradients_lost: Share of true gradients that came too late or never, lately.
-        window: Most batches in flight to the next module.
-        window_fill: Mean share of the window in use, lately.
-        in_flight: Batches in flight to the next module, while it runs.
-        waiting: Share of the time spent waiting, by reason, lately.
-        cpu: CPU time per wall time, lately.
-        memory_bytes: Resident memory.
-        memory_peak_bytes: Peak resident memory.
-        refused: Messages refused, by reason.
-        missed: Batches not sent on, because the module downstream was gone.
-        replayed: Batches trained on again, because the module upstream was gone.
-        resent: Messages sent again to a restarted module.
-        duplicates: Messages received more than once.
-        gaps: Ids that never arrived.
+    Counts are those of an attempt in a line, and those of all attempts of the run in ``status``.
     """
 
     batches_per_s: float | None = None
@@ -110,20 +71,7 @@ class Measured(Document):
 
 
 class TrainLine(Measured, MetricsLine):
-    """A worker has trained for a second or so; counts are of its attempt.
-
-    Attributes:
-        interval_s: Length of the interval.
-        head_accuracy: Accuracy of the early head on training batches, lately.
-        gradients: True gradients received.
-        gradients_unpaired: Of these: received when their batch was gone.
-        gradients_given_up: Batches given up: their true gradient had not come in time.
-        gradients_skipped: True gradients ignored because they were not finite.
-        updates_skipped: Updates left out because the module's gradient was not finite.
-        gradients_dropped: Gradients that could not be sent upstream.
-        waiting_s: Seconds spent waiting, by reason.
-        cpu_s: CPU seconds of the worker.
-    """
+    """A worker has trained for a second or so."""
 
     kind: Literal["train"]
     interval_s: float = 0.0
@@ -139,11 +87,7 @@ class TrainLine(Measured, MetricsLine):
 
 
 class EpochLine(MetricsLine):
-    """A training epoch has ended.
-
-    Attributes:
-        batches: Its training batches that the module has acknowledged, each counted once.
-    """
+    """A training epoch has ended."""
 
     kind: Literal["epoch"]
     batches: int = 0
@@ -178,11 +122,7 @@ class Evaluation(Document):
 
 
 class EvaluationLine(Evaluation, MetricsLine):
-    """The chain (in the tail's file) or an early head has been evaluated.
-
-    Attributes:
-        trained: Training samples so far; only of plain backpropagation (``dnictl compare``).
-    """
+    """The chain (in the tail's file) or an early head has been evaluated."""
 
     model_config = ConfigDict(extra="allow")
 

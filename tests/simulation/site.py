@@ -27,11 +27,12 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts
+from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DniError
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
-from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
+from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import workers_of
@@ -357,7 +358,10 @@ class Site:
         schedule, world = self.schedule, self.world
         with self._installed():
             self.run_dir.create()
-            write_json(self.run_dir.record, {"run": "simulated", "modules": self.names})
+            RunRecord(
+                run="simulated", chain="c", modules=tuple(self.names), backend="process", epochs=1,
+                created=0.0, chain_file=Path("c.yaml"),
+            ).write(self.run_dir.record)  # fmt: skip
             for spec in self.specs:
                 write_atomic(self.run_dir.spec(spec.module), spec.to_json())
                 for address in self._addresses(spec):
