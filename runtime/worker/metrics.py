@@ -195,7 +195,7 @@ class MetricsWriter:
                 interval_s=round(took, 4),
                 batches_per_s=round((now.step - then.step) / took, 3),
                 samples_per_s=round((now.samples - then.samples) / took, 3),
-                **dict.fromkeys(means),
+                **dict[str, Any](dict.fromkeys(means)),
                 lag=round((now.lag - then.lag) / paired, 3) if paired else None,
                 lag_max=counters.lag_max if paired else None,
                 gradients_lost=_share(given_up, given_up + paired),
