@@ -36,7 +36,7 @@ def test_the_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (site.folder / "curves.png").stat().st_size > 1000
     run: Run = names["run"]
     assert not run.model().training
-    assert [event["event"] for event in run.events()][:1] == ["run_started"]
+    assert [event.event for event in run.events()][:1] == ["run_started"]
     with pytest.raises(UsageError, match="has finished"):
         run.resume()
     with pytest.raises(UsageError, match="has no module 'nobody'"):
