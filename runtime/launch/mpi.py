@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from socket import gethostname
 
+from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.documents.state import ModuleState, RunState, process_birth
 from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerError
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.rundir import RunDir, peek_json, written_lately
+from dni_runtime.rundir import RunDir, written_lately
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
 _CODES = {"finished": 0, "stopped": StoppedError.exit_code}
@@ -73,14 +74,14 @@ def mpirun_argv(plan: LaunchPlan) -> list[str]:
 def _describe(run: RunDir, state: RunState) -> RunState:
     if state.phase != "new":  # it has a supervisor
         return state
-    record = peek_json(run.record)
-    if record.get("scheduler") != "mpi":
+    record = RunRecord.load(run.record)
+    if record is None or record.scheduler != "mpi":
         return state
-    reports = {name: Report.read(run.worker(name)) for name in record["modules"]}
+    reports = {name: Report.read(run.worker(name)) for name in record.modules}
     state = judge(reports, {name for name, one in reports.items() if _lives(run, one)})
     for name, module in state.modules.items():
         module.log = str(run.log(name, module.attempt))
-    return replace(state, backend=record["backend"])
+    return replace(state, backend=record.backend)
 
 
 def judge(reports: Mapping[str, Report], living: set[str]) -> RunState:

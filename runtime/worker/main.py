@@ -81,15 +81,15 @@ def by_rank(options: Options, environ: Mapping[str, str]) -> Options:
         DataError: There is no run.
     """
     run = RunDir(options.run)
-    record = read_json(run.record)
+    record = RunRecord.load(run.record)
     if record is None:
         raise DataError(
             f"--by-rank: {str(options.run)!r} holds no run: it has no run.json",
             hint="make a run directory with 'dnictl mpi', and mount it there, or name it with "
             "--run; all hosts must see it",
         )
-    module = worker_of_rank(environ, record["modules"])
-    name = hash_name(f"{os.getuid()}:{record['host']}:{record['run']}:{record['created']}")
+    module = worker_of_rank(environ, record.modules)
+    name = hash_name(f"{os.getuid()}:{record.host}:{record.name}:{record.created}")
     return replace(
         options,
         module=module,
@@ -134,7 +134,8 @@ def serve(options: Options, stop: StopRequest, began: float) -> None:
     metrics.set_state(outcome.value)
     if outcome is Outcome.STOPPED:
         if options.by_rank:
-            wait_for_others(run, read_json(run.record) or {}, spec.stop_grace_s)
+            record = RunRecord.load(run.record)
+            wait_for_others(run, () if record is None else record.modules, spec.stop_grace_s)
         raise StoppedError("stopped before the end of the run", hint="resume it to continue")
 
 

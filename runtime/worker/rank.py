@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.errors import UsageError
@@ -84,7 +83,7 @@ def heeding_stop(run: RunDir, stop: StopRequest) -> contextlib.AbstractContextMa
     return repeating("stop", _LOOK_S, look)
 
 
-def wait_for_others(run: RunDir, record: Mapping[str, Any], within_s: float) -> None:
+def wait_for_others(run: RunDir, workers: Sequence[str], within_s: float) -> None:
     """Wait until all workers have saved their state and ended.
 
     ``mpirun`` kills all processes when one exits with another status than 0, and that is how a
@@ -92,10 +91,10 @@ def wait_for_others(run: RunDir, record: Mapping[str, Any], within_s: float) -> 
 
     Args:
         run: The run directory.
-        record: Its record.
+        workers: Its workers.
         within_s: Time limit in seconds.
     """
-    until_s, workers = time.monotonic() + within_s, record.get("modules", ())
+    until_s = time.monotonic() + within_s
     while any(Report.read(run.worker(name)).state not in ENDED for name in workers):
         if time.monotonic() >= until_s:
             return

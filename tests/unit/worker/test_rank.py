@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DataError, ImageError, UsageError
 from dni_runtime.rundir import RunDir, write_atomic, write_json
@@ -71,8 +72,10 @@ def run(tmp_path: Path) -> RunDir:
     specs = specs_of()
     for spec in specs:
         write_atomic(run.spec(spec.module), spec.to_json())
-    record = {"run": "run", "host": "here", "created": 1.5, "modules": ["a", "b", "c"]}
-    write_json(run.record, record)
+    RunRecord(
+        run="run", chain="c", modules=("a", "b", "c"), backend="process", epochs=1, created=1.5,
+        chain_file=Path("c.yaml"), host="here",
+    ).write(run.record)  # fmt: skip
     return run
 
 
@@ -126,15 +129,15 @@ def test_a_request_to_stop_is_heeded(run: RunDir, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_last_one_is_waited_for(run: RunDir) -> None:
-    record = {"modules": ["a", "b"]}
+    workers = ["a", "b"]
     Report(module="a", attempt=1, state="stopped", pid=os.getpid()).write(run.worker("a"))
     Report(module="b", attempt=1, state="stopping").write(run.worker("b"))
     began = time.monotonic()
-    wait_for_others(run, record, 0.3)
+    wait_for_others(run, workers, 0.3)
     assert time.monotonic() - began >= 0.3
     stopped = Report(module="b", attempt=1, state="stopped")
     later = threading.Timer(0.3, stopped.write, [run.worker("b")])
     later.start()
-    wait_for_others(run, record, 60)
+    wait_for_others(run, workers, 60)
     assert 0.6 <= time.monotonic() - began < 30
     later.join()
