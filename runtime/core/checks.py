@@ -20,7 +20,7 @@ from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.optimization import Optimization, check_groups
 from dni_runtime.core.recurrent import Recurrent
-from dni_runtime.core.replication import check_strategy
+from dni_runtime.core.replication import check_replication, find_strategy
 from dni_runtime.core.shapes import BATCH
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
@@ -240,7 +240,16 @@ def check_replicas(
     replicated = [index for index, module in enumerate(chain.modules) if module.replicas > 1]
     if not replicated:
         return
-    check_strategy(chain.replication.strategy, ("replication", "strategy"))
+    check_replication(chain.replication)
+    for index in replicated:
+        accumulate = chain.setting(index, "accumulate") or 1
+        if find_strategy(chain.replication.strategy).per_step and accumulate > 1:
+            raise SpecError(
+                f"'accumulate' and {chain.replication.strategy.name!r} exclude each other: the "
+                "optimizer makes a step at each point where replicas share",
+                location=place(chain, index, "accumulate"),
+                hint="'replication.every' is the number of batches in a step",
+            )
     last = len(chain.modules) - 1
     for index in replicated:
         if index in (0, last):

@@ -55,6 +55,7 @@ class Optimization:
         before: The parameters before the newest update, if weights are predicted.
         before_step: Called with the parameters when their gradients are complete, before clipping
             and the optimizer's step; it may change the gradients, as an average over replicas does.
+        holds: Whether gradients are only summed up, until :meth:`step` is called.
         version: A number that changes whenever the weights change.
 
     Raises:
@@ -79,23 +80,27 @@ class Optimization:
         self._predicts = predicts
         self.before: list[Tensor] | None = None
         self.before_step: Callable[[Sequence[Tensor]], None] | None = None
+        self.holds = False
 
     def update(self) -> None:
         """Note a batch's complete gradient; update the weights every ``accumulate`` batches."""
         self.gathered += 1
-        if self.gathered < self._spec.accumulate or not self.parameters:
+        if self.holds or self.gathered < self._spec.accumulate or not self.parameters:
             return
         if self.gathered > 1:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.div_(self.gathered)
-        self.gathered = 0
+        self.step()
+
+    def step(self) -> None:
+        """Update the weights by the gradients."""
         if self.before_step is not None:
             self.before_step(self.parameters)
         gradients = (p.grad for p in self.parameters if p.grad is not None)
         if self._spec.on_nan == "skip" and not all_finite(gradients):
             self.skipped += 1
-            self._clear()
+            self.clear()
             return
         clip = self._spec.clip
         if clip.value is not None:
@@ -106,12 +111,14 @@ class Optimization:
             self._remember()
         for optimizer in self.optimizers.values():
             optimizer.step()
-        self._clear()
+        self.clear()
         self.version += 1
         if self.average is not None:
             self._follow(self.average)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the gradients since the last update."""
+        self.gathered = 0
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
@@ -158,7 +165,7 @@ class Optimization:
         arXiv:1809.02839, eq. 4): their steps follow a mean of gradients that changes slowly.
         """
         updates = (self.gathered + batches) // self._spec.accumulate
-        if not updates or self.before is None:
+        if not updates or self.before is None or self.holds:
             yield
             return
         now = [p.detach().clone() for p in self.parameters]

@@ -25,6 +25,7 @@ from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import class_axis, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
+from dni_runtime.core.replication import resolve_replication
 from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
@@ -102,7 +103,9 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
                 resources=chain.resources(index),
             )
         )
-    update = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
+    update: dict[str, Any] = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
+    replicas = max(module.replicas for module in chain.modules)
+    update["replication"] = resolve_replication(chain.replication, replicas)
     prediction = inferred[-1].output
     if "metrics" not in chain.model_fields_set and class_axis(prediction, info.label) is None:
         update["metrics"] = ()  # the default needs class labels
@@ -223,6 +226,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 else None,
                 replicas=module.replicas,
                 strategy=full.replication.strategy if module.replicas > 1 else None,
+                compression=full.replication.compression if module.replicas > 1 else None,
             )
         )
     check_training(chain, workers, micro_batches)

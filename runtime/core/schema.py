@@ -8,7 +8,7 @@ from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.layers import LAYERS
 from dni_runtime.core.losses import LOSSES
 from dni_runtime.core.metrics import METRICS
-from dni_runtime.core.replication import STRATEGIES
+from dni_runtime.core.replication import COMPRESSIONS, STRATEGIES
 from dni_runtime.core.training import OPTIMIZERS, SCHEDULES
 from dni_runtime.spec import ChainSpec
 
@@ -66,9 +66,10 @@ def json_schema() -> dict[str, Any]:
     for model in ("ModuleSpec", "ModuleDefaults"):
         for field, kind in kinds.items():
             definitions[model]["properties"][field] = kind
-    strategies = {name: cls.Options.model_json_schema() for name, cls in STRATEGIES.items()}
-    strategy = _choice_schema(list(STRATEGIES), strategies)
-    definitions["ReplicationSpec"]["properties"]["strategy"] = strategy
+    replication = definitions["ReplicationSpec"]["properties"]
+    for field, known in (("strategy", STRATEGIES), ("compression", COMPRESSIONS)):
+        of_each = {name: cls.Options.model_json_schema() for name, cls in known.items()}
+        replication[field] = _choice_schema(list(known), of_each)
     schema["properties"]["loss"] = _choice_schema(sorted(LOSSES))
     any_class = _choice_schema([])["anyOf"]  # of torchmetrics, which need not be installed
     schema["properties"]["metrics"]["items"] = {"anyOf": [{"enum": sorted(METRICS)}, *any_class]}

@@ -134,6 +134,8 @@ class ModuleStep(ModuleForward):
             if self._within and not self._applies:
                 self._end_batch()  # its last part has been lost
             self._number += 1
+        if self.shared is not None:
+            self.shared.samples += len(xs[0])
         self._within = not part.ends_with(len(xs[0]))
         answers = self._answers(id)
         outlives = due(id, self.spec.gradients_in) and (

@@ -26,6 +26,7 @@ class LinkContract:
         label: Contract of labels, sent downstream as ``y``.
         gradient: Contract of gradients, sent upstream as ``g``; None if upstream needs none.
         dtype: Compute type of the module at this end.
+        messages: Whether samples are words of messages; see ``EdgeSpec``.
         agreement: Fields that HELLO compares, in this order.
     """
 
@@ -36,6 +37,7 @@ class LinkContract:
     label: TensorContract
     gradient: TensorContract | None
     dtype: str
+    messages: bool
     agreement: dict[str, str]
 
     @classmethod
@@ -61,6 +63,7 @@ class LinkContract:
             label=TensorContract("y", spec.label.dtype, spec.label.shape, limit),
             gradient=gradient,
             dtype="" if tensor is None else tensor.dtype,
+            messages=edge.messages,
             agreement={
                 "chain": spec.chain,
                 "source": edge.source,

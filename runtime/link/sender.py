@@ -326,5 +326,5 @@ class Sender:
         due = self._sizes.get(message.id)
         if due is None:
             raise WireError("id", f"a gradient of batch {message.id}, which is unknown here")
-        if samples != due:
+        if samples != due and not self.contract.messages:
             raise WireError("shape", f"a gradient of {samples} samples for a batch of {due}")

@@ -78,6 +78,7 @@ class EdgeSpec(Frozen):
             takes no other batch before it has them.
         lanes: The links of this worker that it consists of; none: it is one link.
         route: Which batches come this way; see ``LaneSpec``.
+        messages: Whether a sample is a word of a message; an answer has a length of its own then.
     """
 
     source: str
@@ -94,6 +95,7 @@ class EdgeSpec(Frozen):
     resend: int = 0
     lanes: tuple[LaneSpec, ...] = ()
     route: Route = ()
+    messages: bool = False
 
     @property
     def links(self) -> tuple[EdgeSpec, ...]:

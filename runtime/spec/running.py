@@ -42,13 +42,16 @@ class ReplicationSpec(Frozen):
     """How the replicas of a module learn together.
 
     Attributes:
-        strategy: What they do with their weights: ``local-sgd``, ``diloco``, or a user's class.
+        strategy: What they do with their weights, such as ``local-sgd``, or a user's class.
         every: They do it after every n-th training batch of the chain, and before evaluations and
-            checkpoints.
+            checkpoints; by default every 32nd, with ``all-reduce`` as many as there are replicas.
+        compression: How what they send each other is compressed, such as ``int8``, or a user's
+            class; None: float32.
     """
 
     strategy: Choice = Choice(name="local-sgd")
-    every: Annotated[int, Field(ge=1)] = 32
+    every: Annotated[int, Field(ge=1)] | None = None
+    compression: Choice | None = None
 
 
 class RestartSpec(Frozen):

@@ -173,7 +173,8 @@ class WorkerSpec(Frozen):
         replicas: Number of the module's workers.
         replica: Which of them this is, from 1.
         peers: The links by which they share their weights, from each to the first.
-        strategy: How they do; see ``core/replication.py``.
+        strategy: How they do; see ``core/replication``.
+        compression: How what they share is compressed; None: not at all.
     """
 
     format: Literal[2] = 2
@@ -221,6 +222,7 @@ class WorkerSpec(Frozen):
     replica: int = 1
     peers: tuple[LaneSpec, ...] = ()
     strategy: Choice | None = None
+    compression: Choice | None = None
 
     def to_json(self) -> str:
         """Return the spec as canonical JSON (sorted keys), as stored in the module's image."""
@@ -301,10 +303,12 @@ class WorkerSpec(Frozen):
             "replicas", "replica", "peers",
         ):  # fmt: skip
             document.pop(name)
-        if self.strategy is None or ":" not in self.strategy.name:
-            document.pop("strategy")  # a user's class is in the image
+        for name in ("strategy", "compression"):
+            choice = getattr(self, name)
+            if choice is None or ":" not in choice.name:  # a user's class is in the image
+                document.pop(name)
         for edge in (*document["sources"], *document["targets"]):
-            del edge["lanes"], edge["route"]
+            del edge["lanes"], edge["route"], edge["messages"]
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
             document["head"].pop("sync_steps")

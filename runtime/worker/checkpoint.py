@@ -64,7 +64,7 @@ def snapshot(step: ModuleStep) -> State:
     if optimization.average is not None:
         tensors |= {f"average.{k}": v for k, v in optimization.average.state_dict().items()}
     if step.shared is not None:
-        tensors |= {f"strategy.{k}": v for k, v in step.shared.strategy.state_dict().items()}
+        tensors |= step.shared.state()
     for index, before in enumerate(optimization.before or ()):
         tensors[f"before.{index}"] = before
     for name, p in step.layers.named_parameters():
@@ -81,7 +81,10 @@ def snapshot(step: ModuleStep) -> State:
         "schedules": [schedule.state_dict() for schedule in optimization.schedules],
     }
     if step.shared is not None:
-        document["agreed_at"] = step.shared.agreed_at
+        document["shared"] = {
+            "samples": step.shared.samples,
+            "asked": step.shared.strategy.asked,
+        }
     for name, optimizer in _optimizers(step).items():
         state = optimizer.state_dict()
         plain: dict[str, dict[str, Any]] = {}
@@ -148,10 +151,11 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
         if optimization.average is not None:
             optimization.average.load_state_dict(_under(tensors, "average."))
         if step.shared is not None:
-            step.shared.begin()
-            step.shared.agreed_at = document.get("agreed_at", document["batches"])
-            if strategy := _under(tensors, "strategy."):  # a run without replicas has none
-                step.shared.strategy.load_state_dict(strategy)
+            step.shared.load(tensors)
+            batches = document["batches"] - document.get("agreed_at", document["batches"])
+            shared = document.get("shared", {"samples": batches * step.spec.batch_limit})
+            step.shared.samples = shared["samples"]
+            step.shared.strategy.asked = shared.get("asked", False)
         before = _under(tensors, "before.")
         if before:
             parameters = enumerate(optimization.parameters)

@@ -1,10 +1,10 @@
-"""Sharing of weights among the replicas of a module, over links of their own.
+"""Sharing of what they have learnt among the replicas of a module, over links of their own.
 
-At a marker each replica sends its row (:class:`~dni_runtime.core.replication.Shared`) to the first
-one as a batch of one sample, under the marker's id, and gets the mean as the gradient of that
-batch. So rows and means are encrypted, checked and sent again like all that modules send.
+At a marker each replica sends its offer (:class:`~dni_runtime.core.replication.Message`) to the
+first one as a batch, a word a sample, under the marker's id, and gets the answer as the gradient of
+that batch. So offers and answers are encrypted, checked and sent again like all that modules send.
 
-A replica that is restarted sends the row of a marker again. If the mean is lost to it for good
+A replica that is restarted sends the offer of a marker again. If the answer is lost to it for good
 (DRAINED), it goes on with its own weights until the next marker.
 
 For use by one thread.
@@ -19,35 +19,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dni_runtime.core.replication import Shared, mean_of
-from dni_runtime.link import Batch, Gradient, InputLink, OutputLink
+from dni_runtime.core.replication import Message, Shared, Sync
+from dni_runtime.errors import WireError
+from dni_runtime.link import Batch, Gradient, InputLink, Marker, OutputLink
 from dni_runtime.spec import EdgeSpec, TensorSpec, WorkerSpec
-from dni_runtime.wire import Mode
+from dni_runtime.wire import Mark, Mode
 
 log = logging.getLogger(__name__)
 
-_LABEL = TensorSpec(shape=(), dtype="uint8")
+_WORD = TensorSpec(shape=(), dtype="int32")
+_NO_LABEL = TensorSpec(shape=(0,), dtype="uint8")
 _WINDOW = 4
-_RETAINED = 2  # rows that are acknowledged, for a first replica that is restarted
+_RETAINED = 2  # offers that are acknowledged, for a first replica that is restarted
 
 
-def exchange_spec(spec: WorkerSpec, size: int) -> WorkerSpec:
+def exchange_spec(spec: WorkerSpec, words: int) -> WorkerSpec:
     """Return a replica's spec for its links with the others.
 
     Args:
         spec: The replica.
-        size: Numbers in a row.
+        words: Words of the longest message.
     """
-    row = TensorSpec(shape=(size,), dtype="float32")
     edges = [
         EdgeSpec(
             source=lane.source,
             target=lane.target,
             number=lane.number,
-            tensor=row,
+            tensor=_WORD,
             gradients=1,
             awaited=True,
             resend=1,
+            messages=True,
         )
         for lane in spec.peers
     ]
@@ -56,10 +58,10 @@ def exchange_spec(spec: WorkerSpec, size: int) -> WorkerSpec:
         update={
             "sources": tuple(edge for edge in edges if edge.target == spec.module),
             "targets": tuple(edge for edge in edges if edge.source == spec.module),
-            "output": row,
+            "output": _WORD,
             "outputs": (),
-            "label": _LABEL,
-            "batch_limit": 1,
+            "label": _NO_LABEL,
+            "batch_limit": max(words, 1),
             "links": spec.links.model_copy(update=unchanged),
             "retain": _RETAINED,
         }
@@ -77,6 +79,7 @@ class Exchange:
 
     Attributes:
         output: Another replica's link to the first one, once there is one; None for the first.
+        sent: Bytes of all offers and answers that this replica has sent.
     """
 
     def __init__(
@@ -89,11 +92,13 @@ class Exchange:
     ) -> None:
         self.inputs = inputs
         self.output: OutputLink | None = None
+        self.sent = 0
         self._shared = shared
-        self._rows: list[dict[int, Tensor]] = [{} for _ in inputs]
+        self._offers: list[dict[int, Message | None]] = [{} for _ in inputs]
         self._done = done
         self._gone = gone
-        self._at: int | None = None
+        self._at: Sync | None = None
+        self._lost = False  # whether the newest answer is
 
     @property
     def links(self) -> tuple[InputLink | OutputLink, ...]:
@@ -105,58 +110,75 @@ class Exchange:
         for link in self.inputs:
             link.greet()
 
-    def begin(self, id: int, epoch: int) -> None:
+    def begin(self, marker: Marker) -> None:
         """Begin to share at a marker; :meth:`done` says when that is over."""
-        self._at = id
-        if self.output is not None and self.output.drained < id and self.output.room:
-            row = self._shared.row()[None]
-            self.output.send_batch(id, epoch, Mode.TRAIN, row, torch.zeros(1, dtype=torch.uint8))
+        self._at = Sync(marker.id, full=marker.mark != Mark.SYNC)
+        if self.output is not None and self.output.drained < marker.id and self.output.room:
+            words = self._counted(self._shared.offer(self._at, whole=self._lost))
+            label = words.new_empty((len(words), 0), dtype=torch.uint8)
+            self.output.send_batch(marker.id, marker.epoch, Mode.TRAIN, words, label)
 
     def done(self) -> bool:
         """Read what has come, and send what is due; return whether the sharing is over."""
         over = self._received() if self.output is not None else self._gathered()
         if over and self._at is not None:
-            self._done, self._at = self._at, None
+            self._done, self._at = self._at.id, None
         return over
 
     def _received(self) -> bool:
         assert self.output is not None
         at, over = self._at, False
         for event in self.output.receive():
-            if isinstance(event, Gradient) and event.id == at:
-                self._shared.agree(event.g[0])
+            if isinstance(event, Gradient) and at is not None and event.id == at.id:
+                answer = self._read(self.output, event.g)
+                self._lost = answer is None
+                if answer is not None:
+                    self._shared.take(answer)
                 over = True
-        if at is not None and not over and self.output.drained >= at:
-            log.warning("the replicas' mean at %d is lost: going on without it", at)
-            over = True
+        if at is not None and not over and self.output.drained >= at.id:
+            log.warning("the replicas' answer at %d is lost: going on without it", at.id)
+            self._lost = over = True
         return over
 
     def _gathered(self) -> bool:
-        for link, rows in zip(self.inputs, self._rows, strict=True):
+        for link, offers in zip(self.inputs, self._offers, strict=True):
             while (item := link.receive()) is not None:
                 if isinstance(item, Batch) and item.id > self._done:
-                    rows[item.id] = item.xs[0][0]
+                    offers[item.id] = self._read(link, item.xs[0])
                 else:
                     link.ack(item.id)
                     link.send_drained(self._done)
         at = self._at
         if at is None:
             return False
-        for link, rows in zip(self.inputs, self._rows, strict=True):
-            if not (at in rows or link.received >= at or self._gone(link.source)):
+        for link, offers in zip(self.inputs, self._offers, strict=True):
+            if not (at.id in offers or link.received >= at.id or self._gone(link.source)):
                 return False
-        both = zip(self.inputs, self._rows, strict=True)
-        sent = {link: rows[at] for link, rows in both if at in rows}
-        for rows in self._rows:
-            for id in [id for id in rows if id <= at]:
-                del rows[id]
-        mean = mean_of([self._shared.row(), *sent.values()])
-        for link in sent:
-            link.send_gradient(at, mean[None], ack=at)
+        own = {
+            link: offers.get(at.id) for link, offers in zip(self.inputs, self._offers, strict=True)
+        }
+        for offers in self._offers:
+            for id in [id for id in offers if id <= at.id]:
+                del offers[id]
+        read = {link: offer for link, offer in own.items() if offer is not None}
+        for link, answer in self._shared.agree(at, read).items():
+            link.send_gradient(at.id, self._counted(answer), ack=at.id)
         for link in self.inputs:
-            link.send_drained(at)
-        self._shared.agree(mean)
+            link.send_drained(at.id)
         return True
+
+    def _read(self, link: InputLink | OutputLink, words: Tensor) -> Message | None:
+        """Return the message of some words; None, and counted, if there is none in them."""
+        try:
+            return self._shared.read(words)
+        except WireError as error:
+            link.refuse(error)
+            return None
+
+    def _counted(self, message: Message) -> Tensor:
+        words = message.words()
+        self.sent += words.nbytes
+        return words
 
     def finish(self, deadline_s: float) -> None:
         """Wait until the others have what was sent last."""

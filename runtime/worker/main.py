@@ -247,7 +247,7 @@ def _serve(
         if spec.sources:
             input = Join([[listen(spec, link) for link in edge.links] for edge in spec.sources])
             neighbours.callers.append(input)
-        beside = exchange_spec(spec, 0 if step.shared is None else step.shared.size)
+        beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
         if step.shared is not None:
             exchange = Exchange(
                 step.shared,

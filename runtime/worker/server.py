@@ -383,7 +383,7 @@ class ModuleServer:
         self._send_answers(wait=True)
         if self._exchange is not None and Mark.SYNC in marker.mark and marker.id > self._start.cut:
             self._sharing = marker
-            self._exchange.begin(marker.id, marker.epoch)
+            self._exchange.begin(marker)
         else:
             self._conclude(marker)
 

@@ -31,7 +31,8 @@ class Position:
         eval_batch: Evaluation or test batches of this evaluation that have been sent.
         saved: Whether the markers due at this step have been sent.
         part: Parts of the next training batch that have been sent.
-        synced: The step of the newest SYNC marker.
+        synced: The step of the newest SYNC marker after which all replicas have the same weights:
+            SYNC alone may leave them different.
     """
 
     epoch: int = 1
@@ -116,7 +117,7 @@ def items(
                 at = replace(at, phase="test" if source.has_test else "end")
                 if at.sync(role):
                     at = replace(at, synced=at.step)
-                    yield Item(epoch, at, mark=Mark.SYNC)
+                    yield Item(epoch, at, mark=Mark.SYNC | Mark.CHECKPOINT)
         last = epoch >= role.epochs or at.step == role.steps
         if at.phase == "train":
             evaluates = role.eval_every > 0 and (last or epoch % role.eval_every == 0)
@@ -159,7 +160,7 @@ def _train(
         if due or (syncs and at.step % syncs == 0):
             due |= at.sync(role)
         if due and at.batch and not at.saved:
-            at = replace(at, saved=True, synced=at.step)
+            at = replace(at, saved=True, synced=at.synced if due == Mark.SYNC else at.step)
             yield Item(at.epoch, at, mark=due)
             if early():
                 break

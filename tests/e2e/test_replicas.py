@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dni_runtime import Run
-from dni_runtime.core.replication import mean_of
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import open_data
 from dni_runtime.documents.state import RunState
@@ -22,6 +21,7 @@ from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import read
 from dni_runtime.worker.stream import items
 from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
+from tests.replicas import share
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -65,11 +65,8 @@ def in_one_process(run: Run) -> dict[str, ModuleStep]:
     for id, item in enumerate(items(source, head), start=1):
         if Mark.SYNC in item.mark:
             for name, count in (("wide", 3), ("deep", 2)):
-                replicas = [steps[f"{name}.{one + 1}"].shared for one in range(count)]
-                shared = [one for one in replicas if one is not None]
-                mean = mean_of([one.row() for one in shared])
-                for one in shared:
-                    one.agree(mean)
+                replicas = [steps[f"{name}.{one + 1}"] for one in range(count)]
+                share(replicas, id, full=item.mark != Mark.SYNC)
         if item.x is None or item.y_BY is None or item.mode is not Mode.TRAIN:
             continue
         assert isinstance(item.x, Tensor)
@@ -86,7 +83,17 @@ def trained(step: ModuleStep, id: int, x: Any, y_BY: Tensor) -> Tensor:
     return h_BH
 
 
-@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "local-sgd",
+        "diloco, compression: {top-k: {share: 0.2}}",
+        "all-reduce",
+        "federated, compression: int8",
+        "{dynamic: {threshold: 0.02}}",
+        "admm, compression: powersgd",
+    ],
+)
 def test_each_strategy_is_the_same_in_one_process(site: Site, strategy: str) -> None:
     """With local interfaces nothing depends on time, whatever the workers and links do."""
     path = write(site, strategy=strategy, interface="local", links=CURVE)

@@ -171,8 +171,8 @@ def means_awaited() -> Any:
     """A replica waits for a mean that has been sent to its former process."""
     real = exchange.Exchange.begin
 
-    def begin(self: Any, id: int, epoch: int) -> None:
-        real(self, id, epoch)
+    def begin(self: Any, marker: Marker) -> None:
+        real(self, marker)
         if self.output is not None:
             self.output._sender.drained = 0
 

@@ -61,6 +61,12 @@ WAITING = {"exact", "{exact: {micro_batches: 2}}", "{delayed: {max_late: 1}}"}
 """An update waits for a gradient: such a chain begins again as a whole."""
 
 
+REPLICATIONS = (
+    "local-sgd", "all-reduce", "{federated: {share: 0.5}}", "{dynamic: {threshold: 0.01}}",
+    "diloco, compression: int8", "admm", "all-reduce, compression: {top-k: {share: 0.2}}",
+)  # fmt: skip
+
+
 class Violated(AssertionError):
     """Something that must hold does not."""
 
@@ -72,6 +78,7 @@ class Schedule:
     Attributes:
         sources: Which modules each one takes its inputs from; None: the one before.
         replicas: Workers of each module; none: one of each.
+        replication: How they share.
         faults: Times in simulated seconds, with what happens then.
     """
 
@@ -79,6 +86,7 @@ class Schedule:
     modules: int = 2
     sources: Sources | None = None
     replicas: tuple[int, ...] = ()
+    replication: str = "local-sgd"
     interface: str = "delayed"
     window: int = 2
     on_loss: str = "wait"
@@ -160,6 +168,7 @@ class Schedule:
         self.replicas = (1, *between, 1)
         if self.interface in WAITING:
             self.interface = draw.choice(("delayed", "synthetic", "local"))
+        self.replication = draw.choice(REPLICATIONS)
 
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:
@@ -167,7 +176,7 @@ class Schedule:
         return workers_of(
             _specs(
                 self.modules, self.interface, self.window, self.on_loss, self.epochs,
-                self.checkpoint_steps, self.sources, self.replicas,
+                self.checkpoint_steps, self.sources, self.replicas, self.replication,
             )
         )  # fmt: skip
 
@@ -182,6 +191,7 @@ def _specs(
     steps: int,
     sources: Sources | None = None,
     replicas: tuple[int, ...] = (),
+    replication: str = "local-sgd",
 ) -> tuple[WorkerSpec, ...]:
     replicas = replicas or (1,) * modules
     layers = "\n".join(_module(index, modules, sources, replicas) for index in range(modules))
@@ -191,7 +201,7 @@ def _specs(
         f"checkpoint: {{every_epochs: 1, every_steps: {steps or 'null'}, keep: 2}}\n"
         f"restart: {{snapshot_s: 0.2}}\nlinks: {{window: {window}, on_loss: {on_loss}}}\n"
         f"defaults: {{interface: {interface}, optimizer: {{SGD: {{lr: 0.1}}}}}}\n"
-        "replication: {every: 2}\n"
+        f"replication: {{every: 2, strategy: {replication}}}\n"
         f"modules:\n{layers}\n"
     )
     info = DataInfo(

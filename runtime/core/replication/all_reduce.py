@@ -1,0 +1,53 @@
+"""All-reduce: one step with the mean of all gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dni_runtime.core.optimization import Optimization
+from dni_runtime.core.replication.base import Strategy, Sync
+from dni_runtime.spec import WorkerSpec
+
+
+class AllReduce(Strategy):
+    """One step with the mean of all gradients: that of one process with a large batch.
+
+    Synchronous data parallelism, as in Goyal et al. 2017, arXiv:1706.02677, sec. 2. Each batch
+    since the last point counts once, as with ``accumulate``. The first replica's optimizer makes
+    the step, and all take its weights: one that has missed some is right again. The gradient
+    interface, which learns from each batch by itself, and statistics are averaged.
+    """
+
+    per_step = True
+
+    def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
+        self._optimization = optimization
+        self._own = sum(p.numel() for p in optimization.parameters)
+        optimization.holds = True
+
+    def weight(self, samples: int) -> float:
+        return float(self._optimization.gathered)
+
+    def offer(self, own_P: Tensor, sync: Sync) -> Tensor | None:
+        batches = self._optimization.gathered
+        if not batches:
+            return None
+        gradients = [
+            torch.zeros(p.numel()) if p.grad is None else p.grad.to("cpu", torch.float32).flatten()
+            for p in self._optimization.parameters
+        ]
+        self._optimization.clear()
+        return torch.cat([*(one / batches for one in gradients), own_P[self._own :]])
+
+    def agree(self, mean_P: Tensor) -> Tensor:
+        at, parameters = 0, self._optimization.parameters
+        for p in parameters:
+            p.grad = mean_P[at : at + p.numel()].view_as(p).to(p, copy=True)
+            at += p.numel()
+        self._optimization.step()
+        own = [p.detach().to("cpu", torch.float32).flatten() for p in parameters]
+        return torch.cat([*own, mean_P[at:]])
+
+    def base(self, agreed_P: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(self._own), agreed_P[self._own :]])

@@ -1,0 +1,103 @@
+"""Strategies and compressions by name; users name theirs by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dni_runtime.core.choices import Location, find_class, parse_options
+from dni_runtime.core.replication.admm import Admm
+from dni_runtime.core.replication.all_reduce import AllReduce
+from dni_runtime.core.replication.base import Strategy
+from dni_runtime.core.replication.compression import (
+    Bfloat16,
+    Compression,
+    Int8,
+    PowerSgd,
+    TopK,
+)
+from dni_runtime.core.replication.diloco import DiLoCo
+from dni_runtime.core.replication.dynamic import Dynamic
+from dni_runtime.core.replication.federated import Federated
+from dni_runtime.core.replication.local_sgd import LocalSgd
+from dni_runtime.spec import Choice
+from dni_runtime.spec.running import ReplicationSpec
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "local-sgd": LocalSgd,
+    "all-reduce": AllReduce,
+    "diloco": DiLoCo,
+    "federated": Federated,
+    "dynamic": Dynamic,
+    "admm": Admm,
+}
+COMPRESSIONS: dict[str, type[Compression]] = {
+    "bfloat16": Bfloat16,
+    "int8": Int8,
+    "top-k": TopK,
+    "powersgd": PowerSgd,
+}
+
+BATCHES = 32
+"""Training batches of the chain from one point to the next, where nothing else is said."""
+
+_STRATEGY: Location = ("replication", "strategy")
+_COMPRESSION: Location = ("replication", "compression")
+
+
+def find_strategy(choice: Choice) -> type[Strategy]:
+    """Return the class of a strategy.
+
+    Raises:
+        SpecError: There is none of this name.
+    """
+    return find_class(choice.name, "strategy", STRATEGIES, Strategy, _STRATEGY)
+
+
+def resolve_replication(replication: ReplicationSpec, replicas: int) -> ReplicationSpec:
+    """Fill in after how many batches replicas share.
+
+    Args:
+        replication: As the chain says it.
+        replicas: The largest number of replicas of a module.
+
+    Raises:
+        SpecError: There is no such strategy.
+    """
+    if replication.every is not None:
+        return replication
+    per_step = replicas > 1 and find_strategy(replication.strategy).per_step
+    return replication.model_copy(update={"every": replicas if per_step else BATCHES})
+
+
+def check_replication(replication: ReplicationSpec) -> None:
+    """Check the names and options of a strategy and a compression.
+
+    Raises:
+        SpecError: One is unknown, or a value is not allowed.
+    """
+    parse_options(find_strategy(replication.strategy).Options, replication.strategy, _STRATEGY)
+    if replication.compression is not None:
+        build_compression(replication.compression, ())
+
+
+def build_strategy(choice: Choice, start_P: Tensor) -> Strategy:
+    """Make a strategy that begins with these parameters.
+
+    Raises:
+        SpecError: Its name or an option is unknown, or a value is not allowed.
+    """
+    cls = find_strategy(choice)
+    return cls(parse_options(cls.Options, choice, _STRATEGY), start_P)
+
+
+def build_compression(choice: Choice, shapes: Sequence[Sequence[int]]) -> Compression:
+    """Make a compression of tensors of these sizes.
+
+    Raises:
+        SpecError: Its name or an option is unknown, or a value is not allowed.
+    """
+    cls = find_class(choice.name, "compression", COMPRESSIONS, Compression, _COMPRESSION)
+    made: Compression = cls(parse_options(cls.Options, choice, _COMPRESSION), shapes)
+    return made

@@ -1,0 +1,194 @@
+"""What the replicas of a module share, and each one's part in it.
+
+Shapes: P trained parameters, R numbers in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.replication.base import Sync, mean_of
+from dni_runtime.core.replication.compression import Differences
+from dni_runtime.core.replication.message import HEADER_WORDS, Message
+from dni_runtime.core.replication.registry import build_compression, build_strategy
+
+if TYPE_CHECKING:
+    from dni_runtime.core.step import ModuleStep
+
+
+class Shared:
+    """What the replicas of a module share: one row of numbers, trained parameters first.
+
+    That is all floating-point state of the layers, the gradient interface and the weights' average;
+    the state of the optimizers is each replica's own.
+
+    Args:
+        step: The module.
+
+    Attributes:
+        size: Numbers in the row.
+        words: Words of the longest message.
+        samples: Samples that the replica was trained on since it took the last result.
+        strategy: The strategy of its parameters.
+        differences: How rows are compressed; None: they are not.
+    """
+
+    def __init__(self, step: ModuleStep) -> None:
+        self._step = step
+        modules = [one for one in (step.layers, step.interface) if one is not None]
+        learnt = [p for one in modules for p in one.parameters() if p.requires_grad]
+        average = step.optimization.average
+        rest = [*modules] if average is None else [*modules, average]
+        known = {id(p) for p in learnt}
+        kept = [p for p in _tensors(rest) if id(p) not in known and p.is_floating_point()]
+        self._learnt, self._tensors = sum(p.numel() for p in learnt), [*learnt, *kept]
+        self.size = sum(p.numel() for p in self._tensors)
+        self.begin()
+        packed = 0
+        if self.differences is not None:
+            packed = sum(map(self.differences.compression.words, range(len(self._tensors))))
+        self.words = HEADER_WORDS + max(self.size, packed)
+
+    def begin(self) -> None:
+        """Begin with the module's weights as they are now."""
+        spec, row = self._step.spec, self.row()
+        assert spec.strategy is not None
+        self.samples = 0
+        self.strategy = build_strategy(spec.strategy, row[: self._learnt])
+        self.strategy.attach(spec, self._step.optimization)
+        self.differences: Differences | None = None
+        if spec.compression is not None:
+            shapes = [one.shape for one in self._tensors]
+            self.differences = Differences(build_compression(spec.compression, shapes), row)
+
+    def row(self) -> Tensor:
+        """Return a copy of the tensors, float32 on the CPU, ``[R]``."""
+        return torch.cat([one.detach().to("cpu", torch.float32).flatten() for one in self._tensors])
+
+    def read(self, words: Tensor) -> Message:
+        """Return another replica's message.
+
+        Raises:
+            WireError: It is not one.
+        """
+        compression = None if self.differences is None else self.differences.compression
+        return Message.read(words, self.size, compression)
+
+    def offer(self, sync: Sync, *, whole: bool = False) -> Message:
+        """Return this replica's contribution.
+
+        Args:
+            sync: The point.
+            whole: Whether not to compress it.
+        """
+        own, differences, weight = self.row(), self.differences, self.strategy.weight(self.samples)
+        offered_P = self.strategy.offer(own[: self._learnt], sync)
+        tag = 0 if differences is None else differences.tag
+        if offered_P is None:
+            return Message(tag=tag, asks=self.strategy.asks)
+        row, packed = torch.cat([offered_P, own[self._learnt :]]), None
+        if differences is not None and self._step.spec.replica > 1:  # the first's goes nowhere
+            if whole:
+                row = differences.whole(row)
+            else:
+                packed, _ = differences.pack(
+                    row, self._near(differences), feedback=self.strategy.feedback
+                )
+        return Message(row, weight, packed, tag)
+
+    def agree(self, sync: Sync, offers: Mapping[Any, Message]) -> dict[Any, Message]:
+        """Make of all replicas' offers what they go on with, at the first one, and take it.
+
+        Args:
+            sync: The point.
+            offers: The others' offers.
+
+        Returns:
+            The answer to each.
+        """
+        own, differences = self.offer(sync), self.differences
+        asks, rows = own.asks or any(one.asks for one in offers.values()), []
+        for one in (own, *offers.values()):
+            row = one.row
+            if row is not None and one.packed is not None and differences is not None:
+                row = row + self._near(differences) if one.tag == own.tag else None
+            if row is not None:
+                rows.append((row, one.weight))
+        if not rows:
+            self.strategy.asked = asks
+            return {who: Message(asks=asks) for who in offers}
+        weights = [weight for _, weight in rows]
+        agreed = mean_of([row for row, _ in rows], weights)
+        if any(weights):
+            self._put(agreed, self._learnt)  # the average of weights follows a step
+            agreed_P = self.strategy.agree(agreed[: self._learnt])
+            agreed = torch.cat([agreed_P, self.row()[self._learnt :]])
+        packed = None
+        if differences is not None:
+            packed, agreed = differences.pack(
+                agreed, differences.base, feedback=self.strategy.feedback
+            )
+        whole, short = Message(agreed), Message(agreed, packed=packed, tag=own.tag)
+        self._take(agreed)
+        return {who: short if one.tag == own.tag else whole for who, one in offers.items()}
+
+    def take(self, answer: Message) -> None:
+        """Take the first replica's answer."""
+        self.strategy.asked = answer.asks
+        row = answer.row
+        if row is None:
+            return
+        if answer.packed is not None and self.differences is not None:
+            row = self.differences.base + row
+        self._take(row)
+
+    def _take(self, agreed: Tensor) -> None:
+        own_P, agreed_P = self.row()[: self._learnt], agreed[: self._learnt]
+        self._put(torch.cat([self.strategy.take(own_P, agreed_P), agreed[self._learnt :]]))
+        self.samples = 0
+        self.strategy.asked = False
+        self._step.optimization.version += 1
+        if self.differences is not None:
+            self.differences.base = agreed
+
+    def _near(self, differences: Differences) -> Tensor:
+        """Return the row near to which all offers are."""
+        base = differences.base
+        return torch.cat([self.strategy.base(base[: self._learnt]), base[self._learnt :]])
+
+    @torch.no_grad()
+    def _put(self, row: Tensor, first: int = 0) -> None:
+        """Set the tensors to a row's numbers, from the ``first`` one on."""
+        parts, at = torch.split(row, [one.numel() for one in self._tensors]), 0
+        for one, part in zip(self._tensors, parts, strict=True):
+            if at >= first:
+                one.copy_(part.view_as(one))
+            at += one.numel()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds of it, beside ``samples`` and ``strategy.asked``."""
+        found = {f"strategy.{k}": v for k, v in self.strategy.state_dict().items()}
+        if self.differences is not None:
+            found |= {f"differences.{k}": v for k, v in self.differences.state_dict().items()}
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin with the module's weights as they are now, and with what :meth:`state` returned.
+
+        Raises:
+            RuntimeError: It is of another strategy or compression.
+        """
+        self.begin()
+        for name, part in (("strategy.", self.strategy), ("differences.", self.differences)):
+            own = {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
+            if own and part is not None:  # a run without replicas has none
+                part.load_state_dict(own)
+
+
+def _tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
+    every = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+    return list({id(one): one for one in every}.values())

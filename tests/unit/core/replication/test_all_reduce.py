@@ -1,0 +1,69 @@
+"""All-reduce is training with a large batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import parse_chain
+from dni_runtime.worker.checkpoint import snapshot
+from tests.replicas import CHAIN, INFO, learn, replicas, share
+
+TRAINING = "optimizer: {Adam: {lr: 0.01}}, clip: {norm: 0.5}, ema: 0.9"
+
+
+def state(step: ModuleStep) -> dict[str, Tensor]:
+    tensors, _ = snapshot(step)
+    return {k: v for k, v in tensors.items() if k.startswith(("layers.", "average.", "optimizer."))}
+
+
+def test_it_is_one_process_with_a_large_batch() -> None:
+    """Whichever replica gets how many batches; clipping, Adam and the average of weights, too."""
+    steps = [ModuleStep(spec) for spec in replicas("all-reduce", 3, training=TRAINING)]
+    (alone,) = (ModuleStep(spec) for spec in replicas("local-sgd", 1, training=TRAINING))
+    draw, id = torch.Generator().manual_seed(1), 0
+    for to in ([0, 1, 2, 1], [1, 1, 1, 2], [0, 2, 0, 1]):
+        x_BX, target_BH = torch.randn(16, 8, generator=draw), torch.randn(16, 6, generator=draw)
+        for one, x, target in zip(to, x_BX.split(4), target_BH.split(4), strict=True):
+            id += 1
+            learn(steps[one], id, x, target)
+        share(steps)
+        learn(alone, id, x_BX, target_BH)
+        wanted = state(alone)
+        for name, value in state(steps[0]).items():
+            assert torch.allclose(value, wanted[name], atol=1e-6), name
+        for step in steps:
+            for name, value in state(step).items():
+                if value.is_floating_point() and not name.startswith("optimizer."):
+                    assert torch.allclose(value, wanted[name], atol=1e-6), name
+
+
+def test_there_is_no_step_without_a_batch() -> None:
+    steps = [ModuleStep(spec) for spec in replicas("all-reduce")]
+    before = [state(step) for step in steps]
+    share(steps, full=True)
+    for step, old in zip(steps, before, strict=True):
+        for name, value in state(step).items():
+            assert torch.equal(value, old[name]), name
+
+
+def test_a_replica_that_has_missed_a_step_is_right_again() -> None:
+    one, other = (ModuleStep(spec) for spec in replicas("all-reduce"))
+    for id in range(1, 4):
+        for step in (one, other):
+            learn(step, id, torch.randn(4, 8), torch.randn(4, 6))
+        share([one, other] if id != 2 else [one])
+    assert all(torch.equal(v, state(other)[k]) for k, v in state(one).items() if "layers" in k)
+
+
+def test_a_step_is_one_batch_of_each() -> None:
+    chain = parse_chain(CHAIN % ("all-reduce", "accumulate: 1", 3))
+    head, *_ = worker_specs(chain, INFO)
+    assert head.head is not None
+    assert head.head.sync_steps == 3
+    with pytest.raises(SpecError, match="'accumulate' and 'all-reduce' exclude each other"):
+        replicas("all-reduce", training="accumulate: 2")

@@ -1,0 +1,195 @@
+"""Compression: its words, its error, and what makes up for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dni_runtime.core.replication import Sync, build_compression
+from dni_runtime.core.replication.compression import Differences, words_of
+from dni_runtime.core.replication.message import Message
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import SpecError, WireError
+from dni_runtime.spec import Choice
+from tests.replicas import learn, replicas, share, shared
+
+SHAPES = [(40, 30), (7,), (3, 4, 5), ()]
+SIZE = 1200 + 7 + 60 + 1
+CHOICES: list[tuple[str, dict[str, Any], int]] = [
+    ("bfloat16", {}, 600 + 4 + 30 + 1),
+    ("int8", {}, 301 + 3 + 16 + 2),
+    ("top-k", {"share": 0.1}, 2 * (120 + 1 + 6 + 1)),
+    ("powersgd", {"rank": 2}, 2 * 70 + 7 + 2 * 23 + 1),
+]
+
+
+def row(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("name", "options", "words"), CHOICES)
+def test_what_is_sent_sums_up_to_all(name: str, options: dict[str, Any], words: int) -> None:
+    """Error feedback: after any number of rows only the newest error is missing."""
+    compression = build_compression(Choice(name=name, args=options), SHAPES)
+    differences, wanted, got = Differences(compression, torch.zeros(SIZE)), 0, 0
+    for seed in range(5):
+        packed, sent = differences.pack(row(seed), torch.zeros(SIZE), feedback=True)
+        assert len(packed) == words
+        assert packed.dtype == torch.int32
+        assert torch.equal(compression.unpack(packed), sent)
+        wanted, got = wanted + row(seed), got + sent
+    assert torch.allclose(wanted - got, differences.error, atol=1e-4)
+    assert differences.error.norm() > 0
+    whole = differences.whole(row())
+    assert torch.allclose(whole, row() + wanted - got, atol=1e-4)
+    assert not differences.error.any()
+
+
+def test_the_error_of_each() -> None:
+    x = row()
+
+    def left(name: str, **options: Any) -> torch.Tensor:
+        compression = build_compression(Choice(name=name, args=options), SHAPES)
+        return compression.unpack(compression.pack(x))
+
+    assert torch.allclose(left("bfloat16"), x, rtol=2**-8)
+    assert (left("int8")[:1200] - x[:1200]).abs().max() <= x[:1200].abs().max() / 254 + 1e-6
+    top = left("top-k", share=0.1)[:1200]
+    assert int((top != 0).sum()) == 120
+    assert top[top != 0].abs().min() >= x[:1200][top == 0].abs().max()
+    assert torch.equal(top[top != 0], x[:1200][top != 0])
+
+
+def test_powersgd_finds_a_matrix_of_its_rank() -> None:
+    compression = build_compression(Choice(name="powersgd", args={"rank": 2}), [(40, 30)])
+    low = (torch.randn(40, 2) @ torch.randn(2, 30)).flatten()
+    assert torch.allclose(compression.unpack(compression.pack(low)), low, atol=1e-4)
+    zeros = torch.zeros(1200)
+    assert torch.equal(compression.unpack(compression.pack(zeros)), zeros)
+    assert torch.allclose(compression.unpack(compression.pack(low)), low, atol=1e-4)
+
+
+def test_int8_says_that_a_number_is_not_finite() -> None:
+    compression = build_compression(Choice(name="int8"), [(4,), (2,)])
+    x = torch.tensor([1.0, torch.inf, 0, 0, 1, 2])
+    left = compression.unpack(compression.pack(x))
+    assert left[:4].isnan().all()
+    assert left[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "top-k", "powersgd"])
+def test_wrong_words_are_refused(name: str) -> None:
+    compression = build_compression(Choice(name=name), SHAPES)
+    packed = compression.pack(row())
+    for wrong in (packed[:-1], torch.cat([packed, packed[:1]]), packed[:0]):
+        with pytest.raises(ValueError, match="words instead of"):
+            compression.unpack(wrong)
+
+
+@pytest.mark.parametrize("place", [-1, 1200, 2**31 - 1])
+def test_a_place_beyond_the_row_is_refused(place: int) -> None:
+    compression = build_compression(Choice(name="top-k"), SHAPES)
+    packed = compression.pack(row())
+    packed[3] = place
+    with pytest.raises(ValueError, match="not within 1200"):
+        compression.unpack(packed)
+
+
+def message(flags: int, payload: int = 0, weight: float = 1.0) -> torch.Tensor:
+    header = torch.cat(
+        [
+            torch.tensor([flags, 7], dtype=torch.int32),
+            torch.tensor([weight], dtype=torch.float64).view(torch.int32),
+        ]
+    )
+    return torch.cat([header, torch.zeros(payload, dtype=torch.int32)])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (message(1, 10)[:3], "a message of 3 words"),
+        (message(1, 9), "9 words in a row of 10"),
+        (message(1, 11), "11 words in a row of 10"),
+        (message(0, 1), "1 words in a row of 10"),
+        (message(8), "the flags 8"),
+        (message(2, 10), "the flags 2"),
+        (message(3, 4), "4 words instead of 5"),
+        (message(1, 10, -1.0), "the weight -1"),
+        (message(1, 10, float("nan")), "the weight nan"),
+    ],
+)
+def test_a_message_is_checked(words: torch.Tensor, reason: str) -> None:
+    compression = build_compression(Choice(name="bfloat16"), [(10,)])
+    with pytest.raises(WireError, match=reason) as found:
+        Message.read(words, 10, compression)
+    assert found.value.reason == "body"
+    with pytest.raises(WireError, match="not compressed here"):
+        Message.read(message(3, 5), 10, None)
+
+
+def test_a_message_is_read_again() -> None:
+    compression = build_compression(Choice(name="bfloat16"), [(10,)])
+    x = torch.randn(10)
+    for one in (Message(x, 3.0, tag=5), Message(asks=True), Message(x, 1.0, compression.pack(x))):
+        again = Message.read(one.words(), 10, compression)
+        assert (again.weight, again.tag, again.asks) == (one.weight, one.tag, one.asks)
+        assert (again.row is None) == (one.row is None)
+    assert torch.equal(Message.read(Message(x).words(), 10, None).row, x)  # type: ignore[arg-type]
+    assert len(words_of(torch.zeros(5, dtype=torch.uint8))) == 2
+
+
+@pytest.mark.parametrize("compression", ["bfloat16", "int8", "{top-k: {share: 0.25}}", "powersgd"])
+@pytest.mark.parametrize("strategy", ["local-sgd", "all-reduce", "diloco", "admm", "federated"])
+def test_replicas_learn_by_compressed_rows(strategy: str, compression: str) -> None:
+    """All have the same weights in every bit after each point, and come near to the solution."""
+    given = f"{strategy}, compression: {compression}, every: 4"
+    steps = [ModuleStep(spec) for spec in replicas(given, 3)]
+    plain = [ModuleStep(spec) for spec in replicas(f"{strategy}, every: 4", 3)]
+    truth, draw = torch.randn(8, 6), torch.Generator().manual_seed(1)
+    for id in range(1, 241):
+        x = torch.randn(8, 8, generator=draw)
+        for some in (steps, plain):
+            learn(some[id % 3], id, x, x @ truth)
+        if id % 4 == 0:
+            sent, before = share(steps, id), share(plain, id)
+            assert sent < 0.95 * before
+            for step in steps[1:]:
+                assert torch.equal(shared(step).row(), shared(steps[0]).row())
+    weight = steps[0].layers.state_dict()["0.weight"]
+    started = plain[0].layers.state_dict()["0.weight"]
+    distance = (weight - truth.T).norm() / truth.norm()
+    assert distance < 0.2, (distance, (started - truth.T).norm() / truth.norm())
+
+
+def test_a_replica_with_another_base_says_so() -> None:
+    """Its next row is whole, or left out; the answer is whole, and all have the same again."""
+    given = "local-sgd, compression: int8"
+    for whole in (True, False):
+        one, other = (ModuleStep(spec) for spec in replicas(given))
+        for id in range(1, 5):
+            for step in (one, other):
+                learn(step, id, torch.randn(4, 8), torch.randn(4, 6))
+            if id == 2:
+                share([one])  # the other one's answer is lost
+            elif id == 3 and whole:
+                offer = shared(other).offer(Sync(id, full=False), whole=True)
+                assert offer.packed is None
+                mean = (shared(one).row() * 4 + shared(other).row() * 8) / 12
+                (answer,) = shared(one).agree(Sync(id, full=False), {other: offer}).values()
+                assert answer.packed is None
+                shared(other).take(answer)
+                assert torch.allclose(shared(one).row(), mean, atol=0.01)
+            else:
+                share([one, other], id)
+            if id != 2:
+                assert torch.equal(shared(one).row(), shared(other).row())
+
+
+def test_unknown_compressions_and_options() -> None:
+    with pytest.raises(SpecError, match="unknown compression 'zip'"):
+        replicas("local-sgd, compression: zip")
+    with pytest.raises(SpecError, match=r"0\.5"):
+        replicas("local-sgd, compression: {top-k: {share: 0.6}}")
