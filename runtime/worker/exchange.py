@@ -68,6 +68,11 @@ def exchange_spec(spec: WorkerSpec, words: int) -> WorkerSpec:
     )
 
 
+def sync_at(marker: Marker) -> Sync:
+    """Return the point of a marker."""
+    return Sync(marker.id, full=marker.mark != Mark.SYNC)
+
+
 class Exchange:
     """The links of one replica with the others.
 
@@ -112,11 +117,14 @@ class Exchange:
 
     def begin(self, marker: Marker) -> None:
         """Begin to share at a marker; :meth:`done` says when that is over."""
-        self._at = Sync(marker.id, full=marker.mark != Mark.SYNC)
+        self._at = sync_at(marker)
         if self.output is not None and self.output.drained < marker.id and self.output.room:
-            words = self._counted(self._shared.offer(self._at, whole=self._lost))
-            label = words.new_empty((len(words), 0), dtype=torch.uint8)
-            self.output.send_batch(marker.id, marker.epoch, Mode.TRAIN, words, label)
+            self._send(self.output, marker, self._shared.offer(self._at, whole=self._lost))
+
+    def _send(self, output: OutputLink, marker: Marker, offer: Message) -> None:
+        words = self._counted(offer)
+        label = words.new_empty((len(words), 0), dtype=torch.uint8)
+        output.send_batch(marker.id, marker.epoch, Mode.TRAIN, words, label)
 
     def done(self) -> bool:
         """Read what has come, and send what is due; return whether the sharing is over."""

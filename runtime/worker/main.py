@@ -40,6 +40,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
+from dni_runtime.worker.pushes import Pushes
 from dni_runtime.worker.rank import heeding_stop, wait_for_others, worker_of_rank
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Outcome
@@ -249,7 +250,7 @@ def _serve(
             neighbours.callers.append(input)
         beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
         if step.shared is not None:
-            exchange = Exchange(
+            exchange = (Exchange if step.shared.strategy.waits else Pushes)(
                 step.shared,
                 inputs=[listen(beside, edge) for edge in beside.sources],
                 done=start.cut,

@@ -63,7 +63,8 @@ WAITING = {"exact", "{exact: {micro_batches: 2}}", "{delayed: {max_late: 1}}"}
 
 REPLICATIONS = (
     "local-sgd", "all-reduce", "{federated: {share: 0.5}}", "{dynamic: {threshold: 0.01}}",
-    "diloco, compression: int8", "admm", "all-reduce, compression: {top-k: {share: 0.2}}",
+    "diloco, compression: int8", "admm", "parameter-server",
+    "all-reduce, compression: {top-k: {share: 0.2}}",
 )  # fmt: skip
 
 

@@ -45,8 +45,8 @@ class Strategy(nn.Module):
     Attributes:
         per_step: Whether each point is one step of the optimizer, so that ``every`` is the number
             of replicas if the chain does not say it.
-        waits: Whether replicas wait for each other at a point; else
-            :class:`~dni_runtime.core.replication.parameter_server.ParameterServer` says how.
+        waits: Whether replicas wait for each other at each point: only ``parameter-server`` does
+            not.
         feedback: Whether what compression leaves out of an offer is added to the next one.
         asks: Whether this replica asks that all offer their rows at the next point.
         asked: Whether one has asked so at the last point.

@@ -14,7 +14,7 @@ from dni_runtime.errors import WireError
 
 _HEADER = struct.Struct("<IId")
 HEADER_WORDS = _HEADER.size // 4
-ROW, PACKED, ASKS = 1, 2, 4
+ROW, PACKED, ASKS, WAITS = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Message:
         packed: Its words, if it is compressed: the row is a difference then.
         tag: Checksum of the base that the replica has; 0 without compression.
         asks: Whether a replica asks that all offer their rows at the next point.
+        waits: Whether the replica waits for the answer, though the strategy does not.
     """
 
     row: Tensor | None = None
@@ -34,10 +35,11 @@ class Message:
     packed: Tensor | None = None
     tag: int = 0
     asks: bool = False
+    waits: bool = False
 
     def words(self) -> Tensor:
         """Return its words, ``int32``."""
-        flags = ASKS * self.asks
+        flags = ASKS * self.asks | WAITS * self.waits
         flags |= ROW * (self.row is not None) | PACKED * (self.packed is not None)
         header = bytearray(_HEADER.pack(flags, self.tag, self.weight))
         parts = [torch.frombuffer(header, dtype=torch.int32)]
@@ -66,7 +68,7 @@ class Message:
         payload, row, packed = words[HEADER_WORDS:], None, None
         if not (math.isfinite(weight) and weight >= 0):
             raise WireError("body", f"a row has the weight {weight}")
-        if flags & ~(ROW | PACKED | ASKS) or (flags & PACKED and not flags & ROW):
+        if flags & ~(ROW | PACKED | ASKS | WAITS) or (flags & PACKED and not flags & ROW):
             raise WireError("body", f"a message has the flags {flags}")
         if flags & PACKED:
             if compression is None:
@@ -79,4 +81,4 @@ class Message:
             row = payload.view(torch.float32)
         if len(payload) != (0 if row is None else size) and packed is None:
             raise WireError("body", f"{len(payload)} words in a row of {size}")
-        return cls(row, weight, packed, tag, bool(flags & ASKS))
+        return cls(row, weight, packed, tag, bool(flags & ASKS), bool(flags & WAITS))

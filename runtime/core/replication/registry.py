@@ -21,6 +21,8 @@ from dni_runtime.core.replication.diloco import DiLoCo
 from dni_runtime.core.replication.dynamic import Dynamic
 from dni_runtime.core.replication.federated import Federated
 from dni_runtime.core.replication.local_sgd import LocalSgd
+from dni_runtime.core.replication.parameter_server import ParameterServer
+from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice
 from dni_runtime.spec.running import ReplicationSpec
 
@@ -31,6 +33,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "federated": Federated,
     "dynamic": Dynamic,
     "admm": Admm,
+    "parameter-server": ParameterServer,
 }
 COMPRESSIONS: dict[str, type[Compression]] = {
     "bfloat16": Bfloat16,
@@ -77,8 +80,16 @@ def check_replication(replication: ReplicationSpec) -> None:
     Raises:
         SpecError: One is unknown, or a value is not allowed.
     """
-    parse_options(find_strategy(replication.strategy).Options, replication.strategy, _STRATEGY)
+    strategy = find_strategy(replication.strategy)
+    parse_options(strategy.Options, replication.strategy, _STRATEGY)
     if replication.compression is not None:
+        if not strategy.waits:
+            raise SpecError(
+                f"'compression' needs a row that all had last, which {replication.strategy.name!r} "
+                "has not",
+                location=_COMPRESSION,
+                hint="leave 'compression' out, or choose another strategy, such as 'local-sgd'",
+            )
         build_compression(replication.compression, ())
 
 

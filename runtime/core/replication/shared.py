@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dni_runtime.core.replication.base import Sync, mean_of
 from dni_runtime.core.replication.compression import Differences
 from dni_runtime.core.replication.message import HEADER_WORDS, Message
+from dni_runtime.core.replication.parameter_server import ParameterServer
 from dni_runtime.core.replication.registry import build_compression, build_strategy
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class Shared:
                 packed, _ = differences.pack(
                     row, self._near(differences), feedback=self.strategy.feedback
                 )
-        return Message(row, weight, packed, tag)
+        waits = sync.full and not self.strategy.waits
+        return Message(row, weight, packed, tag, waits=waits)
 
     def agree(self, sync: Sync, offers: Mapping[Any, Message]) -> dict[Any, Message]:
         """Make of all replicas' offers what they go on with, at the first one, and take it.
@@ -135,6 +137,21 @@ class Shared:
         whole, short = Message(agreed), Message(agreed, packed=packed, tag=own.tag)
         self._take(agreed)
         return {who: short if one.tag == own.tag else whole for who, one in offers.items()}
+
+    def apply(self, offer: Message, replica: int, id: int) -> None:
+        """Add another replica's push to the first one's weights, unless that was done before.
+
+        Args:
+            offer: The push.
+            replica: Number of the other replica among them, from 0.
+            id: The point.
+        """
+        strategy = self.strategy
+        assert isinstance(strategy, ParameterServer)
+        if offer.row is not None and id > int(strategy.applied_N[replica]):
+            self._put(strategy.with_push(self.row(), offer.row, self._learnt))
+            self._step.optimization.version += 1
+            strategy.applied_N[replica] = id
 
     def take(self, answer: Message) -> None:
         """Take the first replica's answer."""

@@ -114,7 +114,7 @@ def message(flags: int, payload: int = 0, weight: float = 1.0) -> torch.Tensor:
         (message(1, 9), "9 words in a row of 10"),
         (message(1, 11), "11 words in a row of 10"),
         (message(0, 1), "1 words in a row of 10"),
-        (message(8), "the flags 8"),
+        (message(16), "the flags 16"),
         (message(2, 10), "the flags 2"),
         (message(3, 4), "4 words instead of 5"),
         (message(1, 10, -1.0), "the weight -1"),

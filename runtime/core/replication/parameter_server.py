@@ -1,0 +1,64 @@
+"""Parameter server: the first replica has the weights, the others push and pull without waiting."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dni_runtime.core.optimization import Optimization
+from dni_runtime.core.replication.base import Strategy, Sync
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.named import Frozen
+
+
+class ParameterServer(Strategy):
+    """Each pushes how far it has come, the first one adds that to its weights and sends them back.
+
+    Downpour SGD (Dean et al. 2012, NIPS 25, sec. 4.1). What is pushed is the sum of a replica's own
+    steps, instead of gradients for an optimizer of the server; the server is a replica, too. A
+    replica that has gone on meanwhile keeps what it has learnt since its push. Statistics move
+    towards the pushed ones, by one part in N. Only at a full point all wait.
+    """
+
+    waits: ClassVar[bool] = False
+
+    pushed_P: Tensor
+    applied_N: Tensor
+
+    def __init__(self, options: Frozen, start_P: Tensor) -> None:
+        super().__init__(options, start_P)
+        self.register_buffer("pushed_P", start_P.clone())
+
+    def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
+        """Note how many replicas there are.
+
+        ``applied_N`` has the point of the newest push of each that is in the weights: a restarted
+        server may get one twice.
+        """
+        self.replicas = spec.replicas
+        self.register_buffer("applied_N", torch.zeros(spec.replicas - 1, dtype=torch.int64))
+
+    def offer(self, own_P: Tensor, sync: Sync) -> Tensor:
+        """Hand over the progress since the last push."""
+        progress_P = own_P - self.pushed_P
+        self.pushed_P = own_P.clone()
+        return progress_P
+
+    def with_push(self, own: Tensor, push: Tensor, learnt: int) -> Tensor:
+        """Return the server's row after a push.
+
+        Args:
+            own: Its row.
+            push: The pushed row.
+            learnt: Trained parameters in them, which come first.
+        """
+        own_P, progress_P, kept = own[:learnt], push[:learnt], own[learnt:]
+        return torch.cat([own_P + progress_P, kept + (push[learnt:] - kept) / self.replicas])
+
+    def take(self, own_P: Tensor, agreed_P: Tensor) -> Tensor:
+        """Return the server's parameters with the progress since the push."""
+        since_P = own_P - self.pushed_P
+        self.pushed_P = agreed_P.clone()
+        return agreed_P + since_P

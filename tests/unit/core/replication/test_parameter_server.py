@@ -1,0 +1,71 @@
+"""A parameter server, beside a plain loop with the same pushes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dni_runtime.core.replication import Message, Sync
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import SpecError
+from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.replicas import learn, replicas, shared
+
+
+def progress(step: ModuleStep, id: int) -> Tensor:
+    """Train on a batch; return how far that has moved the weights."""
+    before = shared(step).row()
+    learn(step, id, torch.randn(4, 8), torch.randn(4, 6))
+    return shared(step).row() - before
+
+
+def push(step: ModuleStep, id: int, *, full: bool = False) -> Message:
+    words = shared(step).offer(Sync(id, full)).words()
+    return shared(step).read(words)
+
+
+def test_what_is_pushed_is_added_and_progress_since_is_kept() -> None:
+    server, one, other = (ModuleStep(spec) for spec in replicas("parameter-server", 3))
+    wanted = shared(server).row()
+    wanted += progress(server, 1)
+    first = progress(one, 1) + progress(one, 2)
+    offer = push(one, 2)
+    assert not offer.waits
+    shared(server).apply(offer, 0, 2)
+    wanted += first
+    assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
+    answer = Message(shared(server).row())
+    since = progress(one, 3)  # while the answer is on its way
+    wanted += progress(server, 3)
+    shared(one).take(answer)
+    assert torch.allclose(shared(one).row(), answer.row + since, atol=1e-6)  # type: ignore[operator]
+    late = progress(other, 4)
+    shared(server).apply(push(other, 4), 1, 4)
+    shared(server).apply(push(one, 4, full=True), 0, 4)
+    wanted += late + since
+    assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
+    for step in (one, other):
+        shared(step).take(Message(shared(server).row()))
+    assert torch.equal(shared(other).row(), shared(server).row())
+    assert torch.equal(shared(one).row(), shared(server).row()), "in every bit, at a full point"
+    assert push(one, 5, full=True).waits
+
+
+def test_a_push_that_comes_again_is_added_once() -> None:
+    server, one = (ModuleStep(spec) for spec in replicas("parameter-server"))
+    progress(one, 1)
+    offer = push(one, 1)
+    shared(server).apply(offer, 0, 1)
+    row, state = shared(server).row(), snapshot(server)
+    shared(server).apply(offer, 0, 1)
+    assert torch.equal(shared(server).row(), row)
+    again = ModuleStep(server.spec)
+    restore(again, *state)  # the server's process is another one now
+    shared(again).apply(offer, 0, 1)
+    assert torch.equal(shared(again).row(), row)
+
+
+def test_there_is_no_common_row_to_compress_by() -> None:
+    with pytest.raises(SpecError, match="'compression' needs a row that all had last"):
+        replicas("parameter-server, compression: int8")
