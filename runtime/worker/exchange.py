@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dni_runtime.core.replication import Message, Shared, Sync
 from dni_runtime.errors import WireError
-from dni_runtime.link import Batch, Gradient, InputLink, Marker, OutputLink
+from dni_runtime.link import Batch, Gradient, InputLink, LinkCounters, Marker, OutputLink
 from dni_runtime.spec import EdgeSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import Mark, Mode
 
@@ -109,6 +109,11 @@ class Exchange:
     def links(self) -> tuple[InputLink | OutputLink, ...]:
         """All its links."""
         return (*self.inputs, *(() if self.output is None else (self.output,)))
+
+    @property
+    def counters(self) -> LinkCounters:
+        """Counters of all links together."""
+        return LinkCounters.total([link.counters for link in self.links])
 
     def greet(self) -> None:
         """Answer handshakes, without waiting, on links that have no peer."""

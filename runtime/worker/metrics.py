@@ -35,6 +35,7 @@ from dni_runtime.link import LinkCounters
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.device import Copies, Fetched
+from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.ledger import Progress
@@ -222,6 +223,7 @@ class MetricsWriter:
                 resent=links.resent,
                 duplicates=links.duplicates,
                 gaps=links.gaps,
+                shared_bytes=links.shared_bytes,
             )
             self._append(line, _Means.of(means, copies))
             counters.lag_max, self._fill, self._fills = 0, 0.0, 0
@@ -327,6 +329,7 @@ class LinkFigures:
         resent: Messages resent to a restarted neighbour.
         duplicates: Messages that had already come.
         gaps: Ids that never came.
+        shared_bytes: Bytes of what was sent to the module's other replicas; None if it has none.
     """
 
     window: int | None = None
@@ -339,23 +342,28 @@ class LinkFigures:
     resent: int = 0
     duplicates: int = 0
     gaps: int = 0
+    shared_bytes: int | None = None
 
     @classmethod
-    def of(cls, input: Join | None, output: Fanout | None, replayed: int) -> Self:
+    def of(
+        cls, input: Join | None, output: Fanout | None, exchange: Exchange | None, replayed: int
+    ) -> Self:
         """Collect the figures of the links that a worker has."""
         up = LinkCounters() if input is None else input.counters
         down = LinkCounters() if output is None else output.counters
+        beside = LinkCounters() if exchange is None else exchange.counters
         return cls(
             window=None if output is None else output.fullest.window,
             in_flight=0 if output is None else output.fullest.in_flight,
             connected=None if output is None else output.connected,
             gradients_dropped=up.gradients_dropped,
-            refused=dict(up.refused),
+            refused=dict(up.refused + beside.refused),
             missed=down.missed,
             replayed=replayed,
             resent=down.resent,
             duplicates=up.duplicates,
             gaps=up.gaps,
+            shared_bytes=None if exchange is None else exchange.sent,
         )
 
 

@@ -423,7 +423,7 @@ class ModuleServer:
 
     def _write_metrics(self) -> None:
         replayed = 0 if self._idle is None else self._idle.count
-        figures = LinkFigures.of(self._input, self._output, replayed)
+        figures = LinkFigures.of(self._input, self._output, self._exchange, replayed)
         self._metrics.write(self._step, figures, self._copies)
 
     def _sleep(self) -> None:
