@@ -22,7 +22,7 @@ from dni_runtime.core.optimization import Optimization, check_groups
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.replication import check_replication, find_strategy
 from dni_runtime.core.shapes import BATCH
-from dni_runtime.core.training import empty_batch
+from dni_runtime.core.training import empty_batch, sparse_parameters
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec, Choice, DataInfo, TensorSpec, WorkerSpec, import_paths
 
@@ -113,6 +113,14 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
             raise SpecError(error.message, location=location, hint=error.hint) from None
         if any(isinstance(layer, Recurrent) for layer in own.modules()):
             _check_recurrent(chain, worker, micro_batches)
+        strategy = worker.strategy
+        if strategy is not None and find_strategy(strategy).dense and sparse_parameters(own):
+            raise SpecError(
+                f"{strategy.name!r} changes gradients of all rows, and those of a sparse embedding "
+                "have few",
+                location=("replication", "strategy"),
+                hint="leave 'sparse' out of the embedding, or choose another strategy",
+            )
         if worker.interface is not None:
             if not worker.output.dtype.startswith(("float", "bfloat")):
                 raise SpecError(

@@ -26,6 +26,7 @@ class Admm(Strategy):
     in the same way, without that term. Every replica counts the same.
     """
 
+    dense = True
     feedback = False  # the dual variables add up what is missing in z
 
     class Options(Frozen):

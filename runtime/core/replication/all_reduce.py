@@ -20,6 +20,7 @@ class AllReduce(Strategy):
     """
 
     per_step = True
+    dense = True
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
         self._optimization = optimization

@@ -47,6 +47,7 @@ class Strategy(nn.Module):
             of replicas if the chain does not say it.
         waits: Whether replicas wait for each other at each point: only ``parameter-server`` does
             not.
+        dense: Whether it needs gradients that are not sparse.
         feedback: Whether what compression leaves out of an offer is added to the next one.
         asks: Whether this replica asks that all offer their rows at the next point.
         asked: Whether one has asked so at the last point.
@@ -57,6 +58,7 @@ class Strategy(nn.Module):
 
     per_step: ClassVar[bool] = False
     waits: ClassVar[bool] = True
+    dense: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
 
     def __init__(self, options: Frozen, start_P: Tensor) -> None:

@@ -121,6 +121,25 @@ def pair(make_spec: MakeSpec) -> Pair:
     return pair
 
 
+def test_an_answer_of_messages_has_a_length_of_its_own(make_spec: MakeSpec) -> None:
+    """Up to the link's limit; elsewhere a gradient has as many samples as its batch."""
+    given = make_spec("stem")
+    assert given.batch_limit > 3
+    edge = given.targets[0].model_copy(update={"messages": True})
+    for spec, lengths in ((given, {2}), (given.model_copy(update={"targets": (edge,)}), {1, 2, 3})):
+        pair = Pair(make_sender(spec), make_receiver(make_spec("tail")))
+        pair.probe()
+        pair.sender.add(batch(1), 2)
+        for samples in (1, 2, 3, spec.batch_limit + 1):
+            entry = TensorEntry("g", "float32", (samples, 4))
+            answer = gradient(1, tensors=(entry,), buffers=(bytes(16 * samples),))
+            if samples in lengths:
+                assert pair.sender.handle(encode(answer)) is not None
+            else:
+                with pytest.raises(WireError):
+                    pair.sender.handle(encode(answer))
+
+
 def refused(pair: Pair, frames: Sequence[Buffer], identity: bytes | None = None) -> str:
     with pytest.raises(WireError) as caught:
         pair.receiver.handle(identity or pair.identity, frames)

@@ -106,6 +106,24 @@ def test_an_early_end_after_any_item() -> None:
         assert shape(list(stream)) == shape(list(again)) == ["1 CHECKPOINT|END"]
 
 
+def test_replicas_are_equal_before_what_needs_it() -> None:
+    """SYNC alone may leave them different, so a point with more follows before each of those."""
+    given = role(epochs=1, every_steps=3, data=TESTED).model_copy(update={"sync_steps": 2})
+    stream = [word for word in shape(run(given)) if word.split()[1] not in ("eval", "EVAL")]
+    batches = open_data(TESTED, Path(), seed=1).train_batch_count
+    assert batches == 4
+    assert stream == [
+        *("2 train", "1 SYNC", "1 train", "1 CHECKPOINT|SYNC", "1 train"),
+        *("1 EPOCH|SYNC", "1 TEST", "1 CHECKPOINT|END"),
+    ]
+    assert [item.position.synced for item in run(given) if Mark.SYNC in item.mark] == [0, 3, 4]
+    early = Stream(open_data(TESTED, Path(), seed=1), given)
+    seen = [next(early) for _ in range(3)]
+    assert seen[-1].mark == Mark.SYNC
+    early.end()
+    assert shape(list(early)) == ["1 CHECKPOINT|SYNC", "2 eval", "1 TEST", "1 CHECKPOINT|END"]
+
+
 def test_a_checkpoint_before_each_evaluation() -> None:
     given = role(epochs=3, eval_every=2).model_copy(update={"selects": True})
     markers = [item.mark for item in run(given) if item.x is None]
