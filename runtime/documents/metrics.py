@@ -84,6 +84,7 @@ class TrainLine(Measured, MetricsLine):
     gradients_dropped: int = 0
     waiting_s: dict[str, float] = Field(default_factory=dict)
     cpu_s: float = 0.0
+    shared_bytes: int | None = None
 
 
 class EpochLine(MetricsLine):

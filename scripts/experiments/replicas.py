@@ -15,7 +15,6 @@ Usage: replicas.py definitions/chains/fashion-cdni.yaml --data build/fashion-mni
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 import yaml
 
 from dni_runtime import Run
+from dni_runtime.documents.metrics import TrainLine, read_metrics
 
 WAITS = """\
 import time
@@ -57,8 +57,7 @@ def trained(folder: Path, document: dict[str, Any], data: Path) -> tuple[float, 
     (run,) = (folder / "runs").iterdir()
     figures, sent = Run.open(run).status(), 0
     for file in (run / "metrics").glob("*.jsonl"):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        sent += max((line.get("shared_bytes") or 0 for line in lines), default=0)
+        sent += max((line.shared_bytes or 0 for line in read_metrics(file, TrainLine)), default=0)
     return figures.accuracy or 0.0, figures.samples_per_s or 0.0, sent / 2**20
 
 
