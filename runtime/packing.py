@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dni_runtime.spec import EdgeSpec, TensorSpec
+from dni_runtime.spec import NO_LABEL, EdgeSpec, TensorSpec
 
 
 def row_of(parts: Sequence[TensorSpec]) -> TensorSpec:
@@ -80,6 +80,11 @@ def given_back(g: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tens
     for one, row in zip(edge.takes, found, strict=True):
         rows[one].copy_(row)
     return whole
+
+
+def no_labels(samples: int) -> Tensor:
+    """Return what takes the place of a batch's labels where they are not: ``[B, 0]``."""
+    return torch.empty((samples, *NO_LABEL.shape))
 
 
 def _sizes(outputs: Sequence[TensorSpec]) -> list[int]:

@@ -231,6 +231,38 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 )
 
 
+def check_labels(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> None:
+    """Refuse what needs labels upstream, if they stay at the tail.
+
+    Args:
+        chain: The chain as written.
+        interfaces: The gradient interface of each module; None for the tail.
+
+    Raises:
+        SpecError: There is such an interface or link, or the tail reads the samples, too.
+    """
+    if len(interfaces) == 1:
+        raise SpecError(
+            "the chain's only module reads samples and labels",
+            location=("data", "labels"),
+            hint="leave 'labels' out, or cut the chain into several modules",
+        )
+    for index, interface in enumerate(interfaces):
+        if interface is not None and interface.wanted.labels:
+            raise SpecError(
+                f"the gradient interface {interface.choice.name!r} of module "
+                f"{chain.modules[index].name!r} needs labels, and they stay at the tail",
+                location=place(chain, index, "interface"),
+                hint="use 'exact', 'delayed' or 'synthetic: {conditioned: false}'",
+            )
+    if chain.links.synthetic_inputs is not None:
+        raise SpecError(
+            "inputs are predicted from labels, and they stay at the tail",
+            location=("links", "synthetic_inputs"),
+            hint="use 'replay'",
+        )
+
+
 def check_replicas(
     chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
 ) -> None:

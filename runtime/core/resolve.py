@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dni_runtime.core.checks import (
+    check_labels,
     check_links,
     check_loss,
     check_replicas,
@@ -74,7 +75,9 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
         if index < len(chain.modules) - 1:
             own = module.interface is not None
             at: Location = ("modules", index, "interface") if own else ("defaults", "interface")
-            choice = chain.setting(index, "interface") or default_interface(inferred[index].attends)
+            choice = chain.setting(index, "interface") or default_interface(
+                inferred[index].attends, labelled=chain.data.labels is None
+            )
             found = find_interface(choice, at)
             if index in unmoved and choice.name not in ("none", "local"):
                 found = find_interface(Choice(name="none"), at)  # no gradient has a reader
@@ -137,6 +140,9 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     ]
     micro_batches = _micro_batches(chain, interfaces)
     check_replicas(chain, interfaces, micro_batches)
+    labelled = full.data.labels is None
+    if not labelled:
+        check_labels(chain, interfaces)
     replicated = any(module.replicas > 1 for module in full.modules)
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
@@ -155,6 +161,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
             outputs=outputs if len(outputs) > 1 else (),
             data=taken[target] if source == 0 else (),
             samples=tuple(info.samples[one] for one in taken[target]) if source == 0 else (),
+            labelled=labelled,
             **(cuts[source] if learns else NO_GRADIENTS).of_links,
         )
     workers = []
@@ -212,7 +219,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 else HeadRole(
                     samples=info.samples,
                     takes=taken[0],
-                    data=full.data,
+                    data=full.data.of_head,
                     epochs=full.epochs,
                     steps=full.steps,
                     eval_every=full.eval_every,
@@ -221,9 +228,13 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                     selects=full.selection is not None,
                     sync_steps=full.replication.every if replicated else None,
                 ),
-                tail=TailRole(metrics=full.metrics, selection=_selection(full))
-                if index == last
-                else None,
+                tail=None
+                if index < last
+                else TailRole(
+                    metrics=full.metrics,
+                    selection=_selection(full),
+                    labels=None if labelled else full.data.of_labels,
+                ),
                 replicas=module.replicas,
                 strategy=full.replication.strategy if module.replicas > 1 else None,
                 compression=full.replication.compression if module.replicas > 1 else None,

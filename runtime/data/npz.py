@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dni_runtime.data.halves import Half
 from dni_runtime.data.memory import MemorySplit, image_info, image_split
 from dni_runtime.data.paths import resolve
 from dni_runtime.data.source import Found
@@ -70,12 +71,17 @@ def find_digits(spec: DataSpec, base: Path) -> Found:
     return Found(info, None, load)
 
 
-def find_npz(spec: DataSpec, base: Path) -> Found:
+def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     """Find a user's ``.npz`` file and check the shapes and types of its four arrays.
 
     8-bit samples are images, scaled to [0, 1]; floats become float32; both are then normalised with
     the training set's mean and standard deviation (of each channel if samples are (C, H, W),
     else of all values). Other integers (tokens) become int64. Integer labels are class indices.
+
+    Args:
+        spec: The data set.
+        base: Folder of ``chain.yaml``.
+        half: The arrays that the file must have, if not all.
 
     Raises:
         SpecError: No path is given.
@@ -87,9 +93,25 @@ def find_npz(spec: DataSpec, base: Path) -> Found:
         )
     path = resolve(spec.path, base)
     with _opened(path) as archive:
-        shapes = {name: _header(path, archive, name) for name in _NAMES}
+        absent = {"samples": "y", "labels": "x"}.get(half or "", "")
+        names = [name for name in _NAMES if not absent or name[0] != absent]
+        shapes = {name: _header(path, archive, name) for name in names}
+        nothing = {
+            f"{absent}{name[1:]}": np.empty((shapes[name][0][0], 0), np.float32)
+            for name in names
+            if absent
+        }
+        shapes |= {name: (one.shape, one.dtype) for name, one in nothing.items()}
         _check(path, shapes)
-        y_train, y_eval = archive["y_train"], archive["y_eval"]
+
+        def read(archive: Any, kind: str) -> tuple[Array, Array]:
+            train, evaluation = (
+                nothing[name] if name in nothing else archive[name]
+                for name in (f"{kind}_train", f"{kind}_eval")
+            )
+            return train, evaluation
+
+        y_train, y_eval = read(archive, "y")
         classes = _classes(path, y_train, y_eval)
     (train_samples, *sample), x_dtype = shapes["x_train"]
     info = DataInfo(
@@ -102,7 +124,7 @@ def find_npz(spec: DataSpec, base: Path) -> Found:
 
     def load() -> tuple[MemorySplit, MemorySplit]:
         with _opened(path) as archive:
-            x_train, x_eval = archive["x_train"], archive["x_eval"]
+            x_train, x_eval = read(archive, "x")
         return _splits(path, (x_train, y_train), (x_eval, y_eval), spec)
 
     return Found(info, path, load)

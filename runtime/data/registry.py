@@ -10,14 +10,15 @@ from pydantic import ValidationError
 
 from dni_runtime.data.augment import find_augmentation
 from dni_runtime.data.cifar import find_cifar10
+from dni_runtime.data.halves import Half, Halves
 from dni_runtime.data.idx import find_idx
 from dni_runtime.data.npz import find_digits, find_npz
 from dni_runtime.data.paths import resolve
-from dni_runtime.data.source import DataSource, Found, used
+from dni_runtime.data.source import DataSource, Found, Split, used
 from dni_runtime.data.text import TextOptions, find_text
 from dni_runtime.data.user import find_user
-from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, DataSpec
+from dni_runtime.errors import DataError, SpecError
+from dni_runtime.spec import NO_LABEL, DataInfo, DataSpec
 from dni_runtime.spec.load import explain_details, suggestion
 from dni_runtime.spec.named import Frozen
 
@@ -28,10 +29,12 @@ class DataSet(NamedTuple):
     Attributes:
         find: Finds it, from the spec, the folder of ``chain.yaml`` and, if it has any, its options.
         options: Model of its ``args``; None if it takes none.
+        halves: Whether a file may hold samples or labels alone.
     """
 
     find: Callable[..., Found]
     options: type[Frozen] | None = None
+    halves: bool = False
 
 
 DATASETS: dict[str, DataSet] = {
@@ -39,7 +42,7 @@ DATASETS: dict[str, DataSet] = {
     "mnist": DataSet(find_idx),
     "fashion-mnist": DataSet(find_idx),
     "cifar10": DataSet(find_cifar10),
-    "npz": DataSet(find_npz),
+    "npz": DataSet(find_npz, halves=True),
     "text": DataSet(find_text, TextOptions),
 }
 
@@ -67,7 +70,7 @@ def describe(spec: DataSpec, base: Path) -> DataInfo:
         SpecError: There is no such data set, class or augmentation, or they do not fit together.
         DataError: Its files are missing or not valid, or its samples do not fill one batch.
     """
-    info = _find(spec, base).info
+    info = _found(spec, base).info
     augment = find_augmentation(spec.augment, base, seed=0)
     for field in ("flatten", "augment"):
         if info.further and getattr(spec, field):
@@ -94,33 +97,74 @@ def locate(spec: DataSpec, base: Path) -> Path | None:
     """
     if ":" in spec.dataset:
         return None if spec.path is None else resolve(spec.path, base)
-    return _find(spec, base).path
+    return _find(spec, base, "samples").path
 
 
-def open_data(spec: DataSpec, base: Path, *, seed: int) -> DataSource:
+def open_data(spec: DataSpec, base: Path, *, seed: int, half: Half | None = None) -> DataSource:
     """Load the data.
 
     Args:
         spec: The data set.
         base: Folder of ``chain.yaml``.
         seed: Seed of the order of the training samples and of their augmentation, at least 0.
+        half: What to read, if not both: samples, or labels (of ``spec.of_labels``).
 
     Raises:
         SpecError: There is no such data set, class or augmentation.
         DataError: Its files are missing or damaged, or its samples do not fill one batch.
     """
-    found = _find(spec, base)
+    found = _found(spec, base, half)
     augment = find_augmentation(spec.augment, base, seed)
     train, evaluation = found.load()
     return DataSource(found.info, train, evaluation, spec, seed=seed, augment=augment)
 
 
-def _find(spec: DataSpec, base: Path) -> Found:
+def _found(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
+    """Find the data, with its labels where those are; of one half of it the other one is empty."""
+    if half is not None:
+        found = _find(spec, base, half)
+
+        def load() -> tuple[Split, Split]:
+            train, evaluation = found.load()
+            return one(train), one(evaluation)
+
+        def one(split: Split) -> Split:
+            return Halves(split, None) if half == "samples" else Halves(None, split)
+
+        info = found.info
+        if half == "labels":
+            info = info.model_copy(update={"sample": NO_LABEL, "further": ()})
+        return Found(info, found.path, load)
+    if not spec.splits:
+        return _find(spec, base)
+    samples, labels = _find(spec, base, "samples"), _find(spec.of_labels, base, "labels")
+    for what in ("train_samples", "eval_samples"):
+        counts = getattr(samples.info, what), getattr(labels.info, what)
+        if None not in counts and counts[0] != counts[1]:
+            part = "training" if what == "train_samples" else "evaluation"
+            raise DataError(
+                f"{counts[0]} {part} samples in {spec.dataset!r}, but {counts[1]} labels in "
+                f"{spec.of_labels.dataset!r}",
+                hint="both need the same samples in the same order",
+            )
+    own = {name: getattr(labels.info, name) for name in ("label", "labels", "classes")}
+
+    def both() -> tuple[Split, Split]:
+        pairs = zip(samples.load(), labels.load(), strict=True)
+        train, evaluation = (Halves(*pair) for pair in pairs)
+        return train, evaluation
+
+    return Found(samples.info.model_copy(update=own), samples.path, both)
+
+
+def _find(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
+    """Find one data set; of ``half`` if samples and labels are data sets of their own."""
+    alone = {"half": half} if spec.splits else {}
     if ":" in spec.dataset:
-        return find_user(spec, base)
+        return find_user(spec, base, **alone)
     options = _options(spec)
     given = (spec, base) if options is None else (spec, base, options)
-    return DATASETS[spec.dataset].find(*given)
+    return DATASETS[spec.dataset].find(*given, **(alone if DATASETS[spec.dataset].halves else {}))
 
 
 def _options(spec: DataSpec) -> Frozen | None:

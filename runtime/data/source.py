@@ -6,6 +6,7 @@ Shape suffixes: N samples of a split, B samples of a batch.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dni_runtime.data.augment import Augmentation
 from dni_runtime.data.seeds import derived_seed, seeded
 from dni_runtime.errors import DataError
 from dni_runtime.spec import DataInfo, DataSpec
+from dni_runtime.wire import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
 """Samples (B, …), float32 unless the data set holds integers, and labels (B, …), int64 or float32.
 
 Samples with several inputs are a tuple of tensors. All are new tensors without other references.
+Where one half is elsewhere, samples or labels are (B, 0).
 """
 
 
@@ -159,6 +162,7 @@ class DataSource:
         self.has_test = spec.validation is not None
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         self._augment = augment
+        self._ordered: tuple[tuple[str, int], Sequence[Tensor]] = ("", 0), ()
         samples = self.info.train_samples or 0
         self.train_batch_count = spec.train_batches(samples)
         whole = spec.drop_last or spec.streams
@@ -178,17 +182,8 @@ class DataSource:
                 of an epoch is the same after a restart.
             start: Number of batches to skip at the beginning, without reading them.
         """
-        samples, spec, split = self.info.train_samples or 0, self._spec, self._train
-        orders_B: Sequence[Tensor]
-        if spec.streams:
-            orders_B = _dealt(samples, spec.batch_size)
-        elif spec.shuffle:
-            rng = np.random.default_rng([self._seed, epoch])
-            orders_B = torch.split(torch.from_numpy(rng.permutation(samples)), spec.batch_size)
-            split = split.in_epoch(rng)
-        else:
-            orders_B = torch.split(torch.arange(samples), spec.batch_size)
-        orders_B = orders_B[: self.train_batch_count]
+        spec = self._spec
+        split, orders_B = self._epoch(epoch)
         if not spec.workers or not (split.slow or self._augment):
             return self._read(split, orders_B, epoch=epoch, start=start)
 
@@ -202,28 +197,69 @@ class DataSource:
         seed = derived_seed(self._seed, epoch)
         return in_processes(make, numbers, spec.workers, seed=seed)
 
-    def eval_batches(self) -> Iterator[Batch]:
+    def _epoch(self, epoch: int) -> tuple[Split, Sequence[Tensor]]:
+        """Return the training samples as an epoch uses them, and their order by batches."""
+        samples, spec, split = self.info.train_samples or 0, self._spec, self._train
+        orders_B: Sequence[Tensor]
+        if spec.streams:
+            orders_B = _dealt(samples, spec.batch_size)
+        elif spec.shuffle:
+            rng = np.random.default_rng([self._seed, epoch])
+            orders_B = torch.split(torch.from_numpy(rng.permutation(samples)), spec.batch_size)
+            split = split.in_epoch(rng)
+        else:
+            orders_B = torch.split(torch.arange(samples), spec.batch_size)
+        return split, orders_B[: self.train_batch_count]
+
+    def eval_batches(self, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of one evaluation, in the data set's order; the last may be smaller.
 
         There are as many streams as samples allow, up to ``eval_batch_size``, all of one length.
+
+        Args:
+            start: Number of batches to skip at the beginning, without reading them.
         """
-        samples = self.info.eval_samples or 0
-        if not self.has_test:
-            return self._in_order(self._evaluation, 0, samples)
-        return self._in_order(self._train.held_out(), len(self._train) - samples, samples)
+        split = self._train.held_out() if self.has_test else self._evaluation
+        return self._read(split, self._in_order("eval"), start=start)
 
-    def test_batches(self) -> Iterator[Batch]:
+    def test_batches(self, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of the test set, likewise; none if there is no validation part."""
-        return self._in_order(self._evaluation, 0, self.info.test_samples or 0)
+        return self._read(self._evaluation, self._in_order("test"), start=start)
 
-    def _in_order(self, split: Split, first: int, samples: int) -> Iterator[Batch]:
+    def _in_order(self, name: str) -> Sequence[Tensor]:
+        """Return the order by batches of the evaluation or the test set."""
+        samples, first = self.info.test_samples or 0, 0
+        if name == "eval":
+            samples = self.info.eval_samples or 0
+            first = len(self._train) - samples if self.has_test else 0
         if not samples:
-            return iter(())
+            return ()
         if self._spec.streams:
-            orders_B = _dealt(samples, min(samples, self._spec.eval_size))
+            orders_B: Sequence[Tensor] = _dealt(samples, min(samples, self._spec.eval_size))
         else:
             orders_B = torch.split(torch.arange(samples), self._spec.eval_size)
-        return self._read(split, [first + order_B for order_B in orders_B])
+        return [first + order_B for order_B in orders_B]
+
+    def batches(self, split: str, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of ``train``, ``eval`` or ``test`` from one on."""
+        if split == "train":
+            return self.train_batches(epoch, start)
+        return self.eval_batches(start) if split == "eval" else self.test_batches(start)
+
+    def rows(self, split: str, epoch: int, number: int) -> Rows | None:
+        """Return which samples a batch of ``train``, ``eval`` or ``test`` has.
+
+        None: there is no such batch.
+        """
+        key, info = (split, epoch if split == "train" else 0), self.info
+        if self._ordered[0] != key:
+            orders_B = self._epoch(epoch)[1] if split == "train" else self._in_order(split)
+            self._ordered = key, orders_B
+        orders_B = self._ordered[1]
+        if number >= len(orders_B):
+            return None
+        counts = (one or 0 for one in (info.train_samples, info.eval_samples, info.test_samples))
+        return Rows(split, number, zlib.crc32(orders_B[number].numpy().data), *counts)
 
     def _read(
         self,

@@ -16,17 +16,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from dni_runtime.data.halves import Half
 from dni_runtime.data.imports import import_class
 from dni_runtime.data.paths import resolve
 from dni_runtime.data.source import Batch, Found, Split
 from dni_runtime.errors import DataError, DniError
-from dni_runtime.packing import pack, row_of
+from dni_runtime.packing import no_labels, pack, row_of
 from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 from dni_runtime.wire import INPUTS_LIMIT
 
 
-def find_user(spec: DataSpec, base: Path) -> Found:
+def find_user(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
     """Import a user's class, make its two data sets, and read one sample.
+
+    Args:
+        spec: The data set.
+        base: Folder of ``chain.yaml``, where imports start.
+        half: What each item is, if not a (sample, label) pair.
 
     Raises:
         SpecError: The import fails, or the class is not a data set.
@@ -38,7 +44,7 @@ def find_user(spec: DataSpec, base: Path) -> Found:
     path = None if spec.path is None else resolve(spec.path, base)
     args = dict(spec.args) if path is None else {"path": str(path), **spec.args}
     train, evaluation = _make(name, cls, args, train=True), _make(name, cls, args, train=False)
-    _, xs, ys = UserSplit(name, train).tensors(torch.tensor([0]))
+    _, xs, ys = UserSplit(name, train, half=half).tensors(torch.tensor([0]))
     sample, *further = map(_sample, xs)
     labels = tuple(map(_sample, ys))
     info = DataInfo(
@@ -53,7 +59,7 @@ def find_user(spec: DataSpec, base: Path) -> Found:
     return Found(
         info,
         path,
-        lambda: (UserSplit(name, train, info), UserSplit(name, evaluation, info)),
+        lambda: (UserSplit(name, train, info, half), UserSplit(name, evaluation, info, half)),
     )
 
 
@@ -62,15 +68,22 @@ class UserSplit(Split):
 
     slow: ClassVar[bool] = True
 
-    def __init__(self, name: str, dataset: Dataset[Any], info: DataInfo | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        dataset: Dataset[Any],
+        info: DataInfo | None = None,
+        half: Half | None = None,
+    ) -> None:
         """Wrap a data set.
 
         Args:
             name: Its import path, for messages.
             dataset: A data set with ``__len__`` and ``__getitem__``.
             info: Shapes and types that each batch must have, or None for no check.
+            half: What each item is, if not a (sample, label) pair.
         """
-        self._name, self._dataset, self._info = name, dataset, info
+        self._name, self._dataset, self._info, self._half = name, dataset, info, half
 
     def __len__(self) -> int:
         return _length(self._dataset)
@@ -109,7 +122,10 @@ class UserSplit(Split):
                 hint="try it alone: build the class, index it with each of these numbers and "
                 "collate them with torch.utils.data.default_collate",
             ) from error
-        if not isinstance(batch, list | tuple) or len(batch) != 2:
+        nothing = no_labels(len(order))
+        if self._half is not None:
+            batch = (batch, nothing) if self._half == "samples" else (nothing, batch)
+        elif not isinstance(batch, list | tuple) or len(batch) != 2:
             raise DataError(
                 f"data set {self._name!r} returns {_kind(batch)}, not (sample, label) pairs",
                 hint="return a sample and a label from __getitem__",

@@ -87,6 +87,12 @@ def check_host(
         raise DataError(
             f"{locate('data')}: {str(data)!r} does not exist", hint="set data.path, or use --data"
         )
+    labels = chain.data.labels_path
+    if labels is not None and not labels.exists():
+        raise DataError(
+            f"{locate('data', 'labels')}: {str(labels)!r} does not exist",
+            hint="set data.labels.path",
+        )
     site = _choose(workers, wanted, images, chain.image.require_signed)
     if not elsewhere:
         check_devices(chain, workers, site.backend, locate)

@@ -6,7 +6,7 @@ commands are rendered last (``launch/runtimes.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -69,7 +69,7 @@ class WorkerPlan:
         resume: Where it starts: ``auto``, ``none`` or the stream position of a checkpoint.
         first: Its attempt when the whole chain was last started; None without a supervisor.
         log_level: Its log level.
-        data: Folder or file of the head's data, or None.
+        data: Folder or file of the data or the labels that it reads, or None.
         transport: Transport of its link from upstream, if it differs from the chain's.
         interface: Interface of that link, if it differs from the chain's.
         environment: Variables that extend the starting process's environment.
@@ -207,9 +207,10 @@ class LaunchSettings:
         backend: Backend of the workers.
         sockets: Folder for the run's ipc sockets.
         data: Folder or file of the head's data, or None.
+        labels: Folder or file of the labels, if the tail reads them from one of their own.
         tool: The container program, for containers.
         images: Image of each module, for containers.
-        data_folder: The folder of ``data`` to mount into containers, when ``data`` is a file.
+        files: Which of ``data`` and ``labels`` are files: containers see the folders they are in.
         mounts: Further mounts of the containers.
         attempt: Number of this start of the run, from 1.
         resume: ``auto``, ``none`` or the stream position of a checkpoint.
@@ -228,9 +229,10 @@ class LaunchSettings:
     backend: Backend
     sockets: Path
     data: Path | None = None
+    labels: Path | None = None
     tool: Apptainer | None = None
     images: Mapping[str, Path] = field(default_factory=dict)
-    data_folder: Path | None = None
+    files: Collection[Path] = ()
     mounts: tuple[Mount, ...] = ()
     attempt: int = 1
     resume: str = "auto"
@@ -242,6 +244,14 @@ class LaunchSettings:
     scratch: str = ""
     hosts: tuple[str, ...] = ()
     supervised: bool = True
+
+    def read_by(self, worker: WorkerSpec) -> Path | None:
+        """Folder or file of the data that a worker reads; None if it reads none, or needs none."""
+        if worker.head is not None:
+            return self.data
+        if worker.tail is None or worker.tail.labels is None:
+            return None
+        return self.labels if worker.tail.labels.splits else self.data
 
 
 def make_plan(
@@ -276,7 +286,7 @@ def make_plan(
 
 
 def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> WorkerPlan:
-    run = RunDir(settings.run)
+    run, data = RunDir(settings.run), settings.read_by(worker)
     transport, interface = settings.links.get(worker.module, (None, None))
     plan = WorkerPlan(
         module=worker.module,
@@ -287,7 +297,7 @@ def _worker_plan(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> Wo
         resume=settings.resume,
         first=settings.attempt if settings.supervised else None,
         log_level=settings.log_level,
-        data=str(settings.data) if worker.head and settings.data else None,
+        data=None if data is None else str(data),
         transport=transport,
         interface=interface,
         environment=_environment(worker),
@@ -343,8 +353,10 @@ def _mounts(worker: WorkerSpec, settings: LaunchSettings, keys: bool) -> tuple[M
     else:
         mounts = [Mount(str(settings.run), RUN_TARGET, read_only=False)]
     mounts.append(Mount(str(settings.sockets), SOCKETS_TARGET, read_only=False))
-    if worker.head is not None and settings.data is not None:
-        mounts.append(Mount(str(settings.data_folder or settings.data), str(DATA_TARGET)))
+    data = settings.read_by(worker)
+    if data is not None:
+        folder = data.parent if data in settings.files else data
+        mounts.append(Mount(str(folder), str(DATA_TARGET)))
     if settings.scratch:
         mounts.append(Mount(settings.scratch, "/tmp", read_only=False))
     return (*mounts, *settings.mounts)

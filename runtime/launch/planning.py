@@ -88,7 +88,7 @@ def plan_here(
     Raises:
         DniError: The chain cannot be placed on the hosts.
     """
-    root = root.absolute()
+    root, labels = root.absolute(), chain.data.labels_path
     settings = LaunchSettings(
         run=root,
         backend=site.backend,
@@ -96,7 +96,8 @@ def plan_here(
         data=data,
         tool=site.tool,
         images=site.images,
-        data_folder=data.parent if data is not None and data.is_file() else data,
+        labels=labels,
+        files=[path for path in (data, labels) if path is not None and path.is_file()],
         mounts=site.mounts,
         attempt=attempt,
         resume=resume,

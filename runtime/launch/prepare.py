@@ -152,7 +152,10 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
 
 
 def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
-    """Return the chain with absolute paths for its runs; relative ones start at its folder."""
+    """Return the chain with absolute paths for its runs; relative ones start at its folder.
+
+    ``data.path`` stays as it is: the run's record has the place that was found for it.
+    """
     mounts = tuple(
         mount.model_copy(update={"source": str(folder / Path(mount.source).expanduser())})
         for mount in chain.mounts
@@ -160,7 +163,11 @@ def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:
     image, key = chain.image, chain.image.require_signed
     if isinstance(key, str):
         image = image.model_copy(update={"require_signed": str(folder / Path(key).expanduser())})
-    return chain.model_copy(update={"mounts": mounts, "image": image})
+    data = chain.data
+    if data.labels is not None and data.labels.path is not None:
+        path = str(folder / Path(data.labels.path).expanduser())
+        data = data.model_copy(update={"labels": data.labels.model_copy(update={"path": path})})
+    return chain.model_copy(update={"mounts": mounts, "image": image, "data": data})
 
 
 @contextmanager

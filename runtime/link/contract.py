@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, Self
 
-from dni_runtime.spec import Dtype, EdgeSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec import NO_LABEL, Dtype, EdgeSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import HEADER_BYTES, Limits, TensorContract
 
 End = Literal["input", "output"]
@@ -23,7 +23,9 @@ class LinkContract:
         activation: Contract of activations, sent downstream as ``h``; None if only inputs of the
             data are.
         data: Contracts of inputs of the data, sent as ``x0``, ``x1`` …
-        label: Contract of labels, sent downstream as ``y``.
+        label: Contract of labels, sent downstream as ``y``, which is empty if they stay at the
+            tail.
+        labelled: Whether labels travel.
         gradient: Contract of gradients, sent upstream as ``g``; None if upstream needs none.
         dtype: Compute type of the module at this end.
         messages: Whether samples are words of messages; see ``EdgeSpec``.
@@ -35,6 +37,7 @@ class LinkContract:
     activation: TensorContract | None
     data: tuple[TensorContract, ...]
     label: TensorContract
+    labelled: bool
     gradient: TensorContract | None
     dtype: str
     messages: bool
@@ -54,13 +57,15 @@ class LinkContract:
             up = f"{links.gradient_dtype or down}, 1 in {wanted}"
             gradient = _on_the_wire("g", links.gradient_dtype or links.dtype, tensor, limit)
         given = enumerate(edge.samples)
+        label = spec.label if edge.labelled else NO_LABEL
         data = tuple(TensorContract(f"x{n}", one.dtype, one.shape, limit) for n, one in given)
         return cls(
             source=edge.source,
             target=edge.target,
             activation=activation,
             data=data,
-            label=TensorContract("y", spec.label.dtype, spec.label.shape, limit),
+            label=TensorContract("y", label.dtype, label.shape, limit),
+            labelled=edge.labelled,
             gradient=gradient,
             dtype="" if tensor is None else tensor.dtype,
             messages=edge.messages,
@@ -69,7 +74,7 @@ class LinkContract:
                 "source": edge.source,
                 "target": edge.target,
                 "activation": "nothing" if tensor is None else str(tensor),
-                "label": str(spec.label),
+                "label": str(spec.label) if edge.labelled else "stays at the tail",
                 "activations on the wire": down,
                 "gradients on the wire": up,
                 "batch limit": str(spec.batch_limit),

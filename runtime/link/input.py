@@ -19,10 +19,10 @@ from dni_runtime.link.answers import Answers
 from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
 from dni_runtime.link.guard import REASONS, AllowList, Guard
 from dni_runtime.link.items import Batch, Marker
-from dni_runtime.link.receiver import Receiver, part_of
+from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.tensors import from_buffers
 from dni_runtime.spec import EdgeSpec, WorkerSpec
-from dni_runtime.wire import Buffer, Kind, Message
+from dni_runtime.wire import Buffer, Kind, Message, samples_of
 
 log = logging.getLogger(__name__)
 
@@ -271,8 +271,8 @@ class InputLink(LinkEnd):
         ]
         outputs = int(self._contract.activation is not None)
         xs, data = tuple(given[:outputs]), tuple(given[outputs:])
-        part = part_of(message)
-        return Batch(message.id, message.epoch, message.mode, xs, y, part, data)
+        part, rows = samples_of(message)
+        return Batch(message.id, message.epoch, message.mode, xs, y, part, data, rows)
 
     def _reply(self) -> None:
         replies = self._receiver.replies

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dni_runtime.wire import Body, Mark, Mode, Part
+from dni_runtime.wire import Body, Mark, Mode, Part, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,10 @@ class Batch:
         epoch: Its epoch.
         mode: What to do with it.
         xs: The module's inputs ``[B, *input]``, in its compute type.
-        y: Labels ``[B, *label]``.
+        y: Labels ``[B, *label]``; ``[B, 0]`` if they stay at the tail.
         part: Part of a training batch; None: all of it.
         data: Inputs of the data: at the head all, else those that came with it.
+        rows: Which samples it has, if the labels stay at the tail.
     """
 
     id: int
@@ -30,6 +31,7 @@ class Batch:
     y: Tensor
     part: Part | None = None
     data: tuple[Tensor, ...] = ()
+    rows: Rows | None = None
 
     @property
     def ends(self) -> bool:

@@ -24,7 +24,17 @@ from dni_runtime.link.tuner import WindowTuner
 from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.spec.worker import ADJACENT_FAILURES
-from dni_runtime.wire import ID_LIMIT, Body, Kind, Mark, Message, Mode, Part
+from dni_runtime.wire import (
+    ID_LIMIT,
+    Body,
+    Kind,
+    Mark,
+    Message,
+    Mode,
+    Part,
+    Rows,
+    body_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +222,7 @@ class OutputLink(LinkEnd):
         y: Tensor,
         part: Part | None = None,
         data: Sequence[Tensor] = (),
+        rows: Rows | None = None,
     ) -> None:
         """Send a batch downstream, without waiting.
 
@@ -226,6 +237,7 @@ class OutputLink(LinkEnd):
             y: Labels ``[B, *label]``.
             part: Part of a training batch; None: all of it.
             data: All inputs of the data, at the head.
+            rows: Which samples it has, if the labels stay at the tail.
 
         Raises:
             WireError: A tensor breaks the contract (a bug of the caller).
@@ -244,7 +256,7 @@ class OutputLink(LinkEnd):
             mode=mode,
             tensors=entries,
             buffers=buffers,
-            body={} if part is None else {"part": [*part]},
+            body=body_of(part, rows),
         )
         self._sender.add(message, len(y))
         if self._tuner is not None and mode is Mode.TRAIN:

@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from reprlib import repr as brief
 
 from dni_runtime.errors import WireError
 from dni_runtime.link.contract import LinkContract
@@ -26,17 +25,15 @@ from dni_runtime.link.handshake import (
 )
 from dni_runtime.link.window import JUMP_LIMIT, ReceiveOrder
 from dni_runtime.wire import (
-    SIZE_LIMIT,
     Body,
     Buffer,
     Kind,
     Mark,
     Message,
-    Mode,
-    Part,
     decode,
     encode,
     header_version,
+    samples_of,
 )
 
 log = logging.getLogger(__name__)
@@ -46,23 +43,6 @@ STRANGERS_HEADER_BYTES = 1 << 13
 
 REPLACED_KEPT = 64
 INVITED_KEPT = 64
-
-
-def part_of(message: Message) -> Part | None:
-    """Return which part of a training batch a BATCH holds; None: all of it.
-
-    Raises:
-        WireError: The body is not valid in a BATCH.
-    """
-    if not message.body:
-        return None
-    match dict(message.body):
-        case {"part": [int(first), int(samples)], **rest} if (
-            not rest and message.mode is Mode.TRAIN
-        ):
-            if {type(first), type(samples)} == {int} and 0 <= first < samples <= SIZE_LIMIT:
-                return Part(first, samples)
-    raise WireError("body", f"BATCH with {brief(dict(message.body))}")
 
 
 class Receiver:
@@ -157,7 +137,9 @@ class Receiver:
             ]
             if wrong:
                 raise WireError("shape", f"{wrong[0]} but {labels} in y")
-            part = part_of(message)
+            part, rows = samples_of(message)
+            if (rows is None) != self.contract.labelled:
+                raise WireError("body", "a BATCH needs its labels, or the place of its samples")
             if part is not None and part.first + labels > part.samples:
                 raise WireError("body", f"{labels} samples in part {tuple(part)} of a batch")
         order = self.order

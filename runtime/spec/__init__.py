@@ -3,7 +3,7 @@
 Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """
 
-from dni_runtime.spec.edge import EdgeSpec, TensorSpec
+from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, TensorSpec
 from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.load import import_paths, load_chain, parse_chain, source_files
 from dni_runtime.spec.machines import (
@@ -32,6 +32,7 @@ from dni_runtime.spec.worker import (
 )
 
 __all__ = [
+    "NO_LABEL",
     "AheadSpec",
     "BaseSpec",
     "ChainSpec",

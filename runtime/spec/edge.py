@@ -22,6 +22,9 @@ class TensorSpec(Frozen):
         return f"{self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
 
 
+NO_LABEL = TensorSpec(shape=(0,), dtype="float32")
+"""One sample's label on a link without labels, and in modules that do not have them."""
+
 Route = tuple[tuple[int, int], ...]
 
 
@@ -70,6 +73,7 @@ class EdgeSpec(Frozen):
         outputs: One sample of each of those, if they are several, which travel as one row.
         data: Which inputs of the data travel, from the head.
         samples: One sample of each of those.
+        labelled: Whether labels travel.
         gradients: The target sends gradients of every n-th batch (by id); 0: of none.
         bootstrapped: Whether those are computed at once from the target's own error signal instead
             of true gradients.
@@ -89,6 +93,7 @@ class EdgeSpec(Frozen):
     outputs: tuple[TensorSpec, ...] = ()
     data: tuple[int, ...] = ()
     samples: tuple[TensorSpec, ...] = ()
+    labelled: bool = True
     gradients: int = Field(ge=0)
     bootstrapped: bool = False
     awaited: bool = False

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dni_runtime.errors import SpecError
-from dni_runtime.spec.model import ChainSpec, DataSpec
+from dni_runtime.spec.model import ChainSpec, DataSpec, LabelsSpec
 from dni_runtime.spec.named import Choice, LayerSpec
 
 Location = tuple[str | int, ...]
@@ -181,8 +181,8 @@ def import_paths(node: object) -> Iterator[str]:
         name = node.type if isinstance(node, LayerSpec) else node.name
         if ":" in name:
             yield name
-    if isinstance(node, DataSpec) and ":" in node.dataset:
-        yield node.dataset
+    if isinstance(node, DataSpec | LabelsSpec) and ":" in (node.dataset or ""):
+        yield str(node.dataset)
     if isinstance(node, BaseModel):
         for field in type(node).model_fields:
             yield from import_paths(getattr(node, field))

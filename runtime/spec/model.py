@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -31,6 +32,20 @@ TORCHMETRICS = "torchmetrics>=1.4"
 """Requirement of all other metrics."""
 
 
+class LabelsSpec(Frozen):
+    """The labels, if the tail reads them itself.
+
+    Attributes:
+        dataset: The data set of labels alone; None: the tail reads the head's data set, too.
+        path: Folder or file of that data set.
+        args: Its options.
+    """
+
+    dataset: str | None = None
+    path: str | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
 class DataSpec(Frozen):
     """The data that the head reads.
 
@@ -57,6 +72,8 @@ class DataSpec(Frozen):
             thread loads them if loading is slow, and the main thread augments them.
         args: Options of the data set. A user's class gets them as keyword arguments and is
             instantiated twice: with ``train=True`` and with ``train=False``.
+        labels: The labels, if they stay at the tail: written as ``tail``, or as their own data set;
+            None: the head sends them.
     """
 
     dataset: str = "digits"
@@ -74,6 +91,25 @@ class DataSpec(Frozen):
     augment: tuple[Choice, ...] = ()
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     args: dict[str, Any] = Field(default_factory=dict)
+    labels: LabelsSpec | None = None
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _at_the_tail(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if value not in ("head", "tail"):
+                raise ValueError(f"{value!r} is not allowed here: labels are at 'head' or 'tail'")
+            return {} if value == "tail" else None
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _labels_are_a_data_set(cls, value: Any) -> Any:
+        labels = value.get("labels") if isinstance(value, dict) else None
+        if isinstance(labels, dict) and (labels.get("path") or labels.get("args")):
+            same = value.get("dataset", cls.model_fields["dataset"].default)
+            return {**value, "labels": {**labels, "dataset": labels.get("dataset") or same}}
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -98,6 +134,34 @@ class DataSpec(Frozen):
                 "'streams: true' excludes 'shuffle: true': streams keep the data's order"
             )
         return self
+
+    @property
+    def splits(self) -> bool:
+        """Whether samples and labels are data sets of their own."""
+        return self.labels is not None and self.labels.dataset is not None
+
+    @property
+    def labels_path(self) -> Path | None:
+        """Folder or file of labels that are a data set of their own."""
+        path = None if self.labels is None else self.labels.path
+        return None if path is None else Path(path)
+
+    @property
+    def of_head(self) -> Self:
+        """What the head needs to know."""
+        if self.labels is None:
+            return self
+        named = LabelsSpec(dataset=self.labels.dataset)
+        return self.model_copy(update={"labels": named})
+
+    @property
+    def of_labels(self) -> Self:
+        """The same batches as the tail reads them, for their labels."""
+        own: dict[str, Any] = {"flatten": False, "augment": (), "workers": 0}
+        if self.labels is not None and self.labels.dataset is not None:
+            own |= self.labels.model_dump()
+            own["labels"] = LabelsSpec(dataset=self.labels.dataset)
+        return self.model_copy(update=own)
 
     def at(self, path: object | None) -> Self:
         """Return the same data at another path; None keeps the path."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dni_runtime.spec.edge import EdgeSpec, LaneSpec, TensorSpec
+from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, LaneSpec, TensorSpec
 from dni_runtime.spec.model import ChainSpec, DataSpec, LinksSpec, OnNan
 from dni_runtime.spec.modules import ClipSpec, GroupSpec
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec, module_of
@@ -105,10 +105,17 @@ class HeadRole(Frozen):
 
 
 class TailRole(Frozen):
-    """Settings that only the last module needs."""
+    """Settings that only the last module needs.
+
+    Attributes:
+        metrics: Figures of evaluations beside the loss.
+        selection: How the best evaluation is found.
+        labels: The data whose labels it reads itself; None: they come with the batches.
+    """
 
     metrics: tuple[Choice, ...]
     selection: SelectionRole | None = None
+    labels: DataSpec | None = None
 
 
 class AheadSpec(Frozen):
@@ -290,6 +297,11 @@ class WorkerSpec(Frozen):
         )
 
     @property
+    def labelled(self) -> bool:
+        """Whether the module has its batches' labels."""
+        return all(edge.labelled for edge in self.targets)  # the tail has no targets
+
+    @property
     def exact(self) -> bool:
         """Whether no true gradient may be missed, so that lost batches must be sent again."""
         return self.max_late == 0
@@ -312,8 +324,9 @@ class WorkerSpec(Frozen):
         document["links"] = {key: document["links"][key] for key in ("dtype", "gradient_dtype")}
         if document["head"] is not None:
             document["head"].pop("sync_steps")
-            for name in ("path", "workers"):
-                document["head"]["data"].pop(name)
+        for role, data in (("head", "data"), ("tail", "labels")):
+            for name in ("path", "workers") if (document[role] or {}).get(data) else ():
+                document[role][data].pop(name)
         return _digest(document)
 
     def link_hash(self, edge: EdgeSpec) -> str:
@@ -325,7 +338,7 @@ class WorkerSpec(Frozen):
                 "activation": None if edge.tensor is None else edge.tensor.model_dump(),
                 "outputs": [one.model_dump() for one in edge.outputs],
                 "data": [one.model_dump() for one in edge.samples],
-                "label": self.label.model_dump(),
+                "label": (self.label if edge.labelled else NO_LABEL).model_dump(),
                 "gradients": edge.gradients,
                 "dtype": self.links.dtype,
                 "gradient_dtype": self.links.gradient_dtype,

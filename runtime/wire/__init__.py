@@ -3,6 +3,7 @@
 Pure: bytes in, values out. Imports neither torch nor zmq, and never unpickles anything.
 """
 
+from dni_runtime.wire.batches import Part, Rows, body_of, samples_of
 from dni_runtime.wire.codec import (
     ID_LIMIT,
     INPUTS_LIMIT,
@@ -20,7 +21,7 @@ from dni_runtime.wire.contract import (
     scale_name,
 )
 from dni_runtime.wire.kinds import PROTOCOL_VERSION, Kind, Mark, Mode
-from dni_runtime.wire.message import Body, Buffer, Message, Part, TensorEntry, nbytes
+from dni_runtime.wire.message import Body, Buffer, Message, TensorEntry, nbytes
 
 __all__ = [
     "HEADER_BYTES",
@@ -38,11 +39,14 @@ __all__ = [
     "Message",
     "Mode",
     "Part",
+    "Rows",
     "TensorContract",
     "TensorEntry",
+    "body_of",
     "decode",
     "encode",
     "header_version",
     "nbytes",
+    "samples_of",
     "scale_name",
 ]

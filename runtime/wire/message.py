@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from dni_runtime.wire.kinds import Kind, Mark, Mode
 
@@ -19,22 +19,6 @@ NO_MARK = Mark(0)
 def nbytes(buffer: Buffer) -> int:
     """Return the bytes in a buffer (a memoryview's length counts its items)."""
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
-
-
-class Part(NamedTuple):
-    """Samples of a training batch that are sent together (a micro-batch).
-
-    Attributes:
-        first: Number of the first sample, from 0.
-        samples: Number of samples in the whole batch.
-    """
-
-    first: int
-    samples: int
-
-    def ends_with(self, count: int) -> bool:
-        """Return whether a part of ``count`` samples is the batch's last."""
-        return self.first + count >= self.samples
 
 
 @dataclass(frozen=True, slots=True)

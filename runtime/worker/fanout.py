@@ -93,7 +93,14 @@ class Fanout:
         for link in self._of(batch.id):
             if link.room:
                 link.send_batch(
-                    batch.id, batch.epoch, batch.mode, h, batch.y, batch.part, batch.data
+                    batch.id,
+                    batch.epoch,
+                    batch.mode,
+                    h,
+                    batch.y,
+                    batch.part,
+                    batch.data,
+                    batch.rows,
                 )
             else:
                 link.miss(batch.id, batch.epoch)

@@ -103,7 +103,7 @@ class Head:
             return Marker(id, item.epoch, item.mark, {})
         data = as_inputs(item.x)
         xs = tuple(data[one] for one in self._takes)
-        return Batch(id, item.epoch, item.mode, xs, item.y_BY, item.part, data)
+        return Batch(id, item.epoch, item.mode, xs, item.y_BY, item.part, data, item.rows)
 
     def oldest(self) -> tuple[int, Position] | None:
         """Return the oldest id that may have to be resent, and the position before it."""

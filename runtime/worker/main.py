@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.cuts import remove_temporaries
-from dni_runtime.data import open_data
+from dni_runtime.data import Half, open_data
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import Report
 from dni_runtime.errors import (
@@ -38,6 +38,7 @@ from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.exchange import Exchange, exchange_spec
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
+from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
 from dni_runtime.worker.pushes import Pushes
@@ -225,12 +226,17 @@ def _serve(
         options.resume, spec, run, step, chain, attempt=options.attempt, first=options.first
     )
     metrics.progress = ledger.progress
-    source = None
+    source = labels = None
+    root, seed = _source_root(run), spec.seed
+    metrics.now("data")
     if spec.head is not None:
         data = spec.head.data.at(options.data)
-        metrics.now("data")
-        source = open_data(data, _source_root(run), seed=spec.seed)
-        metrics.now("start")
+        half: Half | None = None if data.labels is None else "samples"
+        source = open_data(data, root, seed=seed, half=half)
+    if spec.tail is not None and spec.tail.labels is not None:
+        data = spec.tail.labels.at(options.data)
+        labels = Labels(open_data(data, root, seed=seed, half="labels"))
+    metrics.now("start")
     input: Join | None = None
     output: Fanout | None = None
     exchange: Exchange | None = None
@@ -309,6 +315,7 @@ def _serve(
                 start=start,
                 ledger=ledger,
                 stream=stream,
+                labels=labels,
                 input=input,
                 output=output,
                 exchange=exchange,
@@ -318,6 +325,8 @@ def _serve(
         finally:
             if stream is not None:
                 stream.close()  # also ends reading ahead
+            if labels is not None:
+                labels.close()
             writer.close()
         if writer.failure is not None:
             raise writer.failure

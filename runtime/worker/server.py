@@ -31,6 +31,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.join import Join
+from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours
@@ -73,6 +74,7 @@ class ModuleServer:
         start: Where the module starts.
         ledger: What it has processed in the whole run.
         stream: The head's stream from its position on; None for other modules.
+        labels: The tail's own labels; None: they come with the batches.
         input: The links from upstream; None for the head.
         output: The links to downstream; None for the tail.
         exchange: The links to the module's other replicas; None if it has none.
@@ -89,6 +91,7 @@ class ModuleServer:
         start: Start,
         ledger: Ledger,
         stream: Iterator[Item] | None = None,
+        labels: Labels | None = None,
         input: Join | None = None,
         output: Fanout | None = None,
         exchange: Exchange | None = None,
@@ -100,6 +103,7 @@ class ModuleServer:
         self._copies = Copies(step.device)
         self._answers: deque[tuple[int, int, Fetched]] = deque()
         self._input = input
+        self._labels = labels
         self._output = output
         self._exchange = exchange
         self._neighbours = neighbours if output is not None else None
@@ -222,7 +226,7 @@ class ModuleServer:
         if isinstance(item, Marker):
             self._handle_marker(item)
         else:
-            self._handle_batch(item)
+            self._handle_batch(item if self._labels is None else self._labels.complete(item))
         return True
 
     def _handle_batch(self, batch: Batch) -> None:

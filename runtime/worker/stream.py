@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dni_runtime.core.chain import parts_of
 from dni_runtime.core.forward import Inputs
-from dni_runtime.data import Batch, DataSource
+from dni_runtime.data import DataSource
 from dni_runtime.spec import HeadRole
-from dni_runtime.wire import Mark, Mode, Part
+from dni_runtime.wire import Mark, Mode, Part, Rows
 
 NOTHING = Mark(0)
 Phase = Literal["train", "eval", "test", "end"]
@@ -58,6 +58,7 @@ class Item:
 
     Attributes:
         position: The stream's position after this item.
+        rows: Which samples a batch has, if the labels stay at the tail.
     """
 
     epoch: int
@@ -67,6 +68,7 @@ class Item:
     x: Inputs | None = None
     y_BY: Tensor | None = None
     part: Part | None = None
+    rows: Rows | None = None
 
 
 class Stream(Iterator[Item]):
@@ -129,22 +131,30 @@ def items(
             at = replace(at, phase="eval") if evaluates else _next(at, last)
             yield Item(epoch, at, mark=mark)
         if at.phase == "eval":
-            at = yield from _evaluate(source.eval_batches(), at)
+            at = yield from _evaluate(source, role, at)
             tests = last and source.has_test
             at = replace(at, phase="test", eval_batch=0) if tests else _next(at, last)
             yield Item(epoch, at, mark=Mark.EVAL)
         if at.phase == "test":
-            at = _next((yield from _evaluate(source.test_batches(), at)), last=True)
+            at = _next((yield from _evaluate(source, role, at)), last=True)
             yield Item(epoch, at, mark=Mark.TEST)
     yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
 
 
-def _evaluate(batches: Iterator[Batch], at: Position) -> Generator[Item, None, Position]:
+def _evaluate(source: DataSource, role: HeadRole, at: Position) -> Generator[Item, None, Position]:
     """Yield an evaluation's remaining batches; return the position after them."""
-    for x, y_BY in islice(batches, at.eval_batch, None):
+    for x, y_BY in source.batches(at.phase, at.epoch, at.eval_batch):
+        rows = _rows(source, role, at, at.eval_batch)
         at = replace(at, eval_batch=at.eval_batch + 1)
-        yield Item(at.epoch, at, mode=Mode.EVAL, x=x, y_BY=y_BY)
+        yield Item(at.epoch, at, mode=Mode.EVAL, x=x, y_BY=y_BY, rows=rows)
     return at
+
+
+def _rows(source: DataSource, role: HeadRole, at: Position, number: int) -> Rows | None:
+    """Return which samples a batch has, if the labels stay at the tail."""
+    if role.data.labels is None:
+        return None
+    return source.rows(at.phase, at.epoch, number)
 
 
 def _train(
@@ -156,6 +166,7 @@ def _train(
     if not sends or early():
         return at
     for x, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
+        rows = _rows(source, role, at, at.batch)
         due = Mark.CHECKPOINT if saves and at.step % saves == 0 else NOTHING
         if due or (syncs and at.step % syncs == 0):
             due |= at.sync(role)
@@ -166,12 +177,12 @@ def _train(
                 break
         after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
         if role.micro_batches == 1:
-            yield Item(at.epoch, after, x=x, y_BY=y_BY)
+            yield Item(at.epoch, after, x=x, y_BY=y_BY, rows=rows)
         else:
             parts = list(parts_of(x, y_BY, role.micro_batches))
             for number, (part, some, y) in enumerate(parts[at.part :], start=at.part + 1):
                 then = after if number == len(parts) else replace(at, part=number)
-                yield Item(at.epoch, then, x=some, y_BY=y, part=part)
+                yield Item(at.epoch, then, x=some, y_BY=y, part=part, rows=rows)
         at = after
         if early():
             break

@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,12 +33,13 @@ from dni_runtime.errors import DniError
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
+from dni_runtime.packing import no_labels
 from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
-from dni_runtime.wire import PROTOCOL_VERSION, Kind
+from dni_runtime.wire import PROTOCOL_VERSION, Kind, Rows
 from dni_runtime.worker import checkpoint, main, metrics, report, saver, signals
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.main import Options
@@ -80,6 +82,7 @@ class Schedule:
         sources: Which modules each one takes its inputs from; None: the one before.
         replicas: Workers of each module; none: one of each.
         replication: How they share.
+        labels: Where the labels are: ``tail``, or ``head``, which sends them.
         faults: Times in simulated seconds, with what happens then.
     """
 
@@ -88,6 +91,7 @@ class Schedule:
     sources: Sources | None = None
     replicas: tuple[int, ...] = ()
     replication: str = "local-sgd"
+    labels: str = "head"
     interface: str = "delayed"
     window: int = 2
     on_loss: str = "wait"
@@ -125,6 +129,11 @@ class Schedule:
             made._draw_graph()
         if replicas:
             made._draw_replicas()
+        apart = random.Random(f"labels {seed}")  # as below
+        if made.interface != "local" and apart.random() < 0.3:
+            made.labels = "tail"
+            if made.interface == "synthetic":
+                made.interface = "{synthetic: {conditioned: false}}"
         if made.interface in WAITING or made.interface == "delayed":
             made.on_loss = "wait"
         batches = made.epochs * BATCHES
@@ -177,7 +186,7 @@ class Schedule:
         return workers_of(
             _specs(
                 self.modules, self.interface, self.window, self.on_loss, self.epochs,
-                self.checkpoint_steps, self.sources, self.replicas, self.replication,
+                self.checkpoint_steps, self.sources, self.replicas, self.replication, self.labels,
             )
         )  # fmt: skip
 
@@ -193,12 +202,13 @@ def _specs(
     sources: Sources | None = None,
     replicas: tuple[int, ...] = (),
     replication: str = "local-sgd",
+    labels: str = "head",
 ) -> tuple[WorkerSpec, ...]:
     replicas = replicas or (1,) * modules
     layers = "\n".join(_module(index, modules, sources, replicas) for index in range(modules))
     chain = parse_chain(
         f"name: simulated\nseed: 1\nepochs: {epochs}\nstop_grace_s: 20\n"
-        f"data: {{dataset: digits, batch_size: {SAMPLES}}}\n"
+        f"data: {{dataset: digits, batch_size: {SAMPLES}, labels: {labels}}}\n"
         f"checkpoint: {{every_epochs: 1, every_steps: {steps or 'null'}, keep: 2}}\n"
         f"restart: {{snapshot_s: 0.2}}\nlinks: {{window: {window}, on_loss: {on_loss}}}\n"
         f"defaults: {{interface: {interface}, optimizer: {{SGD: {{lr: 0.1}}}}}}\n"
@@ -226,19 +236,36 @@ def _module(index: int, modules: int, sources: Sources | None, replicas: tuple[i
 
 
 class Data:
-    """The samples: the same for every process, and another batch each time."""
+    """The samples: the same for every process, and another batch each time.
+
+    Args:
+        half: What is read, if not both.
+    """
 
     train_batch_count = BATCHES
     has_test = False
+
+    def __init__(self, half: str | None = None) -> None:
+        self._half = half
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
         draw = torch.Generator().manual_seed(epoch)
         x = torch.randn(BATCHES, SAMPLES, 4, generator=draw)
         y = torch.randint(0, 2, (BATCHES, SAMPLES), generator=draw)
-        yield from zip(x[start:], y[start:], strict=True)
+        yield from map(self._own, x[start:], y[start:])
 
-    def eval_batches(self) -> Iterator[tuple[Any, Any]]:
-        yield torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+    def batches(self, split: str, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
+        if split == "train":
+            yield from self.train_batches(epoch, start)
+        elif start == 0:
+            yield self._own(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+
+    def _own(self, x: Any, y: Any) -> tuple[Any, Any]:
+        nothing = no_labels(SAMPLES)
+        return nothing if self._half == "labels" else x, nothing if self._half == "samples" else y
+
+    def rows(self, split: str, epoch: int, number: int) -> Rows:
+        return Rows(split, number, zlib.crc32(f"{split} {epoch}".encode()), BATCHES * SAMPLES, 4, 0)
 
 
 class Stop(StopRequest):
@@ -615,7 +642,7 @@ class Site:
             (saver, "snapshot", snapshot),
             (checkpoint, "restore", restore),
             (window_class, "add", add),
-            (main, "open_data", lambda *args, **kwargs: Data()),
+            (main, "open_data", lambda *args, half=None, **kwargs: Data(half)),
             (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time
             (report, "REPORT_S", 10.0),
             (signals, "LOOK_S", 2.0),

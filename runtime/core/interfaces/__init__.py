@@ -49,13 +49,14 @@ __all__ = [
 ]
 
 
-def default_interface(attends: bool) -> Choice:
+def default_interface(attends: bool, *, labelled: bool = True) -> Choice:
     """Return the gradient interface of a module that names none (measured: docs/results.md).
 
     Args:
         attends: Whether there is attention in the module.
+        labelled: Whether the module has its batches' labels.
     """
-    if not attends:
+    if labelled and not attends:
         return Choice(name="mixed")
     return Choice(name="delayed", args={"max_late": 1, "predict": True})
 

@@ -32,6 +32,7 @@ class Boundary:
         loss: The chain's loss.
         optimizer: The module's optimizer, for parts that train like the module.
         ahead: The next modules' layers, if the interface uses them.
+        labelled: Whether the module has its batches' labels; else they are ``[B, 0]``.
     """
 
     activation: TensorSpec
@@ -41,6 +42,7 @@ class Boundary:
     loss: Choice
     optimizer: Choice
     ahead: AheadSpec | None = None
+    labelled: bool = True
 
     @classmethod
     def of(cls, worker: WorkerSpec) -> Self:
@@ -53,6 +55,7 @@ class Boundary:
             loss=worker.loss,
             optimizer=worker.optimizer,
             ahead=worker.ahead,
+            labelled=worker.labelled,
         )
 
 
@@ -123,6 +126,7 @@ class Wanted(NamedTuple):
         max_late: Updates that may be missing from the weights of a forward pass, if true gradients
             update the module: it waits before it exceeds that. None: any number.
         lookahead: Number of next modules whose layers it needs.
+        labels: Whether it needs its batches' labels.
     """
 
     every: int
@@ -130,6 +134,7 @@ class Wanted(NamedTuple):
     micro_batches: int = 1
     max_late: int | None = None
     lookahead: int = 0
+    labels: bool = True
 
 
 class GradientInterface(nn.Module):

@@ -35,7 +35,7 @@ class Exact(GradientInterface):
 
     @classmethod
     def wants(cls, options: ExactOptions) -> Wanted:
-        return Wanted(1, micro_batches=options.micro_batches, max_late=0)
+        return Wanted(1, micro_batches=options.micro_batches, max_late=0, labels=False)
 
 
 class DelayedOptions(Frozen):
@@ -84,4 +84,6 @@ class Delayed(GradientInterface):
 
     @classmethod
     def wants(cls, options: DelayedOptions) -> Wanted:
-        return Wanted(1, micro_batches=options.micro_batches, max_late=options.max_late)
+        return Wanted(
+            1, micro_batches=options.micro_batches, max_late=options.max_late, labels=False
+        )

@@ -19,4 +19,4 @@ class Untrained(GradientInterface):
 
     @classmethod
     def wants(cls, options: Any) -> Wanted:
-        return Wanted(0)
+        return Wanted(0, labels=False)

@@ -57,13 +57,14 @@ class Synthetic(GradientInterface):
 
     def __init__(self, boundary: Boundary, options: SyntheticOptions) -> None:
         super().__init__(boundary, options)
+        known = boundary.labelled
         self.synthesizer = build_synthesizer(
             options.synthesizer,
             boundary.activation,
             boundary.label if options.conditioned else None,
-            boundary.classes,
+            boundary.classes if known else None,
             ("synthesizer",),
-            loss=ChainLoss(boundary.loss, boundary.prediction, boundary.label),
+            loss=ChainLoss(boundary.loss, boundary.prediction, boundary.label) if known else None,
         )
         self.options = options
         self.store = options.store
@@ -73,7 +74,9 @@ class Synthetic(GradientInterface):
 
     @classmethod
     def wants(cls, options: SyntheticOptions) -> Wanted:
-        return Wanted(options.learn_every, bootstrapped=options.bootstrapped)
+        return Wanted(
+            options.learn_every, bootstrapped=options.bootstrapped, labels=options.conditioned
+        )
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         with torch.no_grad():

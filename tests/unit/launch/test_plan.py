@@ -79,7 +79,7 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
         tool=Apptainer(Path("/usr/bin/apptainer"), "apptainer", (1, 4, 5)),
         images={worker.module: Path(f"/img/{worker.module}.sif") for worker in workers},
         data=Path("/sets/a,b/x.npz"),
-        data_folder=Path("/sets/a,b"),
+        files=[Path("/sets/a,b/x.npz")],
         mounts=(extra,),
     )
     start = ["/usr/bin/apptainer", "--quiet", "run", "--no-eval", "--no-home"]

@@ -1,0 +1,99 @@
+"""The body of a BATCH: which samples it has (docs/wire.md, "Stream")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from reprlib import repr as brief
+from typing import NamedTuple
+
+from dni_runtime.errors import WireError
+from dni_runtime.wire.codec import SIZE_LIMIT
+from dni_runtime.wire.kinds import Mode
+from dni_runtime.wire.message import Body, Message
+
+SPLITS = ("train", "eval", "test")
+
+
+class Part(NamedTuple):
+    """Samples of a training batch that are sent together (a micro-batch).
+
+    Attributes:
+        first: Number of the first sample, from 0.
+        samples: Number of samples in the whole batch.
+    """
+
+    first: int
+    samples: int
+
+    def ends_with(self, count: int) -> bool:
+        """Return whether a part of ``count`` samples is the batch's last."""
+        return self.first + count >= self.samples
+
+
+class Rows(NamedTuple):
+    """Which samples of the data a batch has, without naming them.
+
+    The owner of the labels finds them by it, and compares the rest with its own data.
+
+    Attributes:
+        split: ``train``, ``eval`` or ``test``.
+        number: Number of the batch in its epoch or evaluation, from 0.
+        order: CRC-32 of the samples' numbers in their order.
+        train: Number of training samples.
+        evaluation: Number of evaluation samples.
+        test: Number of test samples.
+    """
+
+    split: str
+    number: int
+    order: int
+    train: int
+    evaluation: int
+    test: int
+
+
+def body_of(part: Part | None, rows: Rows | None) -> dict[str, Body]:
+    """Return the body of a BATCH."""
+    body: dict[str, Body] = {}
+    if part is not None:
+        body["part"] = [*part]
+    if rows is not None:
+        body["rows"] = [*rows]
+    return body
+
+
+def samples_of(message: Message) -> tuple[Part | None, Rows | None]:
+    """Return which samples a BATCH has: a part of a training batch, and its place in the data.
+
+    Raises:
+        WireError: ``body``: the body is not valid in a BATCH.
+    """
+    if not message.body:
+        return None, None
+    body = dict(message.body)
+    part = _part(body.pop("part")) if "part" in body else None
+    rows = _rows(body.pop("rows")) if "rows" in body else None
+    if body or (part is not None and message.mode is not Mode.TRAIN):
+        raise _wrong(message.body)
+    return part, rows
+
+
+def _part(value: Body) -> Part:
+    match value:
+        case [int(first), int(samples)]:
+            if {type(first), type(samples)} == {int} and 0 <= first < samples <= SIZE_LIMIT:
+                return Part(first, samples)
+    raise _wrong({"part": value})
+
+
+def _rows(value: Body) -> Rows:
+    match value:
+        case [str(split), *numbers] if split in SPLITS and len(numbers) == len(Rows._fields) - 1:
+            found = [one for one in numbers if type(one) is int and 0 <= one < 1 << 63]
+            if len(found) == len(numbers):
+                return Rows(split, *found)
+    raise _wrong({"rows": value})
+
+
+def _wrong(body: Mapping[str, Body]) -> WireError:
+    return WireError("body", f"BATCH with {brief(dict(body))}")
