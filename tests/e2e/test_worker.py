@@ -102,17 +102,20 @@ class Chain:
     def start(self, attempt: int = 1, **options: Sequence[str]) -> None:
         """Start all workers, each with its further options, by name."""
         for name in self.names:
-            with self.run.log(name, attempt).open("wb") as log:
-                self.processes[name] = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "dni_runtime.worker", "--run", str(self.run.root)),
-                        *("--module", name, "--attempt", str(attempt), *options.get(name, ())),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                )
+            self.start_one(name, *options.get(name, ()), attempt=attempt)
+
+    def start_one(self, name: str, *options: str, attempt: int = 1) -> None:
+        with self.run.log(name, attempt).open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "dni_runtime.worker", "--run", str(self.run.root)),
+                    *("--module", name, "--attempt", str(attempt), *options),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
 
     def wait(self, deadline_s: float = 90) -> dict[str, int]:
         end = time.monotonic() + deadline_s

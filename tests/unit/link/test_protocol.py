@@ -18,7 +18,20 @@ from dni_runtime.link.handshake import Hello
 from dni_runtime.link.receiver import JUMP_LIMIT, Receiver
 from dni_runtime.link.sender import SIZES_KEPT, Sender, State
 from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
-from dni_runtime.wire import ID_LIMIT, Body, Buffer, Kind, Mark, Message, Mode, TensorEntry, encode
+from dni_runtime.wire import (
+    ID_LIMIT,
+    Body,
+    Buffer,
+    Kind,
+    Mark,
+    Message,
+    Mode,
+    Part,
+    Rows,
+    TensorEntry,
+    encode,
+    samples_of,
+)
 
 MakeSpec = Callable[..., WorkerSpec]
 PEER = b"\x00peer"
@@ -459,6 +472,62 @@ def test_parts_that_cannot_be(pair: Pair, body: dict[str, Body]) -> None:
 def test_an_evaluation_has_no_parts(pair: Pair) -> None:
     message = batch(1, mode=Mode.EVAL, body={"part": [0, 2]})
     assert refused(pair, encode(message)) == "body"
+
+
+ROWS: list[Body] = ["train", 3, 12345, 1437, 360, 0]
+
+
+def without_labels(make_spec: MakeSpec) -> Receiver:
+    spec = make_spec("tail")
+    (edge,) = spec.sources
+    edge = edge.model_copy(update={"labelled": False})
+    contract = LinkContract.of(spec, edge)
+    return Receiver(contract, run="run", received=0, counters=LinkCounters())
+
+
+def unlabelled(id: int, body: dict[str, Body]) -> Message:
+    tensors = (H, TensorEntry("y", "float32", (2, 0)))
+    return batch(id, tensors=tensors, buffers=(bytes(32), b""), body=body)
+
+
+def test_a_link_without_labels_carries_none(make_spec: MakeSpec) -> None:
+    receiver = without_labels(make_spec)
+    assert receiver.contract.agreement["label"] == "stays at the tail"
+    receiver.peer = PEER
+    whole, part = unlabelled(1, {"rows": ROWS}), unlabelled(2, {"rows": ROWS, "part": [0, 3]})
+    for message in (whole, part):
+        assert receiver.handle(PEER, encode(message)) is not None
+    rows = Rows("train", 3, 12345, 1437, 360, 0)
+    assert [samples_of(one) for one in (whole, part)] == [(None, rows), (Part(0, 3), rows)]
+    with pytest.raises(WireError) as caught:
+        receiver.handle(PEER, encode(batch(3, body={"rows": ROWS})))
+    assert caught.value.reason == "dtype"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["train", 3, 12345, 1437, 360],
+        ["train", 3, 12345, 1437, 360, -1],
+        ["train", 3, 12345, 1437, 360, True],
+        ["validation", 3, 12345, 1437, 360, 0],
+        [3, 3, 12345, 1437, 360, 0],
+        "train",
+        None,
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be(make_spec: MakeSpec, rows: Body) -> None:
+    receiver = without_labels(make_spec)
+    receiver.peer = PEER
+    for body in ({"rows": rows}, {}):
+        with pytest.raises(WireError) as caught:
+            receiver.handle(PEER, encode(unlabelled(1, body)))
+        assert caught.value.reason == "body"
+
+
+def test_rows_are_for_links_without_labels(pair: Pair) -> None:
+    assert refused(pair, encode(batch(1, body={"rows": ROWS}))) == "body"
 
 
 def test_gradients_reach_the_module_and_acknowledge(pair: Pair) -> None:
