@@ -231,6 +231,33 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
                 )
 
 
+def micro_batches_of(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:
+    """Return the number of parts of each batch; all interfaces that set it must agree.
+
+    Raises:
+        SpecError: They do not, or there are more parts than pairs of samples.
+    """
+    given = {
+        interface.wanted.micro_batches: index
+        for index, interface in enumerate(interfaces)
+        if interface is not None and interface.wanted.micro_batches > 1
+    }
+    if len(given) > 1:
+        raise SpecError(
+            f"modules ask for different numbers of micro-batches: {', '.join(map(str, given))}",
+            location=place(chain, max(given.values()), "interface"),
+            hint="a batch is cut once, for all modules",
+        )
+    count = next(iter(given), 1)
+    if 2 * count > chain.data.batch_size and count > 1:
+        raise SpecError(
+            f"{count} micro-batches do not fit a batch of {chain.data.batch_size} samples",
+            location=place(chain, given[count], "interface"),
+            hint="each needs at least two samples",
+        )
+    return count
+
+
 def check_labels(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> None:
     """Refuse what needs labels upstream, if they stay at the tail.
 

@@ -18,6 +18,7 @@ from dni_runtime.core.checks import (
     check_replicas,
     check_single_samples,
     check_training,
+    micro_batches_of,
     place,
 )
 from dni_runtime.core.choices import Location
@@ -138,7 +139,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules
     ]
-    micro_batches = _micro_batches(chain, interfaces)
+    micro_batches = micro_batches_of(chain, interfaces)
     check_replicas(chain, interfaces, micro_batches)
     labelled = full.data.labels is None
     if not labelled:
@@ -376,33 +377,6 @@ def _selection(chain: ChainSpec) -> SelectionRole | None:
     return SelectionRole(
         metric=name, rises=known[name], patience=wanted.patience, min_delta=wanted.min_delta
     )
-
-
-def _micro_batches(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:
-    """Return the number of parts of each batch; all interfaces that set it must agree.
-
-    Raises:
-        SpecError: They do not, or there are more parts than pairs of samples.
-    """
-    given = {
-        interface.wanted.micro_batches: index
-        for index, interface in enumerate(interfaces)
-        if interface is not None and interface.wanted.micro_batches > 1
-    }
-    if len(given) > 1:
-        raise SpecError(
-            f"modules ask for different numbers of micro-batches: {', '.join(map(str, given))}",
-            location=place(chain, max(given.values()), "interface"),
-            hint="a batch is cut once, for all modules",
-        )
-    count = next(iter(given), 1)
-    if 2 * count > chain.data.batch_size and count > 1:
-        raise SpecError(
-            f"{count} micro-batches do not fit a batch of {chain.data.batch_size} samples",
-            location=place(chain, given[count], "interface"),
-            hint="each needs at least two samples",
-        )
-    return count
 
 
 def parameter_counts(workers: Sequence[WorkerSpec]) -> dict[str, int]:

@@ -70,6 +70,7 @@ def json_schema() -> dict[str, Any]:
     for field, known in (("strategy", STRATEGIES), ("compression", COMPRESSIONS)):
         of_each = {name: cls.Options.model_json_schema() for name, cls in known.items()}
         replication[field] = _choice_schema(list(known), of_each)
+    definitions["DataSpec"]["properties"]["labels"]["anyOf"].append({"enum": ["head", "tail"]})
     schema["properties"]["loss"] = _choice_schema(sorted(LOSSES))
     any_class = _choice_schema([])["anyOf"]  # of torchmetrics, which need not be installed
     schema["properties"]["metrics"]["items"] = {"anyOf": [{"enum": sorted(METRICS)}, *any_class]}

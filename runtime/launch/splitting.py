@@ -14,9 +14,8 @@ from torch import nn
 from dni_runtime.data import describe, with_defaults
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.prepare import Prepared, importing_from, prepare
-from dni_runtime.spec import Choice
+from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.spec.load import explain_details, parse_choice
-from dni_runtime.spec.model import DataSpec
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.chainfile import HEADER, write_chain
 from dni_runtime.split.network import chain_name, network_of, take_apart

@@ -3,6 +3,7 @@
 Pure data (pydantic, frozen, unknown keys refused); never imports torch or zmq.
 """
 
+from dni_runtime.spec.data import DataSpec
 from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, TensorSpec
 from dni_runtime.spec.graph import Graph
 from dni_runtime.spec.load import import_paths, load_chain, parse_chain, source_files
@@ -15,7 +16,6 @@ from dni_runtime.spec.machines import (
 )
 from dni_runtime.spec.model import (
     ChainSpec,
-    DataSpec,
     Dtype,
     LinksSpec,
 )

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dni_runtime.errors import SpecError
-from dni_runtime.spec.model import ChainSpec, DataSpec, LabelsSpec
+from dni_runtime.spec.data import DataSpec, LabelsSpec
+from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.named import Choice, LayerSpec
 
 Location = tuple[str | int, ...]

@@ -12,8 +12,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from dni_runtime.spec.data import DataSpec
 from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, LaneSpec, TensorSpec
-from dni_runtime.spec.model import ChainSpec, DataSpec, LinksSpec, OnNan
+from dni_runtime.spec.model import ChainSpec, LinksSpec, OnNan
 from dni_runtime.spec.modules import ClipSpec, GroupSpec
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec, module_of
 from dni_runtime.spec.running import CheckpointSpec

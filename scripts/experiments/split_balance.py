@@ -27,8 +27,7 @@ from split_networks import NETWORKS, SOURCES
 from dni_runtime.data import describe
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.splitting import split_chain
-from dni_runtime.spec import Choice
-from dni_runtime.spec.model import DataSpec
+from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.split.network import network_of, planning
 from dni_runtime.split.plan import Plan, Request
 

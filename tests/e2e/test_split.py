@@ -22,7 +22,7 @@ from dni_runtime import Chain, Run
 from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import importing_from
-from dni_runtime.spec.model import DataSpec
+from dni_runtime.spec import DataSpec
 from tests.conftest import eventually
 from tests.e2e.conftest import Site
 

@@ -411,6 +411,7 @@ modules:
 def test_schema_lists_the_names() -> None:
     schema = json_schema()
     assert "Linear" in schema["$defs"]["LayerSpec"]["anyOf"][0]["enum"]
+    assert "'tail'" in str(schema["$defs"]["DataSpec"]["properties"]["labels"])
     assert "mixed" in str(schema["$defs"]["ModuleSpec"]["properties"]["interface"])
 
 

@@ -14,7 +14,7 @@ from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.runtimes import worker_argv
-from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
 from dni_runtime.wire import PROTOCOL_VERSION
 
 RUN = Path("/runs/a b")
@@ -119,6 +119,36 @@ def test_containers(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) -> None:
         assert worker.environment == {**THREADS, "PYTHONFAULTHANDLER": "1"}
         assert worker.log == f"/runs/a b/logs/{worker.module}.1.log"
         assert worker.image == f"/img/{worker.module}.sif"
+
+
+def test_a_container_sees_the_half_of_the_data_that_its_worker_reads(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...]
+) -> None:
+    where = {
+        "backend": "apptainer",
+        "tool": Apptainer(Path("/a"), "apptainer", (1, 4, 5)),
+        "images": {worker.module: Path("/i.sif") for worker in workers},
+        "data": Path("/hospital"),
+        "labels": Path("/insurer/y.npz"),
+        "files": [Path("/insurer/y.npz")],
+    }
+    tail = workers[-1].tail
+    assert tail is not None
+    halves = DataSpec.model_validate({"dataset": "npz", "labels": {"path": "/insurer/y.npz"}})
+    for data, folder, path in (
+        (None, None, None),
+        (DataSpec.model_validate({"labels": "tail"}), "/hospital", "/dni/data"),
+        (halves.of_labels, "/insurer", "/dni/data/y.npz"),
+    ):
+        last = workers[-1].model_copy(update={"tail": tail.model_copy(update={"labels": data})})
+        plan = plan_of(chain, (*workers[:-1], last), **where)
+        seen = [
+            next((one.source for one in worker.mounts if one.target == "/dni/data"), None)
+            for worker in plan.workers
+        ]
+        assert seen == ["/hospital", None, folder]
+        argv = worker_argv(plan.workers[-1])
+        assert argv[argv.index("--data") + 1 :] == [path] if path else "--data" not in argv
 
 
 def test_a_container_gets_its_own_key_and_its_neighbours_public_ones(
