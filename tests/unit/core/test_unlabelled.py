@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dni_runtime.core.interfaces import GradientInterface
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.data import describe
 from dni_runtime.errors import SpecError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.packing import no_labels
@@ -139,3 +142,20 @@ def test_modules_learn_the_same_without_labels(
     first = ModuleStep(a).layers.state_dict().values()
     moved = any(not torch.equal(one, two) for one, two in zip(nothing, first, strict=False))
     assert moved == (interface != "none")
+
+
+def test_a_stand_in_of_the_other_owners_data_changes_no_spec(tmp_path: Path) -> None:
+    """Of zeros, with the highest class once: what each side checks its chain with."""
+    draw = np.random.default_rng(1)
+    x, y = draw.normal(size=(40, 12)).astype(np.float32), draw.integers(0, 3, 40)
+    zeros, highest = np.zeros_like(x), np.eye(1, 40, dtype=int)[0] * 2
+    hashes = []
+    for name, xs, ys in (("both", x, y), ("hospital", x, highest), ("insurer", zeros, y)):
+        folder = tmp_path / name
+        folder.mkdir()
+        np.savez(folder / "x.npz", x_train=xs[:30], x_eval=xs[30:])
+        np.savez(folder / "y.npz", y_train=ys[:30], y_eval=ys[30:])
+        data = f"dataset: npz, path: {folder}/x.npz, labels: {{path: {folder}/y.npz}}"
+        chain = parse_chain((CHAIN % {"more": ""}).replace("labels: tail", data))
+        hashes.append([one.hash for one in worker_specs(chain, describe(chain.data, folder))])
+    assert hashes[0] == hashes[1] == hashes[2]
