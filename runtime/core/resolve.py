@@ -108,8 +108,7 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
             )
         )
     update: dict[str, Any] = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
-    replicas = max(module.replicas for module in chain.modules)
-    update["replication"] = resolve_replication(chain.replication, replicas)
+    update["replication"] = resolve_replication(chain)
     prediction = inferred[-1].output
     if "metrics" not in chain.model_fields_set and class_axis(prediction, info.label) is None:
         update["metrics"] = ()  # the default needs class labels

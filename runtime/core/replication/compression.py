@@ -1,9 +1,9 @@
 """Compression of what replicas exchange, and what makes up for its error.
 
-A row is sent as its difference from a row that both ends have. What compression leaves out of a
-difference is added to the next one (error feedback: Seide et al. 2014, Interspeech; Karimireddy et
-al. 2019, arXiv:1901.09847). Both directions are compressed, the first replica makes up for its own
-error (Tang et al. 2019, arXiv:1905.05957).
+Parameters are sent as their difference from those that both ends have. What compression leaves out
+of a difference is added to the next one (error feedback: Seide et al. 2014, Interspeech;
+Karimireddy et al. 2019, arXiv:1901.09847). Both directions are compressed, the first replica makes
+up for its own error (Tang et al. 2019, arXiv:1905.05957).
 
 Each tensor is compressed by itself, into 32-bit words whose number follows from its sizes.
 Decompressing has the same result on every machine: it only copies, multiplies and adds.
@@ -40,6 +40,11 @@ class Compression(nn.Module):
         super().__init__()
         self.sizes = [math.prod(shape) for shape in shapes]
 
+    @property
+    def total(self) -> int:
+        """Number of 32-bit words of all tensors."""
+        return sum(self.words(place) for place in range(len(self.sizes)))
+
     def words(self, place: int) -> int:
         """Return the number of 32-bit words of a tensor.
 
@@ -68,7 +73,7 @@ class Compression(nn.Module):
     def pack(self, row: Tensor) -> Tensor:
         """Compress all tensors of a row."""
         parts = enumerate(torch.split(row, self.sizes))
-        return torch.cat([self.compress(place, part) for place, part in parts])
+        return torch.cat([row[:0].int(), *(self.compress(*part) for part in parts)])
 
     def unpack(self, words: Tensor) -> Tensor:
         """Return the row that is left of one.
@@ -80,7 +85,7 @@ class Compression(nn.Module):
         if len(words) != sum(counts):
             raise ValueError(f"{len(words)} words instead of {sum(counts)}")
         parts = enumerate(torch.split(words, counts))
-        return torch.cat([self.decompress(place, part) for place, part in parts])
+        return torch.cat([torch.zeros(0), *(self.decompress(*part) for part in parts)])
 
 
 class Bfloat16(Compression):
@@ -200,7 +205,7 @@ class Differences(nn.Module):
 
     Attributes:
         compression: The compression.
-        base: The row that all had last.
+        base: The parameters that all had last.
         error: What compression has left out so far.
     """
 

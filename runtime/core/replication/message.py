@@ -24,7 +24,7 @@ class Message:
     Attributes:
         row: A row of numbers, float32; None: there is none.
         weight: Its weight in the mean.
-        packed: Its words, if it is compressed: the row is a difference then.
+        packed: Its words, if its parameters are compressed: they are differences in the row then.
         tag: Checksum of the base that the replica has; 0 without compression.
         asks: Whether a replica asks that all offer their rows at the next point.
         waits: Whether the replica waits for the answer, though the strategy does not.
@@ -73,8 +73,12 @@ class Message:
         if flags & PACKED:
             if compression is None:
                 raise WireError("body", "a compressed row, but rows are not compressed here")
+            count, rest = compression.total, size - sum(compression.sizes)
+            if len(payload) != count + rest:
+                raise WireError("body", f"{len(payload)} words instead of {count + rest}")
             try:
-                row, packed = compression.unpack(payload), payload
+                row_P, packed = compression.unpack(payload[:count]), payload
+                row = torch.cat([row_P, payload[count:].view(torch.float32)])
             except ValueError as error:
                 raise WireError("body", f"a compressed row: {error}") from None
         elif flags & ROW:

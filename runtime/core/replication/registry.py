@@ -23,7 +23,7 @@ from dni_runtime.core.replication.federated import Federated
 from dni_runtime.core.replication.local_sgd import LocalSgd
 from dni_runtime.core.replication.parameter_server import ParameterServer
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice
+from dni_runtime.spec import ChainSpec, Choice
 from dni_runtime.spec.running import ReplicationSpec
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -58,16 +58,13 @@ def find_strategy(choice: Choice) -> type[Strategy]:
     return find_class(choice.name, "strategy", STRATEGIES, Strategy, _STRATEGY)
 
 
-def resolve_replication(replication: ReplicationSpec, replicas: int) -> ReplicationSpec:
+def resolve_replication(chain: ChainSpec) -> ReplicationSpec:
     """Fill in after how many batches replicas share.
-
-    Args:
-        replication: As the chain says it.
-        replicas: The largest number of replicas of a module.
 
     Raises:
         SpecError: There is no such strategy.
     """
+    replication, replicas = chain.replication, max(one.replicas for one in chain.modules)
     if replication.every is not None:
         return replication
     per_step = replicas > 1 and find_strategy(replication.strategy).per_step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.replication.base import Sync, mean_of
-from dni_runtime.core.replication.compression import Differences
+from dni_runtime.core.replication.compression import Differences, words_of
 from dni_runtime.core.replication.message import HEADER_WORDS, Message
 from dni_runtime.core.replication.parameter_server import ParameterServer
 from dni_runtime.core.replication.registry import build_compression, build_strategy
@@ -25,7 +25,8 @@ class Shared:
     """What the replicas of a module share: one row of numbers, trained parameters first.
 
     That is all floating-point state of the layers, the gradient interface and the weights' average;
-    the state of the optimizers is each replica's own.
+    the state of the optimizers is each replica's own. Only trained parameters are compressed: the
+    rest is not a sum of steps, so what compression left out would be counted twice.
 
     Args:
         step: The module.
@@ -47,12 +48,13 @@ class Shared:
         known = {id(p) for p in learnt}
         kept = [p for p in _tensors(rest) if id(p) not in known and p.is_floating_point()]
         self._learnt, self._tensors = sum(p.numel() for p in learnt), [*learnt, *kept]
+        self._shapes = [p.shape for p in learnt]
         self.size = sum(p.numel() for p in self._tensors)
         self.begin()
-        packed = 0
+        longest = self._learnt
         if self.differences is not None:
-            packed = sum(map(self.differences.compression.words, range(len(self._tensors))))
-        self.words = HEADER_WORDS + max(self.size, packed)
+            longest = max(longest, self.differences.compression.total)
+        self.words = HEADER_WORDS + longest + self.size - self._learnt
 
     def begin(self) -> None:
         """Begin with the module's weights as they are now."""
@@ -63,8 +65,8 @@ class Shared:
         self.strategy.attach(spec, self._step.optimization)
         self.differences: Differences | None = None
         if spec.compression is not None:
-            shapes = [one.shape for one in self._tensors]
-            self.differences = Differences(build_compression(spec.compression, shapes), row)
+            compression = build_compression(spec.compression, self._shapes)
+            self.differences = Differences(compression, row[: self._learnt])
 
     def row(self) -> Tensor:
         """Return a copy of the tensors, float32 on the CPU, ``[R]``."""
@@ -91,14 +93,15 @@ class Shared:
         tag = 0 if differences is None else differences.tag
         if offered_P is None:
             return Message(tag=tag, asks=self.strategy.asks)
-        row, packed = torch.cat([offered_P, own[self._learnt :]]), None
+        packed_P = None
         if differences is not None and self._step.spec.replica > 1:  # the first's goes nowhere
             if whole:
-                row = differences.whole(row)
+                offered_P = differences.whole(offered_P)
             else:
-                packed, _ = differences.pack(
-                    row, self._near(differences), feedback=self.strategy.feedback
-                )
+                near_P, feedback = self.strategy.base(differences.base), self.strategy.feedback
+                packed_P, _ = differences.pack(offered_P, near_P, feedback=feedback)
+        row = torch.cat([offered_P, own[self._learnt :]])
+        packed = None if packed_P is None else self._with_rest(packed_P, row)
         waits = sync.full and not self.strategy.waits
         return Message(row, weight, packed, tag, waits=waits)
 
@@ -117,7 +120,8 @@ class Shared:
         for one in (own, *offers.values()):
             row = one.row
             if row is not None and one.packed is not None and differences is not None:
-                row = row + self._near(differences) if one.tag == own.tag else None
+                near_P = self.strategy.base(differences.base)
+                row = self._moved(row, near_P) if one.tag == own.tag else None
             if row is not None:
                 rows.append((row, one.weight))
         if not rows:
@@ -131,9 +135,10 @@ class Shared:
             agreed = torch.cat([agreed_P, self.row()[self._learnt :]])
         packed = None
         if differences is not None:
-            packed, agreed = differences.pack(
-                agreed, differences.base, feedback=self.strategy.feedback
-            )
+            agreed_P, feedback = agreed[: self._learnt], self.strategy.feedback
+            packed_P, agreed_P = differences.pack(agreed_P, differences.base, feedback=feedback)
+            agreed = torch.cat([agreed_P, agreed[self._learnt :]])
+            packed = self._with_rest(packed_P, agreed)
         whole, short = Message(agreed), Message(agreed, packed=packed, tag=own.tag)
         self._take(agreed)
         return {who: short if one.tag == own.tag else whole for who, one in offers.items()}
@@ -160,7 +165,7 @@ class Shared:
         if row is None:
             return
         if answer.packed is not None and self.differences is not None:
-            row = self.differences.base + row
+            row = self._moved(row, self.differences.base)
         self._take(row)
 
     def _take(self, agreed: Tensor) -> None:
@@ -170,12 +175,15 @@ class Shared:
         self.strategy.asked = False
         self._step.optimization.version += 1
         if self.differences is not None:
-            self.differences.base = agreed
+            self.differences.base = agreed_P.clone()
 
-    def _near(self, differences: Differences) -> Tensor:
-        """Return the row near to which all offers are."""
-        base = differences.base
-        return torch.cat([self.strategy.base(base[: self._learnt]), base[self._learnt :]])
+    def _with_rest(self, packed_P: Tensor, row: Tensor) -> Tensor:
+        """Return the words of compressed parameters, followed by the rest of the row as it is."""
+        return torch.cat([packed_P, words_of(row[self._learnt :])])
+
+    def _moved(self, row: Tensor, base_P: Tensor) -> Tensor:
+        """Return a row whose parameters are differences from a base as a row of parameters."""
+        return torch.cat([row[: self._learnt] + base_P, row[self._learnt :]])
 
     @torch.no_grad()
     def _put(self, row: Tensor, first: int = 0) -> None:

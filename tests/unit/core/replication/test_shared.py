@@ -111,3 +111,21 @@ def test_the_strategy_is_part_of_a_checkpoint() -> None:
     assert not dict(shared(again).strategy.state_dict())["velocity_P"].any()
     with pytest.raises(CheckpointError):
         restore(again, {**tensors, "strategy.other": torch.zeros(1)}, document)
+
+
+def test_what_is_not_a_sum_of_steps_is_not_compressed() -> None:
+    """Error feedback would count statistics twice: variances became negative, and all was NaN."""
+    first, second = replicas("local-sgd, compression: {top-k: {share: 0.05}}")
+    one, other = trained(first, 1), trained(second, 2)
+    before = [state(one), state(other)]
+    share([one, other])
+    exact = 0
+    for name, value in state(one).items():
+        assert torch.equal(value, state(other)[name]), name
+        mean = (before[0][name] + before[1][name]) / 2
+        if name.startswith("average.") or "running" in name:
+            assert torch.allclose(value, mean, atol=1e-6), name
+            exact += 1
+        elif name == "layers.0.weight":
+            assert not torch.allclose(value, mean, atol=1e-6), name
+    assert exact >= 8
