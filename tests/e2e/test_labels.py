@@ -14,7 +14,7 @@ import torch
 
 from dni_runtime import Run
 from dni_runtime.data import open_data
-from dni_runtime.launch.state import RunState
+from dni_runtime.documents.state import RunState
 from dni_runtime.rundir import read_json
 from dni_runtime.spec import ChainSpec, DataSpec, parse_chain
 from dni_runtime.wire import Kind, Limits, Message, decode
@@ -182,7 +182,9 @@ def test_two_owners(site: Site) -> None:
             kill(opened, module)
         site.run("wait", folder)
         weights.append([*opened.model().state_dict().values()])
-        assert opened.evaluate()["accuracy"] == pytest.approx(opened.status().test["accuracy"])
+        tested = opened.status().test
+        assert tested is not None
+        assert opened.evaluate()["accuracy"] == pytest.approx(tested.accuracy)
     assert largest_difference(*weights) == 0.0
 
 
