@@ -52,6 +52,7 @@ COMMANDS = {
     "wait": "dnictl.runs",
     "stop": "dnictl.runs",
     "restart": "dnictl.events",
+    "scale": "dnictl.scale",
     "events": "dnictl.events",
     "logs": "dnictl.logs",
     "export": "dnictl.runs",

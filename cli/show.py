@@ -23,6 +23,8 @@ STYLES = {
     "queued": "yellow",
     "starting": "yellow",
     "connecting": "yellow",
+    "joining": "yellow",
+    "parked": "dim",
     "restarting": "yellow",
     "stalled": "bold red",
     "unsupervised": "bold yellow",

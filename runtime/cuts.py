@@ -4,7 +4,8 @@ Only this module lists ``checkpoints/``. A cut is a folder named after a positio
 in twelve digits; everything else there is ignored. A module's *part* of a cut is
 ``MODULE.safetensors`` and ``MODULE.json``. The JSON is written last; it holds the size of the other
 file (``bytes``) and a checksum over both (``sha256``). Parts of earlier versions have neither and
-are not checked.
+are not checked. Of a replica that takes no batches there (``spec/members.py``) a cut holds an empty
+file, ``MODULE.parked``, which another replica has made before it wrote its own part.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FORMAT = 3
 READABLE = (2, FORMAT)
 """Formats that can be read (``worker/checkpoint.py`` handles the differences)."""
 
+_ENDINGS = (".json", ".safetensors", ".parked")
 _HEADER_BYTES = 100_000_000  # what the safetensors library allows
 _CHUNK_BYTES = 1 << 20
 
@@ -40,6 +42,16 @@ def tensors_file(part: Path) -> Path:
 def document_file(part: Path) -> Path:
     """Return the JSON file of a part."""
     return part.with_name(f"{part.name}.json")
+
+
+def parked_file(part: Path) -> Path:
+    """Return the file of a replica that has no part of a cut."""
+    return part.with_name(f"{part.name}.parked")
+
+
+def parts_of(run: RunDir, cut: int, modules: Sequence[str]) -> list[str]:
+    """Return the modules that have a part of a cut: those that take batches there."""
+    return [one for one in modules if not parked_file(run.checkpoint(cut, one)).exists()]
 
 
 def cut_folders(run: RunDir) -> dict[int, Path]:
@@ -58,10 +70,11 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
 
     Each folder is listed once: in a long chain that costs less than one stat per part.
     """
-    parts, found = {f"{module}.json" for module in modules}, []
+    found = []
     for cut, folder in cut_folders(run).items():
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
-            if parts <= set(os.listdir(folder)):
+            there = set(os.listdir(folder))
+            if all(f"{one}.json" in there or f"{one}.parked" in there for one in modules):
                 found.append(cut)
     return found
 
@@ -90,7 +103,10 @@ def diverged_cuts(run: RunDir, modules: Sequence[str], complete: Collection[int]
         cut
         for cut in written_cuts(run, modules)
         if cut not in complete
-        and any(not _is_finite(read_document(run.checkpoint(cut, one))) for one in modules)
+        and any(
+            not _is_finite(read_document(run.checkpoint(cut, one)))
+            for one in parts_of(run, cut, modules)
+        )
     ]
 
 
@@ -128,7 +144,7 @@ def newest_cut(
 
 def damage(run: RunDir, cut: int, modules: Sequence[str]) -> Iterator[DamagedError]:
     """Yield the damage of a cut's parts, as far as their sizes and JSON documents show it."""
-    for module in modules:
+    for module in parts_of(run, cut, modules):
         try:
             part = run.checkpoint(cut, module)
             document = read_document(part)
@@ -145,7 +161,7 @@ def verify(run: RunDir, cut: int, modules: Sequence[str]) -> None:
     Raises:
         DamagedError: A part is damaged.
     """
-    for module in modules:
+    for module in parts_of(run, cut, modules):
         part = run.checkpoint(cut, module)
         document = read_document(part)
         _check_size(part, document)
@@ -256,7 +272,7 @@ def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool])
         if not unwanted(cut):
             continue
         found = False
-        for name in [f"{m}{ending}" for ending in (".json", ".safetensors") for m in modules]:
+        for name in [f"{m}{ending}" for ending in _ENDINGS for m in modules]:
             with contextlib.suppress(FileNotFoundError):
                 (folder / name).unlink()
                 found = True

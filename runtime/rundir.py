@@ -26,6 +26,8 @@
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
       ledger/marks.jsonl            requested markers that the head inserted, by position
+      ledger/replicas.json          which replicas are to take batches, for the head
+      scale.json                    how many replicas of its modules 'dnictl scale' wants
       requests/restart-MODULE       a request to restart a module
       control/MODULE.json           what the supervisor wants of a worker
       container/                    the run directory as containers see it; the files and folders
@@ -145,6 +147,14 @@ class RunDir:
     @property
     def marks(self) -> Path:
         return self.root / "ledger" / "marks.jsonl"
+
+    @property
+    def replicas(self) -> Path:
+        return self.root / "ledger" / "replicas.json"
+
+    @property
+    def scale(self) -> Path:
+        return self.root / "scale.json"
 
     @property
     def requests(self) -> Path:

@@ -304,7 +304,7 @@ def check_replicas(
         SpecError: The head or the tail has replicas, a module waits for gradients, batches come in
             parts, or the strategy is unknown.
     """
-    replicated = [index for index, module in enumerate(chain.modules) if module.replicas > 1]
+    replicated = [index for index, module in enumerate(chain.modules) if module.most > 1]
     if not replicated:
         return
     check_replication(chain.replication)

@@ -46,6 +46,7 @@ from dni_runtime.spec import (
     WorkerSpec,
 )
 from dni_runtime.spec.load import suggestion
+from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
@@ -143,7 +144,12 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     labelled = full.data.labels is None
     if not labelled:
         check_labels(chain, interfaces)
-    replicated = any(module.replicas > 1 for module in full.modules)
+    replicated = any(module.most > 1 for module in full.modules)
+    elastic = {
+        one.name: one.replicas.start
+        for one in full.modules
+        if isinstance(one.replicas, ElasticSpec)
+    }
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
     taken = [data_of(full, index, info) for index in range(len(full.modules))]
@@ -235,9 +241,10 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                     selection=_selection(full),
                     labels=None if labelled else full.data.of_labels,
                 ),
-                replicas=module.replicas,
-                strategy=full.replication.strategy if module.replicas > 1 else None,
-                compression=full.replication.compression if module.replicas > 1 else None,
+                replicas=module.most,
+                elastic=elastic,
+                strategy=full.replication.strategy if module.most > 1 else None,
+                compression=full.replication.compression if module.most > 1 else None,
             )
         )
     check_training(chain, workers, micro_batches)
@@ -340,7 +347,7 @@ def _cuts(
             )
         )
     for index in range(len(cuts) - 2, -1, -1):
-        replicas = max(chain.modules[target].replicas for target in graph.targets[index])
+        replicas = max(chain.modules[target].most for target in graph.targets[index])
         late = chain.links.largest_window * replicas
         if not cuts[index].bootstrapped:
             late += max(cuts[target].late for target in graph.targets[index])

@@ -15,11 +15,12 @@ from dni_runtime.documents.metrics import Evaluation
 from dni_runtime.rundir import overwrite_json, peek_json
 
 WorkerPhase = Literal[
-    "new", "starting", "connecting", "running", "stopping", "restarting",
-    "finished", "stopped", "failed",
+    "new", "starting", "connecting", "joining", "running", "stopping", "restarting",
+    "finished", "stopped", "failed", "parked",
 ]  # fmt: skip
 Wanted = Literal["run", "stop", "restart"]
-ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed"})  # phases of workers and runs
+ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed", "parked"})
+"""Phases of workers and runs that have ended; ``parked``: a replica that takes no batches."""
 
 
 class Diverged(Document):

@@ -75,6 +75,7 @@ class RunState:
         failed: The module that failed first, or None.
         error: What went wrong, or why the run has stalled, or None.
         modules: The workers, head first.
+        wanted: Replicas that are wanted of each module whose number of them may change.
     """
 
     phase: RunPhase = "new"
@@ -90,6 +91,7 @@ class RunState:
     failed: str | None = None
     error: str | None = None
     modules: dict[str, ModuleState] = field(default_factory=dict)
+    wanted: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, backend: str, attempt: int, modules: Iterable[str]) -> Self:
@@ -110,7 +112,7 @@ class RunState:
     def taken_over(self) -> Self:
         """Return the state with this process as the supervisor of the running workers."""
         mine = self.begin(self.backend, self.attempt, self.modules)
-        return replace(mine, started=self.started, modules=self.modules)
+        return replace(mine, started=self.started, modules=self.modules, wanted=self.wanted)
 
     @property
     def active(self) -> bool:
@@ -181,7 +183,7 @@ class RunState:
                 going_on = True
             elif module.state not in ENDED:
                 module.state = "failed"
-        states = {module.state for module in self.modules.values()}
+        states = {module.state for module in self.modules.values()} - {"parked"}
         if going_on:
             self.phase = "unsupervised"
         elif states == {"finished"}:

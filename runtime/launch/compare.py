@@ -186,7 +186,7 @@ def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
             )
             modules[index] = module.model_copy(update={"interface": choice})
     if method.replicas is not None:
-        own = [index for index, module in enumerate(modules) if module.replicas > 1]
+        own = [index for index, module in enumerate(modules) if module.most > 1]
         for index in own or range(1, len(modules) - 1):
             update = {"replicas": method.replicas}
             modules[index] = modules[index].model_copy(update=update)

@@ -17,6 +17,7 @@ from dni_runtime.errors import DataError, UsageError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_json
+from dni_runtime.spec.members import Active
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.worker import WorkerSpec
@@ -86,6 +87,8 @@ class WorkerPlan:
         scratch: Folder for temporary files there, or an empty string.
         scheduler_args: Further arguments of the scheduler's command.
         by_rank: Whether the worker finds its module by its rank (``worker/rank.py``).
+        active: The replicas that take batches when it starts, of each module whose number of them
+            may change.
     """
 
     module: str
@@ -113,6 +116,7 @@ class WorkerPlan:
     scratch: str = ""
     scheduler_args: tuple[str, ...] = ()
     by_rank: bool = False
+    active: Active | None = None
 
     def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """Return the plan of the worker's next start.
@@ -141,6 +145,7 @@ class LaunchPlan:
         keys: Whether the workers need keys, for links that may be encrypted.
         restart: Rules for restarts of dead workers.
         scheduler: What starts the workers (``launch/schedulers.py``).
+        elastic: The modules whose number of replicas may change, each with that at the start.
     """
 
     run: str
@@ -152,6 +157,7 @@ class LaunchPlan:
     keys: bool = False
     restart: RestartPlan = field(default_factory=RestartPlan)
     scheduler: str = "local"
+    elastic: dict[str, int] = field(default_factory=dict)
 
     @property
     def resume(self) -> str:
@@ -278,6 +284,7 @@ def make_plan(
         workers=tuple(_worker_plan(worker, settings, keys) for worker in workers),
         sources={one.module: tuple(link.source for link in one.links_in) for one in workers},
         keys=keys,
+        elastic=workers[0].elastic,
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
             scope="chain" if any(worker.exact for worker in workers) else "module",

@@ -9,16 +9,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from dni_runtime.cuts import newest_cut
+from dni_runtime.cuts import forget, newest_cut
 from dni_runtime.documents.reports import Control, Report, Wanted
 from dni_runtime.documents.state import process_birth, shell_status
 from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
+from dni_runtime.launch.scaling import active_replicas, wanted_replicas, write_active
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec.members import first_replicas, number_of
+from dni_runtime.spec.named import module_of
+from dni_runtime.worker.ledger import rest
 
 TICK_S = 0.2
+
+JOIN = "join"
+"""``resume`` of a replica that is added (``worker/resume.py``)."""
+
 LEAVE_S = 15.0
 """Seconds after a worker's deadline for its checkpoint: Python, torch and a container must exit."""
 
@@ -49,6 +57,7 @@ class WorkerPool:
         processes: The running workers, by module.
         due: Times of the scheduled restarts, by module.
         killed: Modules whose workers the pool has killed.
+        parking: Replicas whose workers are ended because they are not needed any more.
         workers: Plan of each module's next start.
     """
 
@@ -65,6 +74,7 @@ class WorkerPool:
         self.processes: dict[str, Process] = {}
         self.due: dict[str, float] = {}
         self.killed: set[str] = set()
+        self.parking: set[str] = set()
         self._run = run
         self._plan = plan
         self._starter = starter
@@ -105,20 +115,53 @@ class WorkerPool:
             DamagedError: All checkpoints are damaged.
             DniError: A worker cannot be started.
         """
+        cut = int(self._plan.resume) if self._plan.resume.isdecimal() else 0
         if self._plan.resume == AUTO:
             cut = self._newest_cut(None)
             for name, worker in self.workers.items():
                 self.workers[name] = worker.again(worker.attempt, resume=str(cut))
-            self.keep_plan()
+        names = self._to_start(cut)
+        self.keep_plan()
         self._journal.write()
-        for name in self.workers:
+        for name in names:
             self.start(name)
+
+    def _to_start(self, cut: int) -> list[str]:
+        """Return the workers that take batches when all modules start at a cut; park the others."""
+        if not (elastic := self._plan.elastic):
+            return list(self.workers)
+        wanted = wanted_replicas(self._run, elastic)
+        active, names = first_replicas(wanted), list[str]()
+        write_active(self._run, active, {})
+        for name, worker in self.workers.items():
+            self.workers[name] = replace(worker, active=active)
+            numbers = active.get(module_of(name))
+            if numbers is None or number_of(name) in numbers:
+                names.append(name)
+            else:
+                self._modules[name].state = "parked"
+                forget(self._run, [name], lambda other: other > cut)
+                rest(self._run, name, cut)
+        return names
+
+    def join(self, name: str) -> None:
+        """Start the worker of a replica that is to be added to those that take batches.
+
+        Raises:
+            DniError: It cannot be started.
+        """
+        worker, active = self.workers[name], active_replicas(self._run, self._plan.elastic)
+        plan = worker.again(worker.attempt + 1, resume=JOIN)
+        self.workers[name] = replace(plan, active=active)
+        self._forget(name)
+        self.keep_plan()
+        self.start(name)
 
     def adopt(self) -> None:
         """Take over the workers that a former supervisor started, ended ones included."""
         living = []
         for name, module in self._modules.items():
-            if module.state == "finished" and module.exit_code == 0:
+            if module.state == "parked" or (module.state == "finished" and not module.exit_code):
                 continue
             process = self._starter.adopt(self.workers[name], module, partial(self._ended, name))
             self.processes[name] = process
@@ -167,8 +210,7 @@ class WorkerPool:
         if worker.attempt >= LOGS + 1:
             with contextlib.suppress(OSError):
                 self._run.log(name, worker.attempt - LOGS + 1).unlink()
-        self.killed.discard(name)
-        self._shutdown.pop(name, None)
+        self._forget(name)
         self.due[name] = self._clock() + delay_s
         module.state = "restarting"
         module.restarts += 1
@@ -179,6 +221,12 @@ class WorkerPool:
             delay_s=delay_s,
             reason=reason,
         )
+
+    def _forget(self, name: str) -> None:
+        """Forget what was to become of a worker that has ended."""
+        self.killed.discard(name)
+        self._shutdown.pop(name, None)
+        self._untold.pop(name, None)
 
     def restart_all(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
         """Kill all workers and restart them from the newest complete cut.
@@ -196,8 +244,8 @@ class WorkerPool:
             self._sleep(TICK_S)
         self.processes.clear()
         cut = self._newest_cut(below)
-        for worker in self._plan.workers:
-            self.restart(worker.module, delay_s, reason, resume=str(cut))
+        for name in self._to_start(cut):
+            self.restart(name, delay_s, reason, resume=str(cut))
 
     def may_fall_back(self, name: str) -> bool:
         """Whether a module may start at an older cut: the user has not asked for this one."""
@@ -233,6 +281,14 @@ class WorkerPool:
         self._journal.event(
             "worker_moved", module=worker.module, **{"from": old.node, "to": worker.node}
         )
+
+    def park(self, name: str) -> None:
+        """End the worker of a replica that takes no batches."""
+        self.due.pop(name, None)
+        self._modules[name].state = "parked"
+        if name in self.processes:
+            self.parking.add(name)
+            self.kill([name], "it is not needed any more")
 
     def give_up_restarts(self) -> None:
         """Cancel all restarts that are due."""

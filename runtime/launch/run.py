@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.records import Record, find_run, list_runs
+from dni_runtime.launch.scaling import wanted_replicas
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import read_json, write_json
@@ -34,7 +35,7 @@ Tell = Callable[[str], None]
 """Receives one line that the user should know."""
 
 _POLL_S, _QUEUE_POLL_S = 0.3, 5.0
-_RESTART_TIMEOUT_S = 60.0  # the supervisor looks once a second, a shared file system shows it late
+_REQUEST_TIMEOUT_S = 60.0  # the supervisor looks once a second, a shared file system shows it late
 _STOP_TIMEOUT_S = 30.0  # beyond the workers' own time
 
 
@@ -216,29 +217,85 @@ class Run(Checkpointed):
             self._restart(worker)
 
     def _restart(self, module: str) -> None:
+        state = self._supervised("no supervisor can restart a module")
+        known = state.modules.get(module)
+        if known is not None and known.state in ("finished", "parked"):
+            does = "has finished" if known.state == "finished" else "takes no batches"
+            raise UsageError(
+                f"module {module!r} {does}: it cannot be restarted",
+                hint=f"see 'dnictl status {self.name}'",
+            )
+        request = self.directory.restart_request(module)
+        write_json(request, {"time": time.time()})
+        try:
+            self._answered(state, lambda: not request.exists())
+        finally:
+            request.unlink(missing_ok=True)
+
+    def _supervised(self, problem: str) -> RunState:
+        """Return the state of the run, which must have a supervisor.
+
+        Raises:
+            UsageError: It has none.
+        """
         state = self.state()
-        look = f"see 'dnictl status {self.name}'"
         if state.phase not in ("starting", "running", "stalled") or not state.pid:
             done = state.phase in ("queued", "stopping", "finished")
             raise UsageError(
-                f"run {self.name!r} is {state.phase}: no supervisor can restart a module",
-                hint=look if done else f"go on with the run by 'dnictl resume {self.name}'",
+                f"run {self.name!r} is {state.phase}: {problem}",
+                hint=f"see 'dnictl status {self.name}'"
+                if done
+                else f"go on with the run by 'dnictl resume {self.name}'",
             )
-        known = state.modules.get(module)
-        if known is not None and known.state == "finished":
-            raise UsageError(f"module {module!r} has finished: it cannot be restarted", hint=look)
-        request = self.directory.restart_request(module)
-        write_json(request, {"time": time.time()})
-        until = time.monotonic() + _RESTART_TIMEOUT_S
-        while request.exists():
+        return state
+
+    def _answered(self, state: RunState, done: Callable[[], bool]) -> None:
+        """Wait until the supervisor has taken a request.
+
+        Raises:
+            UsageError: It does not answer.
+        """
+        until = time.monotonic() + _REQUEST_TIMEOUT_S
+        while not done():
             if time.monotonic() >= until:
-                request.unlink(missing_ok=True)
                 raise UsageError(
                     f"the supervisor of run {self.name!r}, process {state.pid} on {state.host}, "
                     "does not answer",
-                    hint=look,
+                    hint=f"see 'dnictl status {self.name}'",
                 )
             time.sleep(_POLL_S)
+
+    def scale(self, replicas: Mapping[str, int]) -> dict[str, int]:
+        """Change how many replicas of modules take batches, while the run goes on.
+
+        The supervisor starts and ends them, which takes a while: :meth:`state` shows how far it is.
+        The numbers hold for later starts of the run, too.
+
+        Args:
+            replicas: Number of replicas, by module.
+
+        Returns:
+            How many are wanted now, of each module whose number of replicas may change.
+
+        Raises:
+            UsageError: A number of replicas cannot change, or is too large or too small; or the run
+                has no supervisor that answers.
+        """
+        workers, elastic = replicas_of(self.modules), self.record.specs()[1][0].elastic
+        for module, count in replicas.items():
+            self.workers_of(module)
+            if module not in elastic:
+                raise UsageError(
+                    f"the number of replicas of module {module!r} is fixed",
+                    hint="for the next run, write 'replicas: {start: .., most: ..}' in its chain",
+                )
+            if not 1 <= count <= (most := len(workers[module])):
+                raise UsageError(f"module {module!r} can have 1 to {most} replicas, not {count}")
+        state = self._supervised("no supervisor can change the number of replicas")
+        wanted = wanted_replicas(self.directory, elastic) | dict(replicas)
+        write_json(self.directory.scale, wanted)
+        self._answered(state, lambda: RunState.read(self.directory).wanted == wanted)
+        return wanted
 
     def failure(self, state: RunState | None = None) -> DniError | None:
         """The error that it ended with; None if it did not fail.

@@ -210,7 +210,7 @@ class StallRule:
             message = f"the worker of module {name!r} has not reported {after}: its process is "
             message += "stopped, or cut off from the run directory"
             return self._one(name, message, still_s >= limit_s)
-        if seen.phase == "connecting":  # it gives up by itself
+        if seen.phase in ("connecting", "joining"):  # it gives up by itself, or waits for the head
             return None
         if seen.doing == "batch":
             message = f"module {name!r} has been busy with one batch {after}"
@@ -221,8 +221,9 @@ class StallRule:
         if seen.doing in _WAITS:
             return self._waits(name, finished, after)
         if seen.doing == "replicas":
-            own = [one for one in self._modules if module_of(one) == module_of(name)]
-            reports = [self._seen[one].report for one in own if one in self._seen]
+            own = [one for one in self._seen if module_of(one) == module_of(name)]
+            reports = [self._seen[one].report for one in own]
+            own = [one for one in own if self._seen[one].phase != "joining"]
             wait = [one.doing_s for one in reports if one.doing == "replicas"]
             all_wait = len(wait) == len(own) and min(wait) >= limit_s
             return self._one(

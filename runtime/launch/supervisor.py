@@ -13,7 +13,7 @@ from typing import Any
 from dni_runtime.cuts import remove_temporaries
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.state import COMING, ModuleState, RunState
-from dni_runtime.errors import DniError
+from dni_runtime.errors import DivergedError, DniError
 from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
@@ -23,6 +23,7 @@ from dni_runtime.launch.pool import LEAVE_S, TICK_S, WorkerPool
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Backoff
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
+from dni_runtime.launch.scaling import Scaler
 from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import RunDir, peek_json
 
@@ -87,6 +88,7 @@ class Supervisor:
         self._watchdog = Watchdog(plan, self._journal)
         starter = starter or LocalStarter()
         self._pool = WorkerPool(run, plan, starter, self._journal, clock=clock, sleep=sleep)
+        self._scaler = Scaler(run, plan.elastic, self._pool, self._journal)
         self._sleep = sleep
 
     def run(self, observe: Callable[[RunState], None] | None = None) -> RunState:
@@ -191,11 +193,15 @@ class Supervisor:
                 backoff.running_since_s = self._clock()
                 self._journal.event("worker_running", module=name, attempt=module.attempt)
         if self.state.phase == "starting" and all(
-            module.state in ("running", "finished") for module in self.state.modules.values()
+            module.state in ("running", "finished", "parked", "joining")
+            for module in self.state.modules.values()
         ):
             self.state.phase = "running"
             self._journal.event("run_running")
         self._handle_restart_requests()
+        if self._plan.elastic and self._stop_reason is None:
+            for name, error in self._scaler.look().items():
+                self._could_not_start(name, error)
         if changed:
             self._journal.write()
         for name, still_s in self._watchdog.look(self._clock(), reports).items():
@@ -232,9 +238,15 @@ class Supervisor:
                 self._hosts, [name for name in ended if not self._complete(name)]
             )
         for name in ended:
-            self._judge(name, self.state.modules[name])
+            if not self._scaler.parked(name):
+                self._judge(name, self.state.modules[name])
         if ended:
             self._journal.write()
+
+    def _lose(self, name: str, how: str) -> bool:
+        """Go on without a replica that cannot be restarted; return whether that is possible."""
+        never = self._stop_reason is not None or self._plan.restart.policy == "never"
+        return not never and self._scaler.lose(name, how)
 
     def _judge(self, name: str, module: ModuleState) -> None:
         """Record the exit of one worker, and do what ``decide`` says."""
@@ -279,6 +291,8 @@ class Supervisor:
                 self._lost.clear()
             case Action.RESTART:
                 self._restart_later(name, code, how_it_ended(name, module))
+            case Action.FAIL if code != DivergedError.exit_code and self._lose(name, how):
+                pass
             case Action.FAIL:
                 self._fail(name, how)
             case Action.STOP:
@@ -293,7 +307,7 @@ class Supervisor:
         code = DniError.exit_code
         if self._backoff[name].allows(self._plan.restart, code, self._clock()):
             self._restart_later(name, code, error.message)
-        else:
+        elif not self._lose(name, error.message):
             self._fail(name, error.message)
 
     def _fail(self, name: str, how: str) -> None:
@@ -344,6 +358,10 @@ class Supervisor:
             found = None
             if self._plan.restart.policy != "never":
                 found = hosts.move(list(self._pool.workers.values()), names)
+            if found is None and self._plan.restart.policy != "never":
+                # the others may have room, without those that the run can do without
+                names = [name for name in names if not self._lose(name, where)]
+                found = hosts.move(list(self._pool.workers.values()), names) if names else []
             if found is None:
                 self._stop(f"{where}: no room for {', '.join(names)} elsewhere", broken=True)
             for worker in found or ():

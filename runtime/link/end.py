@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,7 @@ from dni_runtime.link import sockets
 from dni_runtime.link.contract import End, LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.spec import EdgeSpec, WorkerSpec
+from dni_runtime.spec.members import Members
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 
 log = logging.getLogger(__name__)
@@ -30,17 +32,22 @@ class LinkEnd:
         spec: The module.
         edge: The link.
         end: Which end it is.
+        members: Which replicas take batches, where that changes.
 
     Attributes:
         counters: Counts of this end.
         refuse: Counts what is refused, and logs it.
         carries: Whether the batch with an id goes over this link.
+        passes: Whether the marker with an id does.
+        routed: Whether there are batches that take another one.
     """
 
-    def __init__(self, spec: WorkerSpec, edge: EdgeSpec, end: End) -> None:
+    def __init__(self, spec: WorkerSpec, edge: EdgeSpec, end: End, members: Members) -> None:
         self._contract = LinkContract.of(spec, edge)
         self._neighbour = edge.source if end == "input" else edge.target
-        self.carries = edge.carries
+        self.carries = partial(members.carries, edge)
+        self.passes = partial(members.passes, edge)
+        self.routed = bool(edge.route) or members.elastic(edge)
         self.counters = LinkCounters()
         self.refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()

@@ -22,6 +22,7 @@ from dni_runtime.link.items import Batch, Marker
 from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.tensors import from_buffers
 from dni_runtime.spec import EdgeSpec, WorkerSpec
+from dni_runtime.spec.members import Members
 from dni_runtime.wire import Buffer, Kind, Message, samples_of
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class InputLink(LinkEnd):
         keys: Its keys, for addresses where links are encrypted.
         again: Whether only this module was restarted: it takes all that the module upstream can
             still send, also what it has processed before.
+        members: Which replicas take batches, where that changes.
 
     Attributes:
         awaited: Whether an update upstream waits for gradients.
@@ -52,10 +54,11 @@ class InputLink(LinkEnd):
         received: int = 0,
         keys: Keyring | None = None,
         again: bool = False,
+        members: Members | None = None,
     ) -> None:
         if edge is None:
             (edge,) = spec.sources
-        super().__init__(spec, edge, "input")
+        super().__init__(spec, edge, "input", members or Members({}))
         self.awaited = edge.awaited
         self._dtypes = {"h": self._contract.dtype}
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
@@ -65,7 +68,7 @@ class InputLink(LinkEnd):
             received=received,
             counters=self.counters,
             again=again,
-            carries=edge.carries if edge.route else None,
+            carries=self.carries if self.routed else None,
         )
         self._answers = Answers(self._receiver, resend=edge.resend, send=self._send)
         self._links = spec.links
@@ -88,9 +91,9 @@ class InputLink(LinkEnd):
         """The highest id that has been accepted."""
         return self._receiver.order.received
 
-    def next(self, after: int) -> int:
-        """Return the lowest id above ``after`` of a batch that may still come this way."""
-        return self._receiver.order.next(max(after, self.received))
+    def may_bring(self, after: int, until: int) -> bool:
+        """Return whether a batch with an id above ``after``, up to ``until``, may still come."""
+        return self._receiver.order.may_bring(after, until)
 
     def bind(self, address: str) -> str:
         """Listen at ``address`` (``listen_address``).

@@ -23,6 +23,7 @@ from dni_runtime.link.tensors import from_buffers, to_table
 from dni_runtime.link.tuner import WindowTuner
 from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import EdgeSpec, WorkerSpec
+from dni_runtime.spec.members import Members
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import (
     ID_LIMIT,
@@ -54,6 +55,7 @@ class OutputLink(LinkEnd):
         keys: Its keys, for addresses where links are encrypted.
         cut: The cut at which the whole chain started; None if only the module was restarted.
         attempt: Number of the module's attempt.
+        members: Which replicas take batches, where that changes.
 
     Attributes:
         heard_s: Time of the last message from downstream (``time.monotonic``).
@@ -69,10 +71,11 @@ class OutputLink(LinkEnd):
         keys: Keyring | None = None,
         cut: int | None = None,
         attempt: int = 1,
+        members: Members | None = None,
     ) -> None:
         if edge is None:
             (edge,) = spec.targets
-        super().__init__(spec, edge, "output")
+        super().__init__(spec, edge, "output", members or Members({}))
         self._edge, self._outputs = edge, spec.outputs
         self._frames = 1 + self._contract.up.tensors  # with the header
         self._tuner: WindowTuner | None = None
@@ -147,11 +150,16 @@ class OutputLink(LinkEnd):
         return self._sender.connected
 
     @property
+    def dismissed(self) -> bool:
+        """Whether the neighbour has finished; see :meth:`dismiss`."""
+        return self._sender.state is State.DISMISSED
+
+    @property
     def lost(self) -> bool:
         """Whether the neighbour is gone: its connection has ended and was not replaced."""
         if self.connected and not sockets.has_peer(self._socket):
             self._lose()
-        return not self.connected and self._sender.state is not State.DISMISSED
+        return not self.connected and not self.dismissed
 
     def connect(
         self,

@@ -204,12 +204,10 @@ class ReceiveOrder:
             self.received = self.acked = first - 1
         return lost
 
-    def next(self, after: int) -> int:
-        """Return the lowest id above ``after`` that a batch which comes here may have."""
-        id = after + 1
-        while self._carries is not None and not self._carries(id):
-            id += 1
-        return id
+    def may_bring(self, after: int, until: int) -> bool:
+        """Return whether a batch with an id above ``after``, up to ``until``, may come here."""
+        between = range(max(after, self.received) + 1, until + 1)[:GAP_COUNTED]
+        return bool(between) if self._carries is None else any(map(self._carries, between))
 
     def _between(self, id: int) -> int:
         """Return how many batches between the last message and ``id`` should have come."""

@@ -51,7 +51,8 @@ class LaneSpec(Frozen):
         target: The worker downstream.
         number: Number of the link among those of all workers.
         route: It carries the batches that these replicas get, each as (replicas, replica): of one
-            module, or of both at its ends. Empty: all.
+            module, or of both at its ends. Empty: all. An end whose number of replicas may change
+            is not among them (``spec/members.py``).
     """
 
     source: str

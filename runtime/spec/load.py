@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from dni_runtime.errors import SpecError
 from dni_runtime.spec.data import DataSpec, LabelsSpec
 from dni_runtime.spec.model import ChainSpec
-from dni_runtime.spec.named import Choice, LayerSpec
+from dni_runtime.spec.named import TAG, Choice, LayerSpec
 
 Location = tuple[str | int, ...]
 
@@ -259,7 +259,7 @@ def explain_details(
     """Return the location of a pydantic model's first error, a message with the value, a hint."""
     # A misspelt key is often the cause of a missing one: report it first.
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
-    location = tuple(details[0]["loc"])
+    location = tuple(part for part in details[0]["loc"] if not str(part).startswith(TAG))
     message, hint = _message(details[0], model)
     if len(details) > 1:
         message += f" (and {len(details) - 1} more)"

@@ -207,7 +207,7 @@ class ChainSpec(Frozen):
     def _map_names_all_modules(self) -> Self:
         names = [module.name for module in self.modules]
         workers = {
-            one.name: [f"{one.name}.{number + 1}" for number in range(one.replicas)]
+            one.name: [f"{one.name}.{number + 1}" for number in range(one.most)]
             for one in self.modules
         }
         placed = self.placement.map

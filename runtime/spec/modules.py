@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from dni_runtime.spec.machines import ResourcesSpec
-from dni_runtime.spec.named import Choice, Frozen, LayerSpec, Name
+from dni_runtime.spec.named import TAG, Choice, Frozen, LayerSpec, Name
 
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|(cuda|rocm)(:\d{1,2})?)$")]
 
@@ -113,6 +120,28 @@ class ModuleDefaults(Frozen):
         return self
 
 
+class ElasticSpec(Frozen):
+    """A number of replicas that may change while the run goes on.
+
+    Attributes:
+        start: Replicas at the start of the run.
+        most: The largest number.
+    """
+
+    start: Annotated[int, Field(ge=1, le=64)] = 1
+    most: Annotated[int, Field(ge=2, le=64)]
+
+    @model_validator(mode="after")
+    def _start_fits(self) -> Self:
+        if self.start > self.most:
+            raise ValueError(f"'start: {self.start}' is more than 'most: {self.most}'")
+        return self
+
+
+def _kind_of_replicas(value: object) -> str:
+    return f"{TAG}{'elastic' if isinstance(value, dict | ElasticSpec) else 'number'}"
+
+
 class ModuleSpec(ModuleDefaults):
     """One module of the chain: consecutive layers, served by one worker.
 
@@ -123,13 +152,23 @@ class ModuleSpec(ModuleDefaults):
             (default: the module before; of the first module, all of the data). Several are joined
             batch by batch, and the first layer gets one argument for each.
         layers: Its layers.
-        replicas: Number of its workers, which take the batches in turn.
+        replicas: Number of its workers, which take the batches in turn; or ``start`` and ``most``
+            of them, if their number may change.
     """
 
     name: Name
     inputs: Annotated[tuple[Input, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    replicas: Annotated[
+        Annotated[int, Field(ge=1, le=64), Tag(f"{TAG}number")]
+        | Annotated[ElasticSpec, Tag(f"{TAG}elastic")],
+        Discriminator(_kind_of_replicas),
+    ] = 1
+
+    @property
+    def most(self) -> int:
+        """The largest number of its workers."""
+        return self.replicas.most if isinstance(self.replicas, ElasticSpec) else self.replicas
 
     @field_validator("inputs", mode="before")
     @classmethod

@@ -23,6 +23,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0
 
 IMPORT_KEY = "import"
 
+TAG = "#"
+"""What the names of a union's kinds begin with, which pydantic puts into locations of errors."""
+
 
 def worker_name(module: str, replica: int, replicas: int) -> str:
     """Return the name of a worker: ``upper``, or ``upper.2`` if the module has replicas."""

@@ -3,7 +3,8 @@
 The id of a batch says which replica gets it (:func:`~dni_runtime.spec.edge.replica_of`), so it
 goes the same way after any restart; every marker goes to all. A link between two modules becomes
 one *lane* for each pair of replicas that have batches in common: if both modules have the same
-number, each replica has one link to the one of its number.
+number, each replica has one link to the one of its number. If the number of one may change
+(``spec/members.py``), there is a lane for each pair of the replicas that there may be.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def workers_of(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
     """
     if all(module.replicas == 1 for module in modules):
         return tuple(modules)
-    replicas = {module.module: module.replicas for module in modules}
+    replicas = {
+        module.module: (module.replicas, module.module in module.elastic) for module in modules
+    }
     links = {edge.number: edge for module in modules for edge in module.sources}
     numbers = count(max(links, default=0) + 1)
     lanes = {
@@ -51,20 +54,22 @@ def workers_of(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
 
 
 def _lanes(
-    edge: EdgeSpec, replicas: dict[str, int], number: int, numbers: Iterator[int]
+    edge: EdgeSpec, replicas: dict[str, tuple[int, bool]], number: int, numbers: Iterator[int]
 ) -> Iterator[LaneSpec]:
-    above, below = replicas[edge.source], replicas[edge.target]
+    (above, elastic_above), (below, elastic_below) = replicas[edge.source], replicas[edge.target]
+    fixed = not elastic_above and not elastic_below
     free = number
     for one in range(1, above + 1):
         for other in range(1, below + 1):
-            if above == below and one != other:
+            if fixed and above == below and one != other:
                 continue
-            ends = dict.fromkeys([(above, one), (below, other)])
+            ends = [(above, one, elastic_above), (below, other, elastic_below)]
+            route = [(count, it) for count, it, elastic in ends if count > 1 and not elastic]
             yield LaneSpec(
                 source=worker_name(edge.source, one, above),
                 target=worker_name(edge.target, other, below),
                 number=free,
-                route=tuple(end for end in ends if end[0] > 1),
+                route=tuple(dict.fromkeys(route)),
             )
             free = next(numbers)
 

@@ -180,6 +180,8 @@ class WorkerSpec(Frozen):
         tail: Settings that only the tail needs; None for the others.
         replicas: Number of the module's workers.
         replica: Which of them this is, from 1.
+        elastic: The modules of the chain whose number of replicas may change, each with that at the
+            start.
         peers: The links by which they share their weights, from each to the first.
         strategy: How they do; see ``core/replication``.
         compression: How what they share is compressed; None: not at all.
@@ -228,6 +230,7 @@ class WorkerSpec(Frozen):
     tail: TailRole | None
     replicas: int = 1
     replica: int = 1
+    elastic: dict[str, int] = Field(default_factory=dict)
     peers: tuple[LaneSpec, ...] = ()
     strategy: Choice | None = None
     compression: Choice | None = None
@@ -313,7 +316,7 @@ class WorkerSpec(Frozen):
         document = self.of_module().model_dump(mode="json")
         for name in (
             "stop_grace_s", "on_nan", "late", "retain", "attends", "snapshot_s", "initial",
-            "replicas", "replica", "peers",
+            "replicas", "replica", "elastic", "peers",
         ):  # fmt: skip
             document.pop(name)
         for name in ("strategy", "compression"):

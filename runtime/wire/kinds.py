@@ -43,6 +43,7 @@ class Mark(IntFlag):
         TEST: The evaluation of the test set is complete.
         MISSED: The batches since the message before it, up to its own id, were left out.
         SYNC: The replicas of each module share what they have learnt.
+        SCALE: From the next id on other replicas take the batches.
     """
 
     EPOCH = 1
@@ -54,3 +55,4 @@ class Mark(IntFlag):
     TEST = 64
     MISSED = 128
     SYNC = 256
+    SCALE = 512

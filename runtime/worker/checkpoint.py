@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from dni_runtime.cuts import (
     document_file,
     forget,
     named,
+    parked_file,
     read_document,
     reading,
     sealed,
@@ -267,17 +268,20 @@ def _parsing(path: Path) -> Iterator[None]:
         raise DamagedError(f"{named(path)} is damaged: {error}") from None
 
 
-def write_part(run: RunDir, module: str, state: State) -> None:
+def write_part(run: RunDir, module: str, state: State, parked: Iterable[str] = ()) -> None:
     """Write a module's part of a checkpoint.
 
     Args:
         run: The run directory.
         module: The module's name.
         state: Its state; the document says at which ``cut``.
+        parked: Other replicas of it, which have no part of that cut.
     """
     tensors, document = state
     path = run.checkpoint(document["cut"], module)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in parked:
+        parked_file(run.checkpoint(document["cut"], name)).touch(mode=0o600)
     data = save(tensors)
     write_atomic(tensors_file(path), data)
     # The JSON comes last: if it exists, the checkpoint is whole.
@@ -320,7 +324,7 @@ class CheckpointWriter:
         self._on_written = on_written
         self._complete: list[int] = []
         self.failure: CheckpointError | None = None
-        self._queue: queue.Queue[tuple[State, bool] | None]
+        self._queue: queue.Queue[tuple[State, bool, tuple[str, ...]] | None]
         self._queue = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
         self._thread.start()
@@ -330,15 +334,21 @@ class CheckpointWriter:
         """Whether something is being written, or is queued."""
         return self._queue.unfinished_tasks > 0
 
-    def write(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
+    def write(
+        self,
+        cut: int,
+        tensors: dict[str, Tensor],
+        document: dict[str, Any],
+        parked: Iterable[str] = (),
+    ) -> None:
         """Queue a checkpoint; wait only while the one before the last is being written."""
-        self._queue.put(((tensors, document | {"cut": cut}), True))
+        self._queue.put(((tensors, document | {"cut": cut}), True, tuple(parked)))
 
     def write_snapshot(
         self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]
     ) -> None:
         """Queue the module's own snapshot, which replaces the previous one and is not a cut."""
-        self._queue.put(((tensors, document | {"cut": cut}), False))
+        self._queue.put(((tensors, document | {"cut": cut}), False, ()))
 
     def flush(self) -> None:
         """Wait until everything queued is on disk, or has failed."""
@@ -352,11 +362,11 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            (tensors, document), is_cut = job
+            (tensors, document), is_cut, parked = job
             cut = document["cut"]
             try:
                 if is_cut:
-                    write_part(self._run, self._module, (tensors, document))
+                    write_part(self._run, self._module, (tensors, document), parked)
                     self.failure = None
                     log.info("checkpoint at %d written", cut)
                     self._drop_old()

@@ -23,6 +23,7 @@ from dni_runtime.core.replication import Message, Shared, Sync
 from dni_runtime.errors import WireError
 from dni_runtime.link import Batch, Gradient, InputLink, LinkCounters, Marker, OutputLink
 from dni_runtime.spec import EdgeSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.members import Members
 from dni_runtime.wire import Mark, Mode
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class Exchange:
         inputs: The first replica's links from the others.
         done: Markers up to this id are behind the replica.
         gone: Whether another replica has finished and will send nothing more.
+        members: Which replicas take batches, where that changes.
+        dial: Opens a link to the first replica, for ids from the given one on.
 
     Attributes:
         output: Another replica's link to the first one, once there is one; None for the first.
@@ -94,6 +97,8 @@ class Exchange:
         inputs: list[InputLink],
         done: int,
         gone: Callable[[str], bool],
+        members: Members | None = None,
+        dial: Callable[[int], OutputLink] | None = None,
     ) -> None:
         self.inputs = inputs
         self.output: OutputLink | None = None
@@ -102,6 +107,8 @@ class Exchange:
         self._offers: list[dict[int, Message | None]] = [{} for _ in inputs]
         self._done = done
         self._gone = gone
+        self._members = members or Members({})
+        self._dial = dial
         self._at: Sync | None = None
         self._lost = False  # whether the newest answer is
 
@@ -119,6 +126,12 @@ class Exchange:
         """Answer handshakes, without waiting, on links that have no peer."""
         for link in self.inputs:
             link.greet()
+
+    def join(self, id: int) -> None:
+        """Begin to share after a marker."""
+        self._done = id
+        if self._dial is not None:
+            self.output = self._dial(id + 1)
 
     def begin(self, marker: Marker) -> None:
         """Begin to share at a marker; :meth:`done` says when that is over."""
@@ -165,6 +178,8 @@ class Exchange:
         if at is None:
             return False
         for link, offers in zip(self.inputs, self._offers, strict=True):
+            if not self._members.takes(link.source, at.id):
+                continue
             if not (at.id in offers or link.received >= at.id or self._gone(link.source)):
                 return False
         own = {
@@ -198,7 +213,8 @@ class Exchange:
         end_s = time.monotonic() + deadline_s
         if self.output is not None:
             self.output.finish(deadline_s)
-        for link in self.inputs:
+        at = self._done
+        for link in [one for one in self.inputs if self._members.takes(one.source, at)]:
             link.finish(max(end_s - time.monotonic(), 0.0))
 
     def close(self) -> None:

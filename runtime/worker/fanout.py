@@ -5,13 +5,15 @@ For use by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.link import Batch, Drained, Event, Gradient, LinkCounters, OutputLink
-from dni_runtime.wire import Body, Mark
+from dni_runtime.spec import EdgeSpec
+from dni_runtime.spec.members import Members
+from dni_runtime.wire import ID_LIMIT, Body, Mark
 
 
 class Fanout:
@@ -21,15 +23,67 @@ class Fanout:
     to its replicas which carries the batch. Markers go by all. The gradient of a batch is the sum
     of the modules'; if one of them will send none, there is none.
 
+    Links to replicas that join are opened at the marker from which on they take batches, and those
+    to replicas that have left are closed when nothing can be sent to them any more.
+
     Args:
         outputs: The links to each of those modules.
+        members: Which replicas take batches, where that changes.
+        lanes: All links that there may be to each of the modules.
+        dial: Opens one, for ids from the given one on.
+
+    Attributes:
+        links: The links that are open.
     """
 
-    def __init__(self, outputs: Sequence[Sequence[OutputLink]]) -> None:
-        self.links = tuple(link for own in outputs for link in own)
-        self._teaching = [own for own in outputs if own[0].teaches]
+    def __init__(
+        self,
+        outputs: Sequence[Sequence[OutputLink]],
+        *,
+        members: Members | None = None,
+        lanes: Sequence[Sequence[EdgeSpec]] = (),
+        dial: Callable[[EdgeSpec, int], OutputLink] | None = None,
+    ) -> None:
+        self._outputs = [list(own) for own in outputs]
+        self._members = members or Members({})
+        self._lanes = lanes
+        self._dial = dial
+        self.links = self._all()
+        teaches = [own[0].tensor is not None for own in lanes]
+        teaches = teaches or [own[0].teaches for own in outputs]
+        both = zip(self._outputs, teaches, strict=True)
+        self._teaching = [own for own, teaching in both if teaching]
         self._sums = GradientSum(len(self._teaching))
         self._drained = 0
+
+    def _all(self) -> tuple[OutputLink, ...]:
+        return tuple(link for own in self._outputs for link in own)
+
+    def _scale(self, id: int) -> None:
+        """Open the links to the replicas that join at a marker."""
+        assert self._dial is not None
+        for own, lanes in zip(self._outputs, self._lanes, strict=True):
+            for lane in lanes:
+                there = [link for link in own if link.target == lane.target]
+                if there and self._members.joined(lane.target) == id:
+                    there[0].close()  # of its time before it left
+                    own.remove(there.pop())
+                if self._members.passes(lane, id) and not there:
+                    own.append(self._dial(lane, id))
+        self.links = self._all()
+
+    def _close_left(self) -> None:
+        """Close the links to replicas that have left."""
+        left = {
+            link
+            for link in self.links
+            if link.dismissed and self._members.leaves(link.target) is not None
+        }
+        for link in left:
+            link.close()
+        for own in self._outputs if left else ():
+            own[:] = [link for link in own if link not in left]
+            self.links = self._all()
 
     @property
     def counters(self) -> LinkCounters:
@@ -65,7 +119,16 @@ class Fanout:
     @property
     def drained(self) -> int:
         """Id up to which no more gradients will come, as some module downstream has lost them."""
-        return max(min(link.drained for link in own) for own in self._teaching)
+        return max(map(self._drained_of, self._teaching))
+
+    def _drained_of(self, own: Sequence[OutputLink]) -> int:
+        """Return the id up to which no more gradients will come from one of the modules."""
+        found = [link.drained for link in own]
+        if self._members.now:
+            left = [self._members.leaves(link.target) for link in own]
+            both = zip(found, left, strict=True)  # one that has left gets no later marker
+            found = [id for id, at in both if at is None or id < at]
+        return min(found, default=ID_LIMIT if own else 0)
 
     @property
     def first(self) -> int:
@@ -78,7 +141,7 @@ class Fanout:
         if len(self.links) == 1:
             return self.links[0].windows
         every = [link.windows for link in self.links]
-        longest = max(map(len, every))
+        longest = max(map(len, every), default=0)
         return tuple(max(one[at] for one in every if at < len(one)) for at in range(longest))
 
     def send_batch(self, batch: Batch, h: Tensor) -> None:
@@ -117,11 +180,20 @@ class Fanout:
         self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None
     ) -> None:
         """Send a marker; see :meth:`OutputLink.send_mark`."""
+        if Mark.SCALE in mark:
+            self._scale(id)
         for link in self.links:
-            link.send_mark(id, epoch, mark, body)
+            if link.passes(id):
+                link.send_mark(id, epoch, mark, body)
 
     def receive(self) -> list[Event]:
         """Return what has come from downstream; see :meth:`OutputLink.receive`."""
+        events = self._received()
+        if self._members.now and any(link.dismissed for link in self.links):
+            self._close_left()
+        return events
+
+    def _received(self) -> list[Event]:
         if len(self.links) == 1:
             return self.links[0].receive()
         come = [[event for link in own for event in link.receive()] for own in self._teaching]
@@ -148,7 +220,7 @@ class Fanout:
 
     def _given_up(self) -> list[Event]:
         """Return up to which ids no gradients will be complete any more."""
-        drained = [min(link.drained for link in own) for own in self._teaching]
+        drained = [self._drained_of(own) for own in self._teaching]
         lost = [self._sums.lacks(place, until) for place, until in enumerate(drained)]
         until = max(min(drained), *(id or 0 for id in lost))
         if until <= self._drained:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.link import Batch, Marker
-from dni_runtime.wire import Mark
+from dni_runtime.rundir import peek_json
+from dni_runtime.spec.members import active_of, as_body
+from dni_runtime.wire import Body, Mark
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
@@ -17,6 +19,9 @@ from dni_runtime.worker.resume import Start, note_end, note_mark
 from dni_runtime.worker.stream import NOTHING, Item, Position, Stream
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between two looks at which replicas are to take batches."""
 
 
 class Head:
@@ -56,6 +61,8 @@ class Head:
         self._wanted = NOTHING
         self._ends_early = False
         self._before: deque[tuple[int, Position]] = deque()
+        self._members = start.members
+        self._look_at_s = 0.0
 
     def end_early(self) -> None:
         """End training as soon as possible."""
@@ -75,19 +82,20 @@ class Head:
         self._next_id += 1
         self._remember(id)
         mark = self._start.marks.get(id)
+        body: dict[str, Body] = self._start.bodies.get(id, {})
         # An id that an earlier attempt may have used keeps its meaning.
         between = self.position.part == 0  # no marker goes between the parts of a batch
         new = id > self._used
-        if mark is None and self._wanted and between and new:
-            mark, self._wanted = self._wanted, NOTHING
-            if self._role is not None:
-                mark |= self.position.sync(self._role)
-            try:
-                note_mark(self._metrics.run, id, mark)
-            except OSError as error:  # a full disk: no reason to stop training
-                log.warning("a restarted head will not repeat the marker %d: %s", id, error)
+        if mark is None and between and new:
+            body = self._change() if Mark.STOP not in self._wanted else {}
+            if self._wanted or body:
+                mark, self._wanted = self._wanted, NOTHING
+                if self._role is not None:
+                    mark |= self.position.sync(self._role)
+                mark |= Mark.SCALE | Mark.CHECKPOINT | Mark.SYNC if body else NOTHING
+                mark = self._noted(id, mark, body)
         if mark is not None:
-            return Marker(id, self._progress.epoch, mark, {})
+            return Marker(id, self._progress.epoch, mark, body)
         if self._ends_early and between and new and self.position.phase == "train":
             self._ends_early = False
             self._start.ends_at = id
@@ -104,6 +112,30 @@ class Head:
         data = as_inputs(item.x)
         xs = tuple(data[one] for one in self._takes)
         return Batch(id, item.epoch, item.mode, xs, item.y_BY, item.part, data, item.rows)
+
+    def _change(self) -> dict[str, Body]:
+        """Return the body of a SCALE marker, if other replicas are to take batches."""
+        now, now_s = self._members.now, time.monotonic()
+        if not now or now_s < self._look_at_s:
+            return {}
+        self._look_at_s = now_s + LOOK_S
+        try:
+            wanted = active_of(peek_json(self._metrics.run.replicas).get("active", now))
+        except ValueError as error:
+            log.warning("%s", error)
+            return {}
+        return {} if wanted == now else {"before": as_body(now), "after": as_body(wanted)}
+
+    def _noted(self, id: int, mark: Mark, body: dict[str, Body]) -> Mark | None:
+        """Record a marker that was requested; return what may be sent of it."""
+        try:
+            note_mark(self._metrics.run, id, mark, body)
+        except OSError as error:  # a full disk: no reason to stop training
+            log.warning("a restarted head will not repeat the marker %d: %s", id, error)
+            if body:  # nobody could tell where later batches have gone
+                body.clear()
+                return mark & ~Mark.SCALE or None
+        return mark
 
     def oldest(self) -> tuple[int, Position] | None:
         """Return the oldest id that may have to be resent, and the position before it."""

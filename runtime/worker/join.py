@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
-from dni_runtime.link import Batch, InputLink, LinkCounters, Marker
+from dni_runtime.link import Batch, InputLink, LinkCounters, Marker, change_of
+from dni_runtime.spec.members import Members
 from dni_runtime.wire import Mark
 
 
@@ -21,23 +22,34 @@ class Join:
     Each input is one link, or several from the replicas of a module, of which each batch comes on
     one. A batch is complete when it has come for all inputs, and a marker when it has come on all
     links. Both are returned by growing id. A batch that one input has lost is left out, and becomes
-    a marker that says so: another join further down must not wait for it either.
+    a marker that says so: another join further down must not wait for it either. A replica upstream
+    that takes no batches, as it has left or is still to join, is not waited for.
 
     Args:
         inputs: The links of each of the module's inputs.
+        members: Which replicas take batches, where that changes.
+        lost: Whether a worker is gone for good, so that nothing more can come from it.
     """
 
-    def __init__(self, inputs: Sequence[Sequence[InputLink]]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Sequence[InputLink]],
+        members: Members | None = None,
+        lost: Callable[[str], bool] = lambda worker: False,
+    ) -> None:
+        self._lost = lost
         self._inputs = tuple(inputs)
+        self._members = members or Members({})
         self.links = tuple(link for own in inputs for link in own)
         self._queues: list[deque[Batch | Marker]] = [deque() for _ in self.links]
         self._passed = 0
+        self._last = 0
         self._left_out = 0
 
     @property
     def received(self) -> int:
         """The highest id up to which some input has accepted all that it can still get."""
-        return max(min(link.received for link in own) for own in self._inputs)
+        return max(min(link.received for link in own if link.connected) for own in self._inputs)
 
     def of(self, id: int) -> list[InputLink]:
         """Return the links that a batch comes on, in the order of the module's inputs."""
@@ -52,7 +64,7 @@ class Join:
 
     def start_after(self, id: int) -> None:
         """Leave out everything up to ``id``, which some link cannot bring any more."""
-        self._passed = id
+        self._passed = self._last = id
 
     def greet(self) -> None:
         """Answer handshakes, without waiting, on links that have no peer."""
@@ -67,13 +79,21 @@ class Join:
         """
         for link, queue in zip(self.links, self._queues, strict=True):
             while (item := link.receive()) is not None:
+                self._learn(item)
                 queue.append(item)
+
+    def _learn(self, item: Batch | Marker) -> None:
+        if isinstance(item, Marker) and Mark.SCALE in item.mark:
+            self._members.learn(item.id, *change_of(item.body))
 
     def receive(self) -> Batch | Marker | None:
         """Return the next batch or marker, without waiting; None if it is not complete."""
         if len(self.links) == 1:
             (queue,) = self._queues
             item = queue.popleft() if queue else self.links[0].receive()
+            if item is not None:
+                self._learn(item)
+                self._last = item.id
             return _joined([item]) if isinstance(item, Batch) and item.data else item
         self.listen()  # a message left in a socket would end each poll at once
         while fronts := [queue[0].id for queue in self._queues if queue]:
@@ -89,6 +109,7 @@ class Join:
                     if self.links[place].awaited:
                         self.links[place].send_drained(id)
                 continue
+            self._last = id
             batches = [item for item in items if isinstance(item, Batch)]
             if len(batches) == len(self._inputs):
                 return _joined(batches)
@@ -100,8 +121,11 @@ class Join:
 
     def _settled(self, id: int, marker: bool) -> bool:
         """Whether no link can bring this id, or one before it, any more."""
+        after = max(self._passed, self._last)
         return all(
-            queue or not (marker or link.next(self._passed) <= id)
+            queue
+            or not ((marker and link.passes(id)) or link.may_bring(after, id))
+            or self._lost(link.source)
             for link, queue in zip(self.links, self._queues, strict=True)
         )
 
@@ -123,7 +147,8 @@ class Join:
 
     def request(self, what: str) -> None:
         """Ask the head for something; all ways lead there."""
-        next((link for link in self.links if link.connected), self.links[0]).request(what)
+        present = (link for link in self._present() if link.connected)
+        next(present, self.links[0]).request(what)
 
     def tell_windows(self, windows: tuple[int, ...]) -> None:
         """Report the windows of the links further down to the modules upstream."""
@@ -132,11 +157,16 @@ class Join:
 
     def reaches_peers(self) -> bool:
         """Return whether all modules upstream are connected now."""
-        return all([link.reaches_peer() for link in self.links])
+        return all([link.reaches_peer() for link in self._present()])
+
+    def _present(self) -> list[InputLink]:
+        """Return the links from workers that are there at the last id that came."""
+        present = [link for link in self.links if link.passes(self._last)]
+        return [link for link in present if not self._lost(link.source)]
 
     def finish(self, deadline_s: float) -> None:
         """Wait until all modules upstream have received the last acknowledgements."""
-        end_s, left = time.monotonic() + deadline_s, list(self.links)
+        end_s, left = time.monotonic() + deadline_s, self._present()
         slice_s = deadline_s / 10 if len(left) > 1 else deadline_s
         while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
             if time.monotonic() >= end_s:

@@ -11,17 +11,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from dni_runtime.cuts import document_file, read_document
 from dni_runtime.errors import WorkerError
-from dni_runtime.rundir import peek_json, write_json
+from dni_runtime.rundir import RunDir, peek_json, write_json
 
 log = logging.getLogger(__name__)
 
 RECORD_BYTES = 4096
 """One page: a write of it is never seen in part."""
+
+LEFT_KEPT = 16
+"""Newest markers at which a replica has left that are kept."""
 
 _FILE = "file"
 """Key of the file with an evaluation's sums, if they do not fit into the page."""
@@ -39,6 +44,9 @@ class Counts:
         epoch_batches: Training batches of that epoch.
         evaluation: Sums of an unfinished evaluation (``Evaluation.to_dict``).
         attempt: The attempt that has counted last.
+        members: Which replicas take batches (``spec/members.py``), if that may change.
+        waits: Whether the worker waits for the marker from which on it takes batches.
+        left: Where it has left, each as [id, step, samples].
     """
 
     id: int = 0
@@ -48,6 +56,23 @@ class Counts:
     epoch_batches: int = 0
     evaluation: dict[str, Any] | None = None
     attempt: int = 0
+    members: dict[str, Any] | None = None
+    waits: bool = False
+    left: list[list[int]] = field(default_factory=list)
+
+    def at_rest(self, cut: int | None = None) -> Counts:
+        """Return the counts of a replica that has left, or has never taken a batch.
+
+        Args:
+            cut: The stream has begun again there; None: it has not.
+        """
+        left = [one for one in self.left if cut is None or one[0] <= cut]
+        id, step, samples = left[-1] if left else (0, 0, 0)
+        return Counts(id=id, step=step, samples=samples, left=left)
+
+    def begun(self, id: int, epoch: int) -> Counts:
+        """Return the counts, with all up to ``id`` being passed, in an epoch."""
+        return replace(self, id=id, epoch=epoch, epoch_batches=0, waits=False)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -165,6 +190,24 @@ class Ledger:
             self.progress.counts.id = id
             self.write()
 
+    def joins(self, id: int, document: Mapping[str, Any]) -> None:
+        """Note that the replica takes batches after this marker.
+
+        Args:
+            id: The marker, which is still to be done with.
+            document: The document of the state that it begins with.
+        """
+        progress = self.progress
+        progress.counts = progress.counts.begun(id - 1, document["counted"]["epoch"])
+        progress.epoch, progress.epochs_ended = document["epoch"], document["epochs_ended"]
+
+    def leaves(self, id: int) -> None:
+        """Note that the replica takes no batches after this marker."""
+        counts = self.progress.counts
+        earlier = [one for one in counts.left if one[0] != id][-LEFT_KEPT:]
+        counts.left = [*earlier, [id, counts.step, counts.samples]]
+        self.write()
+
     def write(self) -> None:
         """Write the record into the file; if that fails, warn once and keep trying."""
         record = json.dumps(vars(self.progress.counts)).encode()
@@ -195,3 +238,20 @@ class Ledger:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def rest(run: RunDir, module: str, cut: int) -> None:
+    """Write the counts of a replica that takes no batches from a cut on, where all begin again.
+
+    Args:
+        run: The run directory.
+        module: The replica.
+        cut: The cut.
+    """
+    counted = Counts.read(run.ledger(module)) or Counts()
+    counts = counted.at_rest(cut)
+    if document_file(part := run.checkpoint(cut, module)).exists():
+        document = read_document(part)
+        counts.id, counts.step, counts.samples = cut, document["step"], document["samples"]
+        counts.left = [*counts.left, [cut, counts.step, counts.samples]]
+    Ledger(run.ledger(module), Progress(counts), counted.attempt).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
@@ -32,6 +33,7 @@ from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.rundir import RunDir, hash_name, socket_folder
 from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec.members import active_of
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
@@ -70,6 +72,7 @@ class Options:
     attempt: int = 1
     first: int | None = None
     resume: str = "auto"
+    active: str | None = None
 
 
 def by_rank(options: Options, environ: Mapping[str, str]) -> Options:
@@ -223,8 +226,16 @@ def _serve(
     served = (file.stem for file in run.worker("x").parent.glob("*.json"))
     chain = sorted(served) if record is None else list(record.modules)
     start, ledger = begin(
-        options.resume, spec, run, step, chain, attempt=options.attempt, first=options.first
+        options.resume,
+        spec,
+        run,
+        step,
+        chain,
+        attempt=options.attempt,
+        first=options.first,
+        active=None if options.active is None else active_of(json.loads(options.active)),
     )
+    members = start.members
     metrics.progress = ledger.progress
     source = labels = None
     root, seed = _source_root(run), spec.seed
@@ -242,17 +253,30 @@ def _serve(
     exchange: Exchange | None = None
     name = options.run.name if record is None else record.name
     again = start.again
-    neighbours = Neighbours(spec, run, address=options.connect, again=again, stop=stop)
+    to_peer = partial(
+        OutputLink,
+        run=name,
+        keys=keys,
+        cut=None if again else start.cut,
+        attempt=options.attempt,
+        members=members,
+    )
+    neighbours = Neighbours(
+        spec, run, address=options.connect, again=again, stop=stop, members=members
+    )
     try:
         listening: dict[InputLink, EdgeSpec] = {}
 
         def listen(spec: WorkerSpec, edge: EdgeSpec) -> InputLink:
-            link = InputLink(spec, edge, run=name, received=start.cut, again=again, keys=keys)
+            link = InputLink(
+                spec, edge, run=name, received=start.cut, again=again, keys=keys, members=members
+            )
             listening[link] = edge
             return link
 
         if spec.sources:
-            input = Join([[listen(spec, link) for link in edge.links] for edge in spec.sources])
+            links = [[listen(spec, link) for link in edge.links] for edge in spec.sources]
+            input = Join(links, members, neighbours.lost)
             neighbours.callers.append(input)
         beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
         if step.shared is not None:
@@ -261,6 +285,8 @@ def _serve(
                 inputs=[listen(beside, edge) for edge in beside.sources],
                 done=start.cut,
                 gone=neighbours.gone_for_good,
+                members=members,
+                dial=(lambda id: to_peer(beside, next_id=id)) if beside.targets else None,
             )
             neighbours.callers.append(exchange)
         if listening:
@@ -268,24 +294,34 @@ def _serve(
         # Only one worker of a module writes: a second one could not bind the address.
         with contextlib.suppress(OSError):
             remove_temporaries(run, [spec.module])
-        metrics.set_state("connecting")
+        metrics.set_state("joining" if start.waits else "connecting")
         metrics.loaded_at = time.time()
-        if input is not None and again:
+        if input is not None and again and not start.waits:
             # What modules upstream can still send decides what can be sent on.
             if not neighbours.wait_for_upstream(input):
                 return _left_behind(spec, start)
-            input.start_after(input.received)
-            start.first_id = input.received + 1
-            if had := max(input.received, start.cut):
+            received = max(input.received, neighbours.lost_before(input))
+            if (left := members.leaves(spec.module)) is not None and received >= left:
+                return Outcome.PARKED
+            input.start_after(received)
+            start.first_id = received + 1
+            if had := max(received, start.cut):
                 input.send_drained(had)  # it will not be trained on them again
-        cut = None if again else start.cut
-        to_peer = partial(OutputLink, run=name, keys=keys, cut=cut, attempt=options.attempt)
         if spec.targets:
-            dial = partial(to_peer, spec, next_id=start.first_id)
-            output = Fanout([[dial(link) for link in edge.links] for edge in spec.targets])
+            lanes = [edge.links for edge in spec.targets]
+            there = [
+                [one for one in own if not start.waits and neighbours.present(one.target)]
+                for own in lanes
+            ]
+            output = Fanout(
+                [[to_peer(spec, one, next_id=start.first_id) for one in own] for own in there],
+                members=members,
+                lanes=lanes,
+                dial=lambda lane, id: to_peer(spec, lane, next_id=id, cut=None),
+            )
             for below in output.links:
                 neighbours.connect(below)
-        if exchange is not None and beside.targets:
+        if exchange is not None and beside.targets and not start.waits:
             exchange.output = to_peer(beside, next_id=start.cut + 1)
             neighbours.connect(exchange.output)
         if input is not None and not again:
@@ -295,7 +331,8 @@ def _serve(
         if stop():
             raise StoppedError("stopped before training began")
         ledger.at(start.first_id - 1)
-        metrics.set_state("running")
+        if not start.waits:
+            metrics.set_state("running")
         metrics.started()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
@@ -320,6 +357,7 @@ def _serve(
                 output=output,
                 exchange=exchange,
                 neighbours=neighbours,
+                workers=chain,
             )
             outcome = server.serve()
         finally:

@@ -353,8 +353,8 @@ class LinkFigures:
         down = LinkCounters() if output is None else output.counters
         beside = LinkCounters() if exchange is None else exchange.counters
         return cls(
-            window=None if output is None else output.fullest.window,
-            in_flight=0 if output is None else output.fullest.in_flight,
+            window=None if output is None or not output.links else output.fullest.window,
+            in_flight=0 if output is None or not output.links else output.fullest.in_flight,
             connected=None if output is None else output.connected,
             gradients_dropped=up.gradients_dropped,
             refused=dict(up.refused + beside.refused),

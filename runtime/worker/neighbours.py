@@ -15,8 +15,9 @@ from dni_runtime.documents.state import COMING, RunState
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
-from dni_runtime.rundir import RunDir
+from dni_runtime.rundir import RunDir, peek_json
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.members import Members
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.rendezvous import check_reachable, fresh_endpoint
@@ -50,6 +51,7 @@ class Neighbours:
         address: Address of the module downstream, if not from its endpoint record.
         again: Whether only this module has been restarted, so that a neighbour may have finished.
         stop: Returns whether the worker should stop.
+        members: Which replicas take batches, where that changes.
 
     Attributes:
         callers: The links that others open, which are answered while the worker waits.
@@ -63,7 +65,9 @@ class Neighbours:
         address: str | None,
         again: bool,
         stop: Callable[[], bool],
+        members: Members | None = None,
     ) -> None:
+        self._members = members or Members({})
         self._spec = spec
         self._run = run
         self._address = address
@@ -71,6 +75,8 @@ class Neighbours:
         self._stop = stop
         self._attempts: dict[str, int] = {}
         self._look_at_s: dict[str, float] = {}
+        self._lost: dict[str, int] = {}
+        self._lost_look_s = 0.0
         self._updated: float | None = None
         self._updated_s = -math.inf
         self.callers: list[Join | Exchange] = []
@@ -94,7 +100,7 @@ class Neighbours:
         while not interrupted():
             left_s = until_s - time.monotonic()
             address, key = self._find(target)
-            if self.gone_for_good(target):
+            if self.gone_for_good(target) or self.parked(target):
                 output.dismiss()
                 return
             if left_s <= 0:
@@ -138,7 +144,35 @@ class Neighbours:
             StoppedError: The worker was told to stop.
         """
 
-        return all([self._wait_for(link) for link in input.links])
+        present = [link for link in input.links if self.present(link.source)]
+        return all([self._wait_for(link) for link in present])
+
+    def present(self, neighbour: str) -> bool:
+        """Whether a neighbour takes batches, or still has some that it took before it left."""
+        left = self._members.leaves(neighbour) is not None
+        if self.lost(neighbour):
+            return False
+        return self._members.has(neighbour) or (left and not self.parked(neighbour))
+
+    def parked(self, neighbour: str) -> bool:
+        """Whether a neighbour takes no batches any more, and has exited."""
+        if self._members.leaves(neighbour) is None:
+            return False
+        return Report.read(self._run.worker(neighbour)).state == "parked"
+
+    def lost(self, neighbour: str) -> bool:
+        """Whether a replica is gone for good, so that nobody waits for it."""
+        if not self._members.now:
+            return False
+        if time.monotonic() >= self._lost_look_s:
+            self._lost_look_s = time.monotonic() + LOOK_S
+            self._lost = peek_json(self._run.replicas).get("lost") or {}
+        return neighbour in self._lost
+
+    def lost_before(self, input: Join) -> int:
+        """Return the id up to which a neighbour that has left cannot send anything again."""
+        left = [link.source for link in input.links if self.parked(link.source)]
+        return max((self._members.leaves(one) or 0 for one in left), default=0)
 
     def _interrupted(self) -> bool:
         for caller in self.callers:
@@ -153,6 +187,8 @@ class Neighbours:
             try:
                 input.wait_for_peer(slice_s, self._interrupted)
             except UnavailableError:
+                if self.parked(input.source) or self.lost(input.source):
+                    return True
                 if self.gone_for_good(input.source):
                     return False
                 if left_s <= 0:
@@ -173,7 +209,7 @@ class Neighbours:
         self._look_at_s[target] = now_s + LOOK_S
         if not output.lost and (not output.in_flight or now_s - output.heard_s < QUIET_S):
             return
-        if self.gone_for_good(target):
+        if self.gone_for_good(target) or self.parked(target):
             output.dismiss()
             return
         attempt = self._attempts.get(target)
@@ -186,7 +222,9 @@ class Neighbours:
             output.move(address, key)
 
     def gone_for_good(self, neighbour: str) -> bool:
-        """Whether a neighbour of a restarted module has finished, and needs nothing more."""
+        """Whether a neighbour is lost; or, if this module was restarted, has finished."""
+        if self.lost(neighbour):
+            return True
         return self._again and Report.read(self._run.worker(neighbour)).state == "finished"
 
     def remains(self, neighbour: str) -> bool:

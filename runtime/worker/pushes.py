@@ -79,6 +79,8 @@ class Pushes(Exchange):
         if at is None:
             return
         for link in self.inputs:
+            if not self._members.takes(link.source, at.id):
+                continue
             if not (link.received >= at.id or self._gone(link.source)):
                 return
         for link, id in self._waiting.items():

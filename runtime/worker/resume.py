@@ -4,24 +4,30 @@ A number is for the start of all modules: each starts at the same cut, which the
 ``auto`` lets a module that is started manually find the newest cut itself. ``own`` restarts one
 module while the others continue: it starts at its own newest state, takes from upstream all that
 can still be sent, and sends on what downstream may not have received. The ledger also shows that a
-module must start so: its supervisor may not know.
+module must start so: its supervisor may not know. ``join`` is for a replica that is to be added: it
+waits for the marker from which on it takes batches, and takes the state of another one there.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dni_runtime.core.layers import load_initial
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import forget, newest_cut
+from dni_runtime.cuts import forget, newest_cut, parts_of
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir, append_line, read_lines
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.members import Active, Members, first_replicas
 from dni_runtime.spec.named import module_of
+from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
+from dni_runtime.worker.joining import LATE_S, Others, as_own
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.selection import best_cut
 from dni_runtime.worker.stream import Position
@@ -30,6 +36,7 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 OWN = "own"
+JOIN = "join"
 
 
 @dataclass
@@ -43,6 +50,9 @@ class Start:
         position: The head's position before it.
         over: Whether the stream ends at the cut.
         marks: Requested markers that an earlier attempt of the head sent, by id.
+        bodies: Their bodies, if they have one.
+        members: Which replicas take batches.
+        waits: Whether the worker waits for the marker from which on it takes batches.
         ends_at: Id from which the head sends no training batches, if training ended early.
     """
 
@@ -52,6 +62,9 @@ class Start:
     position: Position = field(default_factory=Position)
     over: bool = False
     marks: dict[int, Mark] = field(default_factory=dict)
+    bodies: dict[int, dict[str, Any]] = field(default_factory=dict)
+    members: Members = field(default_factory=lambda: Members({}))
+    waits: bool = False
     ends_at: int | None = None
 
 
@@ -64,12 +77,13 @@ def begin(
     *,
     attempt: int = 1,
     first: int | None = None,
+    active: Active | None = None,
 ) -> tuple[Start, Ledger]:
     """Put a module into the state that it starts with.
 
     Args:
-        wanted: ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``none``, or
-            a cut's number.
+        wanted: ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``join``,
+            ``none``, or a cut's number.
         spec: The module.
         run: The run directory.
         step: The new module.
@@ -77,6 +91,7 @@ def begin(
         attempt: Number of this attempt.
         first: Number of the attempt that was to start at ``wanted``, with the whole chain. If that
             or a later one has started, this one resumes from its ``own`` state.
+        active: Which replicas take batches when the whole chain starts.
 
     Raises:
         DamagedError: The checkpoint is missing or damaged.
@@ -84,10 +99,22 @@ def begin(
     """
     counted, since = Counts.read(run.ledger(spec.module)), wanted
     if first is not None and counted is not None and first <= counted.attempt < attempt:
-        wanted = OWN
+        wanted = JOIN if counted.waits else OWN
+    members = Members(first_replicas(spec.elastic) if active is None else active)
+    rested = Counts() if counted is None else counted.at_rest()
+    if wanted == JOIN:
+        rested.waits = True
+        start = Start(again=True, waits=True, members=members)
+        return start, Ledger(run.ledger(spec.module), Progress(rested), attempt)
     again = wanted == OWN
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
-    start, progress = Start(again=again), Progress()
+    start, progress, joined = Start(again=again), Progress(), False
+    if again and counted is not None and counted.members is not None:
+        members = Members.of_json(counted.members)
+    others = replicas_of(chain).get(module_of(spec.module), [])
+    at = members.joined(spec.module) if again else _number(state, wanted)
+    if at and (state is None or state[1]["cut"] < at):
+        state, joined = _of_another(run, step, others, at), True
     if state is None and spec.initial:
         load_initial(step.layers, run.initial(module_of(spec.module)))
         if step.shared is not None:
@@ -95,20 +122,29 @@ def begin(
     if state is not None:
         checkpoint.restore(step, *state)
         start, progress = _start(state[1], again=again, since=since)
+        if joined:
+            progress.counts = rested.begun(start.cut, progress.counts.epoch)
         log.info(
             "module %s resumes at %d of the stream, step %d", spec.module, start.cut, step.batches
         )
+    if counted is not None:
+        progress.counts.left = [one for one in counted.left if again or one[0] <= start.cut]
+    start.members = members
     if again:
+        if progress.counts.members is not None:
+            members.merge(Members.of_json(progress.counts.members))
         if spec.head is not None:
             for line in read_lines(run.marks):
                 if line["id"] >= start.first_id and line["mark"]:
                     start.marks[line["id"]] = Mark(line["mark"])
+                    start.bodies[line["id"]] = line.get("body", {})
                 elif line["id"] >= start.first_id:
                     start.ends_at = line["id"]
         at_cut = progress.step
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
         step.optimization.pass_over(progress.step - at_cut)
         return start, ledger
+    progress.counts.members = None
     if wanted != AUTO:  # else the neighbours may have found another cut
         forget_later(run, spec, start)
     return start, Ledger(run.ledger(spec.module), progress, attempt)
@@ -127,9 +163,9 @@ def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
         run.best.unlink(missing_ok=True)
 
 
-def note_mark(run: RunDir, id: int, mark: Mark) -> None:
+def note_mark(run: RunDir, id: int, mark: Mark, body: Mapping[str, Any] = {}) -> None:
     """Record a marker that was requested, so that a restarted head repeats it."""
-    append_line(run.marks, {"id": id, "mark": int(mark)})
+    append_line(run.marks, {"id": id, "mark": int(mark), **({"body": body} if body else {})})
 
 
 def note_end(run: RunDir, id: int) -> None:
@@ -164,6 +200,8 @@ def document(
         "counted": {"epoch": counts.epoch, "batches": counts.epoch_batches},
         "over": over,
     }
+    if counts.members is not None:
+        made["members"] = counts.members
     if position is not None:
         made["position"] = position.to_dict()
     if again is not None:
@@ -182,7 +220,33 @@ def _at_cut(
         cut, damaged = newest_cut(run, chain)
         for problem in damaged:
             log.warning("%s; an older checkpoint is used", problem)
-    return checkpoint.read(run.checkpoint(cut, spec.module)) if cut else None
+    part = run.checkpoint(cut, spec.module)
+    return checkpoint.read(part) if cut and parts_of(run, cut, [spec.module]) else None
+
+
+def _number(state: checkpoint.State | None, wanted: str) -> int:
+    """Return the cut that the whole chain starts at; 0: none."""
+    return int(wanted) if wanted.isdecimal() else 0 if state is None else int(state[1]["cut"])
+
+
+def _of_another(
+    run: RunDir, step: ModuleStep, replicas: Sequence[str], cut: int
+) -> checkpoint.State:
+    """Return the state of another replica, for one that has none of its own at a cut.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    others = Others(run, [one for one in replicas if one != step.spec.module], cut)
+    until_s = time.monotonic() + LATE_S
+    while (found := others.state()) is None and time.monotonic() < until_s:
+        time.sleep(0.5)
+    if found is None:
+        raise CheckpointError(
+            f"replica {step.spec.module!r} has no part of checkpoint {cut}, nor has another one",
+            hint="continue from the newest complete checkpoint with 'dnictl resume'",
+        )
+    return as_own(step, found)
 
 
 def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Progress]:
@@ -210,6 +274,7 @@ def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Pr
             samples=state["samples"],
             epoch=counted["epoch"],
             epoch_batches=counted["batches"],
+            members=state.get("members"),
         )
         progress = Progress(counts, cut, state["epoch"], state["epochs_ended"])
     except (KeyError, TypeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
@@ -41,16 +42,18 @@ class StateSaver:
         self._newest = cut
         self._due_s = time.monotonic() + step.spec.snapshot_s
 
-    def checkpoint(self, cut: int, *, over: bool, finite: bool) -> None:
+    def checkpoint(self, cut: int, *, over: bool, finite: bool, parked: Iterable[str] = ()) -> None:
         """Save the module's part of a cut.
 
         Args:
             cut: Its position.
             over: Whether the stream ends there.
             finite: Whether the state is finite; one that is not replaces no other cut.
+            parked: Other replicas of the module, which have no part of the cut.
         """
         tensors, own = self._state(over=over)
-        self._writer.write(cut, tensors, own if finite else own | {"finite": False})
+        own = own if finite else own | {"finite": False}
+        self._writer.write(cut, tensors, own, parked)
 
     def snapshot(self) -> None:
         """Save the module's own state for its restart, if that is due, cheap and finite."""
@@ -63,9 +66,10 @@ class StateSaver:
         took_s = time.monotonic() - now_s
         self._due_s = now_s + max(every_s, took_s / SNAPSHOT_SHARE)
 
-    def flush(self) -> None:
-        """Wait until everything saved is on disk, or has failed."""
+    def flush(self) -> bool:
+        """Wait until everything saved is on disk, or has failed; return whether it is on disk."""
         self._writer.flush()
+        return self._writer.failure is None
 
     def _state(self, *, over: bool) -> State:
         tensors, own = snapshot(self._step)

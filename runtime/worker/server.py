@@ -13,16 +13,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 import zmq
 from torch import Tensor
 
 from dni_runtime.core.step import Gradients, ModuleStep
-from dni_runtime.link import Batch, Drained, Gradient, Marker
+from dni_runtime.cuts import written_cuts
+from dni_runtime.link import (
+    Batch,
+    Drained,
+    Gradient,
+    InputLink,
+    Marker,
+    OutputLink,
+    change_of,
+)
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker.checkpoint import CheckpointWriter
+from dni_runtime.worker.checkpoint import CheckpointWriter, restore
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.evaluations import Evaluations
@@ -31,6 +40,7 @@ from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.join import Join
+from dni_runtime.worker.joining import Others, as_own
 from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
@@ -61,6 +71,7 @@ class Outcome(Enum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
+    PARKED = "parked"
 
 
 class ModuleServer:
@@ -79,6 +90,7 @@ class ModuleServer:
         output: The links to downstream; None for the tail.
         exchange: The links to the module's other replicas; None if it has none.
         neighbours: Reconnects to modules downstream after their restart; None: they never restart.
+        workers: Names of all workers of the chain.
     """
 
     def __init__(
@@ -96,7 +108,10 @@ class ModuleServer:
         output: Fanout | None = None,
         exchange: Exchange | None = None,
         neighbours: Neighbours | None = None,
+        workers: Sequence[str] = (),
     ) -> None:
+        self._members, self._name = start.members, step.spec.module
+        self._workers = workers
         self._step = step
         self._metrics = metrics
         self._stop = stop
@@ -120,19 +135,31 @@ class ModuleServer:
         self._evaluations = Evaluations(step, metrics, ledger, start.cut)
         self._draining: Marker | None = None
         self._sharing: Marker | None = None
+        self._joining: Marker | None = None
+        self._others: Others | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
         self._goes_on_alone = step.spec.links.on_loss == "continue"
         self._idle = Idle.of(step, input)
+        self._watched = self._below
+        self._watch()
+
+    @property
+    def _below(self) -> tuple[OutputLink | InputLink, ...]:
+        """The links that are read even if no input can be taken."""
+        below = () if self._output is None else self._output.links
+        return (*below, *(() if self._exchange is None else self._exchange.links))
+
+    def _watch(self) -> None:
+        """Prepare to sleep until something comes on the links that are open now."""
+        self._watched = self._below
         # Input that cannot be taken yet must not wake the loop up repeatedly.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
         for poller in (self._any_poller, self._output_poller):
-            poller.register(stop.wakeup, zmq.POLLIN)
-            for below in output.links if output is not None else ():
-                poller.register(below.socket, zmq.POLLIN)
-            for link in exchange.links if exchange is not None else ():
+            poller.register(self._stop.wakeup, zmq.POLLIN)
+            for link in self._watched:
                 poller.register(link.socket, zmq.POLLIN)
-        for above in input.links if input is not None else ():
+        for above in self._input.links if self._input is not None else ():
             self._any_poller.register(above.socket, zmq.POLLIN)
 
     def serve(self) -> Outcome:
@@ -145,13 +172,14 @@ class ModuleServer:
         """
         while self._outcome is None:
             stopping = self._stop()
-            if stopping and self._shutdown.heed():
+            unneeded = self._start.waits and self._joining is None
+            if stopping and (unneeded or self._shutdown.heed()):
                 self._outcome = Outcome.STOPPED
                 break
             if self._metrics.due(self._step):
                 self._write_metrics()
                 self._divergence.look(self._ledger.progress.id)
-                if not stopping and self._draining is None and self._sharing is None:
+                if not stopping and not self._held:
                     self._saver.snapshot()
             self._collect()
             if self._outcome is None and not (self._may_take() and self._take()):
@@ -179,13 +207,35 @@ class ModuleServer:
             self._ledger.processed(self._last.id)
             if self._input is not None:
                 self._input.ack(self._last.id)
-                self._input.finish(min(left_s, FAREWELL_S))
+                if self._outcome is Outcome.PARKED:
+                    self._linger(self._last.id, self._input)
+                else:
+                    self._input.finish(min(left_s, FAREWELL_S))
+
+    def _linger(self, id: int, input: Join) -> None:
+        """Stay until all modules have written a checkpoint behind the last marker.
+
+        Until then a neighbour that is restarted may need again what has passed here.
+        """
+        look_at_s = 0.0
+        while not self._stop():
+            self._metrics.report.check()
+            input.listen()
+            for link in self._output.links if self._output is not None else ():
+                link.receive()
+                if self._neighbours is not None:
+                    self._neighbours.look(link)
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + 2 * FLUSH_SLICE_S
+                if any(cut >= id for cut in written_cuts(self._metrics.run, self._workers)):
+                    return
+            self._any_poller.poll(POLL_MS)
 
     def _flush(self, output: Fanout, left_s: float) -> None:
         """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
         end_s, left = time.monotonic() + left_s, list(output.links)
-        over = self._outcome is Outcome.FINISHED
-        slice_s = min(FLUSH_SLICE_S, left_s) / len(left)
+        over = self._outcome in (Outcome.FINISHED, Outcome.PARKED)
+        slice_s = min(FLUSH_SLICE_S, left_s) / max(len(left), 1)
         while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
             self._metrics.report.check()
             if self._neighbours is not None:
@@ -200,8 +250,13 @@ class ModuleServer:
                 )
                 return
 
+    @property
+    def _held(self) -> bool:
+        """Whether a marker is not done with."""
+        return any(one is not None for one in (self._draining, self._sharing, self._joining))
+
     def _may_take(self) -> bool:
-        if self._draining is not None or self._sharing is not None or self._step.blocked:
+        if self._held or self._step.blocked:
             return False
         if self._output is None or self._output.room:
             return True
@@ -223,6 +278,9 @@ class ModuleServer:
                 return False
             if self._idle is not None:
                 self._idle.heard()
+            if self._start.waits and self._members.joined(self._name) != item.id:
+                self._input.ack(item.id)  # of a time before this replica left
+                return True
         if isinstance(item, Marker):
             self._handle_marker(item)
         else:
@@ -318,6 +376,8 @@ class ModuleServer:
     def _collect(self) -> None:
         """Process what has come from downstream: gradients, and requests for the head."""
         self._send_answers()
+        if self._joining is not None:
+            self._join(self._joining)
         if self._exchange is not None:
             self._share(self._exchange)
         if self._output is None:
@@ -374,10 +434,32 @@ class ModuleServer:
         else:
             self._head.want(Mark.CHECKPOINT | Mark.ASKED)
 
+    def _join(self, marker: Marker) -> None:
+        """Take the state of another replica, once it is written; afterwards finish the marker."""
+        if self._others is None:
+            names = self._members.siblings(self._name, marker.id)
+            self._others = Others(self._metrics.run, names, marker.id)
+        state = self._others.state()
+        if state is None:
+            return
+        restore(self._step, *as_own(self._step, state))
+        self._start.cut, self._start.waits = marker.id - 1, False
+        self._ledger.joins(marker.id, state[1])
+        if self._exchange is not None:
+            self._exchange.join(marker.id)
+        log.info("module %s takes batches after %d of the stream", self._name, marker.id)
+        self._metrics.set_state("running")
+        self._joining = None
+        self._conclude(marker)
+
     def _handle_marker(self, marker: Marker) -> None:
+        if Mark.SCALE in marker.mark:
+            self._members.learn(marker.id, *change_of(marker.body))
         if self._output is not None:
             self._output.send_mark(marker.id, marker.epoch, marker.mark, marker.body)
-        if self._step.waiting:
+        if self._start.waits:
+            self._joining = marker
+        elif self._step.waiting:
             # The update of batches before the marker still waits for true gradients.
             self._draining = marker
         else:
@@ -385,14 +467,33 @@ class ModuleServer:
 
     def _finish_marker(self, marker: Marker) -> None:
         self._send_answers(wait=True)
+        if self._leaves_at(marker):
+            self._ledger.leaves(marker.id)
         if self._exchange is not None and Mark.SYNC in marker.mark and marker.id > self._start.cut:
             self._sharing = marker
             self._exchange.begin(marker)
         else:
             self._conclude(marker)
 
+    def _leaves_at(self, marker: Marker) -> bool:
+        """Whether this replica takes no batches after the marker."""
+        return Mark.SCALE in marker.mark and not self._members.takes(self._name, marker.id + 1)
+
+    def _save(self, marker: Marker) -> None:
+        """Write a checkpoint, for which replicas that join at the marker may wait."""
+        id, finite = marker.id, self._divergence.weights_finite(marker.id)
+        before, after = (self._members.siblings(self._name, one) for one in (id, id + 1))
+        parked = self._members.parked(self._name, self._step.spec.replicas, id + 1)
+        while True:
+            self._saver.checkpoint(id, over=Mark.END in marker.mark, finite=finite, parked=parked)
+            awaited = self._members.takes(self._name, id) and {*after} - {*before}
+            if not awaited or self._saver.flush() or (self._stop() and not self._stop.alone):
+                break
+            time.sleep(FLUSH_SLICE_S)
+        self._evaluations.checkpoint(id)
+
     def _conclude(self, marker: Marker) -> None:
-        ledger, mark = self._ledger, marker.mark
+        ledger, mark, leaves = self._ledger, marker.mark, self._leaves_at(marker)
         if mark & (Mark.EVAL | Mark.TEST):
             self._step.end_evaluation()
         ledger.at(marker.id, marker.epoch)
@@ -408,11 +509,11 @@ class ModuleServer:
         if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
             log.info("no better evaluation within the patience: training ends")
             self._ask_upstream(END_EARLY)
-        if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
-            fine = self._divergence.weights_finite(marker.id)
-            self._saver.checkpoint(marker.id, over=Mark.END in mark, finite=fine)
-            self._evaluations.checkpoint(marker.id)
-        if mark & (Mark.END | Mark.STOP):
+        if Mark.CHECKPOINT in mark and marker.id > self._start.cut and not leaves:
+            self._save(marker)
+        if Mark.SCALE in mark:
+            self._ledger.progress.counts.members = self._members.to_json()
+        if mark & (Mark.END | Mark.STOP) or leaves:
             self._last = marker
         else:
             ledger.processed(marker.id)
@@ -422,6 +523,8 @@ class ModuleServer:
                 self._input.ack(marker.id)
         if Mark.END in mark:
             self._outcome = Outcome.FINISHED
+        elif leaves:
+            self._outcome = Outcome.PARKED
         elif Mark.STOP in mark or self._shutdown.at(mark):
             self._outcome = Outcome.STOPPED
 
@@ -443,6 +546,8 @@ class ModuleServer:
         began = time.monotonic()
         if not may_take and self._input is not None:
             self._input.listen()
+        if self._watched != self._below:
+            self._watch()
         poller = self._any_poller if may_take else self._output_poller
         poller.poll(POLL_MS)
         self._metrics.waiting_s[reason] += time.monotonic() - began

@@ -218,3 +218,60 @@ def test_what_validate_shows(site: Site) -> None:
     error = site.run("validate", write(site, interface="exact"), expect=78).stderr
     assert "waits for gradients (exact)" in error
     assert "replicas: 1" in error
+
+
+def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
+    """1, 3, a stop, 2: nobody else restarts, and every batch is counted once."""
+    path = write(site, links=CURVE, slow=True, epochs=16)
+    text = path.read_text().replace("replicas: 3", "replicas: {start: 1, most: 3}")
+    path.write_text(text)
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+
+    def trains() -> int:
+        return run.status().modules[-1].step or 0
+
+    def states() -> dict[str, str]:
+        return {name: one.state for name, one in RunState.read(site.latest).modules.items()}
+
+    eventually("it trains", lambda: trains() > 10)
+    before = RunState.read(site.latest).modules
+    assert [before[f"wide.{one}"].state for one in (2, 3)] == ["parked", "parked"]
+    assert "parked" in site.run("status").stdout
+    assert site.run("scale", "deep=1", expect=64).stderr.count("fixed") == 1
+    assert "1 to 3" in site.run("scale", "wide=4", expect=64).stderr
+    assert "wide: 3" in site.run("scale", "wide=3").stdout
+    eventually("three train", lambda: set(states().values()) == {"running"})
+    step = trains()
+    eventually("it trains", lambda: trains() > step + 12)
+    grown = RunState.read(site.latest).modules
+    others = [name for name in WORKERS if name not in ("wide.2", "wide.3")]
+    assert {n: (grown[n].pid, grown[n].attempt, grown[n].restarts) for n in others} == {
+        n: (before[n].pid, before[n].attempt, 0) for n in others
+    }
+    run.stop()
+    site.run("resume", "-d")
+    eventually("three train", lambda: set(states().values()) == {"running"})
+    resumed = RunState.read(site.latest).modules
+    assert site.json("scale", "wide=2")["replicas"] == {"wide": 2}
+    eventually("two train", lambda: states()["wide.3"] == "parked")
+    shrunk = RunState.read(site.latest).modules
+    assert {n: (shrunk[n].pid, shrunk[n].restarts) for n in [*others, "wide.2"]} == {
+        n: (resumed[n].pid, 0) for n in [*others, "wide.2"]
+    }
+    site.run("wait")
+    figures = run.status()
+    assert figures.state == "finished"
+    steps = {one.module: one.step or 0 for one in figures.modules}
+    every = 16 * 45
+    assert steps["stem"] == steps["top"] == every
+    assert sum(steps[f"wide.{one}"] for one in (1, 2, 3)) == every
+    assert min(steps[f"wide.{one}"] for one in (1, 2, 3)) > 0
+    assert {one.event for one in run.events()} >= {"scale_requested", "scaled", "worker_parked"}
+    cut = run.choose_cut()[0]
+    parts = [read(run.directory.checkpoint(cut, f"wide.{one}"))[0] for one in (1, 2)]
+    for name, value in parts[0].items():
+        if name.startswith("layers.") and value.is_floating_point():
+            assert torch.equal(parts[1][name], value), name
+    assert figures.accuracy is not None
+    assert figures.accuracy > 0.85

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -14,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,20 +28,32 @@ from torch.nn.utils import parameters_to_vector
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import complete_cuts
+from dni_runtime.cuts import complete_cuts, parts_of
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DniError
 from dni_runtime.launch import pool, supervisor
-from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.packing import no_labels
-from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic
+from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
+from dni_runtime.spec.members import Members, first_replicas
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind, Rows
-from dni_runtime.worker import checkpoint, main, metrics, report, saver, signals
+from dni_runtime.worker import (
+    checkpoint,
+    joining,
+    ledger,
+    main,
+    metrics,
+    report,
+    resume,
+    saver,
+    server,
+    signals,
+)
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.main import Options
 from dni_runtime.worker.signals import StopRequest
@@ -83,6 +96,8 @@ class Schedule:
         replicas: Workers of each module; none: one of each.
         replication: How they share.
         labels: Where the labels are: ``tail``, or ``head``, which sends them.
+        starts: How many of them take batches at the start, of modules where that may change.
+        scales: Times in simulated seconds, with a module and how many are to take batches then.
         faults: Times in simulated seconds, with what happens then.
     """
 
@@ -92,6 +107,8 @@ class Schedule:
     replicas: tuple[int, ...] = ()
     replication: str = "local-sgd"
     labels: str = "head"
+    starts: tuple[int | None, ...] = ()
+    scales: list[tuple[float, int, int]] = field(default_factory=list)
     interface: str = "delayed"
     window: int = 2
     on_loss: str = "wait"
@@ -152,6 +169,8 @@ class Schedule:
             at_s, index = more.uniform(0, length_s), more.randrange(made.modules)
             made.faults.append((at_s, more.choice(("unlaunched", "unnoticed")), index, 0.0))
         made.faults.sort()
+        if replicas:
+            made._draw_scales(length_s)
         return made
 
     def _draw_graph(self) -> None:
@@ -180,6 +199,35 @@ class Schedule:
             self.interface = draw.choice(("delayed", "synthetic", "local"))
         self.replication = draw.choice(REPLICATIONS)
 
+    def _draw_scales(self, length_s: float) -> None:
+        """Draw modules whose number of replicas changes, and when it does."""
+        draw = random.Random(f"scales {self.seed}")
+        if draw.random() < 0.3:
+            return
+        most = [count + draw.choice((0, 0, 1)) if count > 1 else 1 for count in self.replicas]
+        elastic = [count > 1 and draw.random() < 0.8 for count in most]
+        self.replicas = tuple(most)
+        self.starts = tuple(
+            draw.randint(1, count) if able else None
+            for count, able in zip(most, elastic, strict=True)
+        )
+        able = [index for index, one in enumerate(elastic) if one]
+        for _ in range(draw.choice((1, 1, 2, 3, 4)) if able else 0):
+            index = draw.choice(able)
+            at_s = draw.uniform(0, 3 + 1.5 * length_s)
+            self.scales.append((at_s, index, draw.randint(1, most[index])))
+        self.scales.sort()
+        if able and draw.random() < 0.15:
+            index = draw.choice(able)  # one of its replicas, not the first
+            at_s, worker = draw.uniform(0, length_s), draw.randint(1, most[index] - 1)
+            self.faults.append((at_s, "hopeless", sum(most[:index]) + worker, 0.0))
+            self.faults.sort()
+
+    @property
+    def loses(self) -> bool:
+        """Whether a replica is lost for good."""
+        return any(kind == "hopeless" for _, kind, _, _ in self.faults)
+
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:
         """The workers' specs."""
@@ -187,6 +235,7 @@ class Schedule:
             _specs(
                 self.modules, self.interface, self.window, self.on_loss, self.epochs,
                 self.checkpoint_steps, self.sources, self.replicas, self.replication, self.labels,
+                self.starts,
             )
         )  # fmt: skip
 
@@ -203,9 +252,13 @@ def _specs(
     replicas: tuple[int, ...] = (),
     replication: str = "local-sgd",
     labels: str = "head",
+    starts: tuple[int | None, ...] = (),
 ) -> tuple[WorkerSpec, ...]:
-    replicas = replicas or (1,) * modules
-    layers = "\n".join(_module(index, modules, sources, replicas) for index in range(modules))
+    counts = [str(count) for count in replicas or (1,) * modules]
+    for index, start in enumerate(starts):
+        if start is not None:
+            counts[index] = f"{{start: {start}, most: {counts[index]}}}"
+    layers = "\n".join(_module(index, modules, sources, counts) for index in range(modules))
     chain = parse_chain(
         f"name: simulated\nseed: 1\nepochs: {epochs}\nstop_grace_s: 20\n"
         f"data: {{dataset: digits, batch_size: {SAMPLES}, labels: {labels}}}\n"
@@ -225,7 +278,7 @@ def _specs(
     return worker_specs(chain, info)
 
 
-def _module(index: int, modules: int, sources: Sources | None, replicas: tuple[int, ...]) -> str:
+def _module(index: int, modules: int, sources: Sources | None, replicas: Sequence[str]) -> str:
     size = f"in_features: {3 if index else 4}, out_features: {3 if index < modules - 1 else 2}"
     layer, inputs = f"{{Linear: {{{size}}}}}", ""
     if sources is not None and index:
@@ -383,6 +436,7 @@ class Site:
         self.steps: dict[str, ModuleStep] = {}
         self.supervision = Supervision(self.world, self.run_dir, self.specs, self._start)
         self.unlaunched: set[str] = set()
+        self.hopeless: set[str] = set()
         self.troubles: list[str] = []
         self.largest_queue = 0
         self.largest_window = 0
@@ -408,6 +462,10 @@ class Site:
             self._measure()
             for at_s, kind, index, lasts_s in schedule.faults:
                 world.at(at_s, lambda k=kind, i=index, s=lasts_s: self._fault(k, i, s))  # type: ignore[misc]
+            wanted: dict[str, int] = {}
+            for at_s, index, count in schedule.scales:
+                wanted = {**wanted, NAMES[index]: count}
+                world.at(at_s, lambda it=wanted: write_json(self.run_dir.scale, it))  # type: ignore[misc]
             batches = schedule.epochs * BATCHES * schedule.modules
             work_s = 3 * batches * (schedule.step_s + 4 * schedule.latency_s)
             ends_s = max((at_s + lasts_s for at_s, _, _, lasts_s in schedule.faults), default=0.0)
@@ -430,7 +488,11 @@ class Site:
         for name in self.names:
             counts, module = Counts.read(self.run_dir.ledger(name)), module_of(name)
             counted[module] += 0 if counts is None else counts.step
+            if name in self.hopeless:
+                continue  # what it has learnt may be of a stream that has begun again
             if name not in self.steps:
+                if self.specs[0].elastic:  # markers have taken the ids of its few batches
+                    continue
                 if schedule.on_loss == "wait" or not schedule.replicas:
                     raise Violated(f"{name} has never trained")
                 continue  # all of its few batches were left out
@@ -444,17 +506,23 @@ class Site:
             if self.specs[0].exact and len(seen) != every * self._parts():
                 raise Violated(f"{name} holds {len(seen)} updates of {every}")
         for module, steps in counted.items():
+            if schedule.loses and steps < every:
+                continue
             if schedule.on_loss == "wait" and steps != every:
                 raise Violated(f"{module} has counted {steps} of {every} batches")
         for module in {module_of(name) for name in self.names}:
-            alike = [step for name, step in self.steps.items() if module_of(name) == module]
+            alike = [
+                step
+                for name, step in self.steps.items()
+                if module_of(name) == module and self._takes(name)
+            ]
             weights = [parameters_to_vector(one.layers.parameters()) for one in alike]
             if any(not torch.equal(one, weights[0]) for one in weights):
                 raise Violated(f"the replicas of {module} have not agreed")
         cuts = complete_cuts(self.run_dir, self.names)
         if not cuts:
             raise Violated("there is no complete checkpoint")
-        for name in self.names:
+        for name in parts_of(self.run_dir, cuts[-1], self.names):
             checkpoint.read(self.run_dir.checkpoint(cuts[-1], name))
         if schedule.interface.startswith(("exact", "{exact")):
             self._check_exact()
@@ -462,6 +530,14 @@ class Site:
         limit = schedule.window * (1 + ADJACENT_FAILURES) + marks
         if self.largest_window > limit:
             raise Violated(f"a window holds {self.largest_window} messages of {limit}")
+
+    def _takes(self, name: str) -> bool:
+        """Whether a worker took the last batches."""
+        counts, begun = Counts.read(self.run_dir.ledger(self.names[0])), self.specs[0].elastic
+        if counts is not None and counts.members is not None:
+            return Members.of_json(counts.members).has(name)
+        active = LaunchPlan.read(self.run_dir).workers[0].active
+        return Members(active or first_replicas(begun)).has(name)
 
     def _parts(self) -> int:
         return 2 if "micro_batches" in self.schedule.interface else 1
@@ -514,6 +590,7 @@ class Site:
             attempt=attempt,
             first=worker.first,
             resume=worker.resume,
+            active=None if worker.active is None else json.dumps(worker.active),
         )
 
         def body() -> None:
@@ -531,6 +608,9 @@ class Site:
                 self.troubles.append(f"{name}: {type(error).__name__}: {error}")
             started.end(code)
 
+        if name in self.hopeless:
+            self.world.at(0.5, lambda: started.end(DniError.exit_code))
+            return started
         if name in self.unlaunched:  # as srun does when its step cannot be launched
             self.unlaunched.discard(name)
             self.world.at(1.0, lambda: started.end(0))
@@ -565,6 +645,10 @@ class Site:
             self.supervision.stop()
         elif kind == "orphan":
             self.supervision.kill()
+        elif kind == "hopeless":
+            self.hopeless.add(name)
+            if worker is not None:
+                worker.end(-signal.SIGKILL)
         elif worker is None:
             pass
         elif kind == "stall":
@@ -621,6 +705,14 @@ class Site:
             step.trained = document["trained"]  # type: ignore[attr-defined]
             self.steps[step.spec.module] = step
 
+        def as_own(step: ModuleStep, state: Any) -> Any:
+            tensors, document = real_as_own(step, state)
+            return tensors, document | {"trained": []}
+
+        def rest(run: RunDir, name: str, cut: int) -> None:
+            self.steps.pop(name, None)  # what it may have learnt after the cut is void
+            real_rest(run, name, cut)
+
         def add(window: Any, *args: Any, **kwargs: Any) -> None:
             real_add(window, *args, **kwargs)
             self.largest_window = max(self.largest_window, len(window._kept))
@@ -628,6 +720,7 @@ class Site:
         window_class = sender.SendWindow
         real_forward, real_snapshot = ModuleStep.forward, saver.snapshot
         real_restore, real_add = checkpoint.restore, window_class.add
+        real_as_own, real_rest = joining.as_own, ledger.rest
         stand_ins: list[tuple[Any, str, Any]] = [
             (time, "monotonic", lambda: 1000.0 + world.now_s),
             (time, "time", lambda: 1.7e9 + world.now_s),
@@ -641,6 +734,10 @@ class Site:
             (ModuleStep, "forward", forward),
             (saver, "snapshot", snapshot),
             (checkpoint, "restore", restore),
+            (server, "restore", restore),
+            (server, "as_own", as_own),
+            (resume, "as_own", as_own),
+            (pool, "rest", rest),
             (window_class, "add", add),
             (main, "open_data", lambda *args, half=None, **kwargs: Data(half)),
             (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time

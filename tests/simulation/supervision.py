@@ -231,5 +231,11 @@ class Supervision:
         scope: Any = "chain" if any(spec.exact for spec in self._specs) else "module"
         rules = RestartPlan("on-failure", limit=30, backoff_max_s=5.0, scope=scope)
         return LaunchPlan(
-            str(self._run.root), "process", str(sockets), GRACE_S, workers, restart=rules
+            str(self._run.root),
+            "process",
+            str(sockets),
+            GRACE_S,
+            workers,
+            restart=rules,
+            elastic=self._specs[0].elastic,
         )

@@ -64,7 +64,7 @@ def resolve_replication(chain: ChainSpec) -> ReplicationSpec:
     Raises:
         SpecError: There is no such strategy.
     """
-    replication, replicas = chain.replication, max(one.replicas for one in chain.modules)
+    replication, replicas = chain.replication, max(one.most for one in chain.modules)
     if replication.every is not None:
         return replication
     per_step = replicas > 1 and find_strategy(replication.strategy).per_step

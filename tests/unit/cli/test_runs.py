@@ -215,6 +215,26 @@ def test_restart_of_a_module_that_has_finished(dnictl: Dnictl, record: Record) -
     assert not record.run.restart_request("top").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("top=2",), "the number of replicas of module 'top' is fixed"),
+        (("other=2",), "no module 'other'"),
+        (("top=two",), "'top=two' is not MODULE=N"),
+        (("=2",), "'=2' is not MODULE=N"),
+        (("small-1",), "'small-1' is not clear"),
+        (("top=2", "small-1", "small-2"), "is not clear"),
+    ],
+)
+def test_scale_says_what_cannot_be(
+    changes: tuple[str, ...], said: str, dnictl: Dnictl, record: Record
+) -> None:
+    result = dnictl("scale", *changes)
+    assert result.code == 64
+    assert said in result.err
+    assert not record.run.scale.exists()
+
+
 def test_export_without_a_checkpoint(dnictl: Dnictl, record: Record) -> None:
     result = dnictl("export", "-o", "m.safetensors")
     assert result.code == 74

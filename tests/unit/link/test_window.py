@@ -166,8 +166,9 @@ def test_order_knows_duplicates_and_counts_gaps() -> None:
 
 def test_gaps_are_those_of_the_route() -> None:
     order = ReceiveOrder(carries=lambda id: id % 2 == 1)
-    assert order.next(0) == 1
-    assert order.next(1) == 3
+    assert order.may_bring(0, 1)
+    assert not order.may_bring(1, 2)
+    assert order.may_bring(1, 3)
     assert order.accept(1)
     assert order.accept(4), "a marker comes on all links"
     assert order.gaps == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -22,7 +23,7 @@ INFO = DataInfo(
 LINEAR = "{Linear: {in_features: 8, out_features: 8}}"
 
 
-def modules(counts: str = "1231", *, more: str = "") -> tuple[WorkerSpec, ...]:
+def modules(counts: Sequence[str] = "1231", *, more: str = "") -> tuple[WorkerSpec, ...]:
     listed = "".join(
         f"- {{name: {name}, replicas: {count}, layers: [{LINEAR}]}}\n"
         for name, count in zip("abcdefgh", counts, strict=False)

@@ -1,0 +1,229 @@
+"""Which replicas of elastic modules take batches: what is wanted, and the way there.
+
+``dnictl scale`` writes how many replicas are wanted; that file stays, so it holds for later starts
+of the run, too. While the run goes on, the supervisor compares it with ``ledger/replicas.json``,
+which the head follows: it puts a SCALE marker into the stream when that file changes. ::
+
+    a replica      how many are wanted   what happens
+    parked         it is one of them     its worker starts, and waits (phase ``joining``)
+    joining        it is one of them     it is added to the file: the marker comes, and it trains
+    joining        others suffice        its worker is ended, unless it is in the file: the marker
+                                         may be on its way
+    running        others suffice        it is removed from the file: at the marker it shares what
+                                         it has learnt, exits and is parked
+
+A replica that cannot be restarted is lost: it is removed from the file at once, as fewer were
+wanted, and named there, so that nobody waits for it.
+
+The lowest numbers are the first to come and the last to go. The first replica always stays: the
+others share their weights by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dni_runtime.cuts import cut_folders, parts_of, written_cuts
+from dni_runtime.documents.reports import Report
+from dni_runtime.errors import DniError
+from dni_runtime.rundir import RunDir, peek_json, write_json
+from dni_runtime.spec.members import Active, active_of, as_body, first_replicas, number_of
+from dni_runtime.spec.named import module_of
+
+if TYPE_CHECKING:  # which needs what is here
+    from dni_runtime.launch.journal import Journal
+    from dni_runtime.launch.pool import WorkerPool
+
+
+class Scaler:
+    """Brings the replicas of elastic modules to the wanted number, for the supervisor.
+
+    Args:
+        run: The run directory.
+        elastic: The elastic modules, each with its number at the start.
+        pool: The workers.
+        journal: The run's state and events.
+    """
+
+    def __init__(
+        self, run: RunDir, elastic: Mapping[str, int], pool: WorkerPool, journal: Journal
+    ) -> None:
+        self._run = run
+        self._elastic = elastic
+        self._pool = pool
+        self._journal = journal
+
+    def look(self) -> dict[str, DniError]:
+        """Take the next steps; return the errors of workers that could not be started."""
+        run, elastic, state = self._run, self._elastic, self._journal.state
+        wanted, active = wanted_replicas(run, elastic), active_replicas(run, elastic)
+        if wanted != (state.wanted or elastic):
+            self._journal.event("scale_requested", replicas=wanted)
+        if wanted != state.wanted:
+            state.wanted = wanted
+            self._journal.write()
+        lost = lost_replicas(run)
+        missed = still_missed(run, lost, list(state.modules)) if lost else lost
+        phases = {
+            name: "stopping" if name in self._pool.parking or name in missed else module.state
+            for name, module in state.modules.items()
+        }
+        steps = next_steps(wanted, active, state.modules, phases)
+        if steps.active != active or missed != lost:
+            try:
+                write_active(run, steps.active, missed)
+            except OSError:
+                return {}  # a full disk: later
+        if steps.active != active:
+            self._journal.event("scaled", replicas=as_body(steps.active))
+        for name in steps.end:
+            self._pool.park(name)
+        failed = {}
+        for name in steps.start:
+            try:
+                self._pool.join(name)
+            except DniError as error:
+                failed[name] = error
+        return failed
+
+    def lose(self, name: str, how: str) -> bool:
+        """Go on without a replica that cannot be restarted.
+
+        Args:
+            name: The replica.
+            how: Reason for the event.
+
+        Returns:
+            Whether that is possible: it is not the first of an elastic module.
+        """
+        run, module, number = self._run, module_of(name), number_of(name)
+        active, lost = active_replicas(run, self._elastic), lost_replicas(run)
+        left: Active | None = active
+        if number in active.get(module, (number,)):
+            left = without(active, name)
+            lost[name] = max(cut_folders(run), default=0)
+        if left is None:
+            return False
+        try:
+            wanted = wanted_replicas(run, self._elastic) | {module: len(left[module])}
+            write_json(run.scale, wanted)
+            write_active(run, left, lost)
+        except OSError:
+            return False
+        self._pool.park(name)
+        self._journal.event("replica_lost", module=name, reason=how)
+        return True
+
+    def parked(self, name: str) -> bool:
+        """Whether a worker that has exited takes no batches any more; note it."""
+        module = self._journal.state.modules[name]
+        reported = Report.read(self._run.worker(name)).of(module.attempt).state == "parked"
+        if not reported and name not in self._pool.parking:
+            return False
+        self._pool.parking.discard(name)
+        module.state = "parked"
+        self._journal.event("worker_parked", module=name, attempt=module.attempt)
+        return True
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is to be done next.
+
+    Attributes:
+        active: The replicas that are to take batches.
+        start: Workers to start.
+        end: Workers that wait for their first batch and are not needed any more.
+    """
+
+    active: Active
+    start: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
+
+
+def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
+    """Return how many replicas are wanted of each elastic module.
+
+    Args:
+        run: The run directory.
+        elastic: The elastic modules, each with its number at the start.
+    """
+    found = peek_json(run.scale)
+    given = {one: found[one] for one in elastic if type(found.get(one)) is int and found[one] > 0}
+    return {**elastic, **given}
+
+
+def active_replicas(run: RunDir, elastic: Mapping[str, int]) -> Active:
+    """Return the replicas that the head lets take batches, or is about to."""
+    try:
+        return active_of(peek_json(run.replicas)["active"])
+    except (KeyError, ValueError):
+        return first_replicas(elastic)
+
+
+def lost_replicas(run: RunDir) -> dict[str, int]:
+    """Return the replicas that are gone for good, each with the newest cut before that."""
+    found = peek_json(run.replicas).get("lost")
+    return found if isinstance(found, dict) else {}
+
+
+def write_active(run: RunDir, active: Active, lost: Mapping[str, int]) -> None:
+    """Tell the head which replicas are to take batches, and all workers which are lost."""
+    write_json(run.replicas, {"active": as_body(active), "lost": dict(lost)})
+
+
+def without(active: Active, worker: str) -> Active | None:
+    """Return the sets without a replica; None if the others cannot do without it."""
+    module, number = module_of(worker), number_of(worker)
+    own = active.get(module, ())
+    if number == 1 or number not in own:
+        return None
+    return {**active, module: tuple(one for one in own if one != number)}
+
+
+def still_missed(run: RunDir, lost: Mapping[str, int], workers: Sequence[str]) -> dict[str, int]:
+    """Return the lost replicas that some worker may still wait for.
+
+    Once all workers have written a cut without it, nobody does, and it may come back.
+
+    Args:
+        run: The run directory.
+        lost: The lost replicas, each with the newest cut before.
+        workers: All workers.
+    """
+    cuts = written_cuts(run, workers)
+    return {
+        name: before
+        for name, before in lost.items()
+        if not any(cut > before and name not in parts_of(run, cut, [name]) for cut in cuts)
+    }
+
+
+def next_steps(
+    wanted: Mapping[str, int],
+    active: Active,
+    workers: Collection[str],
+    phases: Mapping[str, str],
+) -> Steps:
+    """Return what is to be done next (pure).
+
+    Args:
+        wanted: How many replicas are wanted of each elastic module.
+        active: Those that take batches.
+        workers: All workers of the run.
+        phases: Phase of each one.
+    """
+    start, end, after = list[str](), list[str](), dict[str, tuple[int, ...]]()
+    for module, count in wanted.items():
+        names = sorted((one for one in workers if module_of(one) == module), key=number_of)
+        own = set(active[module])
+        spare = [one for one in names if number_of(one) not in own]
+        more = spare[: max(count - len(own), 0)]
+        surplus = {one for one in sorted(own)[count:] if phases[f"{module}.{one}"] == "running"}
+        start += [one for one in more if phases[one] == "parked"]
+        end += [one for one in spare if one not in more and phases[one] == "joining"]
+        ready = [number_of(one) for one in more if phases[one] == "joining"]
+        after[module] = tuple(sorted([*(own - surplus), *ready]))
+    return Steps(after, tuple(start), tuple(end))

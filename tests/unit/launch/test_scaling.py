@@ -1,0 +1,97 @@
+"""What is to be done until as many replicas take batches as are wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.launch.scaling import (
+    Steps,
+    active_replicas,
+    lost_replicas,
+    next_steps,
+    still_missed,
+    wanted_replicas,
+    without,
+    write_active,
+)
+from dni_runtime.rundir import RunDir, write_json
+
+WORKERS = ["a", "b.1", "b.2", "b.3", "c"]
+
+
+def steps(wanted: int, active: tuple[int, ...], *phases: str) -> Steps:
+    all_phases = dict(zip(WORKERS, ["running", *phases, "running"], strict=True))
+    return next_steps({"b": wanted}, {"b": active}, WORKERS, all_phases)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "active", "phases", "after", "start", "end"),
+    [
+        pytest.param(1, (1,), "rpp", (1,), (), (), id="nothing to do"),
+        pytest.param(3, (1,), "rpp", (1,), ("b.2", "b.3"), (), id="workers start"),
+        pytest.param(3, (1,), "rsj", (1, 3), (), (), id="one is ready, another one not yet"),
+        pytest.param(2, (1,), "rjj", (1, 2), (), ("b.3",), id="one is not needed any more"),
+        pytest.param(1, (1, 2, 3), "rrr", (1,), (), (), id="the highest leave"),
+        pytest.param(1, (1, 2), "rjp", (1, 2), (), (), id="its marker may be on its way"),
+        pytest.param(2, (1,), "rrp", (1,), (), (), id="it has not left yet: no other one for it"),
+        pytest.param(2, (1, 3), "rpr", (1, 3), (), (), id="any two are two"),
+        pytest.param(3, (1, 3), "rpr", (1, 3), ("b.2",), (), id="the lowest comes first"),
+        pytest.param(1, (1, 2), "ssp", (1, 2), (), (), id="all are still starting"),
+    ],
+)
+def test_the_next_steps(
+    wanted: int,
+    active: tuple[int, ...],
+    phases: str,
+    after: tuple[int, ...],
+    start: tuple[str, ...],
+    end: tuple[str, ...],
+) -> None:
+    words = {"r": "running", "p": "parked", "j": "joining", "s": "starting"}
+    found = steps(wanted, active, *(words[one] for one in phases))
+    assert found == Steps({"b": after}, start, end)
+
+
+def test_what_is_wanted_and_what_takes_batches(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    assert wanted_replicas(run, {"b": 2}) == {"b": 2}
+    assert active_replicas(run, {"b": 2}) == {"b": (1, 2)}
+    write_json(run.scale, {"b": 3, "c": 4, "d": "x"})
+    write_active(run, {"b": (1, 3)}, {"b.2": 4})
+    assert lost_replicas(run) == {"b.2": 4}
+    assert wanted_replicas(run, {"b": 2}) == {"b": 3}
+    assert active_replicas(run, {"b": 2}) == {"b": (1, 3)}
+    write_json(run.scale, {"b": 0})
+    run.replicas.write_text("{}")
+    assert wanted_replicas(run, {"b": 2}) == {"b": 2}
+    assert active_replicas(run, {"b": 2}) == {"b": (1, 2)}
+
+
+def test_what_the_others_can_do_without() -> None:
+    active = {"b": (1, 3), "c": (1,)}
+    assert without(active, "b.3") == {"b": (1,), "c": (1,)}
+    assert without(active, "b.1") is None, "the others share by the first one"
+    assert without(active, "c.1") is None
+    assert without(active, "b.2") is None
+    assert without(active, "a") is None
+
+
+def test_a_lost_replica_is_missed_until_all_have_passed_its_last_marker(tmp_path: Path) -> None:
+    run, lost = RunDir(tmp_path), {"b.2": 8}
+    run.create()
+
+    def write(cut: int, *names: str) -> None:
+        for name in names:
+            part = run.checkpoint(cut, name)
+            part.parent.mkdir(exist_ok=True)
+            (part.parent / name).touch()
+
+    write(8, "a.json", "b.1.json", "b.2.parked")  # of a time before it had joined
+    write(12, "a.json", "b.1.json", "b.2.json")
+    write(16, "a.json", "b.2.parked")
+    assert still_missed(run, lost, ["a", "b.1", "b.2"]) == lost
+    write(16, "b.1.json")
+    assert still_missed(run, lost, ["a", "b.1", "b.2"]) == {}
