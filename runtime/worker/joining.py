@@ -67,7 +67,5 @@ def as_own(step: ModuleStep, state: checkpoint.State) -> checkpoint.State:
     """
     tensors = {name: it for name, it in state[0].items() if not name.startswith("gradient.")}
     document: dict[str, Any] = state[1] | {"module": step.spec.module, "gathered": 0}
-    if step.shared is not None:
-        document["agreed_at"] = document["batches"]  # it has learnt nothing since
     random = {"random.cpu": torch.get_rng_state()}
     return {**tensors, **random}, document

@@ -122,6 +122,8 @@ def begin(
     if state is not None:
         checkpoint.restore(step, *state)
         start, progress = _start(state[1], again=again, since=since)
+        if joined and step.shared is not None:
+            step.shared.joined()
         if joined:
             progress.counts = rested.begun(start.cut, progress.counts.epoch)
         log.info(

@@ -443,6 +443,8 @@ class ModuleServer:
         if state is None:
             return
         restore(self._step, *as_own(self._step, state))
+        if self._step.shared is not None:
+            self._step.shared.joined()
         self._start.cut, self._start.waits = marker.id - 1, False
         self._ledger.joins(marker.id, state[1])
         if self._exchange is not None:

@@ -60,6 +60,9 @@ class Admm(Strategy):
             p.grad = pull if p.grad is None else p.grad + pull
             at += p.numel()
 
+    def joined(self, own_P: Tensor) -> None:
+        self.dual_P.zero_()
+
     def offer(self, own_P: Tensor, sync: Sync) -> Tensor:
         return own_P + self.dual_P
 

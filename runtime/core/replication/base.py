@@ -76,6 +76,13 @@ class Strategy(nn.Module):
         """
         return float(samples)
 
+    def joined(self, own_P: Tensor) -> None:
+        """Begin with the buffers of another replica, without what is that one's own.
+
+        Args:
+            own_P: The parameters, which are the same in both.
+        """
+
     def offer(self, own_P: Tensor, sync: Sync) -> Tensor | None:
         """Return what this replica contributes to the mean; None: nothing, so no row is sent.
 

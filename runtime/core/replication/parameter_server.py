@@ -40,6 +40,9 @@ class ParameterServer(Strategy):
         self.replicas = spec.replicas
         self.register_buffer("applied_N", torch.zeros(spec.replicas - 1, dtype=torch.int64))
 
+    def joined(self, own_P: Tensor) -> None:
+        self.pushed_P = own_P.clone()
+
     def offer(self, own_P: Tensor, sync: Sync) -> Tensor:
         """Hand over the progress since the last push."""
         progress_P = own_P - self.pushed_P

@@ -68,6 +68,13 @@ class Shared:
             compression = build_compression(spec.compression, self._shapes)
             self.differences = Differences(compression, row[: self._learnt])
 
+    def joined(self) -> None:
+        """Begin with another replica's state, without what was its own: it has learnt nothing."""
+        self.samples = 0
+        self.strategy.joined(self.row()[: self._learnt])
+        if self.differences is not None:
+            self.differences.error.zero_()
+
     def row(self) -> Tensor:
         """Return a copy of the tensors, float32 on the CPU, ``[R]``."""
         return torch.cat([one.detach().to("cpu", torch.float32).flatten() for one in self._tensors])
