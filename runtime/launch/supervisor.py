@@ -246,7 +246,10 @@ class Supervisor:
     def _lose(self, name: str, how: str) -> bool:
         """Go on without a replica that cannot be restarted; return whether that is possible."""
         never = self._stop_reason is not None or self._plan.restart.policy == "never"
-        return not never and self._scaler.lose(name, how)
+        if never or not self._scaler.lose(name, how):
+            return False
+        self._lost.pop(name, None)  # its next worker may run where this one was lost
+        return True
 
     def _judge(self, name: str, module: ModuleState) -> None:
         """Record the exit of one worker, and do what ``decide`` says."""
