@@ -195,6 +195,7 @@ def test_containers_see_only_what_they_need(
         assert {*map(str, alone)} == {
             "run.json", "state.json", "specs/bottom.json",
             "keys/bottom.key", "keys/bottom.pub", "keys/top.pub",
+            "control/bottom.json", "control/top.json",
         }  # fmt: skip
         assert probe == {"written": [], "removed": [], "replaced": []}
     assert {path: path.read_bytes() for path in before} == before
