@@ -90,12 +90,13 @@ def main() -> None:
         from dni_runtime.core.dynamo import postpone_dynamo
         from dni_runtime.spec import import_paths
         from dni_runtime.worker import main as worker  # torch: seconds to import
+        from dni_runtime.worker.options import Options, by_rank, load_spec
 
-        options = worker.Options(**given, image_spec=IMAGE_SPEC)
+        options = Options(**given, image_spec=IMAGE_SPEC)
         if options.by_rank:
-            options = worker.by_rank(options, os.environ)
+            options = by_rank(options, os.environ)
             keep_log(RunDir(options.run).log(str(options.module), options.attempt))
-        spec = worker.load_spec(options)
+        spec = load_spec(options)
         if next(import_paths(spec), None) is None:
             postpone_dynamo()
         if selftest:

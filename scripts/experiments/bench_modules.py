@@ -64,6 +64,7 @@ from dni_runtime.worker import metrics
 from dni_runtime.worker.__main__ import parser as worker_parser
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.metrics import MetricsWriter
+from dni_runtime.worker.options import Options
 from dni_runtime.worker.signals import StopRequest
 
 PERIODIC = (
@@ -303,7 +304,7 @@ def serve_pool(pipe: Connection, run: Path) -> None:
         del given["log_level"], given["selftest"]
         code = 0
         try:
-            worker.serve(worker.Options(**given), StopRequest(), time.time())
+            worker.serve(Options(**given), StopRequest(), time.time())
         except DniError as error:
             code = error.exit_code
             logging.error("%s: %s", module, error)

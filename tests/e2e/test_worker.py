@@ -367,7 +367,7 @@ def test_hostile_messages_are_refused_and_training_goes_on(make: Callable[..., C
 
 def test_image_of_another_spec_is_refused(tmp_path: Path) -> None:
     from dni_runtime.errors import ImageError
-    from dni_runtime.worker.main import Options, load_spec
+    from dni_runtime.worker.options import Options, load_spec
 
     ours, theirs = workers_of(chain_spec()), workers_of(chain_spec("local"))
     run = RunDir(tmp_path)

@@ -55,7 +55,7 @@ from dni_runtime.worker import (
     signals,
 )
 from dni_runtime.worker.ledger import Counts
-from dni_runtime.worker.main import Options
+from dni_runtime.worker.options import Options
 from dni_runtime.worker.signals import StopRequest
 from tests.simulation.disk import Disk
 from tests.simulation.network import Context, Network, Poller

@@ -14,7 +14,7 @@ from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DataError, ImageError, UsageError
 from dni_runtime.rundir import RunDir, write_atomic, write_json
 from dni_runtime.worker import rank
-from dni_runtime.worker.main import Options, by_rank, load_spec
+from dni_runtime.worker.options import Options, by_rank, load_spec
 from dni_runtime.worker.rank import wait_for_others, worker_of_rank
 from dni_runtime.worker.signals import StopRequest
 from tests.conftest import eventually

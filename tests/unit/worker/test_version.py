@@ -12,7 +12,8 @@ from dni_runtime import __version__
 from dni_runtime.errors import HandshakeError
 from dni_runtime.rundir import RunDir, read_json, write_atomic
 from dni_runtime.wire import PROTOCOL_VERSION
-from dni_runtime.worker.main import Options, serve
+from dni_runtime.worker.main import serve
+from dni_runtime.worker.options import Options
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.version import STARTED_WITH, replaced, this_version
 from tests.unit.worker.test_resume import workers
