@@ -20,7 +20,6 @@ import zmq
 from torch import Tensor
 
 from dni_runtime.core.step import Gradients, ModuleStep
-from dni_runtime.cuts import written_cuts
 from dni_runtime.link import (
     Batch,
     Drained,
@@ -37,13 +36,15 @@ from dni_runtime.worker.divergence import Divergence
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
+from dni_runtime.worker.farewell import FLUSH_SLICE_S, POLL_MS, Farewell
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.joining import Others, as_own
 from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.ledger import Ledger
-from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
+from dni_runtime.worker.link_figures import LinkFigures
+from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.saver import StateSaver
@@ -55,15 +56,6 @@ log = logging.getLogger(__name__)
 
 END_EARLY = "end"
 """The tail's request to the head to end training early."""
-
-POLL_MS = 500
-"""Longest sleep: metrics and the state file are refreshed in between."""
-
-FLUSH_SLICE_S = 0.5
-"""Seconds between checks of the neighbours while waiting for downstream's acknowledgements."""
-
-FAREWELL_S = 5.0
-"""Longest wait until the module upstream has received the last acknowledgement."""
 
 
 class Outcome(Enum):
@@ -111,7 +103,6 @@ class ModuleServer:
         workers: Sequence[str] = (),
     ) -> None:
         self._members, self._name = start.members, step.spec.module
-        self._workers = workers
         self._step = step
         self._metrics = metrics
         self._stop = stop
@@ -131,6 +122,17 @@ class ModuleServer:
             step, checkpoints, cut=start.cut, progress=ledger.progress, head=self._head
         )
         self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
+        self._farewell = Farewell(
+            metrics,
+            stop,
+            saver=self._saver,
+            ledger=ledger,
+            input=input,
+            output=output,
+            exchange=exchange,
+            neighbours=self._neighbours,
+            workers=workers,
+        )
         self._divergence = Divergence(step, metrics, self._copies)
         self._evaluations = Evaluations(step, metrics, ledger, start.cut)
         self._draining: Marker | None = None
@@ -186,69 +188,13 @@ class ModuleServer:
                 self._sleep()
         self._write_metrics()
         self._metrics.flush(wait=True)
-        self._part()
+        self._farewell.part(
+            self._last,
+            self._any_poller,
+            over=self._outcome is not Outcome.STOPPED,
+            parked=self._outcome is Outcome.PARKED,
+        )
         return self._outcome
-
-    def _part(self) -> None:
-        """Flush the links downstream, then acknowledge the end of the stream.
-
-        That comes last: until then modules upstream keep running, and can resend to a module that
-        is restarted meanwhile.
-        """
-        left_s = max(self._step.spec.stop_grace_s - self._stop.age_s, 0.1)
-        self._metrics.now("window")
-        if self._output is not None:
-            self._flush(self._output, left_s)
-        if self._exchange is not None:
-            self._exchange.finish(min(left_s, FAREWELL_S))
-        self._metrics.now("checkpoint")
-        if self._last is not None:
-            self._saver.flush()
-            self._ledger.processed(self._last.id)
-            if self._input is not None:
-                self._input.ack(self._last.id)
-                if self._outcome is Outcome.PARKED:
-                    self._linger(self._last.id, self._input)
-                else:
-                    self._input.finish(min(left_s, FAREWELL_S))
-
-    def _linger(self, id: int, input: Join) -> None:
-        """Stay until all modules have written a checkpoint behind the last marker.
-
-        Until then a neighbour that is restarted may need again what has passed here.
-        """
-        look_at_s = 0.0
-        while not self._stop():
-            self._metrics.report.check()
-            input.listen()
-            for link in self._output.links if self._output is not None else ():
-                link.receive()
-                if self._neighbours is not None:
-                    self._neighbours.look(link)
-            if time.monotonic() >= look_at_s:
-                look_at_s = time.monotonic() + 2 * FLUSH_SLICE_S
-                if any(cut >= id for cut in written_cuts(self._metrics.run, self._workers)):
-                    return
-            self._any_poller.poll(POLL_MS)
-
-    def _flush(self, output: Fanout, left_s: float) -> None:
-        """Wait until downstream has acknowledged all; at the run's end, also for its restart."""
-        end_s, left = time.monotonic() + left_s, list(output.links)
-        over = self._outcome in (Outcome.FINISHED, Outcome.PARKED)
-        slice_s = min(FLUSH_SLICE_S, left_s) / max(len(left), 1)
-        while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
-            self._metrics.report.check()
-            if self._neighbours is not None:
-                for link in left:
-                    self._neighbours.look(link)
-                gone = [link.target for link in left if link.lost]
-                if over and not self._stop() and all(map(self._neighbours.remains, gone)):
-                    continue
-            if time.monotonic() >= end_s:
-                log.warning(
-                    "not everything was acknowledged by %s", ", ".join(link.target for link in left)
-                )
-                return
 
     @property
     def _held(self) -> bool:

@@ -21,7 +21,8 @@ from dni_runtime.rundir import RunDir, read_json, read_lines, write_json
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
 from dni_runtime.worker.device import Copies
-from dni_runtime.worker.metrics import LinkFigures, MetricsWriter
+from dni_runtime.worker.link_figures import LinkFigures
+from dni_runtime.worker.metrics import MetricsWriter
 
 CHAIN = """\
 name: small
