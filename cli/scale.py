@@ -9,9 +9,11 @@ import click
 from dni_runtime.errors import UsageError
 from dnictl.options import chosen_run, json_option, print_json, runs_option
 
+AUTO = "auto"
+
 
 @click.command()
-@click.argument("changes", nargs=-1, required=True, metavar="MODULE=N... [RUN]")
+@click.argument("changes", nargs=-1, required=True, metavar="MODULE=N...|auto [RUN]")
 @runs_option
 @json_option
 def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
@@ -20,21 +22,26 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
     For modules with 'replicas: {start: .., most: ..}'. Nobody restarts: a new replica takes its
     weights from one that runs, and one that leaves shares what it has learnt before it exits.
 
+    'auto': as many as balance the chain, by how long a batch takes where the workers run.
+
     \b
     Examples:
       dnictl scale middle=3
       dnictl scale middle=1 upper=2 digits-20250101-120000
+      dnictl scale auto
     """
+    auto = changes[0] == AUTO
     given = [one.partition("=") for one in changes if "=" in one]
-    names = [one for one in changes if "=" not in one]
+    names = [one for one in changes[auto:] if "=" not in one]
     wrong = [f"{name}={count}" for name, _, count in given if not (name and count.isdecimal())]
-    if wrong or not given or len(names) > 1:
+    if wrong or bool(given) == auto or len(names) > 1:
         raise UsageError(
             f"{wrong[0]!r} is not MODULE=N" if wrong else f"{' '.join(changes)!r} is not clear",
-            hint="for example: dnictl scale middle=3",
+            hint="for example: dnictl scale middle=3, or: dnictl scale auto",
         )
     its = chosen_run(names[0] if names else None, runs)
-    wanted = its.scale({name: int(count) for name, _, count in given})
+    counts = {name: int(count) for name, _, count in given}
+    wanted = its.scale(its.balancing_replicas() if auto else counts)
     if as_json:
         print_json({"run": its.name, "replicas": wanted})
     else:

@@ -137,8 +137,14 @@ def balance_run(record: Record, balance: Balance = "time", links: str = "fast") 
 
 def _batch_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
     """Return a module's seconds for a batch; its replicas share the batches."""
+    found = worker_seconds(run, workers)
+    return None if found is None else found / len(workers)
+
+
+def worker_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
+    """Return how long one of a module's workers computes for a batch; see :func:`batch_seconds`."""
     found = [seconds for one in workers if (seconds := batch_seconds(run, one)) is not None]
-    return sum(found) / len(found) / len(workers) if found else None
+    return statistics.mean(found) if found else None
 
 
 def _proposed(

@@ -17,7 +17,7 @@ from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.records import Record, find_run, list_runs
-from dni_runtime.launch.scaling import wanted_replicas
+from dni_runtime.launch.scaling import balance_of, wanted_replicas
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import read_json, write_json
@@ -296,6 +296,17 @@ class Run(Checkpointed):
         write_json(self.directory.scale, wanted)
         self._answered(state, lambda: RunState.read(self.directory).wanted == wanted)
         return wanted
+
+    def balancing_replicas(self) -> dict[str, int]:
+        """Return how many replicas of each elastic module balance the chain, for :meth:`scale`.
+
+        By how long a batch takes where the workers run: the fewest with which none of these modules
+        slows the chain down.
+
+        Raises:
+            UsageError: A module has measured nothing yet, or no number of replicas can change.
+        """
+        return balance_of(self.record)
 
     def failure(self, state: RunState | None = None) -> DniError | None:
         """The error that it ended with; None if it did not fail.

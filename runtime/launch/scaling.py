@@ -21,20 +21,24 @@ others share their weights by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import cut_folders, parts_of, written_cuts
 from dni_runtime.documents.reports import Report
-from dni_runtime.errors import DniError
+from dni_runtime.errors import DniError, UsageError
 from dni_runtime.rundir import RunDir, peek_json, write_json
 from dni_runtime.spec.members import Active, active_of, as_body, first_replicas, number_of
 from dni_runtime.spec.named import module_of
+from dni_runtime.spec.replicas import replicas_of
+from dni_runtime.split.balance import SLACK
 
 if TYPE_CHECKING:  # which needs what is here
     from dni_runtime.launch.journal import Journal
     from dni_runtime.launch.pool import WorkerPool
+    from dni_runtime.launch.records import Record
 
 
 class Scaler:
@@ -198,6 +202,51 @@ def still_missed(run: RunDir, lost: Mapping[str, int], workers: Sequence[str]) -
         name: before
         for name, before in lost.items()
         if not any(cut > before and name not in parts_of(run, cut, [name]) for cut in cuts)
+    }
+
+
+def balance_of(record: Record) -> dict[str, int]:
+    """Return how many replicas balance a run's chain; see :func:`balancing_replicas`.
+
+    Raises:
+        UsageError: A module has measured nothing yet, or no number of replicas can change.
+    """
+    from dni_runtime.launch.balancing import worker_seconds  # torch
+
+    workers, elastic = replicas_of(record.modules), record.specs()[1][0].elastic
+    if not elastic:
+        raise UsageError(
+            f"run {record.name!r} has no module whose number of replicas can change",
+            hint="for the next run, write 'replicas: {start: .., most: ..}' in its chain",
+        )
+    measured = {module: worker_seconds(record.run, own) for module, own in workers.items()}
+    seconds = {module: own for module, own in measured.items() if own is not None}
+    if unknown := [module for module in workers if module not in seconds]:
+        raise UsageError(
+            f"{', '.join(unknown)}: not measured yet how long a batch takes",
+            hint="try again after some seconds of training",
+        )
+    numbers = {module: len(own) for module, own in workers.items()}
+    return balancing_replicas(seconds, numbers, {one: numbers[one] for one in elastic})
+
+
+def balancing_replicas(
+    seconds: Mapping[str, float], replicas: Mapping[str, int], most: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the fewest replicas with which no elastic module slows the chain down (pure).
+
+    A chain is as fast as its slowest module: one that cannot have more replicas, or an elastic one
+    with all that it can have. Differences within ``SLACK`` count as none.
+
+    Args:
+        seconds: One worker's time for a batch, by module.
+        replicas: The number of workers of each module.
+        most: The largest number of each elastic module.
+    """
+    slowest = max(own / most.get(name, replicas[name]) for name, own in seconds.items())
+    return {
+        name: min(max(math.ceil(seconds[name] / (slowest * SLACK)), 1), limit)
+        for name, limit in most.items()
     }
 
 

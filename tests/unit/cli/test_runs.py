@@ -224,6 +224,8 @@ def test_restart_of_a_module_that_has_finished(dnictl: Dnictl, record: Record) -
         (("=2",), "'=2' is not MODULE=N"),
         (("small-1",), "'small-1' is not clear"),
         (("top=2", "small-1", "small-2"), "is not clear"),
+        (("auto", "top=2"), "is not clear"),
+        (("auto",), "has no module whose number of replicas can change"),
     ],
 )
 def test_scale_says_what_cannot_be(

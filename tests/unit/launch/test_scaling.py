@@ -9,6 +9,7 @@ import pytest
 from dni_runtime.launch.scaling import (
     Steps,
     active_replicas,
+    balancing_replicas,
     lost_replicas,
     next_steps,
     still_missed,
@@ -95,3 +96,18 @@ def test_a_lost_replica_is_missed_until_all_have_passed_its_last_marker(tmp_path
     assert still_missed(run, lost, ["a", "b.1", "b.2"]) == lost
     write(16, "b.1.json")
     assert still_missed(run, lost, ["a", "b.1", "b.2"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("b", "d", "wanted"),
+    [
+        pytest.param(0.030, 0.001, {"b": 3, "d": 1}, id="three times as slow as a fixed module"),
+        pytest.param(0.031, 0.001, {"b": 3, "d": 1}, id="a difference that may be measured only"),
+        pytest.param(0.090, 0.050, {"b": 4, "d": 3}, id="the most are not enough"),
+        pytest.param(0.004, 0.009, {"b": 1, "d": 1}, id="faster than the others"),
+    ],
+)  # fmt: skip
+def test_as_many_as_balance_the_chain(b: float, d: float, wanted: dict[str, int]) -> None:
+    seconds = {"a": 0.010, "b": b, "c": 0.008, "d": d}
+    replicas = {"a": 1, "b": 4, "c": 1, "d": 4}
+    assert balancing_replicas(seconds, replicas, {"b": 4, "d": 4}) == wanted
