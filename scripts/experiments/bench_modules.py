@@ -69,6 +69,7 @@ from dni_runtime.worker.signals import StopRequest
 
 PERIODIC = (
     "workers",
+    "control",  # read twice a second
     "metrics",
     "snapshots",
     "state.json",

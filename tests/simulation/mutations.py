@@ -11,7 +11,7 @@ from typing import Any
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
-from dni_runtime.worker import exchange, fanout, join, server
+from dni_runtime.worker import exchange, fanout, farewell, join, server
 
 
 @contextmanager
@@ -129,16 +129,15 @@ def gaps_untold() -> Any:
 def links_in_turn() -> Any:
     """At the end one link is flushed after the other, and the next ones are not served."""
 
-    def flush(self: Any, output: Any, left_s: float) -> None:
+    def flush(self: Any, output: Any, left_s: float, *, over: bool) -> None:
         end_s = time.monotonic() + left_s
         for link in output.links:
             while not link.finish(0.5):
                 self._neighbours.look(link)
-                over = self._outcome is server.Outcome.FINISHED and not self._stop()
-                if not over and time.monotonic() >= end_s:
+                if (not over or self._stop()) and time.monotonic() >= end_s:
                     return
 
-    return replaced((server.ModuleServer, "_flush", flush))
+    return replaced((farewell.Farewell, "_flush", flush))
 
 
 def half_sums() -> Any:

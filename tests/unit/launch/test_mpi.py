@@ -57,7 +57,7 @@ def test_containers_get_what_any_of_them_needs(
         tool=Apptainer(Path("/bin/apptainer"), "apptainer", (1, 4, 5)),
         images={name: tmp_path / f"{name}.sif" for name in ("bottom", "middle", "top")},
         data=data,
-        data_folder=data.parent,
+        files=[data],
         mounts=(Mount("/scratch", "/scratch"),),
     )
     argv = mpirun_argv(plan)
