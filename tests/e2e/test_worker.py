@@ -36,7 +36,7 @@ from dni_runtime.worker.signals import REPEAT_S
 from tests.conftest import eventually
 from tests.integration.link.relay import Relay
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CHAIN = """\
 name: digits
@@ -117,7 +117,7 @@ class Chain:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
-    def wait(self, deadline_s: float = 90) -> dict[str, int]:
+    def wait(self, deadline_s: float = 200) -> dict[str, int]:
         end = time.monotonic() + deadline_s
         return {
             name: process.wait(max(end - time.monotonic(), 0.1))
@@ -272,7 +272,7 @@ def test_stopped_and_resumed_run_equals_an_undisturbed_one(
     make: Callable[..., Chain], interface: str
 ) -> None:
     """SIGTERM makes one consistent cut; dropout, BatchNorm, Adam and data go on from it exactly."""
-    spec = chain_spec(interface, epochs=15)
+    spec = chain_spec(interface, epochs=10)
     whole, broken = make(spec), make(spec)
     broken.start()
     broken.wait_until(lambda: broken.step_of("b") > 40)
@@ -285,7 +285,7 @@ def test_stopped_and_resumed_run_equals_an_undisturbed_one(
         for f in (broken.run.checkpoints / f"{cut:012d}").glob("*.json")
     }
     assert len(steps) == 1
-    assert 40 < steps.pop() < 15 * 23
+    assert 40 < steps.pop() < 10 * 23
     broken.start(attempt=2)
     whole.start()
     assert set(broken.wait().values()) == {0}, broken.logs()
