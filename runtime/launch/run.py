@@ -1,4 +1,7 @@
-"""A run as an object: what ``dnictl`` and Python do with a run that exists."""
+"""A run as an object: what ``dnictl`` and Python do with a run that exists.
+
+It is one file because it is one class: each operation is short, and half of it says what it raises.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Supervision of one run's workers, from their start until the last one has exited."""
+"""Supervision of one run's workers, from their start until the last one has exited.
+
+It is one file because it is one loop; what it decides is in ``decisions.py``, and what it does to
+workers in ``pool.py`` and ``scaling.py``.
+"""
 
 from __future__ import annotations
 
