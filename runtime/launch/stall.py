@@ -74,6 +74,7 @@ class _Seen:
         report: The newest report; empty before the first.
         changed_s: Time of its last change.
         moved_s: Time of the last change of the module's phase or position.
+        began_s: Time of the first report of what it does now.
         moves: Number of changes of its position.
         longest_s: Duration of its longest batch, except the first.
         passed_s: Time when the modules upstream had moved past the position of this one.
@@ -82,6 +83,7 @@ class _Seen:
     report: Report
     changed_s: float
     moved_s: float
+    began_s: float
     moves: int = 0
     longest_s: float = 0.0
     passed_s: float | None = None
@@ -167,12 +169,14 @@ class StallRule:
             return
         seen = self._seen.get(name)
         if seen is None or report.attempt != seen.report.attempt:
-            self._seen[name] = _Seen(report, self._now_s, self._now_s)
+            self._seen[name] = _Seen(report, self._now_s, self._now_s, self._now_s)
             return
         if report == seen.report:
             return
         before = replace(seen)
         seen.report, seen.changed_s = report, self._now_s
+        if report.doing != before.doing or report.doing_s < before.report.doing_s:
+            seen.began_s = self._now_s
         if (seen.phase, seen.id) == (before.phase, before.id):
             return
         seen.moved_s, seen.passed_s = self._now_s, None
@@ -212,12 +216,14 @@ class StallRule:
             return self._one(name, message, still_s >= limit_s)
         if seen.phase in ("connecting", "joining"):  # it gives up by itself, or waits for the head
             return None
+        busy_s = min(still_s, self._now_s - seen.began_s)
+        busy = f"for {busy_s:.0f} s, at {seen.id} of the stream"
         if seen.doing == "batch":
-            message = f"module {name!r} has been busy with one batch {after}"
-            return self._one(name, message, still_s >= limit_s)
+            message = f"module {name!r} has been busy with one batch {busy}"
+            return self._one(name, message, busy_s >= limit_s)
         if seen.doing in _RARE:
-            message = f"module {name!r} {_RARE[seen.doing]} {after}"
-            return self._one(name, message, still_s >= patient_s)
+            message = f"module {name!r} {_RARE[seen.doing]} {busy}"
+            return self._one(name, message, busy_s >= patient_s)
         if seen.doing in _WAITS:
             return self._waits(name, finished, after)
         if seen.doing == "replicas":

@@ -212,12 +212,24 @@ def test_slow_data_does_not_make_a_limit_longer() -> None:
         """A batch every 50 s, and one that does not come to its end."""
         hung = s >= BEGIN_S + 200
         id = BEGIN_S + (min(s, BEGIN_S + 200) - BEGIN_S) // 50
-        head = report(id, "batch" if hung else "data", doing_s=float(s % 50))
+        doing = ("batch", s - BEGIN_S - 200) if hung else ("data", s % 50)
+        head = report(id, doing[0], doing_s=float(doing[1]))
         return still(middle=(id, "input"), top=(id, "input"))(s) | {"bottom": head}
 
     found = first(situation)
     assert found is not None
     assert 200 + STALL_S <= found[0] <= 200 + STALL_S + 2
+
+
+def test_a_batch_after_a_long_wait_has_only_begun() -> None:
+    """Its neighbour was restarted meanwhile, and sends again: the reports of both come late."""
+
+    def situation(s: int) -> Reports:
+        waited = s < BEGIN_S + STALL_S + 5
+        top = report(100, "input" if waited else "batch", doing_s=s - BEGIN_S if waited else 0.1)
+        return {"top": top} if waited else {"middle": report(100, "batch"), "top": top}
+
+    assert first(situation, until_s=int(BEGIN_S + STALL_S + 6)) is None
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
