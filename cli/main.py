@@ -18,6 +18,7 @@ import click
 
 from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DniError
+from dni_runtime.garbage import collect_seldom
 
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
@@ -114,6 +115,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; ends the process with a documented exit code."""
+    collect_seldom()
     color = False if os.environ.get("NO_COLOR") else None  # https://no-color.org
     try:
         code = cli.main(args=arguments, prog_name="dnictl", standalone_mode=False, color=color)

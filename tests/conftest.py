@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dni_runtime.garbage import collect_seldom
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 
 # Figures agree to the last digit, whatever the CPU (docs/architecture.md, `exact`). MKL reads this
@@ -18,6 +19,7 @@ os.environ["MKL_CBWR"] = "AUTO"
 # Threads of a worker that has nothing to compute sleep: by default they try again and again, which
 # costs 13 times the processor time in a module of 64 features (OMP_WAIT_POLICY in OpenMP 5.0).
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+collect_seldom()  # thousands of tests beside what torch has brought
 torch.set_num_threads(1)  # tests run beside each other; more threads only fight for cores
 
 MakeSpec = Callable[..., WorkerSpec]

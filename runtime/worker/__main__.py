@@ -12,6 +12,7 @@ from typing import Any
 
 from dni_runtime import __version__
 from dni_runtime.errors import DniError
+from dni_runtime.garbage import collect_seldom
 from dni_runtime.rundir import RunDir
 
 IMAGE_SPEC = Path("/opt/dni/module.json")
@@ -66,6 +67,7 @@ def keep_log(path: Path) -> None:
 def main() -> None:
     """Parse, serve, and turn errors into messages and exit codes."""
     began = time.time()
+    collect_seldom()  # until the worker serves
     given: dict[str, Any] = vars(parser().parse_args())
     level, selftest = given.pop("log_level"), given.pop("selftest")
     if given["resume"] not in ("auto", "own", "join", "none") and not given["resume"].isdecimal():

@@ -23,6 +23,7 @@ from dni_runtime.errors import (
     StoppedError,
     UsageError,
 )
+from dni_runtime.garbage import collect_as_usual
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.rundir import RunDir, socket_folder
@@ -252,6 +253,7 @@ def _serve(
                 neighbours=neighbours,
                 workers=chain,
             )
+            collect_as_usual()
             outcome = server.serve()
         finally:
             if stream is not None:

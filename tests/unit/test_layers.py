@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"errors"},
-    {"wire", "spec", "rundir", "lines"},
+    {"wire", "spec", "rundir", "lines", "garbage"},
     {"cuts", "keys", "packing", "documents"},
     {"link", "core", "data"},
     {"worker"},
