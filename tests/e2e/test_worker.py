@@ -188,7 +188,7 @@ def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tens
 
 @pytest.mark.parametrize(
     ("interface", "transport"),
-    [("exact", "ipc"), ("exact", "tcp"), ("{exact: {micro_batches: 4}}", "ipc")],
+    [("exact", "tcp"), ("{exact: {micro_batches: 4}}", "ipc")],
 )
 def test_exact_equals_the_single_process_reference(
     make: Callable[..., Chain], interface: str, transport: str
@@ -204,14 +204,14 @@ def test_exact_is_backprop_however_often_a_connection_is_lost(
     make: Callable[..., Chain],
 ) -> None:
     """A gradient that somebody waits for is delivered: nothing else would ever come."""
-    spec = chain_spec("exact", epochs=40, steps="600", transport="tcp")
+    spec = chain_spec("exact", epochs=40, steps="300", transport="tcp")
     chain = make(spec)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     relay = Relay(address)
     try:
         chain.start(b=("--connect", relay.address), c=("--listen", address))
-        for cuts in range(8):
+        for cuts in range(4):
             chain.wait_until(
                 lambda cuts=cuts: relay.connections > cuts and relay.carried > CARRIED  # type: ignore[misc]
             )
@@ -219,8 +219,8 @@ def test_exact_is_backprop_however_often_a_connection_is_lost(
         assert set(chain.wait().values()) == {0}, chain.logs()
     finally:
         relay.close()
-    assert relay.connections > 8
-    assert largest_difference(chain.weights(), reference_weights(spec, 600)) < 1e-4
+    assert relay.connections > 4
+    assert largest_difference(chain.weights(), reference_weights(spec, 300)) < 1e-4
 
 
 BOUNDED = "{delayed: {max_late: 1, predict: true, micro_batches: 4}}"
@@ -228,7 +228,7 @@ BOUNDED = "{delayed: {max_late: 1, predict: true, micro_batches: 4}}"
 
 @pytest.mark.parametrize(
     ("interface", "links"),
-    [("mixed", "ipc, window: auto"), ("delayed", "ipc"), (BOUNDED, "tcp, window: auto")],
+    [("mixed", "ipc, window: auto"), (BOUNDED, "tcp, window: auto")],
 )
 def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str, links: str) -> None:
     chain = make(chain_spec(interface, epochs=12, transport=links))
@@ -267,12 +267,9 @@ def test_training_ends_when_it_gets_no_better(make: Callable[..., Chain]) -> Non
     assert tail["over"]
 
 
-@pytest.mark.parametrize("interface", ["exact", "{exact: {micro_batches: 3}}, accumulate: 3"])
-def test_stopped_and_resumed_run_equals_an_undisturbed_one(
-    make: Callable[..., Chain], interface: str
-) -> None:
+def test_stopped_and_resumed_run_equals_an_undisturbed_one(make: Callable[..., Chain]) -> None:
     """SIGTERM makes one consistent cut; dropout, BatchNorm, Adam and data go on from it exactly."""
-    spec = chain_spec(interface, epochs=10)
+    spec = chain_spec("{exact: {micro_batches: 3}}, accumulate: 3", epochs=10)
     whole, broken = make(spec), make(spec)
     broken.start()
     broken.wait_until(lambda: broken.step_of("b") > 40)
