@@ -64,7 +64,7 @@ def test_growth(tmp_path: Path) -> None:
     figures = tmp_path / "growth.json"
     command = [
         sys.executable, EXPERIMENTS / "bench_growth.py", "--modules", "2", "--windows", "2",
-        "--seconds", "1", "--warmup", "0.5", "--steps", "100", "--json", figures,
+        "--seconds", "1", "--warmup", "1", "--steps", "100", "--json", figures,
     ]  # fmt: skip
     done = run(command)
     assert done.returncode == 0, done.stderr

@@ -48,9 +48,25 @@ def accuracy_of(model: torch.nn.Module) -> float:
     return right / total
 
 
-def test_a_chain_is_trained_and_taken_home(site: Site) -> None:
+def test_a_chain_is_trained_and_taken_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with an odd name, with a layer of the user's that the run takes along."""
+    folder = tmp_path / 'it\'s a, folder: "quoted"'
+    folder.mkdir()
+    (folder / "mine.py").write_text(TWICE)
+    site = Site(folder)
     chain = site.write(epochs=8)
-    figures = site.json("up", chain, "--backend", "process")
+    twice = (
+        "[{import: 'mine:Twice', args: {factor: 2}}, {Linear: {in_features: 64, out_features: 10"
+    )
+    text = chain.read_text().replace("[{Linear: {in_features: 64, out_features: 10", twice)
+    chain.write_text(text)
+    done = site.run("up", chain, "--backend", "process")
+    lines = done.stderr.splitlines()
+    assert lines[0].endswith(": starting")
+    epochs = [line.split(":")[0] for line in lines if line.startswith("epoch")]
+    assert epochs == [f"epoch {one}/8" for one in range(1, 9)]
+    assert "accuracy" in done.stdout
+    figures = site.json("status")
     assert (figures["state"], figures["exit_code"]) == ("finished", 0)
     assert (figures["epoch"], len(figures["evaluations"])) == (8, 8)
     assert figures["accuracy"] > 0.9
@@ -58,13 +74,15 @@ def test_a_chain_is_trained_and_taken_home(site: Site) -> None:
     assert [module["state"] for module in figures["modules"]] == ["finished"] * 3
     assert all(module["exit_code"] == 0 for module in figures["modules"])
 
+    assert (site.latest.sources / "mine.py").is_file()
+    (folder / "mine.py").unlink()
+    monkeypatch.syspath_prepend(site.latest.sources)
     for name in ("model.safetensors", "model.pt2"):
         site.run("export", "-o", name)
-        model = dni_runtime.load(site.folder / name)
+        model = dni_runtime.load(folder / name)
         assert accuracy_of(model) == pytest.approx(figures["accuracy"], abs=1e-6)
 
     assert [run["state"] for run in site.json("ps")] == ["finished"]
-    assert site.json("status")["accuracy"] == figures["accuracy"]
     assert site.run("wait").stdout.startswith(f"{figures['run']}: finished")
     assert "epoch 8" in site.run("logs", "top").stdout
     assert "has finished" in site.run("resume", expect=64).stderr
@@ -120,21 +138,6 @@ def test_signs_that_it_works(site: Site) -> None:
     assert {"synthesizer/cosine", "gradients/age", "window/fill"} <= set(
         read["middle"].Tags()["scalars"]
     )
-
-
-def test_progress_in_plain_lines(tmp_path: Path) -> None:
-    """In a folder with an odd name."""
-    folder = tmp_path / 'it\'s a, folder: "quoted"'
-    folder.mkdir()
-    site = Site(folder)
-    done = site.run("up", site.write(epochs=3), "--backend", "process")
-    assert site.figures.state == "finished"
-    lines = done.stderr.splitlines()
-    assert lines[0].endswith(": starting")
-    assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == [
-        "epoch 1/3", "epoch 2/3", "epoch 3/3",
-    ]  # fmt: skip
-    assert "accuracy" in done.stdout
 
 
 def test_a_killed_worker_is_reported_and_the_run_goes_on_later(site: Site) -> None:
@@ -234,25 +237,6 @@ def test_two_modules_by_hand(site: Site) -> None:
         assert worker.returncode == 0, err
     assert complete_cuts(RunDir(site.folder / "r"), ENDS)
     assert not socket_path(site.folder / "r").exists()
-
-
-def test_a_user_layer_is_carried_into_the_run(site: Site) -> None:
-    (site.folder / "mine.py").write_text(TWICE)
-    chain = site.write(2, chain=PAIR)
-    chain.write_text(
-        chain.read_text().replace(
-            "layers: [{Linear: {in_features: 64, out_features: 10}}]",
-            "layers: [{import: 'mine:Twice', args: {factor: 2}}, "
-            "{Linear: {in_features: 64, out_features: 10}}]",
-        )
-    )
-    figures = site.json("up", chain, "--backend", "process")
-    assert figures["state"] == "finished"
-    assert (site.latest.sources / "mine.py").is_file()
-    (site.folder / "mine.py").unlink()
-    site.run("export", "-o", "m.safetensors")
-    site.run("export", "-o", "m.pt2")
-    assert (site.folder / "m.pt2").stat().st_size > 0
 
 
 IN_CONTAINERS = """\

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEEDS = 150
-GRAPH_SEEDS = 60
-REPLICA_SEEDS = 40
+SEEDS = 100
+GRAPH_SEEDS = 40
+REPLICA_SEEDS = 30
 MISSED = [
     ("gradients-once", 167, "the watchdog has said module 'a' waits for gradients"),
     ("newest-read", 211, "the watchdog has said module 'a' waits for room"),
