@@ -68,6 +68,9 @@ class Optimization:
         self.parameters = [p for p in layers.parameters() if p.requires_grad]
         _check_clip(spec, layers)
         self.optimizers = build_optimizers(spec, layers)
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] *= spec.lr_scale
         self.schedules = [
             build_schedule(spec.schedule, optimizer, ("schedule",))
             for optimizer in self.optimizers.values()

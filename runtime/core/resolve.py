@@ -27,7 +27,7 @@ from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import class_axis, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
-from dni_runtime.core.replication import resolve_replication
+from dni_runtime.core.replication import lr_scale, resolve_replication
 from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
@@ -245,6 +245,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 elastic=elastic,
                 strategy=full.replication.strategy if module.most > 1 else None,
                 compression=full.replication.compression if module.most > 1 else None,
+                lr_scale=lr_scale(full.replication) if module.most > 1 else 1.0,
             )
         )
     check_training(chain, workers, micro_batches)

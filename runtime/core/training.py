@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.core.large_batch import LAMB, LARS
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
 
@@ -21,7 +22,7 @@ OPTIMIZERS: dict[str, type[optim.Optimizer]] = {
     name: cls
     for name, cls in vars(optim).items()
     if isinstance(cls, type) and issubclass(cls, optim.Optimizer) and cls is not optim.Optimizer
-}
+} | {"LAMB": LAMB, "LARS": LARS}
 SCHEDULES: dict[str, type[lr_scheduler.LRScheduler]] = {
     name: cls
     for name, cls in vars(lr_scheduler).items()

@@ -47,11 +47,15 @@ class ReplicationSpec(Frozen):
             checkpoints; by default every 32nd, with ``all-reduce`` as many as there are replicas.
         compression: How what they send each other is compressed, such as ``int8``, or a user's
             class; None: float32.
+        scale_lr: How learning rates grow with the batches in a step, which are ``every``:
+            ``linear`` (Goyal et al. 2017, arXiv:1706.02677, sec. 2.1), or ``sqrt``, their square
+            root (Krizhevsky 2014, arXiv:1404.5997).
     """
 
     strategy: Choice = Choice(name="local-sgd")
     every: Annotated[int, Field(ge=1)] | None = None
     compression: Choice | None = None
+    scale_lr: Literal["linear", "sqrt"] | None = None
 
 
 class RestartSpec(Frozen):

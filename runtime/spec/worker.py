@@ -185,6 +185,7 @@ class WorkerSpec(Frozen):
         peers: The links by which they share their weights, from each to the first.
         strategy: How they do; see ``core/replication``.
         compression: How what they share is compressed; None: not at all.
+        lr_scale: Factor of the learning rates of the module's optimizers.
     """
 
     format: Literal[2] = 2
@@ -234,6 +235,7 @@ class WorkerSpec(Frozen):
     peers: tuple[LaneSpec, ...] = ()
     strategy: Choice | None = None
     compression: Choice | None = None
+    lr_scale: float = 1.0
 
     def to_json(self) -> str:
         """Return the spec as canonical JSON (sorted keys), as stored in the module's image."""
@@ -316,7 +318,7 @@ class WorkerSpec(Frozen):
         document = self.of_module().model_dump(mode="json")
         for name in (
             "stop_grace_s", "on_nan", "late", "retain", "attends", "snapshot_s", "initial",
-            "replicas", "replica", "elastic", "peers",
+            "replicas", "replica", "elastic", "peers", "lr_scale",
         ):  # fmt: skip
             document.pop(name)
         for name in ("strategy", "compression"):

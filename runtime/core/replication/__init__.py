@@ -15,6 +15,7 @@ from dni_runtime.core.replication.registry import (
     build_strategy,
     check_replication,
     find_strategy,
+    lr_scale,
     resolve_replication,
 )
 from dni_runtime.core.replication.shared import Shared
@@ -31,6 +32,7 @@ __all__ = [
     "build_strategy",
     "check_replication",
     "find_strategy",
+    "lr_scale",
     "mean_of",
     "resolve_replication",
 ]

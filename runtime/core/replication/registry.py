@@ -71,6 +71,14 @@ def resolve_replication(chain: ChainSpec) -> ReplicationSpec:
     return replication.model_copy(update={"every": replicas if per_step else BATCHES})
 
 
+def lr_scale(replication: ReplicationSpec) -> float:
+    """Return the factor of learning rates; ``every`` has been filled in."""
+    if replication.scale_lr is None:
+        return 1.0
+    batches = float(replication.every or 1)
+    return batches if replication.scale_lr == "linear" else batches**0.5
+
+
 def check_replication(replication: ReplicationSpec) -> None:
     """Check the names and options of a strategy and a compression.
 
@@ -79,6 +87,14 @@ def check_replication(replication: ReplicationSpec) -> None:
     """
     strategy = find_strategy(replication.strategy)
     parse_options(strategy.Options, replication.strategy, _STRATEGY)
+    if replication.scale_lr is not None and not strategy.per_step:
+        raise SpecError(
+            f"'scale_lr' is for a step with the mean gradient of several batches; with "
+            f"{replication.strategy.name!r} each replica makes a step for each batch of its own",
+            location=("replication", "scale_lr"),
+            hint="leave 'scale_lr' out, and try a higher 'lr' of the optimizer; or choose "
+            "'all-reduce'",
+        )
     if replication.compression is not None:
         if not strategy.waits:
             raise SpecError(

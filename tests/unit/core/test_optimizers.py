@@ -61,7 +61,7 @@ def _parameters(net: LocalChain | Backprop) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"LBFGS", "SparseAdam", "Muon"}))
-def test_torchs_optimizers_train(name: str) -> None:
+def test_optimizers_train(name: str) -> None:
     train(chain(*[f"{{{name}: {{lr: 0.1}}}}"] * 3))
 
 
@@ -97,6 +97,8 @@ def test_dense_and_sparse_gradients() -> None:
         worker_specs(parse_chain(chain(words="SparseAdam")), INFO)
     with pytest.raises(SpecError, match="Adam does not support sparse gradients"):
         worker_specs(parse_chain(chain(sparse=True)), INFO)
+    with pytest.raises(SpecError, match="LAMB does not support sparse gradients"):
+        worker_specs(parse_chain(chain(words="LAMB", sparse=True)), INFO)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

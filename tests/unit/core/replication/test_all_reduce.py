@@ -56,6 +56,30 @@ def test_it_is_one_process_with_a_large_batch() -> None:
                     assert torch.allclose(value, wanted[name], atol=1e-6), name
 
 
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 3.0), ("sqrt", 3**0.5)])
+def test_learning_rates_grow_with_the_batches_of_a_step(rule: str, factor: float) -> None:
+    """Those of groups and schedules, too, but not where a module has one worker."""
+    training = (
+        "optimizer: {SGD: {lr: 0.1}}, schedule: {LinearLR: {start_factor: 0.5}}, "
+        "groups: [{parameters: biases, options: {lr: 0.2}}]"
+    )
+    rates = [
+        [group["lr"] for group in ModuleStep(spec).optimization.optimizers["module"].param_groups]
+        for spec in (
+            replicas(f"all-reduce, scale_lr: {rule}", 3, training=training)[2],
+            replicas(f"all-reduce, every: 3, scale_lr: {rule}", 2, training=training)[0],
+            replicas(f"all-reduce, scale_lr: {rule}", 1, training=training)[0],
+        )
+    ]
+    assert rates[0] == rates[1] == pytest.approx([0.05 * factor, 0.1 * factor])
+    assert rates[2] == pytest.approx([0.05, 0.1])
+
+
+def test_learning_rates_do_not_grow_where_each_batch_is_a_step() -> None:
+    with pytest.raises(SpecError, match="'local-sgd' each replica makes a step for each batch"):
+        replicas("local-sgd, scale_lr: linear")
+
+
 def test_there_is_no_step_without_a_batch() -> None:
     steps = [ModuleStep(spec) for spec in replicas("all-reduce")]
     before = [state(step) for step in steps]

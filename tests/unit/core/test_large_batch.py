@@ -1,0 +1,108 @@
+"""LARS and LAMB, beside the formulas of their papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.large_batch import LAMB, LARS
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import parse_chain
+from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.unit.core.conftest import CHAIN, INFO
+
+Rule = Callable[[Tensor, Tensor, dict[str, Any], bool], Tensor]
+
+
+def lars(w: Tensor, g: Tensor, kept: dict[str, Any], adapt: bool) -> Tensor:
+    """Algorithm 1 of You et al. 2017: lr 2, m 0.9, beta 0.1, eta 0.01."""
+    local = 1.0
+    if adapt and w.norm() > 0 and g.norm() > 0:
+        local = 0.01 * float(w.norm()) / (float(g.norm()) + 0.1 * float(w.norm()))
+    kept["v"] = 0.9 * kept.get("v", 0) + 2 * local * (g + 0.1 * w)
+    return w - kept["v"]
+
+
+def lamb(w: Tensor, g: Tensor, kept: dict[str, Any], adapt: bool) -> Tensor:
+    """Algorithm 2 of You et al. 2019: lr 0.1, betas 0.8 and 0.95, lambda 0.1."""
+    t = kept["t"] = kept.get("t", 0) + 1
+    kept["m"] = 0.8 * kept.get("m", 0) + 0.2 * g
+    kept["v"] = 0.95 * kept.get("v", 0) + 0.05 * g * g
+    m, v = kept["m"] / (1 - 0.8**t), kept["v"] / (1 - 0.95**t)
+    u = m / (v.sqrt() + 1e-6) + 0.1 * w
+    ratio = float(w.norm() / u.norm()) if adapt and w.norm() > 0 else 1.0
+    return w - 0.1 * ratio * u
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "rule"),
+    [
+        (LARS, {"lr": 2, "weight_decay": 0.1, "trust_coefficient": 0.01}, lars),
+        (LAMB, {"lr": 0.1, "betas": (0.8, 0.95), "weight_decay": 0.1}, lamb),
+    ],
+)
+def test_they_are_their_papers_formulas(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], rule: Rule
+) -> None:
+    """Of a matrix, a new bias, a tensor without gradient at times, and one that is not adapted."""
+    draw = torch.Generator().manual_seed(1)
+    start = [torch.randn(3, 4, generator=draw), torch.zeros(3), torch.ones(2, 2, 2), torch.ones(5)]
+    ours = [nn.Parameter(one.clone()) for one in start]
+    groups = [{"params": ours[:3]}, {"params": ours[3:], "adapt": False}]
+    optimizer = cls(groups, **options)  # type: ignore[call-arg]  # of the subclass
+    kept: list[dict[str, Any]] = [{} for _ in start]
+    wanted = list(start)
+    for number in range(6):
+        for at, p in enumerate(ours):
+            p.grad = None
+            if at != 2 or number % 2:
+                g = p.grad = torch.randn(p.shape, generator=draw)
+                wanted[at] = rule(wanted[at], g, kept[at], at < 3)
+        optimizer.step()
+        for p, one in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(p.detach(), one)
+
+
+def step_of(optimizer: str, groups: str = "[]") -> ModuleStep:
+    text = CHAIN % (f"local, groups: {groups}", optimizer)
+    return ModuleStep(worker_specs(parse_chain(text), INFO)[0])
+
+
+@pytest.mark.parametrize("name", ["LARS", "LAMB"])
+def test_their_state_is_part_of_checkpoints(name: str) -> None:
+    groups = "[{parameters: [norms, biases], options: {weight_decay: 0.0, adapt: false}}]"
+    step, again = step_of(name, groups), step_of(name, groups)
+    draw = torch.Generator().manual_seed(1)
+
+    def train(*steps: ModuleStep) -> None:
+        x, y = torch.randn(16, 12, generator=draw), torch.randint(0, 3, (16,), generator=draw)
+        for one in steps:
+            one.forward(1, x)
+            one.update(y)
+
+    for _ in range(3):
+        train(step)
+    restore(again, *snapshot(step))
+    train(step, again)
+    for ours, theirs in zip(step.layers.parameters(), again.layers.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("{LARS: {momentum: 1.5}}", "momentum is 1.5, but must be at least 0 and less than 1"),
+        ("{LAMB: {lr: -1}}", "lr is -1, but must be at least 0"),
+        ("{LAMB: {betas: [0.9, 1.0]}}", "betas is"),
+        ("{LAMB: {trust: 1}}", "LAMB has no keyword 'trust'"),
+    ],
+)
+def test_wrong_values_are_refused(optimizer: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        step_of(optimizer)
