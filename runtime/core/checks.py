@@ -317,6 +317,14 @@ def check_replicas(
                 location=place(chain, index, "accumulate"),
                 hint="'replication.every' is the number of batches in a step",
             )
+        needed = find_strategy(chain.replication.strategy).needs
+        if needed not in (None, chain.modules[index].replicas):
+            raise SpecError(
+                f"{chain.replication.strategy.name!r} needs {needed} replicas, from the start to "
+                "the end",
+                location=("modules", index, "replicas"),
+                hint=f"'replicas: {needed}', or another strategy, such as 'local-sgd'",
+            )
     last = len(chain.modules) - 1
     for index in replicated:
         if index in (0, last):

@@ -6,7 +6,7 @@ Shapes: B batch, H the module's activation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias, cast
 
 import torch
@@ -71,7 +71,9 @@ class ModuleForward:
         """Whether all weights and statistics are finite; waits for the device."""
         return state_finite(*self.parts())
 
-    def activation(self, xs: tuple[Tensor, ...], layers: nn.Module | None = None) -> Tensor:
+    def activation(
+        self, xs: tuple[Tensor, ...], layers: Callable[..., Tensor] | None = None
+    ) -> Tensor:
         """Return the activation in the contract's type, of the module or of a copy of it."""
         with self._autocast():
             return cast("Tensor", (layers or self.layers)(*xs).to(self._dtype))

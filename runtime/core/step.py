@@ -198,7 +198,8 @@ class ModuleStep(ModuleForward):
             kept.forward = done
         gradients: Gradients = (None,) * len(relays)
         if self._signals:
-            g_BH = kept.g_BH = self._signal(kept.h_BH, y_BY)
+            kept.g_BH = self._signal(kept.h_BH, y_BY)
+            g_BH = self._pulled(kept.g_BH, kept.h_BH, done)
             only = None
             if any(relays):
                 now = zip(done.xs, relays, strict=False)
@@ -211,6 +212,11 @@ class ModuleStep(ModuleForward):
         if ends and (self._signals or not self._applies):
             self._end_batch()
         return gradients
+
+    def _pulled(self, g_BH: Tensor, h_BH: Tensor, done: ForwardPass) -> Tensor:
+        """Return an error signal with what the strategy of the replicas adds to it."""
+        pull_BH = None if self.shared is None else self.shared.pull(done.xs, h_BH)
+        return g_BH if pull_BH is None else g_BH + pull_BH
 
     def _signal(self, h_BH: Tensor, y_BY: Tensor) -> Tensor:
         assert self.interface is not None
@@ -307,6 +313,7 @@ class ModuleStep(ModuleForward):
         """Add a true gradient to its batch's; update the weights when that is complete."""
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
+        g_BH = self._pulled(g_BH, h_BH.detach(), done)
         backward(h_BH, g_BH / kept.part.samples)
         self._count_part(kept)
         return self._gradients(done, kept.part)

@@ -8,7 +8,7 @@ Shapes: P trained parameters of the module: its layers', then those of the gradi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ class Strategy(nn.Module):
         waits: Whether replicas wait for each other at each point: only ``parameter-server`` does
             not.
         dense: Whether it needs gradients that are not sparse.
+        common: Whether all have the same parameters and statistics after a full point.
+        needs: The number of replicas that it needs; None: any.
         feedback: Whether what compression leaves out of an offer is added to the next one.
         asks: Whether this replica asks that all offer their rows at the next point.
         asked: Whether one has asked so at the last point.
@@ -59,6 +61,8 @@ class Strategy(nn.Module):
     per_step: ClassVar[bool] = False
     waits: ClassVar[bool] = True
     dense: ClassVar[bool] = False
+    common: ClassVar[bool] = True
+    needs: ClassVar[int | None] = None
     feedback: ClassVar[bool] = True
 
     def __init__(self, options: Frozen, start_P: Tensor) -> None:
@@ -67,6 +71,15 @@ class Strategy(nn.Module):
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
         """Note which replica this is, and what updates its layers; called once, at the start."""
+
+    def pull(self, h_BH: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return what is added to the error signal of a batch, per sample; None: nothing.
+
+        Args:
+            h_BH: The module's activation, detached.
+            activation: Returns the activation of the batch, given other parameters ``[P]``.
+        """
+        return None
 
     def weight(self, samples: int) -> float:
         """Return this replica's weight in the mean; called before :meth:`offer`.

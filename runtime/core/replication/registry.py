@@ -10,6 +10,7 @@ from dni_runtime.core.choices import Location, find_class, parse_options
 from dni_runtime.core.replication.admm import Admm
 from dni_runtime.core.replication.all_reduce import AllReduce
 from dni_runtime.core.replication.base import Strategy
+from dni_runtime.core.replication.codistillation import Codistillation
 from dni_runtime.core.replication.compression import (
     Bfloat16,
     Compression,
@@ -33,6 +34,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "federated": Federated,
     "dynamic": Dynamic,
     "admm": Admm,
+    "codistillation": Codistillation,
     "parameter-server": ParameterServer,
 }
 COMPRESSIONS: dict[str, type[Compression]] = {
@@ -96,7 +98,7 @@ def check_replication(replication: ReplicationSpec) -> None:
             "'all-reduce'",
         )
     if replication.compression is not None:
-        if not strategy.waits:
+        if not (strategy.waits and strategy.common):
             raise SpecError(
                 f"'compression' needs a row that all had last, which {replication.strategy.name!r} "
                 "has not",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dni_runtime.core.replication.base import Sync, mean_of
 from dni_runtime.core.replication.compression import Differences, words_of
@@ -137,7 +138,8 @@ class Shared:
         weights = [weight for _, weight in rows]
         agreed = mean_of([row for row, _ in rows], weights)
         if any(weights):
-            self._put(agreed, self._learnt)  # the average of weights follows a step
+            if self.strategy.common:
+                self._put(agreed, self._learnt)  # the average of weights follows a step
             agreed_P = self.strategy.agree(agreed[: self._learnt])
             agreed = torch.cat([agreed_P, self.row()[self._learnt :]])
         packed = None
@@ -175,9 +177,32 @@ class Shared:
             row = self._moved(row, self.differences.base)
         self._take(row)
 
+    def pull(self, xs: tuple[Tensor, ...], h_BH: Tensor) -> Tensor | None:
+        """Return what the strategy adds to the error signal of a batch, per sample.
+
+        Args:
+            xs: The inputs.
+            h_BH: The activation, detached.
+        """
+        step = self._step
+
+        def activation(row_P: Tensor) -> Tensor:
+            # BatchNorm changes its statistics, which the backward pass still needs as they are.
+            given = {name: buffer.clone() for name, buffer in step.layers.named_buffers()}
+            at = 0
+            for name, p in step.layers.named_parameters():
+                if p.requires_grad:
+                    given[name] = row_P[at : at + p.numel()].view_as(p).to(p)
+                    at += p.numel()
+            with torch.no_grad():
+                return step.activation(xs, lambda *xs: functional_call(step.layers, given, xs))
+
+        return self.strategy.pull(h_BH, activation)
+
     def _take(self, agreed: Tensor) -> None:
-        own_P, agreed_P = self.row()[: self._learnt], agreed[: self._learnt]
-        self._put(torch.cat([self.strategy.take(own_P, agreed_P), agreed[self._learnt :]]))
+        own, agreed_P = self.row(), agreed[: self._learnt]
+        rest = (agreed if self.strategy.common else own)[self._learnt :]
+        self._put(torch.cat([self.strategy.take(own[: self._learnt], agreed_P), rest]))
         self.samples = 0
         self.strategy.asked = False
         self._step.optimization.version += 1

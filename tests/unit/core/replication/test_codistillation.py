@@ -1,0 +1,142 @@
+"""Codistillation, beside a plain loop of two models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import SpecError
+from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec.replicas import workers_of
+from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.replicas import INFO, learn, replicas, share, shared
+
+NORMED = """\
+name: net
+replication: {strategy: %s}
+defaults: {interface: local, optimizer: {SGD: {lr: 0.1}}, ema: 0.9}
+modules:
+- {name: a, layers: [{Linear: {in_features: 8, out_features: 8}}]}
+- name: b
+  replicas: 2
+  layers: [{Linear: {in_features: 8, out_features: 6}}, {BatchNorm1d: {num_features: 6}}, {Dropout: {p: 0.2}}]
+- {name: c, layers: [{Linear: {in_features: 6, out_features: 4}}]}
+"""  # noqa: E501
+
+
+def normed(strategy: str) -> list[WorkerSpec]:
+    workers = workers_of(worker_specs(parse_chain(NORMED % strategy), INFO))
+    return [one for one in workers if one.replicas > 1]
+
+
+def batch(draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 8, generator=draw), torch.randint(0, 4, (8,), generator=draw)
+
+
+@pytest.mark.parametrize("keep", ["weights", "input"])
+def test_it_is_a_plain_loop_of_two_models_with_stale_copies(keep: str) -> None:
+    """Trained by true gradients; the second term begins after two points."""
+    strategy = "{codistillation: {weight: 3.0, burn_in: 2}}"
+    training = "optimizer: {SGD: {lr: 0.1}}"
+    specs = replicas(strategy, training=training)
+    interface = specs[0].interface
+    assert interface is not None
+    kept = interface.model_copy(update={"args": {"keep": keep}})
+    steps = [ModuleStep(one.model_copy(update={"interface": kept})) for one in specs]
+    models = [nn.Linear(8, 6) for _ in steps]
+    for model in models:
+        model.load_state_dict({k[2:]: v for k, v in steps[0].layers.state_dict().items()})
+    stale: list[nn.Linear] = []
+    draw = torch.Generator().manual_seed(1)
+    for id in range(1, 13):
+        for number, (step, model) in enumerate(zip(steps, models, strict=True)):
+            x, target = torch.randn(4, 8, generator=draw), torch.randn(4, 6, generator=draw)
+            learn(step, id, x, target)
+            h = model(x)
+            loss = (h - target).square().sum(1).mean() / 2
+            if id > 6:
+                loss = loss + 3.0 * nn.functional.mse_loss(h, stale[1 - number](x).detach())
+            model.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has none
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p -= 0.1 * p.grad
+            for ours, theirs in zip(step.layers.parameters(), model.parameters(), strict=True):
+                assert torch.allclose(ours, theirs, atol=1e-5), (id, number)
+        if id % 3 == 0:
+            share(steps, id)
+            stale = [nn.Linear(8, 6) for _ in models]
+            for copy, model in zip(stale, models, strict=True):
+                copy.load_state_dict(model.state_dict())
+
+
+def test_an_error_signal_of_the_modules_own_has_the_term_too() -> None:
+    """One step with it and one without differ by its gradient."""
+    steps = [ModuleStep(one) for one in normed("{codistillation: {weight: 2.0}}")]
+    without = ModuleStep(normed("{codistillation: {burn_in: 9}}")[0])
+    draw = torch.Generator().manual_seed(1)
+    for step in steps:
+        x, y = batch(draw)
+        step.forward(1, x)
+        step.update(y)
+    restore(without, *snapshot(steps[0]))
+    share(steps)
+    share([without, steps[1]])
+    other, model = (nn.Sequential(*list(one.layers)[:2]) for one in (steps[1], steps[0]))
+    x, y = batch(draw)
+    for step in (*steps, without):
+        for one in step.layers.modules():
+            if isinstance(one, nn.Dropout):
+                one.p = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    with steps[0].without_trace(), steps[1].without_trace():
+        term = 2.0 * nn.functional.mse_loss(model(x), other(x).detach())
+        gradients = torch.autograd.grad(term, list(model.parameters()))
+    for step in (steps[0], without):
+        step.forward(2, x)
+        step.update(y)
+    drawn, free = steps[0].layers.parameters(), without.layers.parameters()
+    for p, q, start, g in zip(drawn, free, before, gradients, strict=True):
+        assert not torch.equal(q, start)
+        assert torch.allclose(p - q, -0.1 * g, atol=1e-6)
+
+
+def test_weights_and_statistics_stay_each_ones_own() -> None:
+    steps = [ModuleStep(one) for one in normed("codistillation")]
+    draw = torch.Generator().manual_seed(1)
+    for step in steps:
+        x, y = batch(draw)
+        step.forward(1, x)
+        step.update(y)
+    rows = [shared(step).row() for step in steps]
+    assert not torch.equal(*rows)
+    share(steps, full=True)
+    for step, row, other in zip(steps, rows, reversed(rows), strict=True):
+        assert torch.equal(shared(step).row(), row)
+        learnt = dict(shared(step).strategy.named_buffers())["other_P"]
+        assert torch.allclose(learnt, other[: len(learnt)], atol=1e-6)
+    again = ModuleStep(normed("codistillation")[1])
+    restore(again, *snapshot(steps[1]))
+    x, y = batch(draw)
+    for step in (steps[1], again):
+        torch.manual_seed(5)
+        step.forward(2, x)
+        step.update(y)
+    assert torch.equal(shared(again).row(), shared(steps[1]).row())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "message"),
+    [
+        ("codistillation", 3, "'codistillation' needs 2 replicas"),
+        ("codistillation, compression: int8", 2, "'compression' needs a row that all had last"),
+        ("{codistillation: {weight: -1}}", 2, "weight"),
+    ],
+)
+def test_what_it_cannot_have(strategy: str, count: int, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        replicas(strategy, count)
