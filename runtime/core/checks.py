@@ -113,6 +113,8 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
             raise SpecError(error.message, location=location, hint=error.hint) from None
         if any(isinstance(layer, Recurrent) for layer in own.modules()):
             _check_recurrent(chain, worker, micro_batches)
+        if worker.precision == "float16":
+            _check_float16(chain, worker, own)
         strategy = worker.strategy
         if strategy is not None and find_strategy(strategy).dense and sparse_parameters(own):
             raise SpecError(
@@ -171,6 +173,26 @@ def _check_recurrent(chain: ChainSpec, worker: WorkerSpec, micro_batches: int) -
         return
     raise SpecError(
         f"module {worker.module!r} has a recurrent layer; remove {wrong}", location=location
+    )
+
+
+def _check_float16(chain: ChainSpec, worker: WorkerSpec, own: nn.Module) -> None:
+    """Refuse what does not work with a loss scale, which is found by gradients that overflow."""
+    strategy, location = worker.strategy, place(chain, worker.index, "precision")
+    hint = "'bfloat16' needs no loss scale"
+    if worker.on_nan != "skip":
+        wrong = f"stop the run ('on_nan: {worker.on_nan}') when they overflow"
+        location, hint = ("on_nan",), f"'on_nan: skip' leaves such batches out; {hint}"
+    elif any(isinstance(layer, Recurrent) for layer in own.modules()):
+        wrong = "do not fit those that a recurrent layer carries from batch to batch"
+    elif strategy is not None and find_strategy(strategy).per_step:
+        wrong = f"overflow in one replica, and with {strategy.name!r} only the first would see it"
+    else:
+        return
+    raise SpecError(
+        f"module {worker.module!r} computes in float16; its scaled gradients would {wrong}",
+        location=location,
+        hint=hint,
     )
 
 

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dni_runtime.core.choices import Location, check_keywords, find_class
 from dni_runtime.core.finite import all_finite
+from dni_runtime.core.loss_scale import LossScale
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.training import (
     OPTIMIZERS,
@@ -48,6 +49,7 @@ class Optimization:
     Attributes:
         optimizers: Optimizers by name, the module's own first; none if nothing is trained.
         schedules: One for each optimizer, if there is a schedule.
+        scale: The factor of gradients within the module, in float16.
         average: The exponential moving average of the weights, if one is kept.
         parameters: The trained parameters.
         gathered: Batches whose gradients are summed up for the next update.
@@ -80,6 +82,7 @@ class Optimization:
         if spec.ema is not None and self.parameters:
             self.average = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(spec.ema))  # type: ignore[no-untyped-call]  # torch has none
         self.gathered = self.skipped = self.version = 0
+        self.scale = LossScale(self.parameters) if spec.precision == "float16" else None
         self._predicts = predicts
         self.before: list[Tensor] | None = None
         self.before_step: Callable[[Sequence[Tensor]], None] | None = None
@@ -101,10 +104,14 @@ class Optimization:
         if self.before_step is not None:
             self.before_step(self.parameters)
         gradients = (p.grad for p in self.parameters if p.grad is not None)
-        if self._spec.on_nan == "skip" and not all_finite(gradients):
-            self.skipped += 1
-            self.clear()
-            return
+        if self._spec.on_nan == "skip":
+            finite = all_finite(gradients)
+            if self.scale is not None:
+                self.scale.update(finite=finite)
+            if not finite:
+                self.skipped += 1
+                self.clear()
+                return
         clip = self._spec.clip
         if clip.value is not None:
             clip_grad_value_(self.parameters, clip.value)

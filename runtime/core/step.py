@@ -10,7 +10,7 @@ updated once all of their gradients have come.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -98,6 +98,14 @@ class ModuleStep(ModuleForward):
         self._number = 0  # of the newest batch
         self._within = False  # whether parts of it are still to come
         self._summed: int | None = None  # the batch whose gradient is incomplete
+
+    def activation(
+        self, xs: tuple[Tensor, ...], layers: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        h_BH = super().activation(xs, layers)
+        if self.optimization.scale is not None and h_BH.requires_grad:
+            self.optimization.scale.apply(xs, h_BH)
+        return h_BH
 
     @property
     def waiting(self) -> int:

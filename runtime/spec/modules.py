@@ -93,7 +93,7 @@ class ModuleDefaults(Frozen):
         init: Initial weights from a file.
         freeze: Whether to keep the weights unchanged; gradients pass through.
         device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
-        precision: Type of the module's matrix products (``bfloat16``: torch.autocast).
+        precision: Type of the module's matrix products (``bfloat16``, ``float16``: torch.autocast).
         cpus: Compute threads of the worker; the same as ``resources.cpus``.
         resources: Cluster resources of the worker.
     """
@@ -109,7 +109,7 @@ class ModuleDefaults(Frozen):
     init: InitSpec | None = None
     freeze: bool | None = None
     device: Device | None = None
-    precision: Literal["float32", "bfloat16"] | None = None
+    precision: Literal["float32", "bfloat16", "float16"] | None = None
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
     resources: ResourcesSpec = ResourcesSpec()
 

@@ -207,7 +207,7 @@ class WorkerSpec(Frozen):
     loss: Choice
     seed: int
     device: str
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "float16"]
     cpus: int
     sources: tuple[EdgeSpec, ...]
     targets: tuple[EdgeSpec, ...]

@@ -81,6 +81,8 @@ def snapshot(step: ModuleStep) -> State:
         "gathered": optimization.gathered,
         "schedules": [schedule.state_dict() for schedule in optimization.schedules],
     }
+    if optimization.scale is not None:
+        document["loss_scale"] = [optimization.scale.value, optimization.scale.steps]
     if step.shared is not None:
         document["shared"] = {
             "samples": step.shared.samples,
@@ -168,6 +170,8 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             if p.grad is not None and id(p) in sparse:
                 p.grad = p.grad.to_sparse(1)
         optimization.gathered = document["gathered"]
+        if optimization.scale is not None and "loss_scale" in document:
+            optimization.scale.value, optimization.scale.steps = document["loss_scale"]
         for schedule, own in zip(optimization.schedules, document["schedules"], strict=True):
             schedule.load_state_dict(_with_numbers(own))
         step.batches = document["batches"]
