@@ -180,7 +180,7 @@ class Dialer:
 
 
 def _failure(kind: int, value: int, encrypted: bool) -> Failure | None:
-    """Return the encryption failure behind an event; None for a failed plain connection."""
+    """Return the encryption failure behind an event; None where it tells of none."""
     if kind == _FAILED_AUTH:
         return Failure("unauthorised", "it refused our key", final=True)
     if kind == _FAILED_PROTOCOL and value == _OTHER_MECHANISM:
@@ -188,12 +188,8 @@ def _failure(kind: int, value: int, encrypted: bool) -> Failure | None:
         return Failure("encryption", what, final=True)
     if kind == _FAILED_PROTOCOL:
         return Failure("encryption", "its answer does not match its public key", final=True)
-    if not encrypted:
-        return None
     if value == errno.EAGAIN:
-        return Failure("silent", "it does not answer", final=False)
-    what = (
-        "it ended the handshake: its key does not match its public key here, or it does not use "
-        "encryption"
-    )
-    return Failure("connection", what, final=False)
+        return Failure("silent", "it does not answer", final=False) if encrypted else None
+    what = "its key does not match its public key here, or it does not use encryption"
+    why = what if encrypted else "it probably requires encryption"  # and was the first to notice
+    return Failure("connection", f"it ended the handshake: {why}", final=False)

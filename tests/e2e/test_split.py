@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_other_cuts(site: Site, monkeypatch: pytest.MonkeyPat
             at=at,
             path=path,
             epochs=99,
-            steps=100,
+            steps=250,
             defaults={"interface": "exact", "optimizer": {"Adam": {"lr": 0.01}}},
         )
         for path, at in (("chain.yaml", ["begin", "first", "second"]), ("two.yaml", ["first"]))
@@ -101,12 +101,12 @@ def test_a_run_goes_on_with_other_cuts(site: Site, monkeypatch: pytest.MonkeyPat
         two.train(backend="process", carry=run)
     eventually("batches", lambda: (run.status().step or 0) >= 20)
     run.stop()
-    assert 20 <= (run.status().step or 0) < 100
+    assert 20 <= (run.status().step or 0) < 250
     site.run("up", "two.yaml", "--carry", run.name, "--backend", "process")
     again = Run.find(runs=site.folder / "runs")
-    assert again.status().step == 100
+    assert again.status().step == 250
     assert json.loads(again.directory.record.read_text())["carried"] == str(run.directory.root)
-    is_plain(site.folder, again.state_dict(), 100)
+    is_plain(site.folder, again.state_dict(), 250)
     with pytest.raises(UsageError, match="has finished"):
         two.train(backend="process", carry=again)
 
