@@ -42,13 +42,20 @@ class Backoff:
 
     Attributes:
         streak: Consecutive restarts without ``healthy_s`` of uptime between.
-        running_since_s: Time since which the current worker runs, or None.
-        ran: Whether an earlier worker has run.
+        attempt: The newest attempt that has run; 0: none.
+        running_since_s: Time since which its worker runs; None: it has ended.
     """
 
     streak: int = 0
+    attempt: int = 0
     running_since_s: float | None = None
-    ran: bool = False
+
+    def runs(self, attempt: int, now_s: float) -> bool:
+        """Note that the worker of an attempt runs; return whether that is news."""
+        if attempt == self.attempt:
+            return False
+        self.attempt, self.running_since_s = attempt, now_s
+        return True
 
     def stood_still(self, seconds: float) -> None:
         """Do not count the seconds in which a worker had stalled as uptime."""
@@ -59,7 +66,7 @@ class Backoff:
         """Whether the rules allow another restart; see :meth:`delay_s`."""
         since_s = self.running_since_s
         # what was available once (an address, a driver, a neighbour) may be so again
-        passes = (self.ran or since_s is not None) and exit_code == UnavailableError.exit_code
+        passes = self.attempt > 0 and exit_code == UnavailableError.exit_code
         if plan.policy == "never" or (exit_code in LASTING and not passes):
             return False
         healthy = since_s is not None and now_s - since_s >= plan.healthy_s
@@ -75,7 +82,6 @@ class Backoff:
         """
         allowed = self.allows(plan, exit_code, now_s)
         since_s, self.running_since_s = self.running_since_s, None
-        self.ran |= since_s is not None
         if since_s is not None and now_s - since_s >= plan.healthy_s:
             self.streak = 0
         if not allowed:

@@ -192,9 +192,8 @@ class Supervisor:
             if report.state != module.state:
                 module.state = report.state
                 changed = True
-            backoff = self._backoff[name]
-            if module.state == "running" and backoff.running_since_s is None:
-                backoff.running_since_s = self._clock()
+            runs = module.state == "running"
+            if runs and self._backoff[name].runs(module.attempt, self._clock()):
                 self._journal.event("worker_running", module=name, attempt=module.attempt)
         if self.state.phase == "starting" and all(
             module.state in ("running", "finished", "parked", "joining")

@@ -48,11 +48,11 @@ def finish(world: World, at_s: float) -> None:
     world.exits(at_s + 1, middle=0, bottom=0)
 
 
-def attempts(record: Record, name: str) -> list[int]:
+def attempts(record: Record, name: str, kind: str = "worker_started") -> list[int]:
     return [
         event["attempt"]
         for event in events(record)
-        if event["event"] == "worker_started" and event["module"] == name
+        if event["event"] == kind and event["module"] == name
     ]
 
 
@@ -73,7 +73,8 @@ def test_a_healthy_stretch_starts_the_count_anew() -> None:
 
 def test_what_was_there_may_come_back() -> None:
     """An interface, a driver, a neighbour: tried again by a module that has run, with a limit."""
-    patience, plan = Backoff(running_since_s=1), replace(RULES, limit=3)
+    patience, plan = Backoff(), replace(RULES, limit=3)
+    assert patience.runs(1, 1)
     assert [patience.delay_s(plan, 69, 2) for _ in range(4)] == [0.5, 1, 2, None]
     assert Backoff().delay_s(plan, 69, 2) is None
 
@@ -314,10 +315,11 @@ def test_a_module_that_somebody_wants_to_be_started_again(
         write_json(record.run.restart_request("bottom"), {"time": 0})
 
     world.at.append((4.0, request))
+    world.at.append((12.0, lambda: begun(world, "bottom")))
     finish(world, 20)
     state = supervise(policy="never").run()
     assert state.phase == "finished"
-    assert attempts(record, "bottom") == [1, 2]
+    assert attempts(record, "bottom") == attempts(record, "bottom", "worker_running") == [1, 2]
     assert world.processes["bottom"].worker.resume == "0"
     assert not record.run.restart_request("bottom").exists()
     assert half_written.exists()
