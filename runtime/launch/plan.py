@@ -272,10 +272,18 @@ def make_plan(
 
     Returns:
         The plan; it depends on the arguments alone.
+
+    Raises:
+        UsageError: The number of some module's replicas may change, and no supervisor changes it.
     """
+    if workers[0].elastic and not settings.supervised:
+        raise UsageError(
+            f"the number of replicas of {', '.join(workers[0].elastic)} may change, which only "
+            "'dnictl up' and 'dnictl submit' can do",
+            hint="write a fixed number in the chain file, such as 'replicas: 2'",
+        )
     transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
-
     return LaunchPlan(
         run=str(settings.run),
         backend=settings.backend,

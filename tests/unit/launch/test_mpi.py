@@ -87,6 +87,15 @@ def test_hosts_are_not_known_beforehand(
     assert argv[argv.index("--resume") + 1] == "40"
 
 
+def test_nobody_changes_the_number_of_replicas(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
+) -> None:
+    elastic = [one.model_copy(update={"elastic": {"middle": 1}}) for one in workers]
+    with pytest.raises(UsageError, match="replicas of middle may change") as caught:
+        plan_of(chain, tuple(elastic), tmp_path)
+    assert "replicas: 2" in str(caught.value.hint)
+
+
 def reports(*states: WorkerPhase | None, **codes: int) -> dict[str, Report]:
     """Reports of workers a, b, c; None: it has not reported."""
     return {
