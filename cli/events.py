@@ -53,12 +53,12 @@ def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json:
     Example:
       dnictl events -f
     """
-    from dni_runtime.documents.events import parse_event
+    from dni_runtime.documents.events import Event
     from dni_runtime.lines import LineReader, offset_of_last
 
     its = chosen_run(run, runs)
     path = its.directory.events
-    reader = LineReader(path, parse_event, offset=0 if tail is None else offset_of_last(path, tail))
+    reader = LineReader(path, Event.parse, offset=0 if tail is None else offset_of_last(path, tail))
     limit = tail
     for _ in its.states():  # the state first, to miss nothing that is written before the end
         new = reader.new()

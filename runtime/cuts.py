@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dni_runtime.documents.best import Best
 from dni_runtime.errors import CheckpointError, DamagedError, UsageError
-from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.rundir import RunDir
 
 FORMAT = 3
 """Format of the checkpoints that this version writes."""
@@ -300,6 +301,12 @@ def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
                 folder.rmdir()
 
 
+def best_cut(run: RunDir) -> int | None:
+    """Return the position of the best checkpoint, if one is selected."""
+    best = Best.load(run.best)
+    return None if best is None else best.cut
+
+
 def choose_cut(
     run: RunDir, modules: Sequence[str], wanted: str | None = None, *, force: bool = False
 ) -> tuple[int, list[DamagedError]]:
@@ -332,8 +339,8 @@ def choose_cut(
             f"run {run.root.name!r} has no complete checkpoint yet",
             hint="checkpoints are written at the end of an epoch, and by 'dnictl stop'",
         )
-    best = read_json(run.best) or {}
-    named = {"newest": newest, "best": best.get("cut"), None: best.get("cut", newest)}
+    best = best_cut(run)
+    named = {"newest": newest, "best": best, None: newest if best is None else best}
     cut = named.get(wanted, wanted)
     if str(cut) not in map(str, cuts):
         no_best = "best checkpoint: the chain has no 'selection'"

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dni_runtime.errors import DataError
-from dni_runtime.rundir import read_json, write_json
+from dni_runtime.rundir import append_line, peek_json, read_json, write_json
 from dni_runtime.spec.load import explain_details
 
 
@@ -32,6 +32,23 @@ class Document(BaseModel):
             field = ".".join(map(str, where))
             raise DataError(f"{str(path)!r} is damaged: {field}: {what}") from None
 
+    @classmethod
+    def peek(cls, path: Path) -> Self | None:
+        """Read a file that another process writes; None if that is not possible now."""
+        document = peek_json(path)
+        try:
+            return cls.model_validate(document) if document else None
+        except ValidationError:
+            return None
+
+    @classmethod
+    def parse(cls, line: bytes) -> Self | None:
+        """Return the document of a line; None if it is damaged."""
+        try:
+            return cls.model_validate_json(line)
+        except ValidationError:
+            return None
+
     def to_dict(self) -> dict[str, Any]:
         """Return what was set, as JSON's types."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
@@ -43,3 +60,11 @@ class Document(BaseModel):
             OSError: It cannot be written.
         """
         write_json(path, self.model_dump(mode="json", by_alias=True), durable=durable)
+
+    def append(self, path: Path) -> int:
+        """Append what was set as a line of a file; return the file's new size.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        return append_line(path, self.to_dict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import ConfigDict, Field, SkipValidation
 
 from dni_runtime.documents.base import Document
 
@@ -43,11 +43,3 @@ class Event(Document):
     node: str | None = None
     from_: str | None = Field(None, alias="from")
     to: str | None = None
-
-
-def parse_event(text: bytes) -> Event | None:
-    """Return an event; None if its line is damaged."""
-    try:
-        return Event.model_validate_json(text)
-    except ValidationError:
-        return None

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dni_runtime.documents.base import Document
 from dni_runtime.documents.metrics import Evaluation
-from dni_runtime.rundir import overwrite_json, peek_json
+from dni_runtime.rundir import overwrite_json
 
 WorkerPhase = Literal[
     "new", "starting", "connecting", "joining", "running", "stopping", "restarting",
@@ -46,10 +46,8 @@ class _OfWorker(Document):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the file as it is now; see the module's description."""
-        try:
-            return cls.model_validate(peek_json(path))
-        except ValidationError:
-            return cls()
+        found = cls.peek(path)
+        return cls() if found is None else found
 
     def of(self, attempt: int) -> Self:
         """Return the document if it is of this attempt, else an empty one."""

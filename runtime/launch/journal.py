@@ -17,7 +17,7 @@ from dni_runtime.documents.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.errors import DivergedError, DniError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.lines import last_lines
-from dni_runtime.rundir import RunDir, append_line, write_json
+from dni_runtime.rundir import RunDir, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +74,7 @@ class Journal:
         if self._silent:
             return
         with self._tolerating_a_full_disk():
-            line = Event(time=time.time(), event=event, **fields)
-            append_line(self._run.events, line.to_dict())
+            Event(time=time.time(), event=event, **fields).append(self._run.events)
 
     def damaged(self, problem: str) -> None:
         """Record that a checkpoint is damaged and an older one is used."""

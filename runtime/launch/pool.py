@@ -11,12 +11,13 @@ from functools import partial
 
 from dni_runtime.cuts import forget, newest_cut
 from dni_runtime.documents.reports import Control, Report, Wanted
+from dni_runtime.documents.requests import Replicas
 from dni_runtime.documents.state import process_birth, shell_status
 from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
-from dni_runtime.launch.scaling import active_replicas, wanted_replicas, write_active
+from dni_runtime.launch.scaling import replicas_now, wanted_replicas
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import first_replicas, number_of
 from dni_runtime.spec.named import module_of
@@ -132,7 +133,7 @@ class WorkerPool:
             return list(self.workers)
         wanted = wanted_replicas(self._run, elastic)
         active, names = first_replicas(wanted), list[str]()
-        write_active(self._run, active, {})
+        Replicas(active=active).write(self._run.replicas)
         for name, worker in self.workers.items():
             self.workers[name] = replace(worker, active=active)
             numbers = active.get(module_of(name))
@@ -150,9 +151,9 @@ class WorkerPool:
         Raises:
             DniError: It cannot be started.
         """
-        worker, active = self.workers[name], active_replicas(self._run, self._plan.elastic)
+        worker, now = self.workers[name], replicas_now(self._run, self._plan.elastic)
         plan = worker.again(worker.attempt + 1, resume=JOIN)
-        self.workers[name] = replace(plan, active=active)
+        self.workers[name] = replace(plan, active=now.active)
         self._forget(name)
         self.keep_plan()
         self.start(name)

@@ -12,8 +12,9 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import check_cut, newest_cut
-from dni_runtime.documents.events import Event, parse_event
+from dni_runtime.documents.events import Event
 from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.requests import Scale, Stop
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DataError, DniError, UsageError
 from dni_runtime.launch.checkpointed import Checkpointed
@@ -128,7 +129,7 @@ class Run(Checkpointed):
 
     def events(self) -> Iterator[Event]:
         """What has happened in it, oldest first."""
-        return LineReader(self.directory.events, parse_event).new()
+        return LineReader(self.directory.events, Event.parse).new()
 
     def wait(
         self, timeout_s: float | None = None, observe: Callable[[RunState], None] | None = None
@@ -173,7 +174,7 @@ class Run(Checkpointed):
             return end_leftovers(self.directory, state, grace_s + _STOP_TIMEOUT_S / 2)
         if not state.active:
             return state
-        write_json(self.directory.stop_request, {"time": time.time(), "timeout_s": timeout_s})
+        Stop(time=time.time(), timeout_s=timeout_s).write(self.directory.stop_request)
         if state.phase == "queued":
             self.scheduler.cancel(self.directory)  # there is no supervisor to read the request
         # The supervisor looks a few times a second, and kills late workers itself.
@@ -296,7 +297,7 @@ class Run(Checkpointed):
                 raise UsageError(f"module {module!r} can have 1 to {most} replicas, not {count}")
         state = self._supervised("no supervisor can change the number of replicas")
         wanted = wanted_replicas(self.directory, elastic) | dict(replicas)
-        write_json(self.directory.scale, wanted)
+        Scale(replicas=wanted).write(self.directory.scale)
         self._answered(state, lambda: RunState.read(self.directory).wanted == wanted)
         return wanted
 

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import cut_folders, parts_of, written_cuts
 from dni_runtime.documents.reports import Report
+from dni_runtime.documents.requests import Replicas, Scale
 from dni_runtime.errors import DniError, UsageError
-from dni_runtime.rundir import RunDir, peek_json, write_json
-from dni_runtime.spec.members import Active, active_of, as_body, first_replicas, number_of
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec.members import Active, as_body, first_replicas, number_of
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.split.balance import SLACK
@@ -62,25 +63,25 @@ class Scaler:
     def look(self) -> dict[str, DniError]:
         """Take the next steps; return the errors of workers that could not be started."""
         run, elastic, state = self._run, self._elastic, self._journal.state
-        wanted, active = wanted_replicas(run, elastic), active_replicas(run, elastic)
+        wanted, now = wanted_replicas(run, elastic), replicas_now(run, elastic)
         if wanted != (state.wanted or elastic):
             self._journal.event("scale_requested", replicas=wanted)
         if wanted != state.wanted:
             state.wanted = wanted
             self._journal.write()
-        lost = lost_replicas(run)
-        missed = still_missed(run, lost, list(state.modules)) if lost else lost
+        missed = still_missed(run, now.lost, list(state.modules)) if now.lost else {}
         phases = {
             name: "stopping" if name in self._pool.parking or name in missed else module.state
             for name, module in state.modules.items()
         }
-        steps = next_steps(wanted, active, state.modules, phases)
-        if steps.active != active or missed != lost:
+        steps = next_steps(wanted, now.active, state.modules, phases)
+        after = Replicas(active=steps.active, lost=missed)
+        if after != now:
             try:
-                write_active(run, steps.active, missed)
+                after.write(run.replicas)
             except OSError:
                 return {}  # a full disk: later
-        if steps.active != active:
+        if after.active != now.active:
             self._journal.event("scaled", replicas=as_body(steps.active))
         for name in steps.end:
             self._pool.park(name)
@@ -103,17 +104,16 @@ class Scaler:
             Whether that is possible: it is not the first of an elastic module.
         """
         run, module, number = self._run, module_of(name), number_of(name)
-        active, lost = active_replicas(run, self._elastic), lost_replicas(run)
-        left: Active | None = active
-        if number in active.get(module, (number,)):
-            left = without(active, name)
-            lost[name] = max(cut_folders(run), default=0)
-        if left is None:
-            return False
+        now = replicas_now(run, self._elastic)
+        left, lost = now.active, now.lost
+        if number in left.get(module, (number,)):
+            if (others := without(left, name)) is None:
+                return False
+            left, lost = others, lost | {name: max(cut_folders(run), default=0)}
         try:
             wanted = wanted_replicas(run, self._elastic) | {module: len(left[module])}
-            write_json(run.scale, wanted)
-            write_active(run, left, lost)
+            Scale(replicas=wanted).write(run.scale)
+            Replicas(active=left, lost=lost).write(run.replicas)
         except OSError:
             return False
         self._pool.park(name)
@@ -154,28 +154,14 @@ def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
         run: The run directory.
         elastic: The elastic modules, each with its number at the start.
     """
-    found = peek_json(run.scale)
-    given = {one: found[one] for one in elastic if type(found.get(one)) is int and found[one] > 0}
-    return {**elastic, **given}
+    found = Scale.peek(run.scale)
+    given = {} if found is None else found.replicas
+    return {one: given.get(one, count) for one, count in elastic.items()}
 
 
-def active_replicas(run: RunDir, elastic: Mapping[str, int]) -> Active:
-    """Return the replicas that the head lets take batches, or is about to."""
-    try:
-        return active_of(peek_json(run.replicas)["active"])
-    except (KeyError, ValueError):
-        return first_replicas(elastic)
-
-
-def lost_replicas(run: RunDir) -> dict[str, int]:
-    """Return the replicas that are gone for good, each with the newest cut before that."""
-    found = peek_json(run.replicas).get("lost")
-    return found if isinstance(found, dict) else {}
-
-
-def write_active(run: RunDir, active: Active, lost: Mapping[str, int]) -> None:
-    """Tell the head which replicas are to take batches, and all workers which are lost."""
-    write_json(run.replicas, {"active": as_body(active), "lost": dict(lost)})
+def replicas_now(run: RunDir, elastic: Mapping[str, int]) -> Replicas:
+    """Return the replicas that the head lets take batches, or is about to, and the lost ones."""
+    return Replicas.peek(run.replicas) or Replicas(active=first_replicas(elastic))
 
 
 def without(active: Active, worker: str) -> Active | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from dni_runtime.cuts import remove_temporaries
 from dni_runtime.documents.reports import Report
+from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import COMING, ModuleState, RunState
 from dni_runtime.errors import DivergedError, DniError
 from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
@@ -29,7 +30,7 @@ from dni_runtime.launch.restarts import Backoff
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
 from dni_runtime.launch.scaling import Scaler
 from dni_runtime.launch.watchdog import Watchdog
-from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.rundir import RunDir
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
 _SILENT_S = 30.0  # without a report of a worker, which writes one every few seconds
@@ -174,10 +175,10 @@ class Supervisor:
             else:
                 self._killed_by = signals[0]
                 self._pool.kill_all(f"second {name} received")
-        request = peek_json(self._run.stop_request)
-        if request:
+        request = Stop.peek(self._run.stop_request)
+        if request is not None:
             self._asked_to_stop = True
-            self._stop("'dnictl stop' was called", request.get("timeout_s"))
+            self._stop("'dnictl stop' was called", request.timeout_s)
 
     def _refresh(self) -> None:
         changed = False

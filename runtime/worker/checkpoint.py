@@ -29,6 +29,7 @@ from dni_runtime.core.training import sparse_parameters
 from dni_runtime.cuts import (
     FORMAT,
     READABLE,
+    best_cut,
     check_sum,
     complete_cuts,
     cut_folders,
@@ -44,7 +45,6 @@ from dni_runtime.cuts import (
 )
 from dni_runtime.errors import CheckpointError, DamagedError, DataError
 from dni_runtime.rundir import RunDir, write_atomic
-from dni_runtime.worker.selection import best_cut
 
 log = logging.getLogger(__name__)
 

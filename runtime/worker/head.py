@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Iterator
 
 from dni_runtime.core.forward import as_inputs
+from dni_runtime.documents.requests import Replicas, Requested
 from dni_runtime.link import Batch, Marker
-from dni_runtime.rundir import peek_json
-from dni_runtime.spec.members import active_of, as_body
+from dni_runtime.spec.members import as_body
 from dni_runtime.wire import Body, Mark
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
-from dni_runtime.worker.resume import Start, note_end, note_mark
+from dni_runtime.worker.resume import Start
 from dni_runtime.worker.stream import NOTHING, Item, Position, Stream
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Head:
         if self._ends_early and between and new and self.position.phase == "train":
             self._ends_early = False
             self._start.ends_at = id
-            note_end(self._metrics.run, id)
+            self._noted(id, NOTHING, {})
         if id == self._start.ends_at and isinstance(self._stream, Stream):
             self._stream.end()
         self._metrics.now("data")
@@ -119,19 +119,17 @@ class Head:
         if not now or now_s < self._look_at_s:
             return {}
         self._look_at_s = now_s + LOOK_S
-        try:
-            wanted = active_of(peek_json(self._metrics.run.replicas).get("active", now))
-        except ValueError as error:
-            log.warning("%s", error)
+        found = Replicas.peek(self._metrics.run.replicas)
+        if found is None or found.active == now:
             return {}
-        return {} if wanted == now else {"before": as_body(now), "after": as_body(wanted)}
+        return {"before": as_body(now), "after": as_body(found.active)}
 
     def _noted(self, id: int, mark: Mark, body: dict[str, Body]) -> Mark | None:
-        """Record a marker that was requested; return what may be sent of it."""
+        """Record a request for a restarted head; return what may be sent of its marker."""
         try:
-            note_mark(self._metrics.run, id, mark, body)
+            Requested(id=id, mark=int(mark), body=body).append(self._metrics.run.marks)
         except OSError as error:  # a full disk: no reason to stop training
-            log.warning("a restarted head will not repeat the marker %d: %s", id, error)
+            log.warning("a restarted head will not do at %d what was requested: %s", id, error)
             if body:  # nobody could tell where later batches have gone
                 body.clear()
                 return mark & ~Mark.SCALE or None

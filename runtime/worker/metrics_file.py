@@ -14,7 +14,7 @@ import time
 
 from dni_runtime.documents.metrics import MetricsLine, parse_train
 from dni_runtime.lines import last_line
-from dni_runtime.rundir import RunDir, append_line
+from dni_runtime.rundir import RunDir
 
 FULL_BYTES = 8 << 20
 """About four hours of lines."""
@@ -47,17 +47,17 @@ class MetricsFile:
             self._whole_bytes = self._go_on()
         train, full = line.kind == "train", self._whole_bytes >= FULL_BYTES
         if not (train and full) or time.monotonic() >= self._due_s:
-            self._whole_bytes = append_line(self._whole, line.to_dict())
+            self._whole_bytes = line.append(self._whole)
             if train:
                 self._due_s = time.monotonic() + KEPT_S
         if full:
             if train and self._recent_bytes >= FULL_BYTES:  # so that the new file has a train line
                 os.replace(self._recent, self._recent.with_name(f"{self._recent.name}.1"))
-            self._recent_bytes = append_line(self._recent, line.to_dict())
+            self._recent_bytes = line.append(self._recent)
 
     def _go_on(self) -> int:
         """Keep the last line of an earlier attempt, as its counters are sums; return the size."""
         newest, kept = last_line(self._recent, parse_train), last_line(self._whole, parse_train)
         if newest is not None and (kept is None or kept.time < newest.time):
-            append_line(self._whole, newest.to_dict())
+            newest.append(self._whole)
         return self._whole.stat().st_size if self._whole.exists() else 0

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from dni_runtime.documents.reports import ENDED, Endpoint, Report
+from dni_runtime.documents.requests import Replicas
 from dni_runtime.documents.state import COMING, RunState
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
-from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.members import Members
 from dni_runtime.worker.exchange import Exchange
@@ -149,10 +150,9 @@ class Neighbours:
 
     def present(self, neighbour: str) -> bool:
         """Whether a neighbour takes batches, or still has some that it took before it left."""
-        left = self._members.leaves(neighbour) is not None
-        if self.lost(neighbour):
-            return False
-        return self._members.has(neighbour) or (left and not self.parked(neighbour))
+        members = self._members
+        left = members.leaves(neighbour) is not None and not self.parked(neighbour)
+        return (members.has(neighbour) or left) and not self.lost(neighbour)
 
     def parked(self, neighbour: str) -> bool:
         """Whether a neighbour takes no batches any more, and has exited."""
@@ -166,7 +166,8 @@ class Neighbours:
             return False
         if time.monotonic() >= self._lost_look_s:
             self._lost_look_s = time.monotonic() + LOOK_S
-            self._lost = peek_json(self._run.replicas).get("lost") or {}
+            found = Replicas.peek(self._run.replicas)
+            self._lost = self._lost if found is None else found.lost
         return neighbour in self._lost
 
     def lost_before(self, input: Join) -> int:

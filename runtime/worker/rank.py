@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from dni_runtime.documents.reports import ENDED, Report
+from dni_runtime.documents.requests import Stop
 from dni_runtime.errors import UsageError
-from dni_runtime.rundir import RunDir, peek_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.signals import StopRequest
 
@@ -74,10 +75,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 def heeding_stop(run: RunDir, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
     """Stop when ``dnictl stop`` is called, which no supervisor passes on, in a thread."""
-    former = peek_json(run.stop_request)  # what stopped an earlier start
+    former = Stop.peek(run.stop_request)  # what stopped an earlier start
 
     def look() -> None:
-        if peek_json(run.stop_request) not in ({}, former):
+        if Stop.peek(run.stop_request) not in (None, former):
             stop.stop()
 
     return repeating("stop", _LOOK_S, look)

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dni_runtime.core.layers import load_initial
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import forget, newest_cut, parts_of
+from dni_runtime.cuts import best_cut, forget, newest_cut, parts_of
+from dni_runtime.documents.requests import Requested
 from dni_runtime.errors import CheckpointError
-from dni_runtime.rundir import RunDir, append_line, read_lines
+from dni_runtime.lines import LineReader
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.members import Active, Members, first_replicas
 from dni_runtime.spec.named import module_of
@@ -29,7 +31,6 @@ from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.joining import LATE_S, Others, as_own
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
-from dni_runtime.worker.selection import best_cut
 from dni_runtime.worker.stream import Position
 
 log = logging.getLogger(__name__)
@@ -136,12 +137,12 @@ def begin(
         if progress.counts.members is not None:
             members.merge(Members.of_json(progress.counts.members))
         if spec.head is not None:
-            for line in read_lines(run.marks):
-                if line["id"] >= start.first_id and line["mark"]:
-                    start.marks[line["id"]] = Mark(line["mark"])
-                    start.bodies[line["id"]] = line.get("body", {})
-                elif line["id"] >= start.first_id:
-                    start.ends_at = line["id"]
+            for line in LineReader(run.marks, Requested.parse).new():
+                if line.id >= start.first_id and line.mark:
+                    start.marks[line.id] = Mark(line.mark)
+                    start.bodies[line.id] = line.body
+                elif line.id >= start.first_id:
+                    start.ends_at = line.id
         at_cut = progress.step
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
         step.optimization.pass_over(progress.step - at_cut)
@@ -163,19 +164,6 @@ def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
         run.marks.unlink(missing_ok=True)
     if spec.tail is not None and (best_cut(run) or 0) > start.cut:
         run.best.unlink(missing_ok=True)
-
-
-def note_mark(run: RunDir, id: int, mark: Mark, body: Mapping[str, Any] = {}) -> None:
-    """Record a marker that was requested, so that a restarted head repeats it."""
-    append_line(run.marks, {"id": id, "mark": int(mark), **({"body": body} if body else {})})
-
-
-def note_end(run: RunDir, id: int) -> None:
-    """Record that no training batches follow from here on; see :func:`note_mark`."""
-    try:
-        append_line(run.marks, {"id": id, "mark": 0})
-    except OSError as error:
-        log.warning("a restarted head will not end early at %d: %s", id, error)
 
 
 def document(

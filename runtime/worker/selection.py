@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 from dni_runtime.cuts import written_cuts
-from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.documents.best import Best
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec.worker import SelectionRole
 
 log = logging.getLogger(__name__)
@@ -30,13 +30,12 @@ class Selection:
         self._role = role
         # A module that is restarted alone may start at a snapshot, which is not a checkpoint.
         self._cut = max((one for one in written_cuts(run, [module]) if one <= cut), default=cut)
-        self._best: dict[str, Any] = {}
-        self._worse: list[int] = []  # evaluations since the best one, by their checkpoints
-        found = read_json(run.best) or {}
-        if found.get("metric") == role.metric:
-            self._worse = [one for one in found.get("worse", []) if one <= cut]
-            if found.get("cut", math.inf) <= cut:
-                self._best = {key: found[key] for key in ("cut", "epoch", "value")}
+        self._best = Best(metric=role.metric)
+        found = Best.load(run.best)
+        if found is not None and found.metric == role.metric:
+            best = self._best if found.cut is None or found.cut > cut else found
+            worse = tuple(one for one in found.worse if one <= cut)
+            self._best = best.model_copy(update={"worse": worse})
 
     def checkpoint(self, cut: int) -> None:
         """Note that a checkpoint is written: the next evaluation is of its weights."""
@@ -48,29 +47,22 @@ class Selection:
         Returns:
             Whether training should end, because the best evaluation is too old.
         """
-        value = result[self._role.metric]
-        if self._better(value):
-            self._best, self._worse = {"cut": self._cut, "epoch": epoch, "value": value}, []
-        elif self._cut not in (self._best.get("cut"), *self._worse):
-            self._worse.append(self._cut)
-        document = {"metric": self._role.metric, **self._best, "worse": self._worse}
+        metric, best = self._role.metric, self._best
+        if self._better(result[metric]):
+            self._best = Best(metric=metric, cut=self._cut, epoch=epoch, value=result[metric])
+        elif self._cut not in (best.cut, *best.worse):
+            self._best = best.model_copy(update={"worse": (*best.worse, self._cut)})
         try:
-            write_json(self._run.best, document)
+            self._best.write(self._run.best)
         except OSError as error:  # a full disk: no reason to stop training
             log.warning("the best checkpoint cannot be recorded: %s", error)
         patience = self._role.patience
-        return patience is not None and len(self._worse) >= patience
+        return patience is not None and len(self._best.worse) >= patience
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):
             return False
-        if not self._best:
+        if self._best.cut is None:
             return True
-        gain = value - float(self._best["value"])
+        gain = value - self._best.value
         return (gain if self._role.rises else -gain) > self._role.min_delta
-
-
-def best_cut(run: RunDir) -> int | None:
-    """Return the position of the best checkpoint, if one is selected."""
-    cut = (read_json(run.best) or {}).get("cut")
-    return cut if isinstance(cut, int) else None

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dni_runtime.documents.requests import Requested
+from dni_runtime.lines import LineReader
 from dni_runtime.link import Batch, Marker, OutputLink
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.wire import Mark
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
@@ -62,8 +64,8 @@ def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSp
     batch = made.next()
     assert isinstance(batch, Batch)
     assert (batch.id, made.position) == (3, at(2))
-    written = list(read_lines(RunDir(tmp_path).marks))
-    assert written == [{"id": 2, "mark": int(Mark.CHECKPOINT | Mark.STOP)}]
+    (written,) = LineReader(RunDir(tmp_path).marks, Requested.parse).new()
+    assert written == Requested(id=2, mark=int(Mark.CHECKPOINT | Mark.STOP))
 
 
 def test_a_marker_that_cannot_be_noted_travels(
@@ -73,7 +75,7 @@ def test_a_marker_that_cannot_be_noted_travels(
     RunDir(tmp_path).marks.mkdir()  # what cannot be written to
     made.want(Mark.CHECKPOINT)
     assert made.next() == Marker(1, 0, Mark.CHECKPOINT, {})
-    assert "will not repeat the marker 1" in caplog.text
+    assert "will not do at 1 what was requested" in caplog.text
 
 
 def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec) -> None:

@@ -30,12 +30,13 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts, parts_of
 from dni_runtime.documents.records import RunRecord
+from dni_runtime.documents.requests import Scale
 from dni_runtime.errors import DniError
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.packing import no_labels
-from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic, write_json
+from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.members import Members, first_replicas
 from dni_runtime.spec.named import module_of
@@ -465,7 +466,7 @@ class Site:
             wanted: dict[str, int] = {}
             for at_s, index, count in schedule.scales:
                 wanted = {**wanted, NAMES[index]: count}
-                world.at(at_s, lambda it=wanted: write_json(self.run_dir.scale, it))  # type: ignore[misc]
+                world.at(at_s, lambda it=wanted: Scale(replicas=it).write(self.run_dir.scale))  # type: ignore[misc]
             batches = schedule.epochs * BATCHES * schedule.modules
             work_s = 3 * batches * (schedule.step_s + 4 * schedule.latency_s)
             ends_s = max((at_s + lasts_s for at_s, _, _, lasts_s in schedule.faults), default=0.0)

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"errors"},
     {"wire", "spec", "rundir", "lines", "garbage"},
-    {"cuts", "keys", "packing", "documents"},
+    {"documents"},
+    {"cuts", "keys", "packing"},
     {"link", "core", "data"},
     {"worker"},
     {"image", "split"},

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from dni_runtime.documents.events import Event, EventKind, parse_event
+from dni_runtime.documents.events import Event, EventKind
 from dni_runtime.documents.metrics import (
     EpochLine,
     EvaluationLine,
@@ -74,7 +74,7 @@ def test_other_versions_are_read_as_far_as_they_are_known() -> None:
     assert evaluation is not None
     assert evaluation.figures == {"loss": 1.0, "mae": None, "f1": 0.5}
     assert evaluation.accuracy is None
-    event = parse_event(b'{"time":1,"event":"run_dreamt","of":"sheep","from":"n1"}')
+    event = Event.parse(b'{"time":1,"event":"run_dreamt","of":"sheep","from":"n1"}')
     assert event is not None
     assert (event.event, event.from_) == ("run_dreamt", "n1")
     assert event.to_dict() == {"time": 1, "event": "run_dreamt", "of": "sheep", "from": "n1"}
@@ -83,7 +83,7 @@ def test_other_versions_are_read_as_far_as_they_are_known() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"step":1}', '{"kind":"train","step":"x"}'])
 def test_damaged_lines_are_none(text: str) -> None:
     assert parse_line(text.encode()) is None
-    assert parse_event(text.encode()) is None
+    assert Event.parse(text.encode()) is None
 
 
 def test_what_is_null_or_missing_is_not_known() -> None:

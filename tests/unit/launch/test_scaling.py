@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.documents.requests import Replicas, Scale
 from dni_runtime.launch.scaling import (
     Steps,
-    active_replicas,
     balancing_replicas,
-    lost_replicas,
     next_steps,
+    replicas_now,
     still_missed,
     wanted_replicas,
     without,
-    write_active,
 )
-from dni_runtime.rundir import RunDir, write_json
+from dni_runtime.rundir import RunDir
 
 WORKERS = ["a", "b.1", "b.2", "b.3", "c"]
 
@@ -59,16 +58,17 @@ def test_what_is_wanted_and_what_takes_batches(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     assert wanted_replicas(run, {"b": 2}) == {"b": 2}
-    assert active_replicas(run, {"b": 2}) == {"b": (1, 2)}
-    write_json(run.scale, {"b": 3, "c": 4, "d": "x"})
-    write_active(run, {"b": (1, 3)}, {"b.2": 4})
-    assert lost_replicas(run) == {"b.2": 4}
+    first, now = Replicas(active={"b": (1, 2)}), Replicas(active={"b": (1, 3)}, lost={"b.2": 4})
+    assert replicas_now(run, {"b": 2}) == first
+    Scale(replicas={"b": 3, "c": 4}).write(run.scale)
+    now.write(run.replicas)
     assert wanted_replicas(run, {"b": 2}) == {"b": 3}
-    assert active_replicas(run, {"b": 2}) == {"b": (1, 3)}
-    write_json(run.scale, {"b": 0})
-    run.replicas.write_text("{}")
-    assert wanted_replicas(run, {"b": 2}) == {"b": 2}
-    assert active_replicas(run, {"b": 2}) == {"b": (1, 2)}
+    assert replicas_now(run, {"b": 2}) == now
+    for damaged in ('{"replicas": {"b": 0}}', '{"active": {"b": [0]}}', '{"active": [1]}', "{}"):
+        run.scale.write_text(damaged)
+        run.replicas.write_text(damaged)
+        assert wanted_replicas(run, {"b": 2}) == {"b": 2}
+        assert replicas_now(run, {"b": 2}) == first
 
 
 def test_what_the_others_can_do_without() -> None:

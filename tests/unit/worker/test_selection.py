@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from dni_runtime.core.resolve import worker_specs
+from dni_runtime.cuts import best_cut
+from dni_runtime.documents.best import Best
 from dni_runtime.errors import SpecError
-from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, SelectionRole, TensorSpec, parse_chain
-from dni_runtime.worker.selection import Selection, best_cut
+from dni_runtime.worker.selection import Selection
 
 CHAIN = """\
 name: small
@@ -63,9 +65,9 @@ def test_the_best_and_when_to_stop(
     assert best_cut(run) is None
     assert walk(selection(run, rises=rises), values) == ends
     assert best_cut(run) == best
-    found = read_json(run.best)
+    found = Best.load(run.best)
     assert found is not None
-    assert (found["epoch"], found["metric"]) == (best // 10, "m")
+    assert (found.epoch, found.metric) == (best // 10, "m")
 
 
 def test_a_small_gain_is_none(run: RunDir) -> None:
@@ -102,12 +104,12 @@ def test_patience_counts_from_the_start_where_nothing_is_good(run: RunDir) -> No
 def test_a_full_disk_is_no_reason_to_stop(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*args: object) -> None:
+    def full(*args: object, durable: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     chosen = selection(run)
     with monkeypatch.context() as patch:
-        patch.setattr("dni_runtime.worker.selection.write_json", full)
+        patch.setattr("dni_runtime.documents.base.write_json", full)
         assert walk(chosen, [0.5]) == [False]
     assert "No space left" in caplog.text
     assert walk(chosen, [0.4], first=2) == [False]
@@ -125,9 +127,15 @@ def test_a_tail_that_begins_at_a_snapshot(run: RunDir) -> None:
 def test_what_lies_behind_the_cut_does_not_count(run: RunDir) -> None:
     walk(selection(run), [0.5, 0.9])
     walk(selection(run, cut=15), [0.6], first=2)
-    found = read_json(run.best)
-    assert found is not None
-    assert (found["cut"], found["value"]) == (20, 0.6)
+    assert Best.load(run.best) == Best(metric="m", cut=20, epoch=2, value=0.6)
+
+
+def test_a_record_of_an_earlier_version(run: RunDir) -> None:
+    """Without a finite evaluation it named no checkpoint."""
+    run.best.write_text('{"metric": "m", "worse": [10]}')
+    assert best_cut(run) is None
+    assert walk(selection(run, cut=10), [0.5], first=2) == [False]
+    assert best_cut(run) == 20
 
 
 def test_what_is_selected_by() -> None:

@@ -1,0 +1,58 @@
+"""Requests to a run, and what they change in its stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from dni_runtime.documents.base import Document
+from dni_runtime.spec.members import Active, active_of
+
+
+class Stop(Document):
+    """The content of ``stop.json``.
+
+    Attributes:
+        time: Unix time of the request.
+        timeout_s: Seconds until workers that still run are killed; None: the chain's.
+    """
+
+    time: float = 0.0
+    timeout_s: float | None = None
+
+
+class Scale(Document):
+    """The content of ``scale.json``.
+
+    Attributes:
+        replicas: How many replicas are wanted, by module.
+    """
+
+    replicas: dict[str, PositiveInt]
+
+
+class Replicas(Document):
+    """The content of ``ledger/replicas.json``.
+
+    Attributes:
+        active: The replicas that are to take batches.
+        lost: Those that are gone for good, each with the newest cut before that.
+    """
+
+    active: Annotated[Active, BeforeValidator(active_of)]
+    lost: dict[str, int] = Field(default_factory=dict)
+
+
+class Requested(Document):
+    """A line of ``ledger/marks.jsonl``: what the head put into the stream because it was asked to.
+
+    Attributes:
+        id: Its position.
+        mark: The bits of the marker; 0: no training batches follow from here on.
+        body: The marker's body.
+    """
+
+    id: int
+    mark: int
+    body: dict[str, Any] = Field(default_factory=dict)
