@@ -18,10 +18,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
+from dni_runtime.documents.base import Document
 from dni_runtime.documents.state import process_birth
 from dni_runtime.errors import DataError, UsageError, WorkerError
 from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
@@ -39,8 +39,7 @@ class LeaseError(WorkerError):
     """Another supervisor has taken over the run."""
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(Document):
     """The content of ``owner.json``.
 
     Attributes:
@@ -54,29 +53,25 @@ class Owner:
     """
 
     token: str
-    host: str
-    boot: str
-    pid: int
-    born: int | None
+    host: str = ""
+    boot: str = ""
+    pid: int = 0
+    born: int | None = None
     job: str | None = None
     restarts: int = 0
 
     @classmethod
     def me(cls, job: str | None = None) -> Self:
         """Return this process as an owner."""
-        token, host, pid = secrets.token_hex(8), socket.gethostname(), os.getpid()
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        return cls(token, host, _boot(), pid, process_birth(pid), job, restarts)
-
-    @classmethod
-    def read(cls, path: Path) -> Self | None:
-        """Return the owner named in a file; None if it is missing or names none."""
-        document = peek_json(path)
-        known = {one.name for one in fields(cls)}
-        try:
-            return cls(**{key: value for key, value in document.items() if key in known})
-        except TypeError:
-            return None
+        return cls(
+            token=secrets.token_hex(8),
+            host=socket.gethostname(),
+            boot=_boot(),
+            pid=os.getpid(),
+            born=process_birth(os.getpid()),
+            job=job,
+            restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        )
 
     def lives(self, me: Owner) -> bool | None:
         """Return whether the process exists; None if that cannot be seen from this host."""
@@ -139,7 +134,7 @@ class Lease:
                     hint=f"check it with 'dnictl status {run.root.name}', or stop it",
                 )
             if _create(run.taken(current.token), me):
-                write_json(run.owner, asdict(me))
+                me.write(run.owner)
                 break
         return cls(run, me)
 
@@ -197,10 +192,10 @@ class Lease:
 
     def release(self) -> None:
         """Release the run, unless another process has taken it over."""
-        nobody = Owner(secrets.token_hex(8), "", "", 0, None)
+        nobody = Owner(token=secrets.token_hex(8))
         with contextlib.suppress(OSError):
             if _create(self._run.taken(self.owner.token), nobody):
-                write_json(self._run.owner, asdict(nobody))
+                nobody.write(self._run.owner)
             self._run.beats(self.owner.token).unlink(missing_ok=True)
 
 
@@ -212,7 +207,7 @@ def _current(run: RunDir) -> Owner:
     """
     path = run.owner
     while True:
-        owner = Owner.read(path)
+        owner = Owner.peek(path)
         if owner is None:
             raise DataError(
                 f"{str(path)!r} does not name the owner of the run",
@@ -226,7 +221,7 @@ def _current(run: RunDir) -> Owner:
 def _create(path: Path, owner: Owner) -> bool:
     """Create a file with its content atomically; return False if it exists."""
     mine = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
-    write_json(mine, asdict(owner))
+    owner.write(mine)
     try:
         os.link(mine, path)
     except FileExistsError:

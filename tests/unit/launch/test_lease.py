@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from dni_runtime.errors import DataError, UsageError
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.lease import SILENCE_S, TOKEN_VARIABLE, Lease, LeaseError, Owner
 from dni_runtime.launch.runtime_files import remove_runtime_files
-from dni_runtime.rundir import RunDir, read_lines, socket_path, write_json
+from dni_runtime.rundir import RunDir, read_lines, socket_path
 
 TAKER = """\
 import sys, time
@@ -63,9 +62,9 @@ def run(tmp_path: Path) -> RunDir:
 
 def elsewhere(run: RunDir, **fields: object) -> Lease:
     """A lease of a process on another host."""
-    owner = replace(Owner.me(), host="elsewhere", **fields)  # type: ignore[arg-type]
+    owner = Owner.me().model_copy(update={"host": "elsewhere", **fields})
     run.leases.mkdir(exist_ok=True)
-    write_json(run.owner, asdict(owner))
+    owner.write(run.owner)
     return Lease(run, owner)
 
 
@@ -89,7 +88,7 @@ def test_of_many_that_try_one_takes_over(tmp_path: Path) -> None:
         one.create()
         if number % 2:
             one.leases.mkdir()
-            write_json(one.owner, asdict(replace(Owner.me(), born=1)))
+            Owner.me().model_copy(update={"born": 1}).write(one.owner)
     begins = str(time.time() + 1.5)
     processes = [
         subprocess.Popen(
