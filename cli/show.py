@@ -78,13 +78,13 @@ def state(word: str) -> RenderableType:
     return Text(word, style=STYLES.get(word, ""))
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None) -> str:
     """Return a figure, or a dash."""
     if value is None:
         return "-"
     if value >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) < 1 else f"{value:.{max(digits - 2, 1)}f}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:.1f}"
 
 
 def percent(value: float | None, digits: int = 2) -> str:

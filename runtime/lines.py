@@ -143,13 +143,13 @@ def offset_where(path: Path, parse: Parse[Parsed], reached: Callable[[Parsed], b
     return low
 
 
-def last_lines(path: Path, count: int = 10) -> list[str]:
-    """Return the last lines of a text file; none if it cannot be read."""
+def last_lines(path: Path) -> list[str]:
+    """Return the last ten lines of a text file; none if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(file.tell() - 65536, 0))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+            return file.read().decode(errors="replace").splitlines()[-10:]
     except OSError:
         return []
 

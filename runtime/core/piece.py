@@ -78,20 +78,18 @@ class Borrowed:
     """A tied parameter that another piece has; it comes with each batch, cut into rows.
 
     Each sample of a batch carries a piece of it, so that it travels, and its gradient comes back,
-    as activations do. A batch with fewer than ``rows`` samples, as at the end of an evaluation,
-    cannot carry it: the newest one is kept for that.
+    as activations do. A batch with fewer samples, as at the end of an evaluation, cannot carry it:
+    the newest one is kept for that.
 
     Args:
         value: The parameter.
-        rows: Samples over which it is spread.
 
     Attributes:
         now: Its value for this batch.
     """
 
-    def __init__(self, value: Tensor, rows: int) -> None:
+    def __init__(self, value: Tensor) -> None:
         self.now = self._newest = value.detach()
-        self._width = row_width(value, rows)
         self._fixed: nn.Parameter | None = None
 
     def take(self, row_BN: Tensor) -> None:
@@ -227,7 +225,7 @@ class Piece(nn.Module):
             wanted |= set(program.unused)
         memory = torch.empty(0).device.type != "meta"
         whole = build_network(spec) if memory else without_memory(spec)
-        self.borrowed = {name: Borrowed(_tensor(whole, name), rows) for name in borrows}
+        self.borrowed = {name: Borrowed(_tensor(whole, name)) for name in borrows}
         self._places = sorted((place, name) for name, place in borrows.items())
         self.network = _pruned(whole, wanted)
         self._lends = {name: sorted(tied[name] & names)[0] for name in lends}

@@ -178,28 +178,6 @@ def build_argv(tool: Apptainer, image: str, definition: str, *, test: bool = Tru
     return [*argv, image, definition]
 
 
-def _start_argv(
-    tool: Apptainer,
-    action: Literal["run", "exec"],
-    mounts: Sequence[Mount],
-    nv: bool = False,
-    rocm: bool = False,
-) -> list[str]:
-    argv = [str(tool.path), "--quiet", action]
-    if tool.has_no_eval:
-        argv.append("--no-eval")  # values with $, ` or quotes stay unchanged
-    # Keep ~/.local and the current folder out of the image; a cwd below $HOME would be mounted in
-    # spite of --no-home.
-    argv += ["--no-home", "--no-mount", "cwd", "--pwd", "/"]
-    if nv:
-        argv.append("--nv")
-    if rocm:
-        argv.append("--rocm")
-    for mount in mounts:
-        argv += ["--mount", str(mount)]  # --bind cannot carry ':' and ','
-    return argv
-
-
 def run_argv(
     tool: Apptainer,
     image: str | Path,
@@ -225,19 +203,19 @@ def run_argv(
         rocm: The same for AMD.
         extra: Further options of ``run``, from a site profile.
     """
-    start = _start_argv(tool, "run", mounts, nv, rocm)
-    return [*start, *extra, str(image), *args]
-
-
-def exec_argv(
-    tool: Apptainer,
-    image: str | Path,
-    command: Sequence[str],
-    *,
-    mounts: Sequence[Mount] = (),
-) -> list[str]:
-    """Return the command that runs another one in an image; see :func:`run_argv`."""
-    return [*_start_argv(tool, "exec", mounts), str(image), *command]
+    argv = [str(tool.path), "--quiet", "run"]
+    if tool.has_no_eval:
+        argv.append("--no-eval")  # values with $, ` or quotes stay unchanged
+    # Keep ~/.local and the current folder out of the image; a cwd below $HOME would be mounted in
+    # spite of --no-home.
+    argv += ["--no-home", "--no-mount", "cwd", "--pwd", "/"]
+    if nv:
+        argv.append("--nv")
+    if rocm:
+        argv.append("--rocm")
+    for mount in mounts:
+        argv += ["--mount", str(mount)]  # --bind cannot carry ':' and ','
+    return [*argv, *extra, str(image), *args]
 
 
 def sign_argv(tool: Apptainer, image: str | Path, *, key: Path | None = None) -> list[str]:

@@ -33,7 +33,6 @@ class BasePlan:
     Attributes:
         definition: Its definition file.
         content: Hash of its inputs; None while its wheels are not resolved.
-        house: Its wheels; None while they are not resolved.
         torch: torch's version, ``base``, or the requirement while it is not resolved.
         source: The image to start from, for ``localimage``.
         image: Its path in the cache; None while ``content`` is None.
@@ -42,7 +41,6 @@ class BasePlan:
 
     definition: str
     content: str | None
-    house: Wheelhouse | None
     torch: str
     source: Path | None
     image: Path | None
@@ -110,7 +108,7 @@ def plan_base(
         torch=torch,
     )
     if house is None:
-        return BasePlan(definition, None, None, torch, local, None, mirror)
+        return BasePlan(definition, None, torch, local, None, mirror)
     document = [
         _FORMAT,
         definition,
@@ -119,7 +117,7 @@ def plan_base(
     ]
     content = hashlib.sha256(json.dumps(document).encode()).hexdigest()
     path = cache / "images" / f"base-{content[:16]}.sif"
-    plan = BasePlan(definition, content, house, torch, local, path, mirror)
+    plan = BasePlan(definition, content, torch, local, path, mirror)
     if lock is not None and lock.base.content != content:
         raise _another_base(plan, lock)
     return plan

@@ -132,9 +132,10 @@ def test_containers_are_clean(images: Path, tool: Apptainer, tmp_path: Path) -> 
         "print(sys.path); print(os.access('/dni/data', os.W_OK)); print(os.environ['KEPT']);"
         f"print(os.path.exists({str(Path.home() / '.bashrc')!r}))"
     )
-    argv = apptainer.exec_argv(
+    argv = apptainer.run_argv(
         tool, images / "head.sif", ["python3", "-c", code], mounts=[Mount(str(odd), "/dni/data")]
     )
+    argv[argv.index("run")] = "exec"
     dirty = {"PYTHONPATH": "/host/site", "KEPT": "$(exit 1) `id`", "PYTHONHOME": "/host"}
     environ = apptainer.host_environment({**os.environ, **dirty})
     assert "PYTHONHOME" not in environ
