@@ -330,26 +330,23 @@ def check_replicas(
     if not replicated:
         return
     check_replication(chain.replication)
+    strategy = find_strategy(chain.replication.strategy)
     for index in replicated:
-        accumulate = chain.setting(index, "accumulate") or 1
-        if find_strategy(chain.replication.strategy).per_step and accumulate > 1:
+        if strategy.per_step and (chain.setting(index, "accumulate") or 1) > 1:
             raise SpecError(
                 f"'accumulate' and {chain.replication.strategy.name!r} exclude each other: the "
                 "optimizer makes a step at each point where replicas share",
                 location=place(chain, index, "accumulate"),
                 hint="'replication.every' is the number of batches in a step",
             )
-        needed = find_strategy(chain.replication.strategy).needs
-        if needed not in (None, chain.modules[index].replicas):
+        if strategy.needs not in (None, chain.modules[index].replicas):
             raise SpecError(
-                f"{chain.replication.strategy.name!r} needs {needed} replicas, from the start to "
-                "the end",
+                f"{chain.replication.strategy.name!r} needs {strategy.needs} replicas, from the "
+                "start to the end",
                 location=("modules", index, "replicas"),
-                hint=f"'replicas: {needed}', or another strategy, such as 'local-sgd'",
+                hint=f"'replicas: {strategy.needs}', or another strategy, such as 'local-sgd'",
             )
-    last = len(chain.modules) - 1
-    for index in replicated:
-        if index in (0, last):
+        if index in (0, len(chain.modules) - 1):
             role = "head, which reads the data," if index == 0 else "tail, which has the loss,"
             raise SpecError(
                 f"the {role} can have one worker only",
@@ -362,14 +359,12 @@ def check_replicas(
             location=("modules", replicated[0], "replicas"),
         )
     for index, interface in enumerate(interfaces):
-        if interface is None:
-            continue
-        where, name = place(chain, index, "interface"), chain.modules[index].name
-        if interface.wanted.max_late is not None:
+        if interface is not None and interface.wanted.max_late is not None:
             raise SpecError(
-                f"module {name!r} waits for gradients ({interface.choice.name}), so it cannot give "
+                f"module {chain.modules[index].name!r} waits for gradients "
+                f"({interface.choice.name}), so it cannot give "
                 f"{chain.modules[replicated[0]].name!r} several batches at once",
-                location=where,
+                location=place(chain, index, "interface"),
                 hint="an interface without 'max_late', such as 'mixed', or 'replicas: 1'",
             )
 

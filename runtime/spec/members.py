@@ -133,21 +133,14 @@ class Members:
 
     def joined(self, worker: str) -> int:
         """Return the marker at which a worker that takes batches has begun to; 0: the beginning."""
-        since = 0
-        for id in self._changes:
-            if self.takes(worker, id + 1) and not self.takes(worker, id):
-                since = id
-        return since
+        since = (id for id in self._changes if not self.takes(worker, id))
+        return max((id for id in since if self.takes(worker, id + 1)), default=0)
 
     def leaves(self, worker: str) -> int | None:
         """Return the marker after which a worker takes no batches; None if it takes the newest."""
-        found = None
-        for id in self._changes:
-            if not self.takes(worker, id + 1):
-                found = id if self.takes(worker, id) else found
-            else:
-                found = None
-        return found
+        if self.has(worker):
+            return None
+        return max((id for id in self._changes if self.takes(worker, id)), default=None)
 
     def elastic(self, edge: EdgeSpec) -> bool:
         """Whether the workers of a link may change."""

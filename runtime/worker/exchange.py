@@ -175,13 +175,8 @@ class Exchange:
                     link.ack(item.id)
                     link.send_drained(self._done)
         at = self._at
-        if at is None:
+        if at is None or not self._all_sent(at):
             return False
-        for link, offers in zip(self.inputs, self._offers, strict=True):
-            if not self._members.takes(link.source, at.id):
-                continue
-            if not (at.id in offers or link.received >= at.id or self._gone(link.source)):
-                return False
         own = {
             link: offers.get(at.id) for link, offers in zip(self.inputs, self._offers, strict=True)
         }
@@ -194,6 +189,11 @@ class Exchange:
         for link in self.inputs:
             link.send_drained(at.id)
         return True
+
+    def _all_sent(self, at: Sync) -> bool:
+        """Whether all replicas that take batches there have sent an offer, or never will."""
+        links = [one for one in self.inputs if self._members.takes(one.source, at.id)]
+        return all(link.received >= at.id or self._gone(link.source) for link in links)
 
     def _read(self, link: InputLink | OutputLink, words: Tensor) -> Message | None:
         """Return the message of some words; None, and counted, if there is none in them."""

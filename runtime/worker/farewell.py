@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -31,10 +32,11 @@ FAREWELL_S = 5.0
 """Longest wait until the module upstream has received the last acknowledgement."""
 
 
+@dataclass(frozen=True)
 class Farewell:
-    """Takes leave of a worker's neighbours.
+    """Ends a worker's links as soon as its neighbours need nothing more of it.
 
-    Args:
+    Attributes:
         metrics: Writes the metrics.
         stop: The stop request.
         saver: Saves the module's state.
@@ -46,28 +48,15 @@ class Farewell:
         workers: Names of all workers of the chain.
     """
 
-    def __init__(
-        self,
-        metrics: MetricsWriter,
-        stop: StopRequest,
-        *,
-        saver: StateSaver,
-        ledger: Ledger,
-        input: Join | None,
-        output: Fanout | None,
-        exchange: Exchange | None,
-        neighbours: Neighbours | None,
-        workers: Sequence[str],
-    ) -> None:
-        self._metrics = metrics
-        self._stop = stop
-        self._saver = saver
-        self._ledger = ledger
-        self._input = input
-        self._output = output
-        self._exchange = exchange
-        self._neighbours = neighbours
-        self._workers = workers
+    metrics: MetricsWriter
+    stop: StopRequest
+    saver: StateSaver
+    ledger: Ledger
+    input: Join | None
+    output: Fanout | None
+    exchange: Exchange | None
+    neighbours: Neighbours | None
+    workers: Sequence[str]
 
     def part(self, last: Marker | None, poller: zmq.Poller, *, over: bool, parked: bool) -> None:
         """Flush the links downstream, then acknowledge the end of the stream.
@@ -81,22 +70,22 @@ class Farewell:
             over: Whether nothing is left for it to do, in this run or until it takes batches again.
             parked: Whether the others go on without it.
         """
-        left_s = max(self._metrics.spec.stop_grace_s - self._stop.age_s, 0.1)
-        self._metrics.now("window")
-        if self._output is not None:
-            self._flush(self._output, left_s, over=over)
-        if self._exchange is not None:
-            self._exchange.finish(min(left_s, FAREWELL_S))
-        self._metrics.now("checkpoint")
+        left_s = max(self.metrics.spec.stop_grace_s - self.stop.age_s, 0.1)
+        self.metrics.now("window")
+        if self.output is not None:
+            self._flush(self.output, left_s, over=over)
+        if self.exchange is not None:
+            self.exchange.finish(min(left_s, FAREWELL_S))
+        self.metrics.now("checkpoint")
         if last is not None:
-            self._saver.flush()
-            self._ledger.processed(last.id)
-            if self._input is not None:
-                self._input.ack(last.id)
+            self.saver.flush()
+            self.ledger.processed(last.id)
+            if self.input is not None:
+                self.input.ack(last.id)
                 if parked:
-                    self._linger(last.id, self._input, poller)
+                    self._linger(last.id, self.input, poller)
                 else:
-                    self._input.finish(min(left_s, FAREWELL_S))
+                    self.input.finish(min(left_s, FAREWELL_S))
 
     def _linger(self, id: int, input: Join, poller: zmq.Poller) -> None:
         """Stay until all modules have written a checkpoint behind the last marker.
@@ -104,16 +93,16 @@ class Farewell:
         Until then a neighbour that is restarted may need again what has passed here.
         """
         look_at_s = 0.0
-        while not self._stop():
-            self._metrics.report.check()
+        while not self.stop():
+            self.metrics.report.check()
             input.listen()
-            for link in self._output.links if self._output is not None else ():
+            for link in self.output.links if self.output is not None else ():
                 link.receive()
-                if self._neighbours is not None:
-                    self._neighbours.look(link)
+                if self.neighbours is not None:
+                    self.neighbours.look(link)
             if time.monotonic() >= look_at_s:
                 look_at_s = time.monotonic() + 2 * FLUSH_SLICE_S
-                if any(cut >= id for cut in written_cuts(self._metrics.run, self._workers)):
+                if any(cut >= id for cut in written_cuts(self.metrics.run, self.workers)):
                     return
             poller.poll(POLL_MS)
 
@@ -122,12 +111,12 @@ class Farewell:
         end_s, left = time.monotonic() + left_s, list(output.links)
         slice_s = min(FLUSH_SLICE_S, left_s) / max(len(left), 1)
         while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
-            self._metrics.report.check()
-            if self._neighbours is not None:
+            self.metrics.report.check()
+            if self.neighbours is not None:
                 for link in left:
-                    self._neighbours.look(link)
+                    self.neighbours.look(link)
                 gone = [link.target for link in left if link.lost]
-                if over and not self._stop() and all(map(self._neighbours.remains, gone)):
+                if over and not self.stop() and all(map(self.neighbours.remains, gone)):
                     continue
             if time.monotonic() >= end_s:
                 log.warning(

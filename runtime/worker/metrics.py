@@ -202,10 +202,8 @@ class MetricsWriter:
                 gradients_given_up=counters.given_up,
                 gradients_skipped=counters.skipped,
                 updates_skipped=step.optimization.skipped,
-                gradients_dropped=links.gradients_dropped,
-                window=links.window,
+                **vars(links),
                 window_fill=_share(self._fill, self._fills),
-                in_flight=links.in_flight,
                 waiting={
                     reason: round((value - then.waiting_s.get(reason, 0.0)) / took, 4)
                     for reason, value in now.waiting_s.items()
@@ -214,13 +212,6 @@ class MetricsWriter:
                 cpu_s=round(now.cpu_s, 4),
                 cpu=round((now.cpu_s - then.cpu_s) / took, 3),
                 **_memory(),
-                refused=links.refused,
-                missed=links.missed,
-                replayed=links.replayed,
-                resent=links.resent,
-                duplicates=links.duplicates,
-                gaps=links.gaps,
-                shared_bytes=links.shared_bytes,
             )
             self._append(line, _Means.of(means, copies))
             counters.lag_max, self._fill, self._fills = 0, 0.0, 0

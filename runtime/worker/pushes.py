@@ -76,13 +76,8 @@ class Pushes(Exchange):
                 else:
                     self._answer(link, item.id)
         at = self._at
-        if at is None:
+        if at is None or not self._all_sent(at):
             return
-        for link in self.inputs:
-            if not self._members.takes(link.source, at.id):
-                continue
-            if not (link.received >= at.id or self._gone(link.source)):
-                return
         for link, id in self._waiting.items():
             self._answer(link, id)
         for link in self.inputs:

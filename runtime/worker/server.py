@@ -123,15 +123,7 @@ class ModuleServer:
         )
         self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
         self._farewell = Farewell(
-            metrics,
-            stop,
-            saver=self._saver,
-            ledger=ledger,
-            input=input,
-            output=output,
-            exchange=exchange,
-            neighbours=self._neighbours,
-            workers=workers,
+            metrics, stop, self._saver, ledger, input, output, exchange, self._neighbours, workers
         )
         self._divergence = Divergence(step, metrics, self._copies)
         self._evaluations = Evaluations(step, metrics, ledger, start.cut)

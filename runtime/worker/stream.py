@@ -75,15 +75,15 @@ class Stream(Iterator[Item]):
     """The stream from a position on, which may end early; see :func:`items`."""
 
     def __init__(self, source: DataSource, role: HeadRole, start: Position = Position()) -> None:
-        self._early: list[bool] = []
-        self._items = items(source, role, start, lambda: bool(self._early))
+        self._early = False
+        self._items = items(source, role, start, lambda: self._early)
 
     def __next__(self) -> Item:
         return next(self._items)
 
     def end(self) -> None:
         """Send no more training batches."""
-        self._early.append(True)
+        self._early = True
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -133,8 +133,8 @@ def links_in_turn() -> Any:
         end_s = time.monotonic() + left_s
         for link in output.links:
             while not link.finish(0.5):
-                self._neighbours.look(link)
-                if (not over or self._stop()) and time.monotonic() >= end_s:
+                self.neighbours.look(link)
+                if (not over or self.stop()) and time.monotonic() >= end_s:
                     return
 
     return replaced((farewell.Farewell, "_flush", flush))
