@@ -21,19 +21,24 @@ INFO = DataInfo(
 CHAIN = """\
 name: net
 replication: {strategy: %s}
-defaults: {interface: delayed, %s}
+defaults: {interface: %s, %s}
 modules:
 - {name: a, layers: [{Linear: {in_features: 8, out_features: 8}}]}
-- {name: b, replicas: %d, layers: [{Linear: {in_features: 8, out_features: 6}}]}
+- {name: b, replicas: %d, layers: [{Linear: {in_features: 8, out_features: 6}}%s]}
 - {name: c, layers: [{Linear: {in_features: 6, out_features: 4}}]}
 """
 
 
 def replicas(
-    strategy: str, count: int = 2, *, training: str = "optimizer: {SGD: {lr: 0.1}}"
+    strategy: str,
+    count: int = 2,
+    *,
+    interface: str = "delayed",
+    training: str = "optimizer: {SGD: {lr: 0.1}}",
+    more: str = "",
 ) -> list[WorkerSpec]:
-    """Return the specs of a linear module's replicas, which are trained by true gradients."""
-    chain = parse_chain(CHAIN % (strategy, training, count))
+    """Return the specs of a linear module's replicas, by default trained by true gradients."""
+    chain = parse_chain(CHAIN % (strategy, interface, training, count, more))
     return [one for one in workers_of(worker_specs(chain, INFO)) if one.module[0] == "b"]
 
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,9 @@ from dni_runtime.image.apptainer import Apptainer, find_apptainer
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec import ChainSpec
 from tests.conftest import eventually
+from tests.e2e.workers import Chain
 
 MODULES = ["bottom", "middle", "top"]
 
@@ -76,6 +78,20 @@ def need(program: str) -> str:
     """The path of a program that a test cannot do without."""
     path = shutil.which(program)
     return path if path is not None else missing(f"{program} is not installed")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[ChainSpec], Chain]]:
+    """Makes chains of workers without a launcher."""
+    made: list[Chain] = []
+
+    def build(chain: ChainSpec) -> Chain:
+        made.append(Chain(tmp_path / f"run {len(made)}", chain))
+        return made[-1]
+
+    yield build
+    for chain in made:
+        chain.kill()
 
 
 @pytest.fixture(scope="session")

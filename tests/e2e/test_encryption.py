@@ -21,7 +21,7 @@ from dni_runtime.link.address import addresses
 from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
 from dni_runtime.spec import parse_chain
 from tests.e2e.conftest import FOREVER, PAIR, Site, eventually, processes_of
-from tests.e2e.test_worker import workers_of
+from tests.e2e.workers import workers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -18,8 +18,8 @@ from dni_runtime.documents.state import RunState
 from dni_runtime.rundir import read_json
 from dni_runtime.spec import ChainSpec, DataSpec, parse_chain
 from dni_runtime.wire import Kind, Limits, Message, decode
-from tests.e2e.conftest import Site, eventually
-from tests.e2e.test_worker import Chain, largest_difference
+from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
+from tests.e2e.workers import Chain, largest_difference
 from tests.integration.link.tap import Tap
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -41,16 +41,6 @@ modules:
     layers: [{Linear: {in_features: 48, out_features: 10}}]
 """  # noqa: E501
 DIGITS = "dataset: digits, flatten: true"
-PAUSE = """\
-import time
-from torch import nn
-
-class Pause(nn.Module):
-    def forward(self, h):
-        if self.training:
-            time.sleep(0.02)
-        return h
-"""
 
 
 def text(
@@ -58,20 +48,7 @@ def text(
     pause: bool = False,
 ) -> str:  # fmt: skip
     given = {"data": data, "interface": interface, "transport": transport, "epochs": epochs}
-    return CHAIN % {**given, "pause": ", {import: 'pause:Pause'}" if pause else ""}
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[[ChainSpec], Chain]]:
-    made: list[Chain] = []
-
-    def build(chain: ChainSpec) -> Chain:
-        made.append(Chain(tmp_path / f"run {len(made)}", chain))
-        return made[-1]
-
-    yield build
-    for chain in made:
-        chain.kill()
+    return CHAIN % {**given, "pause": f", {PAUSES}" if pause else ""}
 
 
 def frames(stream: bytes) -> Iterator[list[bytes]]:
@@ -181,7 +158,7 @@ def test_two_owners(site: Site) -> None:
         for module in ("c", "a") if name == "two" else ():
             kill(opened, module)
         site.run("wait", folder)
-        weights.append([*opened.model().state_dict().values()])
+        weights.append(opened.model().state_dict())
         tested = opened.status().test
         assert tested is not None
         assert opened.evaluate()["accuracy"] == pytest.approx(tested.accuracy)

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgpack
 import pytest
-import torch
 import zmq
-from safetensors.torch import load_file
 
-from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.cuts import complete_cuts
-from dni_runtime.data import describe, open_data
-from dni_runtime.documents.records import RunRecord
+from dni_runtime.documents.best import Best
 from dni_runtime.rundir import (
     RunDir,
     read_json,
     read_lines,
     write_atomic,
 )
-from dni_runtime.spec import ChainSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import ChainSpec, parse_chain
 from dni_runtime.spec.model import SelectionSpec
 from dni_runtime.worker.signals import REPEAT_S
 from tests.conftest import eventually
+from tests.e2e.workers import Chain, largest_difference, reference_weights, workers_of
 from tests.integration.link.relay import Relay
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -76,113 +71,6 @@ def chain_spec(
             "transport": transport,
             "save_every": save_every,
         }
-    )
-
-
-def workers_of(chain: ChainSpec) -> tuple[WorkerSpec, ...]:
-    return worker_specs(chain, describe(chain.data, Path()))
-
-
-class Chain:
-    """A run directory and the worker processes in it."""
-
-    def __init__(self, root: Path, chain: ChainSpec) -> None:
-        self.run = RunDir(root)
-        self.workers = workers_of(chain)
-        self.names = [worker.module for worker in self.workers]
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.run.create()
-        RunRecord(
-            run="test", chain="c", modules=tuple(self.names), backend="process", epochs=1,
-            created=0.0, chain_file=Path("c.yaml"),
-        ).write(self.run.record)  # fmt: skip
-        for worker in self.workers:
-            write_atomic(self.run.spec(worker.module), worker.to_json())
-
-    def start(self, attempt: int = 1, **options: Sequence[str]) -> None:
-        """Start all workers, each with its further options, by name."""
-        for name in self.names:
-            self.start_one(name, *options.get(name, ()), attempt=attempt)
-
-    def start_one(self, name: str, *options: str, attempt: int = 1) -> None:
-        with self.run.log(name, attempt).open("wb") as log:
-            self.processes[name] = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "dni_runtime.worker", "--run", str(self.run.root)),
-                    *("--module", name, "--attempt", str(attempt), *options),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-
-    def wait(self, deadline_s: float = 200) -> dict[str, int]:
-        end = time.monotonic() + deadline_s
-        return {
-            name: process.wait(max(end - time.monotonic(), 0.1))
-            for name, process in self.processes.items()
-        }
-
-    def wait_until(self, condition: Callable[[], bool], deadline_s: float = 60) -> None:
-        end = time.monotonic() + deadline_s
-        while not condition():
-            assert time.monotonic() < end, self.logs()
-            assert all(p.poll() in (None, 0) for p in self.processes.values()), self.logs()
-            time.sleep(0.02)
-
-    def step_of(self, name: str) -> int:
-        return int((read_json(self.run.worker(name)) or {}).get("step", 0))
-
-    def logs(self) -> str:
-        return "\n".join(f.read_text() for f in sorted((self.run.root / "logs").iterdir()))
-
-    def weights(self) -> list[torch.Tensor]:
-        cut = complete_cuts(self.run, self.names)[-1]
-        tensors = []
-        for name in self.names:
-            state = load_file(self.run.checkpoint(cut, name).with_suffix(".safetensors"))
-            tensors += [state[key] for key in sorted(state) if key.startswith("layers.")]
-        return tensors
-
-    def kill(self) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Chain]]:
-    made: list[Chain] = []
-
-    def build(chain: ChainSpec) -> Chain:
-        made.append(Chain(tmp_path / f"run {len(made)}", chain))
-        return made[-1]
-
-    yield build
-    for chain in made:
-        chain.kill()
-
-
-def reference_weights(chain: ChainSpec, steps: int) -> list[torch.Tensor]:
-    local = LocalChain(workers_of(chain))
-    source = open_data(chain.data, Path(), seed=chain.seed)
-    done = epoch = 0
-    while done < steps:
-        epoch += 1
-        for x, y in source.train_batches(epoch):
-            local.train_batch(x, y)
-            done += 1
-            if done == steps:
-                break
-    states = [step.layers.state_dict() for step in local.steps]
-    return [state[key] for state in states for key in sorted(state)]
-
-
-def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    return max(
-        float((a.double() - b.double()).abs().max()) for a, b in zip(ours, theirs, strict=True)
     )
 
 
@@ -256,12 +144,13 @@ def test_training_ends_when_it_gets_no_better(make: Callable[..., Chain]) -> Non
     chain.start()
     assert set(chain.wait().values()) == {0}, chain.logs()
     evals = [line for line in read_lines(chain.run.metrics("c")) if line["kind"] == "eval"]
-    best = read_json(chain.run.best) or {}
+    best = Best.load(chain.run.best)
+    assert best is not None
     assert 3 < evals[-1]["epoch"] < 100
-    assert best["epoch"] == evals[-3]["epoch"]
-    assert best["value"] == pytest.approx(evals[-3]["accuracy"], abs=1e-6)
+    assert best.epoch == evals[-3]["epoch"]
+    assert best.value == pytest.approx(evals[-3]["accuracy"], abs=1e-6)
     cuts = complete_cuts(chain.run, chain.names)
-    assert best["cut"] in cuts
+    assert best.cut in cuts
     assert len(cuts) <= 3
     tail = json.loads((chain.run.checkpoints / f"{cuts[-1]:012d}" / "c.json").read_text())
     assert tail["over"]

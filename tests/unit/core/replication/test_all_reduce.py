@@ -99,7 +99,7 @@ def test_a_replica_that_has_missed_a_step_is_right_again() -> None:
 
 
 def test_a_step_is_one_batch_of_each() -> None:
-    chain = parse_chain(CHAIN % ("all-reduce", "accumulate: 1", 3))
+    chain = parse_chain(CHAIN % ("all-reduce", "delayed", "accumulate: 1", 3, ""))
     head, *_ = worker_specs(chain, INFO)
     assert head.head is not None
     assert head.head.sync_steps == 3

@@ -7,28 +7,12 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.replication import Strategy, Sync, mean_of
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
-from dni_runtime.spec.replicas import workers_of
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.replicas import replicas as linear
 from tests.replicas import share, shared
-
-INFO = DataInfo(
-    sample=TensorSpec(shape=(8,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=4,
-)
-CHAIN = """\
-name: net
-replication: {strategy: %s}
-defaults: {interface: mixed, optimizer: {SGD: {lr: 0.1}}, ema: 0.9}
-modules:
-- {name: a, layers: [{Linear: {in_features: 8, out_features: 8}}]}
-- {name: b, replicas: 2, layers: [{Linear: {in_features: 8, out_features: 8}}, {BatchNorm1d: {num_features: 8}}]}
-- {name: c, layers: [{Linear: {in_features: 8, out_features: 4}}]}
-"""  # noqa: E501
 
 
 class Half(Strategy):
@@ -39,8 +23,8 @@ class Half(Strategy):
 
 
 def replicas(strategy: str = "local-sgd") -> list[WorkerSpec]:
-    chain = parse_chain(CHAIN % strategy)
-    return [one for one in workers_of(worker_specs(chain, INFO)) if one.replicas > 1]
+    training, norm = "optimizer: {SGD: {lr: 0.1}}, ema: 0.9", ", {BatchNorm1d: {num_features: 6}}"
+    return linear(strategy, interface="mixed", training=training, more=norm)
 
 
 def trained(spec: WorkerSpec, seed: int, batches: int = 3) -> ModuleStep:
