@@ -127,7 +127,7 @@ def test_all_reduce_is_training_with_large_batches_in_one_process(site: Site) ->
     run = Run.open(site.latest.root)
     given = {"strategy": "local-sgd", "batch": 128, "accumulate": 1, "replicas": 1}
     chain = parse_chain(SMALL % given)
-    wanted = reference_weights(chain, 3 * 11)
+    wanted = reference_weights(chain, 11 * chain.epochs)
     assert largest_difference(run.model().state_dict(), wanted) < 1e-5
 
 
