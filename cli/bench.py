@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chain_argument, data_option, json_option, print_json
+from dnictl.options import chain_argument, data_option, json_option, print_json, site_for
 
 if TYPE_CHECKING:
     from dni_runtime.bench.comparison import Comparison
@@ -199,16 +199,12 @@ def chain(
     """
     from dni_runtime.bench.chain import Bounds, endless
     from dni_runtime.bench.comparison import compare_paces, draw
-    from dni_runtime.launch.host import check_host
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.reference import default_threads
     from dnictl.show import picture
 
     prepared = endless(prepare(chain, data=data))
-    site = check_host(
-        prepared.written, prepared.workers, wanted="process", images=Path("images"),
-        data=prepared.data, locate=prepared.locate,
-    )  # fmt: skip
+    site = site_for(prepared, "process", Path("images"))
     if out is not None and out.exists() and any(out.iterdir()):
         raise UsageError(f"{str(out)!r} is not empty", hint="name another --out")
     with contextlib.ExitStack() as stack:

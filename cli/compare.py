@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chain_argument, data_option, json_option, print_json
+from dnictl.options import chain_argument, data_option, json_option, print_json, site_for
 
 if TYPE_CHECKING:
     from dni_runtime.launch.compare import Compared, Trial
@@ -182,7 +182,6 @@ def _train(
     quiet: bool,
 ) -> Trial:
     from dni_runtime.launch.compare import read_trial
-    from dni_runtime.launch.host import check_host
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.records import create_run
     from dni_runtime.launch.reference import REFERENCE, run_reference
@@ -197,14 +196,7 @@ def _train(
     if method == REFERENCE:
         run_reference(run.record, threads)
         return read_trial(run.record, method, seed, metric)
-    site = check_host(
-        prepared.written,
-        prepared.workers,
-        wanted="process",
-        images=Path("images"),
-        data=prepared.data,
-        locate=prepared.locate,
-    )
+    site = site_for(prepared, "process", Path("images"))
     plan = plan_here(root, prepared.chain, prepared.workers, site, data=prepared.data)
     with progress(run, quiet=quiet or not sys.stderr.isatty()) as show:
         state = Launch.of(directory, plan).supervise(show)
