@@ -25,7 +25,7 @@
       checkpoints/best.json         which checkpoint is the best, if the chain selects one
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
-      ledger/marks.jsonl            requested markers that the head inserted, by position
+      ledger/MODULE.marks.jsonl     requested markers that the head inserted, by position
       ledger/replicas.json          which replicas are to take batches, for the head
       scale.json                    how many replicas of its modules 'dnictl scale' wants
       requests/restart-MODULE       a request to restart a module
@@ -144,9 +144,8 @@ class RunDir:
         old = self.root / "best.json"  # runs of earlier versions
         return old if old.exists() else self.checkpoints / "best.json"
 
-    @property
-    def marks(self) -> Path:
-        return self.root / "ledger" / "marks.jsonl"
+    def marks(self, module: str) -> Path:
+        return self.root / "ledger" / f"{module}.marks.jsonl"
 
     @property
     def replicas(self) -> Path:

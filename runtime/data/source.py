@@ -246,6 +246,31 @@ class DataSource:
             return self.train_batches(epoch, start)
         return self.eval_batches(start) if split == "eval" else self.test_batches(start)
 
+    def some_batches(
+        self, split: str, epoch: int, start: int, takes: Callable[[], bool]
+    ) -> Iterator[Batch | None]:
+        """Yield the same batches, but None in place of those that are not to be read.
+
+        Args:
+            split: ``train``, ``eval`` or ``test``.
+            epoch: Number of the epoch.
+            start: Number of batches to skip at the beginning.
+            takes: Returns whether to read the batch that comes next.
+        """
+        trains, part = split == "train", self._evaluation
+        if trains:
+            part, orders_B = self._epoch(epoch)
+        else:
+            orders_B = self._in_order(split)
+            if split == "eval" and self.has_test:
+                part = self._train.held_out()
+        for number in range(start, len(orders_B)):
+            if takes():
+                batch = part.batch(orders_B[number])
+                yield self._finished(batch, epoch if trains else None, number)
+            else:
+                yield None
+
     def rows(self, split: str, epoch: int, number: int) -> Rows | None:
         """Return which samples a batch of ``train``, ``eval`` or ``test`` has.
 

@@ -45,14 +45,20 @@ class Replicas(Document):
 
 
 class Requested(Document):
-    """A line of ``ledger/marks.jsonl``: what the head put into the stream because it was asked to.
+    """A line of ``ledger/HEAD.marks.jsonl``: what is to be put into the stream on request.
 
     Attributes:
-        id: Its position.
-        mark: The bits of the marker; 0: no training batches follow from here on.
+        begun: Which start of the whole chain it is of.
+        round: Which line of that start (``worker/rounds.py``).
+        id: Its position; of a replica of the head, the lowest one that it has not used.
+        mark: The bits of the marker; 0: none.
+        ends: Whether training is to end from there on.
         body: The marker's body.
     """
 
+    begun: int = 0
+    round: int = 0
     id: int
     mark: int
+    ends: bool = False
     body: dict[str, Any] = Field(default_factory=dict)

@@ -155,7 +155,9 @@ class Checkpointed:
             modules = [ModuleForward(worker) for worker in workers]
             for module in modules:
                 load_trained(module.layers, module.spec, states)
-            source = open_data(chain.data.at(self.record.data), sources, seed=chain.seed)
+            source = open_data(
+                chain.data.at(self.record.data).of_replica(1), sources, seed=chain.seed
+            )
             batches = source.test_batches() if source.has_test else source.eval_batches()
             return evaluate(lambda x: predict(modules, x), batches, workers[-1])
 

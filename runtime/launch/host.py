@@ -18,6 +18,7 @@ from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, read_lock
 from dni_runtime.launch.plan import Backend
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec.data import own_path
 
 Locator = Callable[..., str]
 """Returns ``file:line: path`` of a location in the chain file."""
@@ -83,10 +84,13 @@ def check_host(
         ImageError: An image was built from another spec.
         UnavailableError: A device, port, interface, image or program is missing.
     """
-    if data is not None and not data.exists():
-        raise DataError(
-            f"{locate('data')}: {str(data)!r} does not exist", hint="set data.path, or use --data"
-        )
+    heads = range(1, workers[0].replicas + 1)
+    for path in () if data is None else dict.fromkeys(own_path(data, one) for one in heads):
+        if not path.exists():
+            raise DataError(
+                f"{locate('data')}: {str(path)!r} does not exist",
+                hint="set data.path, or use --data",
+            )
     labels = chain.data.labels_path
     if labels is not None and not labels.exists():
         raise DataError(

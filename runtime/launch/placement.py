@@ -238,8 +238,9 @@ def link_kinds(
     """
     interface = chain.links.interface or interface
     kinds: dict[str, tuple[str, str | None]] = {}
-    for index, source in enumerate(crossing(_links(workers), nodes)):
-        if index == 0:
+    links = _links(workers)
+    for index, source in enumerate(crossing(links, nodes)):
+        if not links[index]:  # a head, to which nobody connects
             continue
         tcp = source is not None or chain.links.transport == "tcp"
         kinds[workers[index].module] = ("tcp", interface) if tcp else ("ipc", None)

@@ -17,6 +17,7 @@ from dni_runtime.errors import DataError, UsageError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_json
+from dni_runtime.spec.data import own_path
 from dni_runtime.spec.members import Active
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.named import module_of
@@ -254,7 +255,7 @@ class LaunchSettings:
     def read_by(self, worker: WorkerSpec) -> Path | None:
         """Folder or file of the data that a worker reads; None if it reads none, or needs none."""
         if worker.head is not None:
-            return self.data
+            return None if self.data is None else own_path(self.data, worker.replica)
         if worker.tail is None or worker.tail.labels is None:
             return None
         return self.labels if worker.tail.labels.splits else self.data
@@ -274,13 +275,20 @@ def make_plan(
         The plan; it depends on the arguments alone.
 
     Raises:
-        UsageError: The number of some module's replicas may change, and no supervisor changes it.
+        UsageError: The head has replicas, or the number of some module's may change, and there is
+            no supervisor.
     """
     if workers[0].elastic and not settings.supervised:
         raise UsageError(
             f"the number of replicas of {', '.join(workers[0].elastic)} may change, which only "
             "'dnictl up' and 'dnictl submit' can do",
             hint="write a fixed number in the chain file, such as 'replicas: 2'",
+        )
+    if workers[0].replicas > 1 and not settings.supervised:
+        raise UsageError(
+            f"the replicas of {module_of(workers[0].module)!r}, which reads the data, need "
+            "'dnictl up' or 'dnictl submit'",
+            hint="write 'replicas: 1' there in the chain file",
         )
     transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports

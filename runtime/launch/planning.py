@@ -15,6 +15,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import SCHEDULERS
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec.data import own_path
 from dni_runtime.spec.replicas import workers_of
 
 
@@ -89,6 +90,8 @@ def plan_here(
         DniError: The chain cannot be placed on the hosts.
     """
     root, labels = root.absolute(), chain.data.labels_path
+    heads = range(1, workers[0].replicas + 1)
+    read = [labels] if data is None else [labels, *(own_path(data, one) for one in heads)]
     settings = LaunchSettings(
         run=root,
         backend=site.backend,
@@ -97,7 +100,7 @@ def plan_here(
         tool=site.tool,
         images=site.images,
         labels=labels,
-        files=[path for path in (data, labels) if path is not None and path.is_file()],
+        files=[path for path in read if path is not None and path.is_file()],
         mounts=site.mounts,
         attempt=attempt,
         resume=resume,

@@ -195,7 +195,15 @@ class WorkerPool:
                 failed[name] = error
         return failed
 
-    def restart(self, name: str, delay_s: float, reason: str, *, resume: str | None = None) -> None:
+    def restart(
+        self,
+        name: str,
+        delay_s: float,
+        reason: str,
+        *,
+        resume: str | None = None,
+        attempt: int | None = None,
+    ) -> None:
         """Restart a worker that has ended.
 
         Args:
@@ -204,9 +212,11 @@ class WorkerPool:
             reason: Reason for the event.
             resume: Cut at which the whole chain starts; by default the worker starts at its own
                 newest state, if it has joined the stream.
+            attempt: Number of its next attempt, if not the next one.
         """
         worker, module = self.workers[name], self._modules[name]
-        self.workers[name] = worker.again(worker.attempt + 1, resume=resume)
+        attempt = attempt or worker.attempt + 1
+        self.workers[name] = worker.again(attempt, resume=resume)
         self.keep_plan()
         if worker.attempt >= LOGS + 1:
             with contextlib.suppress(OSError):
@@ -218,7 +228,7 @@ class WorkerPool:
         self._journal.event(
             "worker_restarting",
             module=name,
-            attempt=worker.attempt + 1,
+            attempt=attempt,
             delay_s=delay_s,
             reason=reason,
         )
@@ -245,8 +255,10 @@ class WorkerPool:
             self._sleep(TICK_S)
         self.processes.clear()
         cut = self._newest_cut(below)
+        # one number, by which the replicas of a head know what belongs to this start
+        attempt = 1 + max(worker.attempt for worker in self.workers.values())
         for name in self._to_start(cut):
-            self.restart(name, delay_s, reason, resume=str(cut))
+            self.restart(name, delay_s, reason, resume=str(cut), attempt=attempt)
 
     def may_fall_back(self, name: str) -> bool:
         """Whether a module may start at an older cut: the user has not asked for this one."""

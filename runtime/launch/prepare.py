@@ -18,6 +18,7 @@ from dni_runtime.spec import (
     load_chain,
     source_files,
 )
+from dni_runtime.spec.data import REPLICA
 from dni_runtime.spec.load import line_of, naming_file
 from dni_runtime.spec.replicas import workers_of
 
@@ -117,7 +118,7 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
     with naming_file(path), importing_from(base):
         from dni_runtime.core.dynamo import postpone_dynamo
         from dni_runtime.core.resolve import resolved_chain, worker_specs
-        from dni_runtime.data import describe, locate, with_defaults
+        from dni_runtime.data import with_defaults
         from dni_runtime.launch.initial import find_initial
 
         if next(import_paths(written), None) is None:
@@ -125,8 +126,7 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
         try:
-            info = describe(written.data, base)
-            location = locate(written.data, base)
+            info, location = _find_data(written, base)
         except DataError as error:
             raise DataError(
                 f"{location_in(path, 'data')}: {error.message}", hint=error.hint
@@ -149,6 +149,31 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
         workers = worker_specs(written, prepared.info)
         chain = resolved_chain(written, prepared.info)
         return replace(prepared, written=written, chain=chain, workers=workers)
+
+
+def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:
+    """Describe a chain's data, and find its folder or file; with ``{replica}`` in it if there is.
+
+    Raises:
+        DataError: It is missing or malformed; or that of the head's replicas differs.
+    """
+    from dni_runtime.data import describe, locate
+    from dni_runtime.data.paths import resolve
+
+    if chain.data.path is None or REPLICA not in chain.data.path:
+        return describe(chain.data, base), locate(chain.data, base)
+    own = [chain.data.of_replica(number + 1) for number in range(chain.modules[0].most)]
+    first, *others = [describe(one, base) for one in own]
+    for data, info in zip(own[1:], others, strict=True):
+        if info != first:
+            raise DataError(
+                f"{data.path!r} has {info.train_samples} training and {info.eval_samples} "
+                f"evaluation samples of {info.sample}, {info.label}, but {own[0].path!r} has "
+                f"{first.train_samples} and {first.eval_samples} of {first.sample}, {first.label}",
+                hint="all replicas of the head need as many samples of the same kind: set "
+                "'data.train_limit' and 'data.eval_limit'",
+            )
+    return first, resolve(chain.data.path, base)
 
 
 def _beside(folder: Path, chain: ChainSpec) -> ChainSpec:

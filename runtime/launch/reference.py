@@ -82,7 +82,9 @@ def opened(
     torch.set_num_threads(threads)
     chain, workers = record.specs()
     with importing_from(record.run.sources):
-        source = open_data(chain.data.at(record.data), record.run.sources, seed=chain.seed)
+        source = open_data(
+            chain.data.at(record.data).of_replica(1), record.run.sources, seed=chain.seed
+        )
         reference = Backprop(workers, choose_device(workers[0]))
         for worker, module in zip(workers, reference.model, strict=True):
             if worker.initial:

@@ -105,11 +105,13 @@ class Scaler:
         """
         run, module, number = self._run, module_of(name), number_of(name)
         now = replicas_now(run, self._elastic)
-        left, lost = now.active, now.lost
+        left = now.active
         if number in left.get(module, (number,)):
             if (others := without(left, name)) is None:
                 return False
-            left, lost = others, lost | {name: max(cut_folders(run), default=0)}
+            left = others
+        # of one that leaves, too: others wait for it
+        lost = now.lost | {name: max(cut_folders(run), default=0)}
         try:
             wanted = wanted_replicas(run, self._elastic) | {module: len(left[module])}
             Scale(replicas=wanted).write(run.scale)

@@ -9,6 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from dni_runtime.spec.named import Choice, Frozen
 
+REPLICA = "{replica}"
+"""In ``data.path``: the number of the head's replica, each of which has data of its own."""
+
+
+def own_path(path: str | Path, replica: int) -> Path:
+    """Return the path of the data that one replica of the head reads."""
+    return Path(str(path).replace(REPLICA, str(replica)))
+
 
 class LabelsSpec(Frozen):
     """The labels, if the tail reads them itself.
@@ -30,7 +38,8 @@ class DataSpec(Frozen):
     Attributes:
         dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, ``text``, or the
             import path (``package.module:Class``) of a ``torch.utils.data.Dataset``.
-        path: Folder or file of the data; not needed if a system package installs it.
+        path: Folder or file of the data; not needed if a system package installs it. With
+            ``{replica}`` in it each replica of the head has data of its own.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per evaluation batch (default: four training batches).
         flatten: Pass samples as vectors.
@@ -144,6 +153,10 @@ class DataSpec(Frozen):
     def at(self, path: object | None) -> Self:
         """Return the same data at another path; None keeps the path."""
         return self if path is None else self.model_copy(update={"path": str(path)})
+
+    def of_replica(self, replica: int) -> Self:
+        """Return the data that one replica of the head reads."""
+        return self if self.path is None else self.at(own_path(self.path, replica))
 
     def train_batches(self, samples: int) -> int:
         """Return the number of batches in one epoch of ``samples`` samples.

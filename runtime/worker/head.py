@@ -8,24 +8,29 @@ from collections import deque
 from collections.abc import Iterator
 
 from dni_runtime.core.forward import as_inputs
-from dni_runtime.documents.requests import Replicas, Requested
+from dni_runtime.documents.requests import Replicas
 from dni_runtime.link import Batch, Marker
+from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.members import as_body
 from dni_runtime.wire import Body, Mark
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
+from dni_runtime.worker.rounds import Insertion, Rounds
 from dni_runtime.worker.stream import NOTHING, Item, Position, Stream
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Seconds between two looks at which replicas are to take batches."""
+"""Seconds between two looks at which replicas are to take batches, and at the head's others."""
 
 
 class Head:
     """Supplies the head's batches and markers, as the link from upstream does for other modules.
+
+    A replica of the head numbers all items, and supplies all markers and the batches that are its
+    own, by their ids.
 
     Args:
         stream: The items, from the start's position on.
@@ -35,7 +40,7 @@ class Head:
         output: The links to downstream; None in a chain of one module.
 
     Attributes:
-        position: The stream's position after the newest item.
+        position: The stream's position after the newest item that was supplied.
     """
 
     def __init__(
@@ -47,22 +52,32 @@ class Head:
         metrics: MetricsWriter,
         output: Fanout | None,
     ) -> None:
-        self.position = start.position
-        self._role = role = metrics.spec.head
+        self.position = self._here = start.position
+        spec = metrics.spec
+        self._role = role = spec.head
         self._takes = (0,) if role is None else role.takes
+        self._route = spec.replicas, spec.replica
         self._stream = stream
-        self._start = start
-        # An earlier attempt may also have used the id after the last one that it counted.
+        samples = stream.samples if isinstance(stream, Stream) else ()
+        self._rounds = Rounds(metrics.run, spec, start.begun, samples)
+        # An earlier attempt may also have used the ids after the last one that it counted, up to
+        # its own next batch.
+        self._used = ledger.progress.counts.id
+        if start.again:
+            self._used += 1
+            while not self._owns(self._used):
+                self._used += 1
         self._progress = ledger.progress
-        self._used = ledger.progress.counts.id + start.again
         self._metrics = metrics
         self._output = output
         self._next_id = start.first_id
         self._wanted = NOTHING
         self._ends_early = False
+        self._ends = False
+        self._read: Item | None = None
         self._before: deque[tuple[int, Position]] = deque()
         self._members = start.members
-        self._look_at_s = 0.0
+        self._members_look_s = self._look_s = 0.0
 
     def end_early(self) -> None:
         """End training as soon as possible."""
@@ -72,76 +87,128 @@ class Head:
         """Put a marker into the stream as soon as possible."""
         self._wanted |= mark
 
-    def next(self) -> Batch | Marker:
-        """Return the next item, numbered.
+    @property
+    def waits(self) -> bool:
+        """Whether the next id must wait until the head's replicas agree where a marker goes."""
+        return self._rounds.holds(self._next_id)
+
+    def look(self, *, asks: bool = True) -> None:
+        """Agree with the head's other replicas on what is wanted; call it repeatedly.
+
+        Args:
+            asks: Whether to ask them for something, too: not while a marker is not done with, which
+                may be what is wanted.
+        """
+        rounds = self._rounds
+        if not rounds.alone and time.monotonic() >= self._look_s:
+            self._look_s = time.monotonic() + LOOK_S
+            rounds.look()
+        if rounds.joined is not None:
+            return
+        body = self._change() if asks and Mark.STOP not in self._wanted else {}
+        wants = asks and (self._wanted or self._ends_early or body)
+        if not (wants or rounds.called):
+            return
+        # An id that an earlier attempt may have used keeps its meaning.
+        id = max(self._next_id, self._used + 1)
+        if self._here.part or (rounds.alone and id > self._next_id):
+            return  # no marker goes between the parts of a batch
+        rounds.join(Insertion(id, self._wanted, self._ends_early, body))
+        self._wanted, self._ends_early = NOTHING, False
+
+    def next(self) -> Batch | Marker | None:
+        """Return the next item, numbered; None while the head's replicas have to agree on one.
 
         Raises:
             DataError: The data cannot be read.
         """
-        id = self._next_id
-        self._next_id += 1
-        self._remember(id)
-        mark = self._start.marks.get(id)
-        body: dict[str, Body] = self._start.bodies.get(id, {})
-        # An id that an earlier attempt may have used keeps its meaning.
-        between = self.position.part == 0  # no marker goes between the parts of a batch
-        new = id > self._used
-        if mark is None and between and new:
-            body = self._change() if Mark.STOP not in self._wanted else {}
-            if self._wanted or body:
-                mark, self._wanted = self._wanted, NOTHING
+        while True:
+            self.look()
+            id = self._next_id
+            if self.waits:
+                return None
+            marker = self._asked_for(id)
+            if marker is not None:
+                return marker
+            if self._ends and self._here.part == 0 and self._here.phase == "train":
+                self._ends = False
+                if isinstance(self._stream, Stream):
+                    self._stream.end()
+            item = self._item(id)
+            if Mark.END in item.mark and not self._closed(id):
+                self._read = item
+                return None
+            if item.x is None and not item.mark:  # of another replica
+                self._next_id, self._here = id + 1, item.position
+                continue
+            self._supply(id, item.position)
+            if item.x is None or item.y_BY is None:
+                return Marker(id, item.epoch, item.mark, {})
+            data = as_inputs(item.x)
+            xs = tuple(data[one] for one in self._takes)
+            return Batch(id, item.epoch, item.mode, xs, item.y_BY, item.part, data, item.rows)
+
+    def _asked_for(self, id: int) -> Marker | None:
+        """Return the marker that was asked for, if it goes here."""
+        rounds = self._rounds
+        while (agreed := rounds.agreed) is not None and agreed.id <= id:
+            rounds.passed += 1
+            self._ends |= agreed.ends
+            if agreed.id == id and (agreed.mark or agreed.body):
+                mark = agreed.mark
                 if self._role is not None:
-                    mark |= self.position.sync(self._role)
-                mark |= Mark.SCALE | Mark.CHECKPOINT | Mark.SYNC if body else NOTHING
-                mark = self._noted(id, mark, body)
-        if mark is not None:
-            return Marker(id, self._progress.epoch, mark, body)
-        if self._ends_early and between and new and self.position.phase == "train":
-            self._ends_early = False
-            self._start.ends_at = id
-            self._noted(id, NOTHING, {})
-        if id == self._start.ends_at and isinstance(self._stream, Stream):
-            self._stream.end()
+                    mark |= self._here.sync(self._role)
+                if agreed.body:
+                    mark |= Mark.SCALE | Mark.CHECKPOINT | Mark.SYNC
+                self._supply(id, self._here)
+                return Marker(id, self._progress.epoch, mark, agreed.body)
+        return None
+
+    def _item(self, id: int) -> Item:
+        """Return the stream's next item; read it only if it is a batch of this replica's own."""
+        if self._read is not None:
+            item, self._read = self._read, None
+            return item
+        if isinstance(self._stream, Stream):
+            self._stream.takes = self._owns(id)
         self._metrics.now("data")
         began = time.monotonic()
         item = next(self._stream)
         self._metrics.waiting_s["data"] += time.monotonic() - began
-        self.position = item.position
-        if item.x is None or item.y_BY is None:
-            return Marker(id, item.epoch, item.mark, {})
-        data = as_inputs(item.x)
-        xs = tuple(data[one] for one in self._takes)
-        return Batch(id, item.epoch, item.mode, xs, item.y_BY, item.part, data, item.rows)
+        return item
+
+    def _closed(self, id: int) -> bool:
+        """Say that nothing goes before the end of the stream any more; return whether all know."""
+        if self._rounds.alone:
+            return True
+        if self._rounds.joined is None:
+            self._rounds.join(Insertion(id + 1))
+        return self._rounds.written
+
+    def _owns(self, id: int) -> bool:
+        replicas, replica = self._route
+        return replica_of(id, replicas) == replica
 
     def _change(self) -> dict[str, Body]:
         """Return the body of a SCALE marker, if other replicas are to take batches."""
         now, now_s = self._members.now, time.monotonic()
-        if not now or now_s < self._look_at_s:
+        if not now or now_s < self._members_look_s:
             return {}
-        self._look_at_s = now_s + LOOK_S
+        self._members_look_s = now_s + LOOK_S
         found = Replicas.peek(self._metrics.run.replicas)
         if found is None or found.active == now:
             return {}
         return {"before": as_body(now), "after": as_body(found.active)}
-
-    def _noted(self, id: int, mark: Mark, body: dict[str, Body]) -> Mark | None:
-        """Record a request for a restarted head; return what may be sent of its marker."""
-        try:
-            Requested(id=id, mark=int(mark), body=body).append(self._metrics.run.marks)
-        except OSError as error:  # a full disk: no reason to stop training
-            log.warning("a restarted head will not do at %d what was requested: %s", id, error)
-            if body:  # nobody could tell where later batches have gone
-                body.clear()
-                return mark & ~Mark.SCALE or None
-        return mark
 
     def oldest(self) -> tuple[int, Position] | None:
         """Return the oldest id that may have to be resent, and the position before it."""
         self._forget()
         return self._before[0] if self._before else None
 
-    def _remember(self, id: int) -> None:
-        self._before.append((id, self.position))
+    def _supply(self, id: int, position: Position) -> None:
+        """Note that an item is supplied."""
+        self._before.append((id, self._here))
+        self._next_id, self._here, self.position = id + 1, position, position
         self._forget()
 
     def _forget(self) -> None:

@@ -135,7 +135,7 @@ def _serve(
     root, seed = _source_root(run), spec.seed
     metrics.now("data")
     if spec.head is not None:
-        data = spec.head.data.at(options.data)
+        data = spec.head.data.at(options.data).of_replica(spec.replica)
         half: Half | None = None if data.labels is None else "samples"
         source = open_data(data, root, seed=seed, half=half)
     if spec.tail is not None and spec.tail.labels is not None:
@@ -236,7 +236,9 @@ def _serve(
         writer = checkpoint.CheckpointWriter(
             run, spec.module, prunes, spec.keep, metrics.warn, metrics.all_is_well
         )
-        stream = Stream(source, spec.head, start.position) if source and spec.head else None
+        stream = None
+        if source is not None and spec.head is not None:
+            stream = Stream(source, spec.head, start.position, shared=spec.replicas > 1)
         try:
             server = ModuleServer(
                 step,

@@ -19,15 +19,12 @@ from typing import Any
 from dni_runtime.core.layers import load_initial
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import best_cut, forget, newest_cut, parts_of
-from dni_runtime.documents.requests import Requested
 from dni_runtime.errors import CheckpointError
-from dni_runtime.lines import LineReader
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.members import Active, Members, first_replicas
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
-from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.joining import LATE_S, Others, as_own
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
@@ -50,11 +47,9 @@ class Start:
         first_id: The first id that the head sends.
         position: The head's position before it.
         over: Whether the stream ends at the cut.
-        marks: Requested markers that an earlier attempt of the head sent, by id.
-        bodies: Their bodies, if they have one.
         members: Which replicas take batches.
         waits: Whether the worker waits for the marker from which on it takes batches.
-        ends_at: Id from which the head sends no training batches, if training ended early.
+        begun: Which start of the whole chain this is.
     """
 
     cut: int = 0
@@ -62,11 +57,9 @@ class Start:
     first_id: int = 1
     position: Position = field(default_factory=Position)
     over: bool = False
-    marks: dict[int, Mark] = field(default_factory=dict)
-    bodies: dict[int, dict[str, Any]] = field(default_factory=dict)
     members: Members = field(default_factory=lambda: Members({}))
     waits: bool = False
-    ends_at: int | None = None
+    begun: int = 0
 
 
 def begin(
@@ -132,17 +125,10 @@ def begin(
         )
     if counted is not None:
         progress.counts.left = [one for one in counted.left if again or one[0] <= start.cut]
-    start.members = members
+    start.members, start.begun = members, first or 0
     if again:
         if progress.counts.members is not None:
             members.merge(Members.of_json(progress.counts.members))
-        if spec.head is not None:
-            for line in LineReader(run.marks, Requested.parse).new():
-                if line.id >= start.first_id and line.mark:
-                    start.marks[line.id] = Mark(line.mark)
-                    start.bodies[line.id] = line.body
-                elif line.id >= start.first_id:
-                    start.ends_at = line.id
         at_cut = progress.step
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
         step.optimization.pass_over(progress.step - at_cut)
@@ -161,7 +147,7 @@ def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
     forget(run, [spec.module], lambda other: other > start.cut)
     run.snapshot(spec.module).unlink(missing_ok=True)
     if spec.head is not None:
-        run.marks.unlink(missing_ok=True)
+        run.marks(spec.module).unlink(missing_ok=True)
     if spec.tail is not None and (best_cut(run) or 0) > start.cut:
         run.best.unlink(missing_ok=True)
 

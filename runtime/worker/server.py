@@ -193,8 +193,13 @@ class ModuleServer:
         """Whether a marker is not done with."""
         return any(one is not None for one in (self._draining, self._sharing, self._joining))
 
+    @property
+    def _agreeing(self) -> bool:
+        """Whether the replicas of the head have to agree where a marker goes."""
+        return self._head is not None and self._head.waits
+
     def _may_take(self) -> bool:
-        if self._held or self._step.blocked:
+        if self._held or self._step.blocked or self._agreeing:
             return False
         if self._output is None or self._output.room:
             return True
@@ -212,8 +217,9 @@ class ModuleServer:
         else:
             assert self._input is not None
             item = self._input.receive()
-            if item is None:
-                return False
+        if item is None:
+            return False
+        if self._input is not None:
             if self._idle is not None:
                 self._idle.heard()
             if self._start.waits and self._members.joined(self._name) != item.id:
@@ -314,6 +320,8 @@ class ModuleServer:
     def _collect(self) -> None:
         """Process what has come from downstream: gradients, and requests for the head."""
         self._send_answers()
+        if self._head is not None:
+            self._head.look(asks=not self._held)
         if self._joining is not None:
             self._join(self._joining)
         if self._exchange is not None:
@@ -478,7 +486,7 @@ class ModuleServer:
         may_take = self._may_take()
         full = self._output is not None and not self._output.room
         reason = "input" if may_take else "window" if full else "gradient"
-        reason = reason if self._sharing is None else "replicas"
+        reason = "replicas" if self._sharing is not None or self._agreeing else reason
         if self._metrics.doing != reason:
             self._metrics.now(reason)
         if may_take and self._idle is not None and not self._stop() and self._idle.train():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,10 +11,12 @@ from torch import Tensor
 from dni_runtime.core.chain import parts_of
 from dni_runtime.core.forward import Inputs
 from dni_runtime.data import DataSource
+from dni_runtime.data.source import Batch
 from dni_runtime.spec import HeadRole
 from dni_runtime.wire import Mark, Mode, Part, Rows
 
 NOTHING = Mark(0)
+Takes = Callable[[], bool]
 Phase = Literal["train", "eval", "test", "end"]
 
 
@@ -56,6 +57,8 @@ class Position:
 class Item:
     """An item of the stream: a batch, or a marker if ``x`` is None.
 
+    Without ``x`` and ``mark`` it is a batch that another replica of the head reads.
+
     Attributes:
         position: The stream's position after this item.
         rows: Which samples a batch has, if the labels stay at the tail.
@@ -72,11 +75,35 @@ class Item:
 
 
 class Stream(Iterator[Item]):
-    """The stream from a position on, which may end early; see :func:`items`."""
+    """The stream from a position on, which may end early; see :func:`items`.
 
-    def __init__(self, source: DataSource, role: HeadRole, start: Position = Position()) -> None:
+    Args:
+        source: The data.
+        role: Epochs, steps and checkpoints.
+        start: Where to start.
+        shared: Whether other replicas of the head read some of the batches.
+
+    Attributes:
+        takes: Whether the next item, if it is a batch, is to be read here.
+        samples: Numbers of training, evaluation and test samples, if the stream is shared.
+    """
+
+    def __init__(
+        self,
+        source: DataSource,
+        role: HeadRole,
+        start: Position = Position(),
+        *,
+        shared: bool = False,
+    ) -> None:
+        self.takes = True
+        self.samples: list[int | None] = []
+        if shared:
+            info = source.info
+            self.samples = [info.train_samples, info.eval_samples, info.test_samples]
         self._early = False
-        self._items = items(source, role, start, lambda: self._early)
+        takes = (lambda: self.takes) if shared else None
+        self._items = items(source, role, start, lambda: self._early, takes)
 
     def __next__(self) -> Item:
         return next(self._items)
@@ -95,6 +122,7 @@ def items(
     role: HeadRole,
     start: Position = Position(),
     early: Callable[[], bool] = lambda: False,
+    takes: Takes | None = None,
 ) -> Generator[Item, None, None]:
     """Yield the stream from a position on.
 
@@ -109,12 +137,13 @@ def items(
         role: Epochs, steps and checkpoints.
         start: Where to start.
         early: Returns whether to end training now; then only the test set and the end follow.
+        takes: Returns whether to read the batch that comes next; None: all are read.
     """
     at = start
     while at.phase != "end":
         epoch = at.epoch
         if at.phase == "train":
-            at = yield from _train(source, role, at, early)
+            at = yield from _train(source, role, at, early, takes)
             if early():
                 at = replace(at, phase="test" if source.has_test else "end")
                 if at.sync(role):
@@ -131,23 +160,34 @@ def items(
             at = replace(at, phase="eval") if evaluates else _next(at, last)
             yield Item(epoch, at, mark=mark)
         if at.phase == "eval":
-            at = yield from _evaluate(source, role, at)
+            at = yield from _evaluate(source, role, at, takes)
             tests = last and source.has_test
             at = replace(at, phase="test", eval_batch=0) if tests else _next(at, last)
             yield Item(epoch, at, mark=Mark.EVAL)
         if at.phase == "test":
-            at = _next((yield from _evaluate(source, role, at)), last=True)
+            at = _next((yield from _evaluate(source, role, at, takes)), last=True)
             yield Item(epoch, at, mark=Mark.TEST)
     yield Item(at.epoch, at, mark=Mark.END | Mark.CHECKPOINT)
 
 
-def _evaluate(source: DataSource, role: HeadRole, at: Position) -> Generator[Item, None, Position]:
+def _evaluate(
+    source: DataSource, role: HeadRole, at: Position, takes: Takes | None
+) -> Generator[Item, None, Position]:
     """Yield an evaluation's remaining batches; return the position after them."""
-    for x, y_BY in source.batches(at.phase, at.epoch, at.eval_batch):
+    for batch in _batches(source, at, at.eval_batch, takes):
+        x, y_BY = batch or (None, None)
         rows = _rows(source, role, at, at.eval_batch)
         at = replace(at, eval_batch=at.eval_batch + 1)
         yield Item(at.epoch, at, mode=Mode.EVAL, x=x, y_BY=y_BY, rows=rows)
     return at
+
+
+def _batches(
+    source: DataSource, at: Position, start: int, takes: Takes | None
+) -> Iterator[Batch | None]:
+    if takes is None:
+        return source.batches(at.phase, at.epoch, start)
+    return source.some_batches(at.phase, at.epoch, start, takes)
 
 
 def _rows(source: DataSource, role: HeadRole, at: Position, number: int) -> Rows | None:
@@ -158,15 +198,19 @@ def _rows(source: DataSource, role: HeadRole, at: Position, number: int) -> Rows
 
 
 def _train(
-    source: DataSource, role: HeadRole, at: Position, early: Callable[[], bool]
+    source: DataSource,
+    role: HeadRole,
+    at: Position,
+    early: Callable[[], bool],
+    takes: Takes | None,
 ) -> Generator[Item, None, Position]:
     """Yield an epoch's remaining training batches; return the position after them."""
     sends = _left(source, role, at)
     saves, syncs = role.checkpoint.every_steps, role.sync_steps
     if not sends or early():
         return at
-    for x, y_BY in islice(source.train_batches(at.epoch, at.batch), sends):
-        rows = _rows(source, role, at, at.batch)
+    batches = _batches(source, at, at.batch, takes)
+    for _ in range(sends):
         due = Mark.CHECKPOINT if saves and at.step % saves == 0 else NOTHING
         if due or (syncs and at.step % syncs == 0):
             due |= at.sync(role)
@@ -175,8 +219,10 @@ def _train(
             yield Item(at.epoch, at, mark=due)
             if early():
                 break
+        x, y_BY = next(batches) or (None, None)
+        rows = _rows(source, role, at, at.batch)
         after = replace(at, batch=at.batch + 1, step=at.step + 1, saved=False, part=0)
-        if role.micro_batches == 1:
+        if role.micro_batches == 1 or x is None or y_BY is None:
             yield Item(at.epoch, after, x=x, y_BY=y_BY, rows=rows)
         else:
             parts = list(parts_of(x, y_BY, role.micro_batches))

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from dni_runtime import Run
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import open_data
 from dni_runtime.documents.state import RunState
-from dni_runtime.spec import parse_chain
+from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.rundir import read_lines
+from dni_runtime.spec import DataSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.wire import Mark, Mode
@@ -37,7 +40,7 @@ links: %(links)s
 replication: {strategy: %(strategy)s, every: 6}
 defaults: {interface: %(interface)s, optimizer: {Adam: {lr: 0.005}}}
 modules:
-- {name: stem, layers: [{Linear: {in_features: 64, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU]}
+- {name: stem, replicas: %(heads)d, layers: [{Linear: {in_features: 64, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU]}
 - {name: wide, replicas: 3, layers: [{Linear: {in_features: 32, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU%(pause)s]}
 - {name: deep, replicas: 2, layers: [{Linear: {in_features: 32, out_features: 32}}, ReLU]}
 - {name: top, inputs: [deep, stem], layers: [Concat, {Linear: {in_features: 64, out_features: 10}}]}
@@ -48,11 +51,12 @@ WORKERS = ["stem", "wide.1", "wide.2", "wide.3", "deep.1", "deep.2", "top"]
 
 def write(
     site: Site, *, strategy: str = "local-sgd", interface: str = "mixed", links: str = "{}",
-    epochs: int = 3, slow: bool = False,
+    epochs: int = 3, slow: bool = False, heads: int = 1,
 ) -> Path:  # fmt: skip
     (site.folder / "pause.py").write_text(PAUSE)
     path = site.folder / "chain.yaml"
     given = {"strategy": strategy, "interface": interface, "links": links, "epochs": epochs}
+    given["heads"] = heads
     path.write_text(CHAIN % {**given, "pause": f", {PAUSES}" if slow else ""})
     return path
 
@@ -154,10 +158,10 @@ def same_weights(run: Run, replicas: int) -> None:
 
 def test_any_replica_may_be_killed(site: Site) -> None:
     """The others go on, no batch is lost, and all replicas end with the same weights."""
-    path = write(site, strategy="diloco", slow=True, epochs=8)
+    path = write(site, strategy="diloco", slow=True, epochs=8, heads=2)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
-    for name in ("wide.2", "wide.1", "deep.2", "top"):
+    for name in ("wide.1", "stem.2", "deep.2", "top"):
         step = run.status().modules[-1].step or 0
         eventually("training goes on", lambda s=step: (run.status().modules[-1].step or 0) > s + 8)
         before = RunState.read(site.latest).modules[name]
@@ -180,7 +184,7 @@ def test_any_replica_may_be_killed(site: Site) -> None:
     same_weights(run, 3)
     steps = {one.module: one.step or 0 for one in figures.modules}
     every = 8 * 45
-    assert steps["stem"] == steps["top"] == every
+    assert steps["stem.1"] + steps["stem.2"] == steps["top"] == every
     assert sum(steps[f"wide.{one}"] for one in (1, 2, 3)) == every
     assert sum(steps[f"deep.{one}"] for one in (1, 2)) == every
     assert figures.accuracy is not None
@@ -246,3 +250,80 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     same_weights(run, 2)
     assert figures.accuracy is not None
     assert figures.accuracy > 0.85
+
+
+HEADS = """\
+name: net
+seed: 3
+data: {dataset: npz, path: 'owner-{replica}.npz', batch_size: 32, normalize: false}
+epochs: 10
+restart: {backoff_s: 0.1}
+replication: {strategy: local-sgd, every: 6}
+defaults: {interface: local, optimizer: {Adam: {lr: 0.005}}}
+modules:
+- {name: stem, replicas: 2, layers: [{Linear: {in_features: 64, out_features: 32}}, ReLU, %s]}
+- {name: wide, replicas: 2, layers: [{Linear: {in_features: 32, out_features: 32}}, ReLU]}
+- {name: top, layers: [{Linear: {in_features: 32, out_features: 10}}]}
+"""
+
+
+def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two owners, of whom one is restarted: the same as in one process that has both data sets."""
+    digits = open_data(DataSpec(flatten=True, batch_size=2000, shuffle=False), Path(), seed=0)
+    (x, y), (x_eval, y_eval) = next(digits.train_batches(1)), next(digits.eval_batches())
+    for owner in (1, 2):
+        own = {"x_train": x[owner - 1 : 1436 : 2], "y_train": y[owner - 1 : 1436 : 2]}  # type: ignore[index]
+        np.savez(site.folder / f"owner-{owner}.npz", **own, x_eval=x_eval, y_eval=y_eval)  # type: ignore[arg-type]
+    (site.folder / "pause.py").write_text(PAUSE)
+    (site.folder / "chain.yaml").write_text(HEADS % PAUSES)
+    site.run("up", "chain.yaml", "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    eventually("it trains", lambda: (run.status().modules[-1].step or 0) > 8)
+    run.restart("stem.2")
+    eventually("a restart", lambda: RunState.read(site.latest).modules["stem.2"].restarts == 1)
+    site.run("wait")
+    assert {one.module: one.restarts for one in run.status().modules if one.restarts} == {
+        "stem.2": 1
+    }
+    read = {one.module: one.data for one in LaunchPlan.read(site.latest).workers}
+    assert read["stem.2"] == str(site.folder / "owner-2.npz")
+    assert read["wide.1"] is None
+    lines = [list(read_lines(site.latest.marks(f"stem.{one}")))[1:-1] for one in (1, 2)]
+    asked = [max(one["id"], other["id"]) for one, other in zip(*lines, strict=True)]
+    assert len(asked) == 1, "the restart needs a checkpoint, at one id of both"
+    steps = {one.module: one.step or 0 for one in run.status().modules}
+    every = 10 * 23
+    assert steps["stem.1"] + steps["stem.2"] == steps["wide.1"] + steps["wide.2"] == every
+    assert steps["top"] == every
+    chain, modules = run.record.specs()
+    monkeypatch.syspath_prepend(site.folder)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    wanted = {one.module: ModuleStep(one) for one in workers_of(modules)}
+    sources = [
+        open_data(chain.data.at(run.record.data).of_replica(one), site.folder, seed=3)
+        for one in (1, 2)
+    ]
+    head = modules[0].head
+    assert head is not None
+    id = 0
+    for both in zip(*(items(source, head) for source in sources), strict=True):
+        id += 1
+        while id in asked:
+            share_all(wanted, id, full=True)
+            id += 1
+        if Mark.SYNC in both[0].mark:
+            share_all(wanted, id, full=both[0].mark != Mark.SYNC)
+        item = both[replica_of(id, 2) - 1]
+        if item.x is not None and item.y_BY is not None and item.mode is Mode.TRAIN:
+            h: Any = item.x
+            for name in (f"stem.{replica_of(id, 2)}", f"wide.{replica_of(id, 2)}", "top"):
+                h = trained(wanted[name], id, h, item.y_BY)
+    for name, ours in run.model().state_dict().items():
+        module, _, rest = name.partition(".")
+        step = wanted[module if module == "top" else f"{module}.1"]
+        assert torch.allclose(ours, step.layers.state_dict()[rest], atol=1e-5), name
+
+
+def share_all(steps: dict[str, ModuleStep], id: int, *, full: bool) -> None:
+    for name in ("stem", "wide"):
+        share([steps[f"{name}.{one}"] for one in (1, 2)], id, full=full)

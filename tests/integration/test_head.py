@@ -64,7 +64,7 @@ def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSp
     batch = made.next()
     assert isinstance(batch, Batch)
     assert (batch.id, made.position) == (3, at(2))
-    (written,) = LineReader(RunDir(tmp_path).marks, Requested.parse).new()
+    (written,) = LineReader(RunDir(tmp_path).marks("stem"), Requested.parse).new()
     assert written == Requested(id=2, mark=int(Mark.CHECKPOINT | Mark.STOP))
 
 
@@ -72,7 +72,7 @@ def test_a_marker_that_cannot_be_noted_travels(
     tmp_path: Path, make_spec: MakeSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = head(tmp_path, make_spec, None, Start())
-    RunDir(tmp_path).marks.mkdir()  # what cannot be written to
+    RunDir(tmp_path).marks("stem").mkdir()  # what cannot be written to
     made.want(Mark.CHECKPOINT)
     assert made.next() == Marker(1, 0, Mark.CHECKPOINT, {})
     assert "will not do at 1 what was requested" in caplog.text
@@ -80,14 +80,19 @@ def test_a_marker_that_cannot_be_noted_travels(
 
 def test_a_restarted_head_repeats_its_stream(tmp_path: Path, make_spec: MakeSpec) -> None:
     """What it is asked for waits until ids come that nobody has had."""
-    start = Start(cut=3, again=True, first_id=3, position=at(2), marks={4: Mark.CHECKPOINT})
+    start = Start(cut=3, again=True, first_id=3, position=at(2))
+    run = RunDir(tmp_path)
+    run.create()
+    Requested(id=4, mark=int(Mark.CHECKPOINT)).append(run.marks("stem"))
     with closing(Ledger(tmp_path / "counts", Progress(Counts(id=5)))) as ledger:
         made = head(tmp_path, make_spec, None, start, ledger)
         made.want(Mark.STOP)
         given = []
         for _ in range(5):
-            given.append(made.next())
-            ledger.processed(given[-1].id)
+            item = made.next()
+            assert item is not None
+            given.append(item)
+            ledger.processed(item.id)
     assert [one.id for one in given] == [3, 4, 5, 6, 7]
     marks = [one.mark if isinstance(one, Marker) else None for one in given]
     assert marks == [None, Mark.CHECKPOINT, None, None, Mark.STOP]

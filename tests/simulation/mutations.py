@@ -11,7 +11,7 @@ from typing import Any
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
-from dni_runtime.worker import exchange, fanout, farewell, join, server
+from dni_runtime.worker import exchange, fanout, farewell, join, rounds, server
 
 
 @contextmanager
@@ -178,6 +178,11 @@ def means_awaited() -> Any:
     return replaced((exchange.Exchange, "begin", begin))
 
 
+def ids_unagreed() -> Any:
+    """A replica of the head goes on while the others still say which ids they have used."""
+    return replaced((rounds.Rounds, "holds", lambda self, id: False))
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "gradients-once": gradients_once,
     "newest-read": newest_read,
@@ -189,4 +194,5 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "links-in-turn": links_in_turn,
     "half-sums": half_sums,
     "means-awaited": means_awaited,
+    "ids-unagreed": ids_unagreed,
 }

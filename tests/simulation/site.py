@@ -65,6 +65,13 @@ from tests.simulation.world import Killed, Process, World
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 BATCHES, SAMPLES = 5, 4
+INFO = DataInfo(
+    sample=TensorSpec(shape=(4,), dtype="float32"),
+    label=TensorSpec(shape=(), dtype="int64"),
+    classes=2,
+    train_samples=BATCHES * SAMPLES,
+    eval_samples=4,
+)
 Sources = tuple[tuple[int, ...], ...]
 PATIENCE_S = 600.0
 """Longest simulated time that a run may take once faults have ended."""
@@ -190,12 +197,15 @@ class Schedule:
         self.window = max(self.window, *(graph.beside(*ends) for ends in graph.numbers))
 
     def _draw_replicas(self) -> None:
-        """Draw replicas of all modules but the head and the tail, which wait for no gradient."""
+        """Draw replicas of all modules but the tail, which wait for no gradient."""
         draw = random.Random(f"replicas {self.seed}")
         self.modules = max(self.modules, 3)
         between = [draw.choice((1, 2, 2, 3)) for _ in range(self.modules - 2)]
         between[draw.randrange(len(between))] = draw.choice((2, 3))
-        self.replicas = (1, *between, 1)
+        apart = random.Random(f"heads {self.seed}")
+        heads = apart.choice((2, 2, 3)) if apart.random() < 0.4 else 1
+        self.replicas = (heads, *between, 1)
+        self.on_loss = self.on_loss if heads == 1 else "wait"
         if self.interface in WAITING:
             self.interface = draw.choice(("delayed", "synthetic", "local"))
         self.replication = draw.choice(REPLICATIONS)
@@ -205,8 +215,9 @@ class Schedule:
         draw = random.Random(f"scales {self.seed}")
         if draw.random() < 0.3:
             return
-        most = [count + draw.choice((0, 0, 1)) if count > 1 else 1 for count in self.replicas]
-        elastic = [count > 1 and draw.random() < 0.8 for count in most]
+        heads, *others = self.replicas
+        most = [heads, *(n + draw.choice((0, 0, 1)) if n > 1 else 1 for n in others)]
+        elastic = [False, *(n > 1 and draw.random() < 0.8 for n in most[1:])]
         self.replicas = tuple(most)
         self.starts = tuple(
             draw.randint(1, count) if able else None
@@ -269,14 +280,7 @@ def _specs(
         f"replication: {{every: 2, strategy: {replication}}}\n"
         f"modules:\n{layers}\n"
     )
-    info = DataInfo(
-        sample=TensorSpec(shape=(4,), dtype="float32"),
-        label=TensorSpec(shape=(), dtype="int64"),
-        classes=2,
-        train_samples=BATCHES * SAMPLES,
-        eval_samples=4,
-    )
-    return worker_specs(chain, info)
+    return worker_specs(chain, INFO)
 
 
 def _module(index: int, modules: int, sources: Sources | None, replicas: Sequence[str]) -> str:
@@ -298,6 +302,7 @@ class Data:
 
     train_batch_count = BATCHES
     has_test = False
+    info = INFO
 
     def __init__(self, half: str | None = None) -> None:
         self._half = half
@@ -313,6 +318,12 @@ class Data:
             yield from self.train_batches(epoch, start)
         elif start == 0:
             yield self._own(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+
+    def some_batches(
+        self, split: str, epoch: int, start: int, takes: Callable[[], bool]
+    ) -> Iterator[tuple[Any, Any] | None]:
+        for batch in self.batches(split, epoch, start):
+            yield batch if takes() else None
 
     def _own(self, x: Any, y: Any) -> tuple[Any, Any]:
         nothing = no_labels(SAMPLES)
@@ -435,6 +446,7 @@ class Site:
         self.workers: dict[str, Worker] = {}
         self.attempts: Counter[str] = Counter()
         self.steps: dict[str, ModuleStep] = {}
+        self.sent: dict[int, float] = {}
         self.supervision = Supervision(self.world, self.run_dir, self.specs, self._start)
         self.unlaunched: set[str] = set()
         self.hopeless: set[str] = set()
@@ -511,6 +523,11 @@ class Site:
                 continue
             if schedule.on_loss == "wait" and steps != every:
                 raise Violated(f"{module} has counted {steps} of {every} batches")
+        if schedule.replicas and schedule.on_loss == "wait" and not schedule.loses:
+            sent = sorted(self.sent[id] for module, id in trained if module == NAMES[0])
+            epochs = range(1, schedule.epochs + 1)
+            if sent != sorted(float(x.sum()) for e in epochs for x, _ in Data().train_batches(e)):
+                raise Violated("not every batch was sent once")
         for module in {module_of(name) for name in self.names}:
             alike = [
                 step
@@ -576,6 +593,7 @@ class Site:
         """Where a module listens, for each of its inputs."""
         links = [*spec.links_in, *(one for one in spec.peers if one.target == spec.module)]
         sockets = [spec.module, *(f"{spec.module}.{link.number}" for link in links[1:])]
+        sockets = sockets if links else []
         return [f"ipc://{self.root}/{socket}.sock" for socket in sockets]
 
     def _start(self, worker: WorkerPlan) -> Worker:
@@ -631,7 +649,7 @@ class Site:
 
     def _fault(self, kind: str, index: int, lasts_s: float) -> None:
         name = self.names[index]
-        addresses = self._addresses(self.specs[max(index, 1)])
+        addresses = next(filter(None, map(self._addresses, self.specs[index:])))
         worker, now_s = self.workers.get(name), self.world.now_s
         line = addresses[int(1000 * lasts_s) % len(addresses)]
         if kind == "cut":
@@ -695,6 +713,8 @@ class Site:
             world.wait(random.expovariate(1 / self.schedule.step_s))
             step.trained = [*getattr(step, "trained", ()), id]  # type: ignore[attr-defined]
             self.steps[step.spec.module] = step
+            if step.spec.head is not None:
+                self.sent[id] = float(x[0].sum())
             return real_forward(step, id, x, part)
 
         def snapshot(step: ModuleStep) -> Any:

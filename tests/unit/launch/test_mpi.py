@@ -41,6 +41,14 @@ def test_all_ranks_have_one_command(
     assert LaunchPlan.from_json(plan.to_json()) == plan
 
 
+def test_replicas_of_the_head_need_a_supervisor(
+    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
+) -> None:
+    first = workers[0].model_copy(update={"replicas": 2})
+    with pytest.raises(UsageError, match="which reads the data, need"):
+        plan_of(chain, (first, *workers[1:]), tmp_path)
+
+
 def test_containers_get_what_any_of_them_needs(
     chain: ChainSpec,
     workers: tuple[WorkerSpec, ...],

@@ -205,6 +205,24 @@ def test_an_exact_chain_is_started_again_as_a_whole(
         assert world.processes[name].worker.resume == "0"
 
 
+def test_all_have_one_attempt_after_a_start_of_the_whole_chain(
+    world: World, supervise: MakeSupervisor, record: Record
+) -> None:
+    """By its number the replicas of a head know what belongs to this start."""
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.exits(3, middle=-9)
+    world.at.append((5, lambda: begun(world, "middle")))
+    report = {"attempt": 1, "state": "failed", "error": "top's part is damaged"}
+    world.at.append((6, lambda: write_json(record.run.worker("top"), report)))
+    write_cuts(record.run, 10, 20)
+    world.exits(7, top=DamagedError.exit_code)
+    finish(world, 20)
+    state = supervise().run()
+    assert state.phase == "finished"
+    assert attempts(record, "middle") == [1, 2, 3]
+    assert attempts(record, "bottom") == attempts(record, "top") == [1, 3]
+
+
 def write_cuts(run: RunDir, *cuts: int) -> None:
     for cut in cuts:
         for name in ("bottom", "middle", "top"):

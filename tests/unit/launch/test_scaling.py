@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dni_runtime.documents.requests import Replicas, Scale
 from dni_runtime.launch.scaling import (
+    Scaler,
     Steps,
     balancing_replicas,
     next_steps,
@@ -111,3 +114,17 @@ def test_as_many_as_balance_the_chain(b: float, d: float, wanted: dict[str, int]
     seconds = {"a": 0.010, "b": b, "c": 0.008, "d": d}
     replicas = {"a": 1, "b": 4, "c": 1, "d": 4}
     assert balancing_replicas(seconds, replicas, {"b": 4, "d": 4}) == wanted
+
+
+@pytest.mark.parametrize("active", [(1, 3), (1,)], ids=["takes batches", "leaves"])
+def test_nobody_waits_for_a_replica_that_is_lost(tmp_path: Path, active: tuple[int, ...]) -> None:
+    """Also if it was to leave, and has not passed its last marker."""
+    run = RunDir(tmp_path)
+    run.create()
+    Replicas(active={"b": active}).write(run.replicas)
+    parked = list[str]()
+    pool: Any = SimpleNamespace(park=parked.append)
+    journal: Any = SimpleNamespace(event=lambda *what, **more: None)
+    assert Scaler(run, {"b": 2}, pool, journal).lose("b.3", "its node is lost")
+    assert replicas_now(run, {"b": 2}) == Replicas(active={"b": (1,)}, lost={"b.3": 0})
+    assert parked == ["b.3"]

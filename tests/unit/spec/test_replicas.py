@@ -113,7 +113,6 @@ def test_the_modules_come_back() -> None:
 @pytest.mark.parametrize(
     ("counts", "more", "message"),
     [
-        ("211", "", "the head, which reads the data, can have one worker only"),
         ("112", "", "the tail, which has the loss, can have one worker only"),
         ("121", "replication: {strategy: best}", "unknown strategy 'best'"),
         ("121", "replication: {strategy: {diloco: {rate: 1}}}", "rate"),
@@ -122,6 +121,37 @@ def test_the_modules_come_back() -> None:
 def test_what_cannot_have_replicas(counts: str, more: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         modules(counts, more=more)
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "location", "message"),
+    [
+        ("{start: 1, most: 2}", "", "modules", "as many shares as it has replicas"),
+        ("2", "data: {workers: 2}", "data.workers", "cannot be loaded ahead"),
+        ("2", "links: {on_loss: continue}", "links.on_loss", "would be left out"),
+        ("2", "data: {path: 'x-{replica}', streams: true}", "data.streams", "rows cannot continue"),
+        ("2", "data: {path: 'x-{replica}', labels: tail}", "data.labels", "of which data set"),
+    ],
+)
+def test_what_a_head_with_replicas_cannot_have(
+    count: str, more: str, location: str, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        modules([count, "1", "1"], more=more)
+    assert ".".join(map(str, caught.value.location)).startswith(location)
+
+
+def test_heads_are_linked_like_other_replicas() -> None:
+    workers = workers_of(modules("231"))
+    assert [one.module for one in workers] == ["a.1", "a.2", "b.1", "b.2", "b.3", "c"]
+    first, second = workers[:2]
+    assert first.head == second.head
+    assert first.head is not None
+    assert [link.target for link in second.links_out] == ["b.1", "b.2", "b.3"]
+    assert [(one.source, one.target) for one in first.peers] == [("a.2", "a.1")]
+    for id in range(1, 100):
+        ways = [link for one in (first, second) for link in one.links_out if link.carries(id)]
+        assert [link.source for link in ways] == [f"a.{replica_of(id, 2)}"]
 
 
 def test_a_recurrent_layer_needs_all_batches() -> None:

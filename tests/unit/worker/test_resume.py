@@ -14,11 +14,9 @@ import torch
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import remove_temporaries
-from dni_runtime.documents.requests import Requested
 from dni_runtime.errors import DamagedError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
-from dni_runtime.wire import Mark
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.resume import Start, begin, document, forget_later
@@ -186,14 +184,13 @@ def test_the_head_goes_back_to_what_it_may_have_to_send_again(run: RunDir) -> No
     assert spec.retain == spec.links.window
     assert workers("never")[0].retain == 0
     write(run, spec, snapshot=17, step=15)
-    for id, mark in ((12, Mark.CHECKPOINT), (17, Mark.CHECKPOINT), (19, Mark.STOP)):
-        Requested(id=id, mark=int(mark)).append(run.marks)
+    run.marks("a").touch()
     found, _, _ = start(run, spec, "own")
     assert (found.cut, found.first_id, found.position.batch) == (17, 17, 14)
-    assert found.marks == {17: Mark.CHECKPOINT, 19: Mark.STOP}
+    assert run.marks("a").exists()
     found, _, _ = start(run, spec, "none")
-    assert (found.first_id, found.marks, found.position) == (1, {}, Position())
-    assert not run.marks.exists()
+    assert (found.first_id, found.position) == (1, Position())
+    assert not run.marks("a").exists()
 
 
 def test_a_schedule_of_batches_catches_up(run: RunDir) -> None:

@@ -124,6 +124,20 @@ def test_replicas_are_equal_before_what_needs_it() -> None:
     assert shape(list(early)) == ["1 CHECKPOINT|SYNC", "2 eval", "1 TEST", "1 CHECKPOINT|END"]
 
 
+def test_a_shared_stream_reads_its_own_batches_alone() -> None:
+    """All items keep their places, whoever reads them."""
+    given, whole = role(data=TESTED), run(role(data=TESTED))
+    stream = Stream(open_data(TESTED, Path(), seed=1), given, shared=True)
+    for number, theirs in enumerate(whole):
+        stream.takes = bool(number % 3)
+        ours = next(stream)
+        assert (ours.position, ours.mark, ours.mode) == (theirs.position, theirs.mark, theirs.mode)
+        read = theirs.x is not None and stream.takes
+        assert (ours.x is not None, ours.y_BY is not None) == (read, read)
+        if ours.x is not None and theirs.x is not None:
+            assert torch.equal(torch.as_tensor(ours.x), torch.as_tensor(theirs.x))
+
+
 def test_a_checkpoint_before_each_evaluation() -> None:
     given = role(epochs=3, eval_every=2).model_copy(update={"selects": True})
     markers = [item.mark for item in run(given) if item.x is None]

@@ -1,0 +1,182 @@
+"""Where markers go that are asked for: to the same ids in all replicas of the head.
+
+The replicas of the head run the same stream, each for its own share of the batches. So a marker
+that is asked for while they run must get an id that none of them has passed. Each writes lines into
+a file of its own, which the others read. The first line of a *round* says what one of them wants,
+and the lowest id that it has not used; each other one adds its line when it sees that. Nobody uses
+the id of its own line, or a later one, before the round is complete. Then the marker gets the
+highest of these ids. The lines stay, so that a restarted replica finds the same result.
+
+A head without replicas is alone in its rounds: they are complete at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from dni_runtime.documents.requests import Requested
+from dni_runtime.errors import DataError
+from dni_runtime.lines import LineReader
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.named import module_of, worker_name
+from dni_runtime.wire import Body, Mark
+from dni_runtime.worker.stream import NOTHING
+
+log = logging.getLogger(__name__)
+
+_SAMPLES = -1
+"""The round that only says how many samples a replica has: their streams must have one length."""
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """What is wanted in the stream, and where; of one replica, or agreed by all.
+
+    Attributes:
+        id: Where: of one replica, the lowest id that it has not used.
+        mark: The marker; empty: none.
+        ends: Whether training is to end from there on.
+        body: The marker's body.
+    """
+
+    id: int
+    mark: Mark = NOTHING
+    ends: bool = False
+    body: dict[str, Body] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, line: Requested) -> Self:
+        """Return what a line of a file says."""
+        return cls(line.id, Mark(line.mark), line.ends, line.body)
+
+
+class Rounds:
+    """The rounds of one replica of the head.
+
+    Args:
+        run: The run directory.
+        spec: The replica.
+        begun: Which start of the whole chain this is: lines of others do not count.
+        samples: How many samples this replica's data has.
+
+    Raises:
+        DataError: That of another one has another number.
+
+    Attributes:
+        passed: Rounds whose result is behind this replica.
+    """
+
+    def __init__(
+        self, run: RunDir, spec: WorkerSpec, begun: int, samples: Sequence[int | None] = ()
+    ) -> None:
+        module, self._begun, self._own = module_of(spec.module), begun, spec.module
+        names = [worker_name(module, one + 1, spec.replicas) for one in range(spec.replicas)]
+        self._paths = {name: run.marks(name) for name in names}
+        self._lines: dict[str, dict[int, Insertion]] = {name: {} for name in names}
+        self._samples: list[Body] = list(samples)
+        self._written, self._newest = _SAMPLES, Insertion(0, body={"samples": self._samples})
+        self.alone = len(names) == 1
+        self.passed = 0
+        self._read()
+        if not self.alone and not self.written:
+            self._write()
+
+    @property
+    def written(self) -> bool:
+        """Whether the newest line of this replica is in its file."""
+        return self._written in self._lines[self._own]
+
+    @property
+    def _present(self) -> list[Insertion | None]:
+        """The lines of the present round."""
+        return [own.get(self.passed) for own in self._lines.values()]
+
+    @property
+    def joined(self) -> Insertion | None:
+        """The line of this replica in the present round; None before it has one."""
+        in_file = self._lines[self._own].get(self.passed)
+        return self._newest if self._written == self.passed else in_file
+
+    @property
+    def called(self) -> bool:
+        """Whether a replica wants something in the present round."""
+        found = [one for one in self._present if one is not None]
+        return any(one.mark or one.ends or one.body for one in found)
+
+    @property
+    def agreed(self) -> Insertion | None:
+        """The result of the present round, if it is complete."""
+        found = [one for one in self._present if one is not None]
+        if len(found) < len(self._lines):
+            return None
+        mark = NOTHING
+        for one in found:
+            mark |= one.mark
+        body = next((one.body for one in found if one.body), {})
+        return Insertion(
+            max(one.id for one in found),
+            mark,
+            any(one.ends for one in found),
+            {} if Mark.STOP in mark else body,
+        )
+
+    def holds(self, id: int) -> bool:
+        """Whether an id must not be used before the present round is complete."""
+        joined = self.joined
+        return joined is not None and id >= joined.id and self.agreed is None
+
+    def join(self, wanted: Insertion) -> None:
+        """Write this replica's line of the present round.
+
+        If that fails, a replica tries again when it looks. A head that is alone goes on: a full
+        disk is no reason to stop training.
+        """
+        self._written, self._newest = self.passed, wanted
+        self._write()
+
+    def look(self) -> None:
+        """Read what the others have written."""
+        self._read()
+        if not self.written:
+            self._write()
+
+    def _write(self) -> None:
+        wanted, number = self._newest, self._written
+        line = Requested(
+            begun=self._begun,
+            round=number,
+            id=wanted.id,
+            mark=int(wanted.mark),
+            ends=wanted.ends,
+            body=wanted.body,
+        )
+        try:
+            line.append(self._paths[self._own])
+        except OSError as error:
+            log.warning("a restarted head will not do at %d what was requested: %s", line.id, error)
+            # without the line nobody could tell where batches go after a change of replicas
+            wanted = Insertion(wanted.id, wanted.mark, wanted.ends)
+        if self.alone:
+            self._lines[self._own][number] = wanted
+        else:
+            self._read()
+
+    def _read(self) -> None:
+        for name, path in self._paths.items():
+            with contextlib.suppress(OSError):
+                for line in LineReader(path, Requested.parse).new():
+                    if line.begun == self._begun:
+                        self._lines[name].setdefault(line.round, Insertion.of(line))
+        for name, own in self._lines.items():
+            if (said := own.get(_SAMPLES)) and said.body["samples"] != self._samples:
+                raise DataError(
+                    f"{self._own!r} has {self._samples} samples for training, evaluation and test, "
+                    f"but {name!r} has {said.body['samples']}",
+                    hint="all replicas of the head need as many: see data.train_limit and "
+                    "data.eval_limit",
+                )
