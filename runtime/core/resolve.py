@@ -15,7 +15,6 @@ from dni_runtime.core.checks import (
     check_labels,
     check_links,
     check_loss,
-    check_replicas,
     check_single_samples,
     check_training,
     micro_batches_of,
@@ -28,6 +27,7 @@ from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import class_axis, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
 from dni_runtime.core.replication import lr_scale, resolve_replication
+from dni_runtime.core.replication.checks import check_replicas
 from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
