@@ -2,6 +2,8 @@
 
 For use by one thread. Only :meth:`OutputLink.connect` and :meth:`OutputLink.flush` wait, and both
 have a deadline.
+
+It is one file because it is one class, a half of which says what its methods raise and return.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A checkpoint belongs to a *cut*: the position of its marker in the stream. A cut is complete when
 every module has written its part, and all parts are of the same stream.
+
+It is one file because what writes and what reads must agree on every name in a checkpoint.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Chain:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
-    def wait(self, deadline_s: float = 200) -> dict[str, int]:
+    def wait(self, deadline_s: float = 90) -> dict[str, int]:
         end = time.monotonic() + deadline_s
         return {
             name: process.wait(max(end - time.monotonic(), 0.1))

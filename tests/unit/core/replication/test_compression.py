@@ -150,7 +150,7 @@ def test_replicas_learn_by_compressed_rows(strategy: str, compression: str) -> N
     plain = [ModuleStep(spec) for spec in replicas(f"{strategy}, every: 4", 3)]
     draw = torch.Generator().manual_seed(1)
     truth = torch.randn(8, 6, generator=draw)
-    for id in range(1, 241):
+    for id in range(1, 481):
         x = torch.randn(8, 8, generator=draw)
         for some in (steps, plain):
             learn(some[id % 3], id, x, x @ truth)
@@ -162,7 +162,7 @@ def test_replicas_learn_by_compressed_rows(strategy: str, compression: str) -> N
     weight = steps[0].layers.state_dict()["0.weight"]
     started = plain[0].layers.state_dict()["0.weight"]
     distance = (weight - truth.T).norm() / truth.norm()
-    assert distance < 0.3, (distance, (started - truth.T).norm() / truth.norm())
+    assert distance < 0.2, (distance, (started - truth.T).norm() / truth.norm())
 
 
 def test_a_replica_with_another_base_says_so() -> None:
