@@ -117,14 +117,16 @@ TROUBLE = ("restarts", "missed", "replayed")
 
 def modules_table(figures: RunFigures) -> Table:
     """Return a table with one row per module; on a cluster with its node."""
-    tail = figures.modules[-1]
+    from dni_runtime.spec.replicas import tails_of
+
+    tails = tails_of([module.module for module in figures.modules])
     extra = [name for name in TROUBLE if any(getattr(one, name) for one in figures.modules)]
     columns = list(MODULE_COLUMNS)
     if figures.job is not None:
         columns.insert(1, "node")
     rows = []
     for module in figures.modules:
-        row = _row(module, figures.accuracy if module is tail else module.head_accuracy)
+        row = _row(module, figures.accuracy if module.module in tails else module.head_accuracy)
         if figures.job is not None:
             row.insert(1, module.host or "-")
         more = (f"{getattr(module, name):,}" if getattr(module, name) else "-" for name in extra)

@@ -147,6 +147,9 @@ class RunDir:
     def marks(self, module: str) -> Path:
         return self.root / "ledger" / f"{module}.marks.jsonl"
 
+    def shares(self, module: str) -> Path:
+        return self.root / "ledger" / f"{module}.shares.jsonl"
+
     @property
     def replicas(self) -> Path:
         return self.root / "ledger" / "replicas.json"

@@ -69,13 +69,13 @@ class Evaluation:
         others = {name: metric.to_dict() for name, metric in self._others.items()}
         return {"samples": self.samples, "sums": sums, "others": others}
 
-    def go_on_from(self, document: dict[str, Any]) -> None:
-        """Continue from the sums that :meth:`to_dict` returned."""
-        self.samples = document["samples"]
+    def merge(self, document: dict[str, Any]) -> None:
+        """Add sums that :meth:`to_dict` returned, of other batches."""
+        self.samples += document["samples"]
         for name, (total, count) in document["sums"].items():
-            self._sums[name] = _double(total), _double(count)
+            self._add(name, _double(total), _double(count))
         for name, state in document["others"].items():
-            self._others[name].go_on_from(state)
+            self._others[name].merge(state)
 
     @torch.no_grad()
     def add(self, p_BP: Tensor, y_BY: Tensor) -> None:

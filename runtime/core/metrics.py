@@ -170,12 +170,33 @@ class TorchMetric:
         states = {name: getattr(self._metric, name).tolist() for name in self._metric._defaults}
         return {"updates": self._metric._update_count, "states": states}
 
-    def go_on_from(self, document: dict[str, Any]) -> None:
-        """Continue from the state that :meth:`to_dict` returned."""
+    def merge(self, document: dict[str, Any]) -> None:
+        """Add a state that :meth:`to_dict` returned, of the same evaluation."""
+        first = not self._metric._update_count
         for name, value in document["states"].items():
             now = getattr(self._metric, name)
-            setattr(self._metric, name, torch.tensor(value, dtype=now.dtype, device=now.device))
-        self._metric._update_count = document["updates"]
+            own = torch.tensor(value, dtype=now.dtype, device=now.device)
+            if not first and document["updates"]:
+                own = self._metric._reductions[name](torch.stack([now, own]))
+            if first or document["updates"]:
+                setattr(self._metric, name, own)
+        self._metric._update_count += document["updates"]
+
+    def check_merges(self, name: str, at: Location) -> None:
+        """Refuse a metric whose parts over several batches cannot be put together.
+
+        Raises:
+            SpecError: It is one.
+        """
+        from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+
+        merges = (dim_zero_sum, dim_zero_max, dim_zero_min)
+        if any(one not in merges for one in self._metric._reductions.values()):
+            raise SpecError(
+                f"{name} cannot be put together from the parts of several replicas",
+                location=at,
+                hint="the last module needs one worker for it, or use another metric",
+            )
 
     def try_out(self, name: str, prediction: TensorSpec, label: TensorSpec, at: Location) -> None:
         """Count and compute a made-up batch, so that errors come before anything starts.
@@ -214,9 +235,21 @@ class TorchMetric:
 
 
 def check_metrics(
-    metrics: Sequence[Choice], loss: ChainLoss, prediction: TensorSpec, label: TensorSpec
+    metrics: Sequence[Choice],
+    loss: ChainLoss,
+    prediction: TensorSpec,
+    label: TensorSpec,
+    *,
+    merged: bool = False,
 ) -> None:
     """Check names, keywords, and that each metric takes the chain's predictions and labels.
+
+    Args:
+        metrics: The metrics.
+        loss: The chain's loss.
+        prediction: The chain's output.
+        label: Its labels.
+        merged: Whether replicas of the tail count parts of an evaluation.
 
     Raises:
         SpecError: One does not.
@@ -228,7 +261,10 @@ def check_metrics(
             raise SpecError(f"duplicate metric {name!r}", location=at)
         if name not in METRICS:
             with torch.random.fork_rng(devices=[]):
-                TorchMetric(metric, loss, location=at).try_out(name, prediction, label, at)
+                made = TorchMetric(metric, loss, location=at)
+                made.try_out(name, prediction, label, at)
+            if merged:
+                made.check_merges(name, at)
             continue
         if metric.args:
             raise SpecError(f"{name} takes no keywords", location=(*at, name))

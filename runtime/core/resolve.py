@@ -134,7 +134,8 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     if full.losses is not None:
         chosen = sum_of(full.losses, inferred[-1].outputs, info.labels or (info.label,))
     loss = check_loss(full, chosen, prediction, info)
-    check_metrics(full.metrics, loss, prediction, info.label)
+    merged = full.modules[-1].most > 1
+    check_metrics(full.metrics, loss, prediction, info.label, merged=merged)
     interfaces = [
         None if module.interface is None else find_interface(module.interface)
         for module in full.modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -39,7 +40,7 @@ class Exit:
         due: Whether a restart of all modules is due.
         older_cut: Whether there may be an older checkpoint to start from.
         may_restart: Whether the rules allow another restart (``launch/restarts.py``).
-        tail: Whether it is the last module, and others still run.
+        tail: Whether it is the last one of the last module's workers, and others still run.
     """
 
     exit_code: int
@@ -93,17 +94,17 @@ def decide(worker: Exit, *, stopping: bool) -> Action:
 
 
 def conclusion(
-    failed: int | None, tail: str, killed_by: int | None
+    failed: int | None, tails: Sequence[str], killed_by: int | None
 ) -> tuple[Literal["finished", "stopped", "failed"], int]:
     """Return a run's last phase and exit code.
 
     Args:
         failed: Exit code of the module that failed first; None: no module failed.
-        tail: State of the last module.
+        tails: States of the last module's workers.
         killed_by: The second signal, which killed all workers; None: there was none.
     """
     if failed is not None:
         return "failed", failed if failed == DivergedError.exit_code else DniError.exit_code
-    if tail == "finished":
+    if all(state == "finished" for state in tails):
         return "finished", 0
     return "stopped", StoppedError.exit_code if killed_by is None else 128 + killed_by

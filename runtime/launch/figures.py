@@ -25,6 +25,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.lines import LineReader, last_line, offset_of_last, offset_where
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec.replicas import tails_of
 
 EVALUATIONS = 1000
 """Most evaluations shown; earlier ones are in the tail's metrics file."""
@@ -99,8 +100,8 @@ class RunFigures(Document):
         accuracy: Accuracy of the last evaluation.
         loss: Loss of the last evaluation.
         evaluations: The last evaluations (up to ``EVALUATIONS``).
-        samples_per_s: Training samples per second at the tail, from the attempt's first to its
-            last measurement.
+        samples_per_s: Training samples per second at the tail, of all its replicas, from the
+            attempt's first to its last measurement.
         eta_s: Seconds left, at the pace of this attempt.
         modules: The modules, head first.
         job: Its Slurm job, or None.
@@ -155,7 +156,8 @@ class MetricsReader:
         self._lines: LineReader[EvaluationLine] | None = None
         self._train: dict[str, TrainLine] = {}
         self._kept: dict[str, dict[str, int]] = {}
-        self._first: TrainLine | None = None
+        self._tails = tails_of(record.modules)
+        self._first: dict[str, TrainLine] = {}
         self._evaluations: dict[int, EvaluationLine] = {}
         self._test: EvaluationLine | None = None
 
@@ -168,12 +170,15 @@ class MetricsReader:
         record = self._record
         state = state or read_state(record.run)
         job = JobRecord.load(record.run.job)
-        tail = record.modules[-1]
+        for line in self._news(self._tails[0]):
+            self._evaluated(line)
         for name in record.modules:
-            self._follow(name, state, is_tail=name == tail)
+            self._follow(name, state)
         modules = tuple(self._module(name, state) for name in record.modules)
         evaluations = tuple(self._evaluations[key] for key in sorted(self._evaluations))
         last = evaluations[-1] if evaluations else None
+        steps = [one.step for one in modules if one.module in self._tails and one.step is not None]
+        step = sum(steps) if steps else None
         return RunFigures(
             run=record.name,
             path=str(record.run.root),
@@ -189,23 +194,20 @@ class MetricsReader:
             error=state.error,
             epoch=last.epoch if last else modules[-1].epoch,
             epochs=record.epochs,
-            step=modules[-1].step,
+            step=step,
             total_steps=record.total_steps,
             accuracy=last.accuracy if last else None,
             loss=last.loss if last else None,
             evaluations=evaluations,
             test=self._test,
             samples_per_s=self._pace("samples"),
-            eta_s=self._eta(state, modules[-1].step),
+            eta_s=self._eta(state, step),
             modules=modules,
         )
 
-    def _follow(self, name: str, state: RunState, *, is_tail: bool) -> None:
+    def _follow(self, name: str, state: RunState) -> None:
         """Read a module's newest line; ignore earlier attempts of the run."""
         since = state.attempt
-        if is_tail:  # others report their early heads
-            for line in self._news(name):
-                self._evaluated(line)
         newest = newest_train(self._record.run, name)
         if newest is None or newest.attempt < since:
             return
@@ -213,8 +215,9 @@ class MetricsReader:
         if last is None or last.attempt != newest.attempt:
             self._kept[name] = self._former_counts(name, since, newest.attempt)
         self._train[name] = newest
-        if is_tail and (self._first is None or self._first.attempt < since):
-            self._first = self._first_train(name, since) or newest
+        first = self._first.get(name)
+        if name in self._tails and (first is None or first.attempt < since):
+            self._first[name] = self._first_train(name, since) or newest
 
     def _news(self, tail: str) -> Iterator[EvaluationLine]:
         """Return the tail's new evaluations; at first the last ones."""
@@ -261,7 +264,7 @@ class MetricsReader:
         if known is not None:
             report = report.of(known.attempt)
         train = self._train.get(name)
-        early = report.evaluation if name != self._record.modules[-1] else None
+        early = report.evaluation if name not in self._tails else None
         return ModuleFigures(
             **self._measured(name, running=known is not None and known.state == "running"),
             module=name,
@@ -295,19 +298,23 @@ class MetricsReader:
 
     def _pace(self, what: Literal["step", "samples"]) -> float | None:
         """Return the growth of a counter of the tail per second, over this attempt."""
-        first, last = self._first, self._train.get(self._record.modules[-1])
-        if first is None or last is None:
-            return None
+        paces = [self._pace_of(what, self._train[name], one) for name, one in self._first.items()]
+        known = [one for one in paces if one is not None]
+        return round(sum(known), 3) if known else None
+
+    def _pace_of(
+        self, what: Literal["step", "samples"], last: TrainLine, first: TrainLine
+    ) -> float | None:
         if last.time <= first.time:  # the only measurement so far
             return last.samples_per_s if what == "samples" else last.batches_per_s
         grown: int = getattr(last, what) - getattr(first, what)
-        return round(grown / (last.time - first.time), 3)
+        return grown / (last.time - first.time)
 
     def _eta(self, state: RunState, step: int | None) -> float | None:
         total, pace = self._record.total_steps, self._pace("step")
         if not state.active or total is None or step is None or not pace or pace <= 0:
             return None
-        since_s = time.time() - self._train[self._record.modules[-1]].time
+        since_s = time.time() - max(self._train[name].time for name in self._first)
         return max((total - step) / pace - since_s, 0.0)
 
 

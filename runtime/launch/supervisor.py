@@ -259,6 +259,7 @@ class Supervisor:
         """Record the exit of one worker, and do what ``decide`` says."""
         stopping, pool = self._stop_reason is not None, self._pool
         node, code = self._lost.pop(name, None), module.exit_code
+        tails = self._plan.tails
         assert code is not None
         exited = Exit(
             code,
@@ -271,7 +272,7 @@ class Supervisor:
             due=name in pool.due,
             older_cut=pool.may_fall_back(name),
             may_restart=self._backoff[name].allows(self._plan.restart, code, self._clock()),
-            tail=name == self._plan.workers[-1].module and bool(pool),
+            tail=name in tails and bool(pool) and not {*pool.processes, *pool.due} & {*tails},
         )
         module.state = exited.ending(stopping=stopping)
         self._journal.event(
@@ -399,7 +400,7 @@ class Supervisor:
         failed = None if self.state.failed is None else self.state.modules[self.state.failed]
         self.state.phase, self.state.exit_code = conclusion(
             None if failed is None else failed.exit_code,
-            self.state.modules[self._plan.workers[-1].module].state,
+            [self.state.modules[name].state for name in self._plan.tails],
             self._killed_by,
         )
         if self.state.phase == "finished":

@@ -25,6 +25,11 @@ def replicas_of(workers: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
+def tails_of(workers: Sequence[str]) -> list[str]:
+    """Return the workers of the last module, by the names of all workers."""
+    return replicas_of(workers)[module_of(workers[-1])]
+
+
 def modules_of(workers: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
     """Return the modules' specs that :func:`workers_of` made workers of."""
     return tuple(worker.of_module() for worker in workers if worker.replica == 1)

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.documents.shares import Share
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
+from dni_runtime.worker.resume import Start
 from dni_runtime.worker.selection import Selection
+from dni_runtime.worker.shares import Shares
 
 log = logging.getLogger(__name__)
 
@@ -18,25 +21,33 @@ log = logging.getLogger(__name__)
 class Evaluations:
     """Adds up evaluations, also across restarts, and reports them.
 
+    Of the tail's replicas the first one reports, with what the others have counted.
+
     Args:
         step: The module.
         metrics: Where results go.
         ledger: Keeps the sums of an unfinished evaluation.
-        cut: Where the module starts.
+        start: Where the module starts.
     """
 
-    def __init__(self, step: ModuleStep, metrics: MetricsWriter, ledger: Ledger, cut: int) -> None:
+    def __init__(
+        self, step: ModuleStep, metrics: MetricsWriter, ledger: Ledger, start: Start
+    ) -> None:
         self._step = step
         self._metrics = metrics
         self._ledger = ledger
         self._current: Evaluation | None = None
         if (sums := ledger.progress.counts.evaluation) is not None:
             self._current = Evaluation.of(step)
-            self._current.go_on_from(sums)
+            self._current.merge(sums)
         spec = step.spec
+        self._shares: Shares | None = None
+        self._others: list[Share] | None = None
+        if spec.tail is not None and spec.replicas > 1:
+            self._shares = Shares(metrics.run, spec, start.begun)
         self._selection: Selection | None = None
-        if spec.tail is not None and spec.tail.selection is not None:
-            self._selection = Selection(metrics.run, spec.tail.selection, spec.module, cut)
+        if spec.tail is not None and spec.tail.selection is not None and spec.replica == 1:
+            self._selection = Selection(metrics.run, spec.tail.selection, spec.module, start.cut)
 
     def add(self, h_BH: Tensor, y_BY: Tensor) -> None:
         """Count a batch, if the module makes predictions.
@@ -58,18 +69,34 @@ class Evaluations:
         if self._selection is not None:
             self._selection.checkpoint(cut)
 
+    def complete(self, id: int) -> bool:
+        """Whether all parts of the evaluation before a marker are there; else call it again."""
+        if self._shares is None:
+            return True
+        if not self._shares.reports:
+            sums = None if self._current is None else self._current.to_dict()
+            return self._shares.give(Share(id=id, step=self._ledger.progress.step, sums=sums))
+        self._others = self._shares.others(id)
+        return self._others is not None
+
     def end(self, epoch: int, *, test: bool) -> bool:
-        """Report the completed evaluation, if the module has one.
+        """Report the completed evaluation, if the module has one, or a part of one.
 
         Returns:
             Whether training should end, because the best evaluation is too old.
         """
-        if self._current is None:
-            return False
-        result, samples = self._current.result(), self._current.samples
-        self._current = None
+        current, others = self._current, self._others or []
+        self._current = self._others = None
         self._ledger.keep_evaluation(None)
-        self._metrics.evaluated(result, samples, test=test)
+        if self._shares is not None and not self._shares.reports:
+            return False
+        for sums in [one.sums for one in others if one.sums is not None]:
+            current = current or Evaluation.of(self._step)
+            current.merge(sums)
+        if current is None:
+            return False
+        result, step = current.result(), self._ledger.progress.step + sum(it.step for it in others)
+        self._metrics.evaluated(result, current.samples, step=step, test=test)
         log.info(
             "epoch %d%s%s: %s",
             epoch,

@@ -222,17 +222,21 @@ class MetricsWriter:
         """Write one line about a training epoch: its batches, each counted once."""
         self._append(EpochLine(**self._head() | {"epoch": epoch}, kind="epoch", batches=batches))
 
-    def evaluated(self, result: dict[str, float], samples: int, *, test: bool = False) -> None:
+    def evaluated(
+        self, result: dict[str, float], samples: int, *, step: int, test: bool = False
+    ) -> None:
         """Write one line about an evaluation, of the chain (tail) or of an early head.
 
         Args:
             result: Its figures.
             samples: Number of its samples.
+            step: Training batches until then, of all replicas of the tail.
             test: Whether these were the test set's.
         """
         kind: Literal["eval", "test"] = "test" if test else "eval"
         figures: dict[str, Any] = {key: _finite(value) for key, value in result.items()}
-        line = EvaluationLine(**self._head() | {"samples": samples}, kind=kind, **figures)
+        head = self._head() | {"samples": samples, "step": step}
+        line = EvaluationLine(**head, kind=kind, **figures)
         self._append(line)
         if not test:
             self._evaluation = Evaluation(epoch=line.epoch, step=line.step, **figures)

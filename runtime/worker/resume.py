@@ -148,8 +148,10 @@ def forget_later(run: RunDir, spec: WorkerSpec, start: Start) -> None:
     run.snapshot(spec.module).unlink(missing_ok=True)
     if spec.head is not None:
         run.marks(spec.module).unlink(missing_ok=True)
-    if spec.tail is not None and (best_cut(run) or 0) > start.cut:
-        run.best.unlink(missing_ok=True)
+    if spec.tail is not None:
+        run.shares(spec.module).unlink(missing_ok=True)
+        if spec.replica == 1 and (best_cut(run) or 0) > start.cut:
+            run.best.unlink(missing_ok=True)
 
 
 def document(

@@ -48,6 +48,7 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.saver import StateSaver
+from dni_runtime.worker.shares import GATHER_MS
 from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item
@@ -126,9 +127,10 @@ class ModuleServer:
             metrics, stop, self._saver, ledger, input, output, exchange, self._neighbours, workers
         )
         self._divergence = Divergence(step, metrics, self._copies)
-        self._evaluations = Evaluations(step, metrics, ledger, start.cut)
+        self._evaluations = Evaluations(step, metrics, ledger, start)
         self._draining: Marker | None = None
         self._sharing: Marker | None = None
+        self._gathering: Marker | None = None
         self._joining: Marker | None = None
         self._others: Others | None = None
         self._outcome: Outcome | None = None
@@ -191,7 +193,8 @@ class ModuleServer:
     @property
     def _held(self) -> bool:
         """Whether a marker is not done with."""
-        return any(one is not None for one in (self._draining, self._sharing, self._joining))
+        states = (self._draining, self._sharing, self._joining, self._gathering)
+        return any(one is not None for one in states)
 
     @property
     def _agreeing(self) -> bool:
@@ -326,6 +329,8 @@ class ModuleServer:
             self._join(self._joining)
         if self._exchange is not None:
             self._share(self._exchange)
+        if self._gathering is not None:
+            self._conclude(self._gathering)
         if self._output is None:
             return
         if self._neighbours is not None:
@@ -442,18 +447,22 @@ class ModuleServer:
 
     def _conclude(self, marker: Marker) -> None:
         ledger, mark, leaves = self._ledger, marker.mark, self._leaves_at(marker)
+        new = ledger.new(marker.id)
+        # A restarted module may get markers of evaluations that it has already reported.
+        evaluated = new and mark & (Mark.EVAL | Mark.TEST)
+        if evaluated and not self._evaluations.complete(marker.id):
+            self._gathering = marker
+            return
+        self._gathering = None
         if mark & (Mark.EVAL | Mark.TEST):
             self._step.end_evaluation()
         ledger.at(marker.id, marker.epoch)
-        new = ledger.new(marker.id)
         self._metrics.now("checkpoint" if Mark.CHECKPOINT in mark else "evaluation")
         if Mark.EPOCH in mark:
             self._end_epochs(marker.epoch)
             counts = ledger.progress.counts
             if new and counts.epoch == marker.epoch:
                 self._metrics.epoch_ended(marker.epoch, counts.epoch_batches)
-        # A restarted module may get markers of evaluations that it has already reported.
-        evaluated = new and mark & (Mark.EVAL | Mark.TEST)
         if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
             log.info("no better evaluation within the patience: training ends")
             self._ask_upstream(END_EARLY)
@@ -486,7 +495,8 @@ class ModuleServer:
         may_take = self._may_take()
         full = self._output is not None and not self._output.room
         reason = "input" if may_take else "window" if full else "gradient"
-        reason = "replicas" if self._sharing is not None or self._agreeing else reason
+        held = self._sharing is not None or self._gathering is not None
+        reason = "replicas" if held or self._agreeing else reason
         if self._metrics.doing != reason:
             self._metrics.now(reason)
         if may_take and self._idle is not None and not self._stop() and self._idle.train():
@@ -497,5 +507,5 @@ class ModuleServer:
         if self._watched != self._below:
             self._watch()
         poller = self._any_poller if may_take else self._output_poller
-        poller.poll(POLL_MS)
+        poller.poll(POLL_MS if self._gathering is None else GATHER_MS)
         self._metrics.waiting_s[reason] += time.monotonic() - began

@@ -43,7 +43,7 @@ modules:
 - {name: stem, replicas: %(heads)d, layers: [{Linear: {in_features: 64, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU]}
 - {name: wide, replicas: 3, layers: [{Linear: {in_features: 32, out_features: 32}}, {BatchNorm1d: {num_features: 32}}, ReLU%(pause)s]}
 - {name: deep, replicas: 2, layers: [{Linear: {in_features: 32, out_features: 32}}, ReLU]}
-- {name: top, inputs: [deep, stem], layers: [Concat, {Linear: {in_features: 64, out_features: 10}}]}
+- {name: top, replicas: %(tails)d, inputs: [deep, stem], layers: [Concat, {Linear: {in_features: 64, out_features: 10}}]}
 """  # noqa: E501
 CURVE = "{transport: tcp, interface: lo, security: curve}"
 WORKERS = ["stem", "wide.1", "wide.2", "wide.3", "deep.1", "deep.2", "top"]
@@ -51,13 +51,13 @@ WORKERS = ["stem", "wide.1", "wide.2", "wide.3", "deep.1", "deep.2", "top"]
 
 def write(
     site: Site, *, strategy: str = "local-sgd", interface: str = "mixed", links: str = "{}",
-    epochs: int = 3, slow: bool = False, heads: int = 1,
+    epochs: int = 3, slow: bool = False, heads: int = 1, tails: int = 1,
 ) -> Path:  # fmt: skip
     (site.folder / "pause.py").write_text(PAUSE)
     path = site.folder / "chain.yaml"
     given = {"strategy": strategy, "interface": interface, "links": links, "epochs": epochs}
-    given["heads"] = heads
-    path.write_text(CHAIN % {**given, "pause": f", {PAUSES}" if slow else ""})
+    pause = f", {PAUSES}" if slow else ""
+    path.write_text(CHAIN % {**given, "heads": heads, "tails": tails, "pause": pause})
     return path
 
 
@@ -158,12 +158,13 @@ def same_weights(run: Run, replicas: int) -> None:
 
 def test_any_replica_may_be_killed(site: Site) -> None:
     """The others go on, no batch is lost, and all replicas end with the same weights."""
-    path = write(site, strategy="diloco", slow=True, epochs=8, heads=2)
+    strategy = "{diloco: {lr: 0.5, momentum: 0.5}}"
+    path = write(site, strategy=strategy, slow=True, epochs=8, heads=2, tails=2)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
-    for name in ("wide.1", "stem.2", "deep.2", "top"):
-        step = run.status().modules[-1].step or 0
-        eventually("training goes on", lambda s=step: (run.status().modules[-1].step or 0) > s + 8)
+    for name in ("wide.1", "stem.2", "deep.2", "top.1", "top.2"):
+        step = run.status().step or 0
+        eventually("training goes on", lambda s=step: (run.status().step or 0) > s + 8)
         before = RunState.read(site.latest).modules[name]
         os.kill(int(before.pid or 0), signal.SIGKILL)
         eventually(
@@ -184,7 +185,9 @@ def test_any_replica_may_be_killed(site: Site) -> None:
     same_weights(run, 3)
     steps = {one.module: one.step or 0 for one in figures.modules}
     every = 8 * 45
-    assert steps["stem.1"] + steps["stem.2"] == steps["top"] == every
+    assert steps["stem.1"] + steps["stem.2"] == steps["top.1"] + steps["top.2"] == every
+    assert figures.step == figures.evaluations[-1].step == every
+    assert [one.samples for one in figures.evaluations] == [360] * 8
     assert sum(steps[f"wide.{one}"] for one in (1, 2, 3)) == every
     assert sum(steps[f"deep.{one}"] for one in (1, 2)) == every
     assert figures.accuracy is not None
@@ -263,7 +266,7 @@ defaults: {interface: local, optimizer: {Adam: {lr: 0.005}}}
 modules:
 - {name: stem, replicas: 2, layers: [{Linear: {in_features: 64, out_features: 32}}, ReLU, %s]}
 - {name: wide, replicas: 2, layers: [{Linear: {in_features: 32, out_features: 32}}, ReLU]}
-- {name: top, layers: [{Linear: {in_features: 32, out_features: 10}}]}
+- {name: top, replicas: 2, layers: [{Linear: {in_features: 32, out_features: 10}}]}
 """
 
 
@@ -278,7 +281,7 @@ def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatc
     (site.folder / "chain.yaml").write_text(HEADS % PAUSES)
     site.run("up", "chain.yaml", "--backend", "process", "-d")
     run = Run.open(site.latest.root)
-    eventually("it trains", lambda: (run.status().modules[-1].step or 0) > 8)
+    eventually("it trains", lambda: (run.status().step or 0) > 8)
     run.restart("stem.2")
     eventually("a restart", lambda: RunState.read(site.latest).modules["stem.2"].restarts == 1)
     site.run("wait")
@@ -294,7 +297,8 @@ def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatc
     steps = {one.module: one.step or 0 for one in run.status().modules}
     every = 10 * 23
     assert steps["stem.1"] + steps["stem.2"] == steps["wide.1"] + steps["wide.2"] == every
-    assert steps["top"] == every
+    assert steps["top.1"] + steps["top.2"] == run.status().step == every
+    assert run.evaluate()["accuracy"] == pytest.approx(run.status().accuracy)
     chain, modules = run.record.specs()
     monkeypatch.syspath_prepend(site.folder)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -316,14 +320,14 @@ def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatc
         item = both[replica_of(id, 2) - 1]
         if item.x is not None and item.y_BY is not None and item.mode is Mode.TRAIN:
             h: Any = item.x
-            for name in (f"stem.{replica_of(id, 2)}", f"wide.{replica_of(id, 2)}", "top"):
-                h = trained(wanted[name], id, h, item.y_BY)
+            for name in ("stem", "wide", "top"):
+                h = trained(wanted[f"{name}.{replica_of(id, 2)}"], id, h, item.y_BY)
     for name, ours in run.model().state_dict().items():
         module, _, rest = name.partition(".")
-        step = wanted[module if module == "top" else f"{module}.1"]
+        step = wanted[f"{module}.1"]
         assert torch.allclose(ours, step.layers.state_dict()[rest], atol=1e-5), name
 
 
 def share_all(steps: dict[str, ModuleStep], id: int, *, full: bool) -> None:
-    for name in ("stem", "wide"):
+    for name in ("stem", "wide", "top"):
         share([steps[f"{name}.{one}"] for one in (1, 2)], id, full=full)

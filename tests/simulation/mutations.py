@@ -11,7 +11,7 @@ from typing import Any
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
-from dni_runtime.worker import exchange, fanout, farewell, join, rounds, server
+from dni_runtime.worker import exchange, fanout, farewell, join, rounds, server, shares
 
 
 @contextmanager
@@ -183,6 +183,16 @@ def ids_unagreed() -> Any:
     return replaced((rounds.Rounds, "holds", lambda self, id: False))
 
 
+def parts_unawaited() -> Any:
+    """The first replica of the tail reports what is there when its own part ends."""
+    real = shares.Shares.others
+
+    def others(self: Any, id: int) -> Any:
+        return real(self, id) or []
+
+    return replaced((shares.Shares, "others", others))
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "gradients-once": gradients_once,
     "newest-read": newest_read,
@@ -195,4 +205,5 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "half-sums": half_sums,
     "means-awaited": means_awaited,
     "ids-unagreed": ids_unagreed,
+    "parts-unawaited": parts_unawaited,
 }

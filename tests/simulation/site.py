@@ -29,6 +29,7 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts, parts_of
+from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.requests import Scale
 from dni_runtime.errors import DniError
@@ -40,7 +41,7 @@ from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.members import Members, first_replicas
 from dni_runtime.spec.named import module_of
-from dni_runtime.spec.replicas import workers_of
+from dni_runtime.spec.replicas import tails_of, workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind, Rows
 from dni_runtime.worker import (
@@ -197,14 +198,16 @@ class Schedule:
         self.window = max(self.window, *(graph.beside(*ends) for ends in graph.numbers))
 
     def _draw_replicas(self) -> None:
-        """Draw replicas of all modules but the tail, which wait for no gradient."""
+        """Draw replicas of modules, which wait for no gradient."""
         draw = random.Random(f"replicas {self.seed}")
         self.modules = max(self.modules, 3)
         between = [draw.choice((1, 2, 2, 3)) for _ in range(self.modules - 2)]
         between[draw.randrange(len(between))] = draw.choice((2, 3))
         apart = random.Random(f"heads {self.seed}")
         heads = apart.choice((2, 2, 3)) if apart.random() < 0.4 else 1
-        self.replicas = (heads, *between, 1)
+        apart = random.Random(f"tails {self.seed}")
+        tails = apart.choice((2, 2, 3)) if apart.random() < 0.4 else 1
+        self.replicas = (heads, *between, tails)
         self.on_loss = self.on_loss if heads == 1 else "wait"
         if self.interface in WAITING:
             self.interface = draw.choice(("delayed", "synthetic", "local"))
@@ -215,9 +218,9 @@ class Schedule:
         draw = random.Random(f"scales {self.seed}")
         if draw.random() < 0.3:
             return
-        heads, *others = self.replicas
-        most = [heads, *(n + draw.choice((0, 0, 1)) if n > 1 else 1 for n in others)]
-        elastic = [False, *(n > 1 and draw.random() < 0.8 for n in most[1:])]
+        heads, *others, tails = self.replicas
+        most = [heads, *(n + draw.choice((0, 0, 1)) if n > 1 else 1 for n in others), tails]
+        elastic = [False, *(n > 1 and draw.random() < 0.8 for n in most[1:-1]), False]
         self.replicas = tuple(most)
         self.starts = tuple(
             draw.randint(1, count) if able else None
@@ -234,6 +237,11 @@ class Schedule:
             at_s, worker = draw.uniform(0, length_s), draw.randint(1, most[index] - 1)
             self.faults.append((at_s, "hopeless", sum(most[:index]) + worker, 0.0))
             self.faults.sort()
+
+    @property
+    def evaluated(self) -> int:
+        """Batches of an evaluation: several, if the tail has replicas."""
+        return 3 if self.replicas and self.replicas[-1] > 1 else 1
 
     @property
     def loses(self) -> bool:
@@ -298,14 +306,15 @@ class Data:
 
     Args:
         half: What is read, if not both.
+        evaluated: Batches of an evaluation.
     """
 
     train_batch_count = BATCHES
     has_test = False
     info = INFO
 
-    def __init__(self, half: str | None = None) -> None:
-        self._half = half
+    def __init__(self, half: str | None = None, evaluated: int = 1) -> None:
+        self._half, self._evaluated = half, evaluated
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
         draw = torch.Generator().manual_seed(epoch)
@@ -316,8 +325,9 @@ class Data:
     def batches(self, split: str, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
         if split == "train":
             yield from self.train_batches(epoch, start)
-        elif start == 0:
-            yield self._own(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+        else:
+            for _ in range(start, self._evaluated):
+                yield self._own(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
 
     def some_batches(
         self, split: str, epoch: int, start: int, takes: Callable[[], bool]
@@ -537,6 +547,7 @@ class Site:
             weights = [parameters_to_vector(one.layers.parameters()) for one in alike]
             if any(not torch.equal(one, weights[0]) for one in weights):
                 raise Violated(f"the replicas of {module} have not agreed")
+        self._check_evaluations()
         cuts = complete_cuts(self.run_dir, self.names)
         if not cuts:
             raise Violated("there is no complete checkpoint")
@@ -548,6 +559,21 @@ class Site:
         limit = schedule.window * (1 + ADJACENT_FAILURES) + marks
         if self.largest_window > limit:
             raise Violated(f"a window holds {self.largest_window} messages of {limit}")
+
+    def _check_evaluations(self) -> None:
+        """Each epoch's evaluation is reported, of all samples, by one of the tail's replicas."""
+        first, *others = tails_of(self.names)
+        lines = list(read_metrics(self.run_dir.metrics(first), EvaluationLine))
+        for name in others:
+            if any(True for _ in read_metrics(self.run_dir.metrics(name), EvaluationLine)):
+                raise Violated(f"{name} has reported an evaluation")
+        if self.schedule.on_loss != "wait" or self.schedule.loses:
+            return
+        if any(line.samples != 4 * self.schedule.evaluated for line in lines):
+            raise Violated(f"evaluations of {[line.samples for line in lines]} samples")
+        epochs = {line.epoch for line in lines}
+        if epochs != {*range(1, self.schedule.epochs + 1)}:
+            raise Violated(f"evaluations of epochs {epochs}")
 
     def _takes(self, name: str) -> bool:
         """Whether a worker took the last batches."""
@@ -760,7 +786,11 @@ class Site:
             (resume, "as_own", as_own),
             (pool, "rest", rest),
             (window_class, "add", add),
-            (main, "open_data", lambda *args, half=None, **kwargs: Data(half)),
+            (
+                main,
+                "open_data",
+                lambda *args, half=None, **kwargs: Data(half, self.schedule.evaluated),
+            ),
             (metrics, "INTERVAL_S", 10.0),  # else a schedule writes most of its time
             (report, "REPORT_S", 10.0),
             (signals, "LOOK_S", 2.0),

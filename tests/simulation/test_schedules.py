@@ -26,6 +26,7 @@ MISSED = [
     ("half-sums", 1318, "the watchdog has said module 'a' waits for gradients"),
     ("means-awaited", 1344, "module 'b.1' waits for its other replicas"),
     ("ids-unagreed", 6, "b.2: ValueError: id 1 after 1"),
+    ("parts-unawaited", 5, "evaluations of [4] samples"),
 ]
 """Mends, and a seed that finds what each was made for."""
 
@@ -48,7 +49,7 @@ for options in json.loads(sys.argv[2]):
 Found = tuple[int, dict[str, Any]]
 
 
-OF_REPLICAS = ("means-awaited", "ids-unagreed")
+OF_REPLICAS = ("means-awaited", "ids-unagreed", "parts-unawaited")
 OF_GRAPHS = ("gaps-untold", "links-in-turn", "half-sums")
 
 

@@ -24,8 +24,9 @@ def check_replicas(
         micro_batches: Parts that each training batch is cut into.
 
     Raises:
-        SpecError: The tail has replicas, or the head has such that cannot share its data; a module
-            waits for gradients, batches come in parts, or the strategy is unknown.
+        SpecError: The number of the tail's replicas may change, or the head has such that cannot
+            share its data; a module waits for gradients, batches come in parts, or the strategy is
+            unknown.
     """
     replicated = [index for index, module in enumerate(chain.modules) if module.most > 1]
     if not replicated:
@@ -47,11 +48,11 @@ def check_replicas(
                 location=("modules", index, "replicas"),
                 hint=f"'replicas: {strategy.needs}', or another strategy, such as 'local-sgd'",
             )
-    if (last := len(chain.modules) - 1) in replicated:
+    if isinstance(chain.modules[-1].replicas, ElasticSpec):
         raise SpecError(
-            "the tail, which has the loss, can have one worker only",
-            location=("modules", last, "replicas"),
-            hint="cut the chain so that the slow layers are in a module before it",
+            "the tail's replicas count parts of each evaluation: their number is fixed",
+            location=("modules", len(chain.modules) - 1, "replicas"),
+            hint=f"'replicas: {chain.modules[-1].most}'",
         )
     if 0 in replicated:
         _check_heads(chain)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.metrics import METRICS, check_metrics, rises
+from dni_runtime.core.metrics import METRICS, TorchMetric, check_metrics, rises
 from dni_runtime.core.resolve import resolved_chain, worker_specs
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
@@ -37,7 +37,7 @@ def run(loss: ChainLoss, p: Tensor, y: Tensor, *metrics: Any, size: int = 5) -> 
     for p_BP, y_BY in zip(p.split(size), y.split(size), strict=True):
         evaluation = Evaluation(loss, choices(*metrics))
         if state is not None:
-            evaluation.go_on_from(json.loads(state))
+            evaluation.merge(json.loads(state))
         evaluation.add(p_BP, y_BY)
         state = json.dumps(evaluation.to_dict())
     assert evaluation.samples == len(p)
@@ -254,3 +254,13 @@ def test_images_get_what_metrics_need(metrics: str, given: list[str], expected: 
 
 def test_the_spec_knows_the_plain_metrics() -> None:
     assert set(METRICS) == PLAIN_METRICS
+
+
+def test_metrics_that_replicas_cannot_count_together() -> None:
+    pytest.importorskip("torchmetrics")
+    loss = loss_of((3,), ())
+    (wrong, fine) = choices("PearsonCorrCoef", "MeanSquaredError")
+    TorchMetric(fine, loss).check_merges("MeanSquaredError", ())
+    with pytest.raises(SpecError, match="put together from the parts") as caught:
+        TorchMetric(wrong, loss).check_merges("PearsonCorrCoef", ("metrics", 0))
+    assert caught.value.location == ("metrics", 0)

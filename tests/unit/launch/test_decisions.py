@@ -61,16 +61,17 @@ def test_the_page_lists_every_action_in_this_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "tail", "killed_by", "expected"),
+    ("failed", "tails", "killed_by", "expected"),
     [
-        (None, "finished", None, ("finished", 0)),
-        (None, "stopped", None, ("stopped", STOPPED)),
-        (None, "stopped", signal.SIGINT, ("stopped", 130)),
-        (137, "finished", None, ("failed", FAILED)),
-        (DivergedError.exit_code, "stopped", None, ("failed", DivergedError.exit_code)),
+        (None, ["finished"], None, ("finished", 0)),
+        (None, ["stopped"], None, ("stopped", STOPPED)),
+        (None, ["finished", "stopped"], None, ("stopped", STOPPED)),
+        (None, ["stopped"], signal.SIGINT, ("stopped", 130)),
+        (137, ["finished"], None, ("failed", FAILED)),
+        (DivergedError.exit_code, ["stopped"], None, ("failed", DivergedError.exit_code)),
     ],
 )
 def test_how_a_run_ends(
-    failed: int | None, tail: str, killed_by: int | None, expected: tuple[str, int]
+    failed: int | None, tails: list[str], killed_by: int | None, expected: tuple[str, int]
 ) -> None:
-    assert conclusion(failed, tail, killed_by) == expected
+    assert conclusion(failed, tails, killed_by) == expected

@@ -113,7 +113,6 @@ def test_the_modules_come_back() -> None:
 @pytest.mark.parametrize(
     ("counts", "more", "message"),
     [
-        ("112", "", "the tail, which has the loss, can have one worker only"),
         ("121", "replication: {strategy: best}", "unknown strategy 'best'"),
         ("121", "replication: {strategy: {diloco: {rate: 1}}}", "rate"),
     ],
@@ -139,6 +138,13 @@ def test_what_a_head_with_replicas_cannot_have(
     with pytest.raises(SpecError, match=message) as caught:
         modules([count, "1", "1"], more=more)
     assert ".".join(map(str, caught.value.location)).startswith(location)
+
+
+def test_what_a_tail_with_replicas_cannot_have() -> None:
+    with pytest.raises(SpecError, match="parts of each evaluation") as caught:
+        modules(["1", "1", "{start: 1, most: 2}"])
+    assert caught.value.location == ("modules", 2, "replicas")
+    assert [one.module for one in workers_of(modules("212"))] == ["a.1", "a.2", "b", "c.1", "c.2"]
 
 
 def test_heads_are_linked_like_other_replicas() -> None:

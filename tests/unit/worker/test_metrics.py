@@ -225,7 +225,7 @@ def test_all_fields_of_the_schema_are_written_and_no_others(worker: Worker) -> N
     worker.train()
     worker.line()
     worker.meter.epoch_ended(1, 3)
-    worker.meter.evaluated({"loss": 1.0}, 8)
+    worker.meter.evaluated({"loss": 1.0}, 8, step=1)
     written = {line["kind"]: set(line) for line in read_lines(worker.run.metrics("a"))}
     evaluation = set(EvaluationLine.model_fields) - {"trained"}
     assert written == {
@@ -243,9 +243,10 @@ def test_an_evaluation_is_told_and_shown(worker: Worker) -> None:
     assert result["accuracy"] == pytest.approx(3 / 5)
     every, labels = torch.cat([p, p[:1]]), torch.cat([Y, Y[:1]])
     assert result["loss"] == pytest.approx(float(nn.functional.cross_entropy(every, labels)))
-    worker.meter.evaluated(result, evaluation.samples)
+    worker.meter.evaluated(result, evaluation.samples, step=7)
     (line,) = read_lines(worker.run.metrics("a"))
     assert (line["kind"], line["samples"], line["accuracy"]) == ("eval", 5, 0.6)
+    assert line["step"] == 7
     worker.meter.set_state("running")
     shown = read_json(worker.run.worker("a"))
     assert shown is not None
