@@ -41,7 +41,7 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
         )
     its = chosen_run(names[0] if names else None, runs)
     counts = {name: int(count) for name, _, count in given}
-    wanted = its.scale(its.balancing_replicas() if auto else counts)
+    wanted = its.scale(its.balancing_replicas() if auto else counts, balanced=auto)
     if as_json:
         print_json({"run": its.name, "replicas": wanted})
     else:

@@ -11,6 +11,7 @@ from dni_runtime.core.metrics import METRICS
 from dni_runtime.core.replication import COMPRESSIONS, STRATEGIES
 from dni_runtime.core.training import OPTIMIZERS, SCHEDULES
 from dni_runtime.spec import ChainSpec
+from dni_runtime.spec.modules import AUTO
 
 
 def json_schema() -> dict[str, Any]:
@@ -70,6 +71,7 @@ def json_schema() -> dict[str, Any]:
     for field, known in (("strategy", STRATEGIES), ("compression", COMPRESSIONS)):
         of_each = {name: cls.Options.model_json_schema() for name, cls in known.items()}
         replication[field] = _choice_schema(list(known), of_each)
+    definitions["ModuleSpec"]["properties"]["replicas"]["oneOf"].append({"enum": [AUTO]})
     definitions["DataSpec"]["properties"]["labels"]["anyOf"].append({"enum": ["head", "tail"]})
     schema["properties"]["loss"] = _choice_schema(sorted(LOSSES))
     any_class = _choice_schema([])["anyOf"]  # of torchmetrics, which need not be installed

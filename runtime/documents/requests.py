@@ -26,10 +26,12 @@ class Scale(Document):
     """The content of ``scale.json``.
 
     Attributes:
-        replicas: How many replicas are wanted, by module.
+        replicas: How many replicas are wanted, by module, as somebody has asked for.
+        balanced: How many balance the chain, of other modules.
     """
 
-    replicas: dict[str, PositiveInt]
+    replicas: dict[str, PositiveInt] = Field(default_factory=dict)
+    balanced: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
 class Replicas(Document):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +11,11 @@ import yaml
 
 from dni_runtime.core.source import NetworkSpec, build_network
 from dni_runtime.data import describe, with_defaults
-from dni_runtime.documents.metrics import TRAIN, parse_train
 from dni_runtime.documents.reports import Report
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.records import Record
-from dni_runtime.lines import LineReader, offset_of_last
+from dni_runtime.launch.scaling import worker_seconds
 from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import load_chain, naming_file, parse_chain
@@ -27,9 +24,6 @@ from dni_runtime.split.balance import SLACK, Balance
 from dni_runtime.split.chainfile import HEADER, chain_text
 from dni_runtime.split.network import Recut, cut_again
 from dni_runtime.split.plan import Request
-
-_LINES = 60
-"""Newest lines of a worker's metrics that are looked at: each is of a second, or of one batch."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +135,6 @@ def _batch_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
     return None if found is None else found / len(workers)
 
 
-def worker_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
-    """Return how long one of a module's workers computes for a batch; see :func:`batch_seconds`."""
-    found = [seconds for one in workers if (seconds := batch_seconds(run, one)) is not None]
-    return statistics.mean(found) if found else None
-
-
 def _proposed(
     path: Path,
     text: str,
@@ -194,22 +182,3 @@ def _proposed(
         measured=[one is not None for one in measured] or [False] * len(count),
         text=chain_text(document, spec, recut.better, modules),
     )
-
-
-def batch_seconds(run: RunDir, module: str) -> float | None:
-    """Return how long a module computes for a batch where it runs, lately.
-
-    That is the time in which it does not wait for data, input, room or gradients.
-
-    Returns:
-        The median over the newest seconds; None if it has measured nothing.
-    """
-    path = run.metrics(module)
-    offset = offset_of_last(path, _LINES, TRAIN)
-    lines = deque(LineReader(path, parse_train, offset=offset).new(), _LINES)
-    found = [
-        max(1 - sum(line.waiting.values()), 0.0) / line.batches_per_s
-        for line in lines
-        if line.batches_per_s
-    ]
-    return statistics.median(found) if found else None

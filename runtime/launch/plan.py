@@ -20,6 +20,7 @@ from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_json
 from dni_runtime.spec.data import own_path
 from dni_runtime.spec.members import Active
 from dni_runtime.spec.model import ChainSpec
+from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import tails_of
 from dni_runtime.spec.worker import WorkerSpec
@@ -148,6 +149,7 @@ class LaunchPlan:
         restart: Rules for restarts of dead workers.
         scheduler: What starts the workers (``launch/schedulers.py``).
         elastic: The modules whose number of replicas may change, each with that at the start.
+        auto: Those of them whose number follows what balances the chain.
     """
 
     run: str
@@ -160,6 +162,7 @@ class LaunchPlan:
     restart: RestartPlan = field(default_factory=RestartPlan)
     scheduler: str = "local"
     elastic: dict[str, int] = field(default_factory=dict)
+    auto: tuple[str, ...] = ()
 
     @property
     def resume(self) -> str:
@@ -307,6 +310,11 @@ def make_plan(
         sources={one.module: tuple(link.source for link in one.links_in) for one in workers},
         keys=keys,
         elastic=workers[0].elastic,
+        auto=tuple(
+            one.name
+            for one in chain.modules
+            if isinstance(one.replicas, ElasticSpec) and one.replicas.auto
+        ),
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
             scope="chain" if any(worker.exact for worker in workers) else "module",

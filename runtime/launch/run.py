@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from dni_runtime.cuts import check_cut, newest_cut
 from dni_runtime.documents.events import Event
 from dni_runtime.documents.records import JobRecord
-from dni_runtime.documents.requests import Scale, Stop
+from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DataError, DniError, UsageError
 from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.records import Record, find_run, list_runs
-from dni_runtime.launch.scaling import balance_of, wanted_replicas
+from dni_runtime.launch.scaling import ask_for, balance_of, wanted_replicas
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import read_json, write_json
@@ -269,7 +269,7 @@ class Run(Checkpointed):
                 )
             time.sleep(_POLL_S)
 
-    def scale(self, replicas: Mapping[str, int]) -> dict[str, int]:
+    def scale(self, replicas: Mapping[str, int], *, balanced: bool = False) -> dict[str, int]:
         """Change how many replicas of modules take batches, while the run goes on.
 
         The supervisor starts and ends them, which takes a while: :meth:`state` shows how far it is.
@@ -277,6 +277,8 @@ class Run(Checkpointed):
 
         Args:
             replicas: Number of replicas, by module.
+            balanced: Whether they are what balances the chain: a module with ``replicas: auto``
+                follows that from now on. Else it keeps its number.
 
         Returns:
             How many are wanted now, of each module whose number of replicas may change.
@@ -297,7 +299,7 @@ class Run(Checkpointed):
                 raise UsageError(f"module {module!r} can have 1 to {most} replicas, not {count}")
         state = self._supervised("no supervisor can change the number of replicas")
         wanted = wanted_replicas(self.directory, elastic) | dict(replicas)
-        Scale(replicas=wanted).write(self.directory.scale)
+        ask_for(self.directory, replicas, balanced=balanced)
         self._answered(state, lambda: RunState.read(self.directory).wanted == wanted)
         return wanted
 
@@ -310,7 +312,8 @@ class Run(Checkpointed):
         Raises:
             UsageError: A module has measured nothing yet, or no number of replicas can change.
         """
-        return balance_of(self.record)
+        elastic = self.record.specs()[1][0].elastic
+        return balance_of(self.directory, self.modules, elastic)
 
     def failure(self, state: RunState | None = None) -> DniError | None:
         """The error that it ended with; None if it did not fail.

@@ -21,15 +21,21 @@ others share their weights by it.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import statistics
+import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import cut_folders, parts_of, written_cuts
+from dni_runtime.documents.metrics import TRAIN, parse_train
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.requests import Replicas, Scale
 from dni_runtime.errors import DniError, UsageError
+from dni_runtime.lines import LineReader, offset_of_last
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import Active, as_body, first_replicas, number_of
 from dni_runtime.spec.named import module_of
@@ -39,7 +45,15 @@ from dni_runtime.split.balance import SLACK
 if TYPE_CHECKING:  # which needs what is here
     from dni_runtime.launch.journal import Journal
     from dni_runtime.launch.pool import WorkerPool
-    from dni_runtime.launch.records import Record
+
+BALANCE_S = 15.0
+"""Seconds between two looks at what balances the chain, for modules that follow it."""
+
+MARGIN = 1.25
+"""Fewer replicas must suffice for so many times the work: batches do not always take as long."""
+
+_LINES = 60
+"""Newest lines of a worker's metrics that are looked at: each is of a second, or of one batch."""
 
 
 class Scaler:
@@ -50,19 +64,28 @@ class Scaler:
         elastic: The elastic modules, each with its number at the start.
         pool: The workers.
         journal: The run's state and events.
+        auto: Those of them whose number follows what balances the chain.
     """
 
     def __init__(
-        self, run: RunDir, elastic: Mapping[str, int], pool: WorkerPool, journal: Journal
+        self,
+        run: RunDir,
+        elastic: Mapping[str, int],
+        pool: WorkerPool,
+        journal: Journal,
+        auto: Sequence[str] = (),
     ) -> None:
         self._run = run
         self._elastic = elastic
+        self._auto = auto
+        self._balance_s = time.monotonic() + BALANCE_S
         self._pool = pool
         self._journal = journal
 
     def look(self) -> dict[str, DniError]:
         """Take the next steps; return the errors of workers that could not be started."""
         run, elastic, state = self._run, self._elastic, self._journal.state
+        self._balance()
         wanted, now = wanted_replicas(run, elastic), replicas_now(run, elastic)
         if wanted != (state.wanted or elastic):
             self._journal.event("scale_requested", replicas=wanted)
@@ -93,6 +116,22 @@ class Scaler:
                 failed[name] = error
         return failed
 
+    def _balance(self) -> None:
+        """Ask for as many replicas as balance the chain, of modules that nobody else asks for."""
+        run, names, now_s = self._run, list(self._journal.state.modules), time.monotonic()
+        if not self._auto or now_s < self._balance_s:
+            return
+        self._balance_s = now_s + BALANCE_S
+        asked, wanted = Scale.peek(run.scale) or Scale(), wanted_replicas(run, self._elastic)
+        phases = {one.state for one in self._journal.state.modules.values()}
+        if phases - {"running", "parked"}:  # what is measured now is of a time of change
+            return
+        with contextlib.suppress(UsageError, OSError):
+            found = balance_of(run, names, wanted, margin=MARGIN)
+            own = {one: found[one] for one in self._auto if one not in asked.replicas}
+            if any(wanted[one] != count for one, count in own.items()):
+                ask_for(run, own, balanced=True)
+
     def lose(self, name: str, how: str) -> bool:
         """Go on without a replica that cannot be restarted.
 
@@ -113,8 +152,7 @@ class Scaler:
         # of one that leaves, too: others wait for it
         lost = now.lost | {name: max(cut_folders(run), default=0)}
         try:
-            wanted = wanted_replicas(run, self._elastic) | {module: len(left[module])}
-            Scale(replicas=wanted).write(run.scale)
+            ask_for(run, {module: len(left[module])})
             Replicas(active=left, lost=lost).write(run.replicas)
         except OSError:
             return False
@@ -157,8 +195,28 @@ def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
         elastic: The elastic modules, each with its number at the start.
     """
     found = Scale.peek(run.scale)
-    given = {} if found is None else found.replicas
+    given = {} if found is None else found.balanced | found.replicas
     return {one: given.get(one, count) for one, count in elastic.items()}
+
+
+def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False) -> None:
+    """Write how many replicas are wanted of some modules.
+
+    Args:
+        run: The run directory.
+        replicas: The numbers.
+        balanced: Whether they are what balances the chain, and may follow it further.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    found = Scale.peek(run.scale) or Scale()
+    if balanced:
+        kept = {one: count for one, count in found.replicas.items() if one not in replicas}
+        after = Scale(replicas=kept, balanced={**found.balanced, **replicas})
+    else:
+        after = Scale(replicas={**found.replicas, **replicas}, balanced=found.balanced)
+    after.write(run.scale)
 
 
 def replicas_now(run: RunDir, elastic: Mapping[str, int]) -> Replicas:
@@ -193,21 +251,27 @@ def still_missed(run: RunDir, lost: Mapping[str, int], workers: Sequence[str]) -
     }
 
 
-def balance_of(record: Record) -> dict[str, int]:
+def balance_of(
+    run: RunDir, names: Sequence[str], elastic: Mapping[str, int], *, margin: float = 1.0
+) -> dict[str, int]:
     """Return how many replicas balance a run's chain; see :func:`balancing_replicas`.
+
+    Args:
+        run: The run directory.
+        names: All workers.
+        elastic: The elastic modules, each with its present number.
+        margin: A module loses replicas if the others would suffice for so many times its work.
 
     Raises:
         UsageError: A module has measured nothing yet, or no number of replicas can change.
     """
-    from dni_runtime.launch.balancing import worker_seconds  # torch
-
-    workers, elastic = replicas_of(record.modules), record.specs()[1][0].elastic
+    workers = replicas_of(names)
     if not elastic:
         raise UsageError(
-            f"run {record.name!r} has no module whose number of replicas can change",
+            f"run {run.root.name!r} has no module whose number of replicas can change",
             hint="for the next run, write 'replicas: {start: .., most: ..}' in its chain",
         )
-    measured = {module: worker_seconds(record.run, own) for module, own in workers.items()}
+    measured = {module: worker_seconds(run, own) for module, own in workers.items()}
     seconds = {module: own for module, own in measured.items() if own is not None}
     if unknown := [module for module in workers if module not in seconds]:
         raise UsageError(
@@ -215,7 +279,38 @@ def balance_of(record: Record) -> dict[str, int]:
             hint="try again after some seconds of training",
         )
     numbers = {module: len(own) for module, own in workers.items()}
-    return balancing_replicas(seconds, numbers, {one: numbers[one] for one in elastic})
+    most = {one: numbers[one] for one in elastic}
+    found = balancing_replicas(seconds, numbers, most)
+    for one, now in elastic.items():
+        if margin > 1 and found[one] < now:
+            more = balancing_replicas({**seconds, one: seconds[one] * margin}, numbers, most)
+            found[one] = min(now, more[one])
+    return found
+
+
+def worker_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
+    """Return how long one of a module's workers computes for a batch; see :func:`batch_seconds`."""
+    found = [seconds for one in workers if (seconds := batch_seconds(run, one)) is not None]
+    return statistics.mean(found) if found else None
+
+
+def batch_seconds(run: RunDir, module: str) -> float | None:
+    """Return how long a module computes for a batch where it runs, lately.
+
+    That is the time in which it does not wait for data, input, room or gradients.
+
+    Returns:
+        The median over the newest seconds; None if it has measured nothing.
+    """
+    path = run.metrics(module)
+    offset = offset_of_last(path, _LINES, TRAIN)
+    lines = deque(LineReader(path, parse_train, offset=offset).new(), _LINES)
+    found = [
+        max(1 - sum(line.waiting.values()), 0.0) / line.batches_per_s
+        for line in lines
+        if line.batches_per_s
+    ]
+    return statistics.median(found) if found else None
 
 
 def balancing_replicas(

@@ -93,7 +93,7 @@ class Supervisor:
         self._watchdog = Watchdog(plan, self._journal)
         starter = starter or LocalStarter()
         self._pool = WorkerPool(run, plan, starter, self._journal, clock=clock, sleep=sleep)
-        self._scaler = Scaler(run, plan.elastic, self._pool, self._journal)
+        self._scaler = Scaler(run, plan.elastic, self._pool, self._journal, plan.auto)
         self._sleep = sleep
 
     def run(self, observe: Callable[[RunState], None] | None = None) -> RunState:

@@ -120,16 +120,27 @@ class ModuleDefaults(Frozen):
         return self
 
 
+AUTO, MOST = "auto", 4
+"""``replicas: auto``, and the largest number of replicas then."""
+
+
 class ElasticSpec(Frozen):
     """A number of replicas that may change while the run goes on.
 
     Attributes:
         start: Replicas at the start of the run.
         most: The largest number.
+        auto: Whether the number follows how long a batch takes: as many as balance the chain.
     """
 
     start: Annotated[int, Field(ge=1, le=64)] = 1
     most: Annotated[int, Field(ge=2, le=64)]
+    auto: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return {"most": MOST, "auto": True} if value == AUTO else value
 
     @model_validator(mode="after")
     def _start_fits(self) -> Self:
@@ -139,7 +150,8 @@ class ElasticSpec(Frozen):
 
 
 def _kind_of_replicas(value: object) -> str:
-    return f"{TAG}{'elastic' if isinstance(value, dict | ElasticSpec) else 'number'}"
+    elastic = value == AUTO or isinstance(value, dict | ElasticSpec)
+    return f"{TAG}{'elastic' if elastic else 'number'}"
 
 
 class ModuleSpec(ModuleDefaults):
@@ -153,7 +165,7 @@ class ModuleSpec(ModuleDefaults):
             batch by batch, and the first layer gets one argument for each.
         layers: Its layers.
         replicas: Number of its workers, which take the batches in turn; or ``start`` and ``most``
-            of them, if their number may change.
+            of them, if their number may change; or ``auto``.
     """
 
     name: Name

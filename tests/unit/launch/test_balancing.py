@@ -12,9 +12,8 @@ from click.testing import CliRunner
 
 from dni_runtime import Chain
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.balancing import balance_chain, batch_seconds
+from dni_runtime.launch.balancing import balance_chain
 from dni_runtime.launch.prepare import importing_from
-from dni_runtime.rundir import RunDir, append_line
 from dni_runtime.spec import Choice, DataInfo, TensorSpec
 from dni_runtime.split.network import cut_again, network_of
 from dni_runtime.split.plan import Request
@@ -124,17 +123,3 @@ def test_layers_are_not_cut(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="chain 'x' is not one network that is cut into modules"):
         balance_chain(path)
-
-
-def test_the_time_of_a_batch_has_no_waiting_in_it(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.create()
-    assert batch_seconds(run, "a") is None
-    lines = [
-        {"kind": "start", "began": 1.0},
-        {"kind": "train", "batches_per_s": 10.0, "waiting": {"input": 0.25, "window": 0.25}},
-        {"kind": "train", "batches_per_s": 0.0, "waiting": {}},
-    ]
-    for line in lines:
-        append_line(run.metrics("a"), line)
-    assert batch_seconds(run, "a") == pytest.approx(0.05)

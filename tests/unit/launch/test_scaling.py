@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,16 @@ from dni_runtime.documents.requests import Replicas, Scale
 from dni_runtime.launch.scaling import (
     Scaler,
     Steps,
+    ask_for,
     balancing_replicas,
+    batch_seconds,
     next_steps,
     replicas_now,
     still_missed,
     wanted_replicas,
     without,
 )
-from dni_runtime.rundir import RunDir
+from dni_runtime.rundir import RunDir, append_line
 
 WORKERS = ["a", "b.1", "b.2", "b.3", "c"]
 
@@ -128,3 +131,61 @@ def test_nobody_waits_for_a_replica_that_is_lost(tmp_path: Path, active: tuple[i
     assert Scaler(run, {"b": 2}, pool, journal).lose("b.3", "its node is lost")
     assert replicas_now(run, {"b": 2}) == Replicas(active={"b": (1,)}, lost={"b.3": 0})
     assert parked == ["b.3"]
+
+
+def test_the_time_of_a_batch_has_no_waiting_in_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    assert batch_seconds(run, "a") is None
+    lines = [
+        {"kind": "start", "began": 1.0},
+        {"kind": "train", "batches_per_s": 10.0, "waiting": {"input": 0.25, "window": 0.25}},
+        {"kind": "train", "batches_per_s": 0.0, "waiting": {}},
+    ]
+    for line in lines:
+        append_line(run.metrics("a"), line)
+    assert batch_seconds(run, "a") == pytest.approx(0.05)
+
+
+def written(run: RunDir, **seconds: float) -> None:
+    """Let each worker have measured how long a batch takes."""
+    for name, one in seconds.items():
+        line = {"kind": "train", "batches_per_s": 1 / one, "waiting": {}}
+        append_line(run.metrics(name.replace("_", ".")), line)
+
+
+def test_a_module_with_auto_follows_what_balances_the_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    modules = {one: SimpleNamespace(state="running") for one in WORKERS}
+    pool: Any = None
+    journal: Any = SimpleNamespace(state=SimpleNamespace(modules=modules))
+    scaler = Scaler(run, {"b": 1}, pool, journal, ["b"])
+    now_s = time.monotonic()
+
+    def wanted(after_s: float = 20) -> int:
+        nonlocal now_s
+        now_s += after_s
+        monkeypatch.setattr("time.monotonic", lambda: now_s)
+        scaler._balance()
+        return wanted_replicas(run, {"b": 1})["b"]
+
+    assert wanted() == 1, "nothing is measured"
+    written(run, a=0.01, b_1=0.029, c=0.005)
+    assert wanted(1) == 1, "not yet"
+    assert wanted() == 3
+    modules["b.2"].state = "joining"
+    assert wanted() == 3, "measured while it changes"
+    modules["b.2"].state = "running"
+    for _ in range(4):
+        written(run, b_1=0.019, b_2=0.019, b_3=0.019)
+    assert wanted() == 3, "two would do, but only just"
+    for _ in range(60):
+        written(run, b_1=0.004, b_2=0.004, b_3=0.004)
+    assert wanted() == 1
+    ask_for(run, {"b": 2})
+    assert wanted() == 2, "somebody has asked for it"
+    ask_for(run, {"b": 2}, balanced=True)
+    assert wanted() == 1

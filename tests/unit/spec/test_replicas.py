@@ -12,6 +12,7 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
+from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import modules_of, workers_of
 
@@ -145,6 +146,15 @@ def test_what_a_tail_with_replicas_cannot_have() -> None:
         modules(["1", "1", "{start: 1, most: 2}"])
     assert caught.value.location == ("modules", 2, "replicas")
     assert [one.module for one in workers_of(modules("212"))] == ["a.1", "a.2", "b", "c.1", "c.2"]
+
+
+@pytest.mark.parametrize(("written", "most"), [("auto", 4), ("{most: 6, auto: true}", 6)])
+def test_a_number_that_follows_the_load(written: str, most: int) -> None:
+    specs = modules(["1", written, "1"])
+    assert (specs[0].elastic, specs[1].replicas) == ({"b": 1}, most)
+    chain = parse_chain(f"name: net\nmodules: [{{name: a, replicas: {written}, layers: [ReLU]}}]")
+    assert chain.modules[0].replicas == ElasticSpec(most=most, auto=True)
+    assert ChainSpec.model_validate(chain.model_dump(mode="json")) == chain
 
 
 def test_heads_are_linked_like_other_replicas() -> None:
