@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from dni_runtime.cuts import forget, newest_cut
-from dni_runtime.documents.reports import Control, Report, Wanted
+from dni_runtime.documents.reports import ENDED, Control, Report, Wanted
 from dni_runtime.documents.requests import Replicas
 from dni_runtime.documents.state import process_birth, shell_status
 from dni_runtime.errors import DniError
@@ -33,6 +33,9 @@ LEAVE_S = 15.0
 
 LOGS = 20
 """Number of newest logs kept per module, besides its first one."""
+
+_REPORT_S = 5.0
+"""Seconds until what a worker has written last must be visible here (nfs(5), "lookupcache")."""
 
 _REMIND_S = 5.0
 """Seconds between two attempts to write what a worker is told."""
@@ -86,6 +89,7 @@ class WorkerPool:
         self.workers = {worker.module: worker for worker in plan.workers}
         self._shutdown: dict[str, float] = {}
         self._untold: dict[str, Wanted] = {}
+        self._ended_s: dict[str, float] = {}
         self._remind_at = 0.0
 
     def __bool__(self) -> bool:
@@ -371,10 +375,23 @@ class WorkerPool:
         ended: list[str] = []
         for name, process in list(self.processes.items()):
             returncode = process.poll()
-            if returncode is not None:
+            if returncode is not None and not self._awaits_report(name, returncode):
                 del self.processes[name]
                 module = self._modules[name]
                 module.exit_code, module.signal = shell_status(returncode)
                 ended.append(name)
         # Killed ones first: their neighbours' errors are consequences.
         return sorted(ended, key=lambda name: self._modules[name].signal is None)
+
+    def _awaits_report(self, name: str, returncode: int) -> bool:
+        """Whether a worker has ended well, but its last report may not be visible here yet."""
+        if returncode:
+            return False
+        if Report.read(self._run.worker(name)).of(self._modules[name].attempt).state in ENDED:
+            self._ended_s.pop(name, None)
+            return False
+        since_s = self._ended_s.setdefault(name, self._clock())
+        if self._clock() < since_s + _REPORT_S:
+            return True
+        del self._ended_s[name]
+        return False

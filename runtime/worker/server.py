@@ -466,7 +466,8 @@ class ModuleServer:
         if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
             log.info("no better evaluation within the patience: training ends")
             self._ask_upstream(END_EARLY)
-        if Mark.CHECKPOINT in mark and marker.id > self._start.cut and not leaves:
+        # What repeats batches has counted more than was so at the marker: it writes no cut again.
+        if Mark.CHECKPOINT in mark and new and not leaves:
             self._save(marker)
         if Mark.SCALE in mark:
             self._ledger.progress.counts.members = self._members.to_json()
