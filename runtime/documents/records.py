@@ -82,6 +82,16 @@ class RunRecord(Made):
     host: str = ""
 
 
+class Planned(Document):
+    """What commands read of the launch plan, ``plan.json``, of this version or another one.
+
+    Attributes:
+        stop_grace_s: Seconds that workers have to stop.
+    """
+
+    stop_grace_s: float = 30.0
+
+
 class JobRecord(Document):
     """The content of ``job.json``.
 

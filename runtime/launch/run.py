@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import check_cut, newest_cut
 from dni_runtime.documents.events import Event
-from dni_runtime.documents.records import JobRecord
+from dni_runtime.documents.records import JobRecord, Planned
 from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DataError, DniError, UsageError
@@ -24,7 +24,7 @@ from dni_runtime.launch.records import Record, find_run, list_runs
 from dni_runtime.launch.scaling import ask_for, balance_of, wanted_replicas
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.lines import LineReader
-from dni_runtime.rundir import read_json, write_json
+from dni_runtime.rundir import write_json
 from dni_runtime.spec.replicas import replicas_of
 
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
@@ -168,8 +168,9 @@ class Run(Checkpointed):
         from dni_runtime.launch.start import end_leftovers
 
         job, state = self.job, self.state()
-        plan = read_json(self.directory.plan) or {}
-        grace_s = timeout_s if timeout_s is not None else float(plan.get("stop_grace_s", 30.0))
+        grace_s = timeout_s
+        if grace_s is None:
+            grace_s = (Planned.peek(self.directory.plan) or Planned()).stop_grace_s
         if state.phase == "unsupervised" and job is None:
             return end_leftovers(self.directory, state, grace_s + _STOP_TIMEOUT_S / 2)
         if not state.active:
