@@ -20,6 +20,7 @@ import zmq
 from torch import Tensor
 
 from dni_runtime.core.step import Gradients, ModuleStep
+from dni_runtime.cuts import document_file
 from dni_runtime.link import (
     Batch,
     Drained,
@@ -466,9 +467,12 @@ class ModuleServer:
         if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
             log.info("no better evaluation within the patience: training ends")
             self._ask_upstream(END_EARLY)
-        # What repeats batches has counted more than was so at the marker: it writes no cut again.
-        if Mark.CHECKPOINT in mark and new and not leaves:
-            self._save(marker)
+        if Mark.CHECKPOINT in mark and marker.id > self._start.cut and not leaves:
+            if ledger.progress.counts.id <= marker.id:
+                self._save(marker)
+            elif document_file(self._metrics.run.checkpoint(marker.id, self._name)).exists():
+                # Its counts are those of the marker; now batches after it have been counted.
+                self._evaluations.checkpoint(marker.id)
         if Mark.SCALE in mark:
             self._ledger.progress.counts.members = self._members.to_json()
         if mark & (Mark.END | Mark.STOP) or leaves:

@@ -48,6 +48,7 @@ for options in json.loads(sys.argv[2]):
 
 FOUND = {
     "a cut is not written again by who repeats batches": 2041,
+    "a last cut that could not be written is written by who is restarted": 6249,
     "a worker's last report is waited for": 2990,
 }
 """What other seeds have found, each with one of them."""
