@@ -48,8 +48,8 @@ class Strategy(nn.Module):
         waits: Whether replicas wait for each other at each point: only ``parameter-server`` does
             not.
         dense: Whether it needs gradients that are not sparse.
-        common: Whether all have the same parameters and statistics after a full point.
-        needs: The number of replicas that it needs; None: any.
+        common: Whether all have the same parameters and statistics after a full point. Else each
+            takes the row of another one, and nothing is made of them.
         feedback: Whether what compression leaves out of an offer is added to the next one.
         asks: Whether this replica asks that all offer their rows at the next point.
         asked: Whether one has asked so at the last point.
@@ -62,7 +62,6 @@ class Strategy(nn.Module):
     waits: ClassVar[bool] = True
     dense: ClassVar[bool] = False
     common: ClassVar[bool] = True
-    needs: ClassVar[int | None] = None
     feedback: ClassVar[bool] = True
 
     def __init__(self, options: Frozen, start_P: Tensor) -> None:
@@ -121,6 +120,16 @@ class Strategy(nn.Module):
             agreed_P: The result of :meth:`agree`.
         """
         return agreed_P
+
+    def other(self, replicas: int) -> int:
+        """Return whose row each takes: that of the so many-th replica after it, in a circle.
+
+        Only where they have nothing in common.
+
+        Args:
+            replicas: Number of those that share, two or more.
+        """
+        return 1
 
     def base(self, agreed_P: Tensor) -> Tensor:
         """Return a row near to the next offer, from which its difference is compressed."""

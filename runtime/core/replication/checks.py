@@ -41,12 +41,13 @@ def check_replicas(
                 location=place(chain, index, "accumulate"),
                 hint="'replication.every' is the number of batches in a step",
             )
-        if strategy.needs not in (None, chain.modules[index].replicas):
+        if not strategy.common and isinstance(chain.modules[index].replicas, ElasticSpec):
             raise SpecError(
-                f"{chain.replication.strategy.name!r} needs {strategy.needs} replicas, from the "
-                "start to the end",
+                f"with {chain.replication.strategy.name!r} each replica has weights of its own, "
+                "which are lost if it leaves",
                 location=("modules", index, "replicas"),
-                hint=f"'replicas: {strategy.needs}', or another strategy, such as 'local-sgd'",
+                hint=f"'replicas: {chain.modules[index].most}', or another strategy, such as "
+                "'local-sgd'",
             )
     if isinstance(chain.modules[-1].replicas, ElasticSpec):
         raise SpecError(

@@ -1,4 +1,4 @@
-"""Codistillation: each replica is drawn towards what the other one would compute."""
+"""Codistillation: each replica is drawn towards what another one would compute."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from dni_runtime.spec.named import Frozen
 
 
 class Codistillation(Strategy):
-    """Two replicas keep their own weights, and stale copies of each other's.
+    """Replicas keep their own weights, and each a stale copy of another one's.
 
-    Two-way codistillation (Anil et al. 2018, arXiv:1804.03235, algorithm 1). A module between head
-    and tail predicts its activation h, so the term that is added to its loss for a sample is::
+    Anil et al. 2018, arXiv:1804.03235, algorithm 1. A module predicts its activation h, so the term
+    that is added to its loss for a sample is::
 
         weight mean((h - h')^2)
 
-    where h' is the other one's activation for the same input, by its weights at the last point: the
-    mean of both, from which each finds the other's. Statistics are each replica's own, too.
+    where h' is the other one's activation for the same input, by its weights at the last point. The
+    paper's term has the mean of all others; here it is one of them, another one after each point,
+    so that a batch costs one more forward pass whatever their number. Statistics are each replica's
+    own, too.
     """
 
     common: ClassVar[bool] = False
-    needs: ClassVar[int | None] = 2
 
     class Options(Frozen):
         """The weight of the term, and the points before it is added."""
@@ -58,7 +59,10 @@ class Codistillation(Strategy):
             return None
         return (h_BH - activation(self.other_P)) * (2 * self._options.weight / h_BH[0].numel())
 
+    def other(self, replicas: int) -> int:
+        return 1 + int(self.points) % (replicas - 1)
+
     def take(self, own_P: Tensor, agreed_P: Tensor) -> Tensor:
-        self.other_P.copy_(2 * agreed_P - own_P)
+        self.other_P.copy_(agreed_P)
         self.points += 1
         return own_P

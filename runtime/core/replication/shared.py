@@ -124,6 +124,8 @@ class Shared:
             The answer to each.
         """
         own, differences = self.offer(sync), self.differences
+        if not self.strategy.common:
+            return self._pass_on(own, offers)
         asks, rows = own.asks or any(one.asks for one in offers.values()), []
         for one in (own, *offers.values()):
             row = one.row
@@ -138,8 +140,7 @@ class Shared:
         weights = [weight for _, weight in rows]
         agreed = mean_of([row for row, _ in rows], weights)
         if any(weights):
-            if self.strategy.common:
-                self._put(agreed, self._learnt)  # the average of weights follows a step
+            self._put(agreed, self._learnt)  # the average of weights follows a step
             agreed_P = self.strategy.agree(agreed[: self._learnt])
             agreed = torch.cat([agreed_P, self.row()[self._learnt :]])
         packed = None
@@ -151,6 +152,17 @@ class Shared:
         whole, short = Message(agreed), Message(agreed, packed=packed, tag=own.tag)
         self._take(agreed)
         return {who: short if one.tag == own.tag else whole for who, one in offers.items()}
+
+    def _pass_on(self, own: Message, offers: Mapping[Any, Message]) -> dict[Any, Message]:
+        """Give each replica, the first one too, the row of another one."""
+        present = [own, *offers.values()]
+        if len(present) == 1:
+            return {}
+        by = self.strategy.other(len(present))
+        rows = [present[(place + by) % len(present)].row for place in range(len(present))]
+        if rows[0] is not None:
+            self._take(rows[0])
+        return {who: Message(row) for who, row in zip(offers, rows[1:], strict=True)}
 
     def apply(self, offer: Message, replica: int, id: int) -> None:
         """Add another replica's push to the first one's weights, unless that was done before.

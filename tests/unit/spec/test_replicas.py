@@ -115,10 +115,11 @@ def test_the_modules_come_back() -> None:
     ("counts", "more", "message"),
     [
         ("121", "replication: {strategy: best}", "unknown strategy 'best'"),
+        (["1", "auto", "1"], "replication: {strategy: codistillation}", "lost if it leaves"),
         ("121", "replication: {strategy: {diloco: {rate: 1}}}", "rate"),
     ],
 )
-def test_what_cannot_have_replicas(counts: str, more: str, message: str) -> None:
+def test_what_cannot_have_replicas(counts: Sequence[str], more: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         modules(counts, more=more)
 

@@ -1,4 +1,4 @@
-"""Codistillation, beside a plain loop of two models."""
+"""Codistillation, beside a plain loop of models."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ def batch(draw: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 8, generator=draw), torch.randint(0, 4, (8,), generator=draw)
 
 
-@pytest.mark.parametrize("keep", ["weights", "input"])
-def test_it_is_a_plain_loop_of_two_models_with_stale_copies(keep: str) -> None:
-    """Trained by true gradients; the second term begins after two points."""
+@pytest.mark.parametrize(
+    ("count", "keep"), [(2, "weights"), (2, "input"), (3, "input"), (4, "weights")]
+)
+def test_it_is_a_plain_loop_of_models_with_stale_copies(count: int, keep: str) -> None:
+    """Trained by true gradients; the second term begins after two points, and has another copy."""
     strategy = "{codistillation: {weight: 3.0, burn_in: 2}}"
     training = "optimizer: {SGD: {lr: 0.1}}"
-    specs = replicas(strategy, training=training)
+    specs = replicas(strategy, count, training=training)
     interface = specs[0].interface
     assert interface is not None
     kept = interface.model_copy(update={"args": {"keep": keep}})
@@ -58,7 +60,7 @@ def test_it_is_a_plain_loop_of_two_models_with_stale_copies(keep: str) -> None:
             h = model(x)
             loss = (h - target).square().sum(1).mean() / 2
             if id > 6:
-                loss = loss + 3.0 * nn.functional.mse_loss(h, stale[1 - number](x).detach())
+                loss = loss + 3.0 * nn.functional.mse_loss(h, stale[number](x).detach())
             model.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch has none
             with torch.no_grad():
@@ -69,9 +71,9 @@ def test_it_is_a_plain_loop_of_two_models_with_stale_copies(keep: str) -> None:
                 assert torch.allclose(ours, theirs, atol=1e-5), (id, number)
         if id % 3 == 0:
             share(steps, id)
-            stale = [nn.Linear(8, 6) for _ in models]
-            for copy, model in zip(stale, models, strict=True):
-                copy.load_state_dict(model.state_dict())
+            stale, by = [nn.Linear(8, 6) for _ in models], 1 + (id // 3 - 1) % (count - 1)
+            for number, copy in enumerate(stale):
+                copy.load_state_dict(models[(number + by) % count].state_dict())
 
 
 def test_an_error_signal_of_the_modules_own_has_the_term_too() -> None:
@@ -132,7 +134,6 @@ def test_weights_and_statistics_stay_each_ones_own() -> None:
 @pytest.mark.parametrize(
     ("strategy", "count", "message"),
     [
-        ("codistillation", 3, "'codistillation' needs 2 replicas"),
         ("codistillation, compression: int8", 2, "'compression' needs a row that all had last"),
         ("{codistillation: {weight: -1}}", 2, "weight"),
     ],
@@ -140,3 +141,17 @@ def test_weights_and_statistics_stay_each_ones_own() -> None:
 def test_what_it_cannot_have(strategy: str, count: int, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         replicas(strategy, count)
+
+
+def test_a_lost_offer_leaves_the_copies_right() -> None:
+    """Those that share give each other their rows; the lost one keeps the copy that it had."""
+    first, lost, third = (ModuleStep(one) for one in replicas("codistillation", 3))
+    for id, step in enumerate((first, lost, third), start=1):
+        learn(step, id, torch.randn(4, 8), torch.randn(4, 6))
+    rows = {step: shared(step).row() for step in (first, third)}
+    share([first, third])
+    for step, other in ((first, third), (third, first)):
+        copy = dict(shared(step).strategy.named_buffers())["other_P"]
+        assert torch.equal(copy, rows[other][: len(copy)])
+    share([first])
+    assert torch.equal(shared(first).row(), rows[first])
