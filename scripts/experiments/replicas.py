@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Train a chain whose modules between head and tail have replicas, beside one without.
+"""Train a chain whose modules have replicas, beside one without: those between head and tail, or all.
 
 Each run sees the same batches in the same order. A way to share is a strategy, its options and a
 compression as in ``replication`` of chain.yaml. MiB: all that the replicas of a module have sent
 each other, of all modules. With ``--slow`` a layer that waits so many milliseconds in training is
 added to each of these modules: it stands for a module that takes longer than the others on a device
-of its own, which this machine has not.
+of its own, which this machine has not. With ``--nodes`` each run is a Slurm job on so many hosts,
+in containers whose images are built once; on the testbed::
+
+    scripts/slurm-testbed run -- scripts/as-user -- build/venv/bin/python \\
+        scripts/experiments/replicas.py build/demo/chain.yaml --all --nodes 3 --folder build/replicas
 
 Usage: replicas.py definitions/chains/fashion-cdni.yaml --data build/fashion-mnist \\
-           [--replicas 1,2,4] [--every 32] [--epochs 15] [--seeds 1] [--slow 20] \\
+           [--replicas 1,2,4] [--all] [--every 32] [--epochs 15] [--seeds 1] [--slow 20] \\
            ['local-sgd' 'diloco' 'all-reduce, every: 2' 'local-sgd, compression: int8' ...]
 """
 
@@ -48,13 +52,27 @@ WAYS = ("local-sgd", "diloco")
 """What is measured where nothing is named."""
 
 
-def trained(folder: Path, document: dict[str, Any], data: Path) -> tuple[float, float, float]:
+def trained(
+    folder: Path, document: dict[str, Any], data: Path | None, nodes: int | None, images: Path
+) -> tuple[float, float, float]:
     """Train a chain; return its accuracy, its samples per second, and MiB between replicas."""
-    path = folder / "chain.yaml"
+    path, run = folder / "chain.yaml", folder / "run"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
-    argv = [sys.executable, "-m", "dnictl", "up", path, "--backend", "process"]
-    subprocess.run([*argv, "--data", data], check=True, cwd=folder, capture_output=True)
-    (run,) = (folder / "runs").iterdir()
+    given = [] if data is None else ["--data", data]
+
+    def dnictl(*argv: str | Path) -> None:
+        command = [sys.executable, "-m", "dnictl", *argv]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+
+    if nodes is None:
+        dnictl("up", path, "--backend", "process", "--run-dir", run, *given)
+    else:
+        dnictl("build", path, "--out", images, *given)
+        where = ["--backend", "apptainer", "--images", images, "--run-dir", run]
+        dnictl("submit", path, f"--nodes={nodes}", *where, *given)
+        dnictl("wait", run)
     figures, sent = Run.open(run).status(), 0
     for file in (run / "metrics").glob("*.jsonl"):
         sent += max((line.shared_bytes or 0 for line in read_metrics(file, TrainLine)), default=0)
@@ -65,7 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chain", type=Path)
     parser.add_argument("ways", nargs="*", default=WAYS, metavar="WAY")
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--all", action="store_true", help="replicas of head and tail, too")
+    parser.add_argument("--nodes", type=int, help="Slurm jobs of containers on so many hosts")
+    parser.add_argument("--folder", type=Path, help="of images and runs: all hosts must see it")
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--every", type=int)
     parser.add_argument("--epochs", type=int)
@@ -75,13 +96,19 @@ def main() -> None:
     base = yaml.safe_load(given.chain.read_text())
     if given.epochs is not None:
         base["epochs"] = given.epochs
+    data = None if given.data is None else given.data.absolute()
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    images = (given.folder or Path(tempfile.gettempdir())).absolute() / "images"
+    if given.nodes is not None:
+        base.setdefault("links", {})["interface"] = "10.77.0.0/24"  # the testbed's
     print("replicas  accuracy  (lowest-highest)  samples/s      MiB  how they share", flush=True)
     for count in map(int, given.replicas.split(",")):
         for way in given.ways if count > 1 else ["-"]:
             found = []
             for seed in range(given.seeds):
                 document = yaml.safe_load(yaml.safe_dump(base)) | {"seed": seed}
-                for module in document["modules"][1:-1]:
+                for module in document["modules"][slice(None) if given.all else slice(1, -1)]:
                     module["replicas"] = count
                     if given.slow:
                         layer = {"import": "waits:Waits", "args": {"ms": given.slow}}
@@ -89,9 +116,10 @@ def main() -> None:
                 if count > 1:
                     every = {} if given.every is None else {"every": given.every}
                     document["replication"] = every | yaml.safe_load(f"{{strategy: {way}}}")
-                with tempfile.TemporaryDirectory() as name:
-                    (Path(name) / "waits.py").write_text(WAITS)
-                    found.append(trained(Path(name), document, given.data.absolute()))
+                with tempfile.TemporaryDirectory(dir=given.folder) as name:
+                    folder = Path(name).absolute()
+                    (folder / "waits.py").write_text(WAITS)
+                    found.append(trained(folder, document, data, given.nodes, images))
             accuracies, paces, sent = zip(*found, strict=True)
             print(
                 f"{count:8}  {100 * statistics.mean(accuracies):8.2f}  "
