@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a chain whose modules have replicas, beside one without: those between head and tail, or all.
+"""Train a chain whose modules between head and tail, or all, have replicas, beside one without.
 
 Each run sees the same batches in the same order. A way to share is a strategy, its options and a
 compression as in ``replication`` of chain.yaml. MiB: all that the replicas of a module have sent
@@ -9,7 +9,7 @@ of its own, which this machine has not. With ``--nodes`` each run is a Slurm job
 in containers whose images are built once; on the testbed::
 
     scripts/slurm-testbed run -- scripts/as-user -- build/venv/bin/python \\
-        scripts/experiments/replicas.py build/demo/chain.yaml --all --nodes 3 --folder build/replicas
+        scripts/experiments/replicas.py build/demo/chain.yaml --all --nodes 3 --folder build/runs
 
 Usage: replicas.py definitions/chains/fashion-cdni.yaml --data build/fashion-mnist \\
            [--replicas 1,2,4] [--all] [--every 32] [--epochs 15] [--seeds 1] [--slow 20] \\
@@ -102,6 +102,8 @@ def main() -> None:
     images = (given.folder or Path(tempfile.gettempdir())).absolute() / "images"
     if given.nodes is not None:
         base.setdefault("links", {})["interface"] = "10.77.0.0/24"  # the testbed's
+        for module in base["modules"]:
+            module["resources"] = {"memory": "1G"}
     print("replicas  accuracy  (lowest-highest)  samples/s      MiB  how they share", flush=True)
     for count in map(int, given.replicas.split(",")):
         for way in given.ways if count > 1 else ["-"]:
