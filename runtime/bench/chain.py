@@ -26,6 +26,7 @@ from dni_runtime.launch.start import Launch
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec.replicas import tails_of
 
 WAITS = ("input", "window", "gradient")
 """Reasons why a worker waits: a batch from upstream, room in its window, a true gradient."""
@@ -147,9 +148,8 @@ def measure_chain(
     )
     launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # restarts would be measured
     supervisor = Supervisor(run, launch.plan, LocalStarter(), lease=launch.lease)
-    watch = Watch(
-        run.metrics(prepared.modules[-1]), bounds, 2 * prepared.chain.links.largest_window
-    )
+    tail = tails_of(prepared.names)[0]
+    watch = Watch(run.metrics(tail), bounds, 2 * prepared.chain.links.largest_window)
 
     def look(state: RunState) -> None:
         if observe is not None:
@@ -163,7 +163,7 @@ def measure_chain(
         raise error
     if watch.end is None or watch.begin is None:
         raise StoppedError("the chain was stopped before its pace was known")
-    return read_pace(run, prepared.modules, watch.begin.time, watch.end.time)
+    return read_pace(run, prepared.names, watch.begin.time, watch.end.time)
 
 
 class Watch:
@@ -230,14 +230,15 @@ def read_pace(run: RunDir, modules: Sequence[str], since: float, until: float) -
         if first is None or last is None or last.step <= first.step:
             raise WorkerError(f"module {module!r} has reported too rarely: measure for longer")
         paces.append(module_pace(module, lines, first, last))
-    tail = paces[-1]
+    tails = [pace for name, pace in zip(modules, paces, strict=True) if name in tails_of(modules)]
+    samples_per_s = sum(pace.samples_per_s for pace in tails)
     cores = sum(pace.cores for pace in paces)
     return ChainPace(
         seconds=until - since,
-        batches=round((until - since) / tail.batch_s),
-        samples_per_s=tail.samples_per_s,
+        batches=round(sum((until - since) / pace.batch_s for pace in tails)),
+        samples_per_s=samples_per_s,
         cores=cores,
-        cpu_s=cores / tail.samples_per_s,
+        cpu_s=cores / samples_per_s,
         modules=tuple(paces),
     )
 

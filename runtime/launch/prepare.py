@@ -69,6 +69,11 @@ class Prepared:
         return workers_of(self.workers)
 
     @property
+    def names(self) -> list[str]:
+        """Names of these workers."""
+        return [worker.module for worker in self.replicas]
+
+    @property
     def batches_per_epoch(self) -> int | None:
         """Training batches in one epoch; None if the length of the data is unknown."""
         samples = self.info.train_samples

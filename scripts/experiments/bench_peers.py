@@ -20,6 +20,7 @@ Peers that compute something else:
 * ``local-sgd-H``: two replicas, each with half of each batch, averaged after every H batches;
 * ``diloco-H``: the same with AdamW inside and one step of Nesterov's momentum outside after every H
   batches (arXiv:2311.08105);
+* ``torchft-local-sgd-H``, ``torchft-diloco-H``: the same two by torchft, if it is installed;
 * ``2bw-M``: 1F1B without a flush, M micro-batches to an update, gradients of weights that are one
   update old (PipeDream-2BW, arXiv:2006.09503);
 * ``async-1f1b``: 1F1B without a flush, an update after each batch, gradients of the weights that
@@ -34,7 +35,11 @@ And chains, whose every module is served by a worker of its own:
 * ``delayed``: true gradients that come late, and no synthesizer; ``late-1``: at most one update
   late, by predicted weights (the default interface with attention);
 * ``exact-4``, ``exact-8``: backpropagation with so many micro-batches;
-* ``chain-bf16``, ``chain-int8``, ``delayed-bf16``: the same with narrower types on the wire.
+* ``chain-bf16``, ``chain-int8``, ``delayed-bf16``: the same with narrower types on the wire;
+* ``mixed+local-sgd-H`` and its like, with ``diloco`` or ``parameter-server``: two replicas of each
+  module, which share after every H batches of both, a whole chain at each end of the line;
+  ``whole+local-sgd-H``: two replicas of a chain of one module, the whole network. Each batch goes
+  to one of the two.
 
 Chains have ``--modules`` modules. So many processes have ddp, gpipe, 1f1b, 2bw and async-1f1b, or
 as many as ``--processes`` says: ``gpipe-2 x4`` is on four.
@@ -65,7 +70,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers.chain import measure_chain, window_for
-from peers.contenders import CHAINS, SINGLE, Contender
+from peers.contenders import SINGLE, Contender, kind_of
 from peers.machine import busy, cores, facts, wait_until_quiet
 from peers.networks import NETWORKS, write_data, write_sources
 from peers.options import add_options, check_options, contenders, lines
@@ -126,7 +131,7 @@ class Bench:
             if not line.loopback and name not in SINGLE:
                 assert self.program is not None
                 link = stack.enter_context(open_link(self.program, line))
-            if name in CHAINS:
+            if kind_of(name)[0] == "chain":
                 window = self.window or window_for(
                     name, NETWORKS[self.network], line, self.step_s, self.learn_every
                 )

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.chain import chain_spec, train_chain, window_for
-from peers.contenders import CHAINS, SINGLE, SYNCHRONOUS, Contender, computes
+from peers.contenders import SINGLE, SYNCHRONOUS, Contender, computes, kind_of
 from peers.machine import busy, cores, facts
 from peers.networks import CONTEXT, NETWORKS, write_data, write_sources
 from peers.options import add_options, check_options, contenders, lines
@@ -129,7 +129,7 @@ class Bench:
             return given_up or self.met(found) is not None
 
         window, error, before = None, None, busy()
-        if contender.name in CHAINS:
+        if kind_of(contender.name)[0] == "chain":
             window = self.window or window_for(
                 contender.name, NETWORKS[self.network], line, self.step_s, self.learn_every
             )

@@ -22,7 +22,10 @@ from dni_runtime.documents.metrics import (
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.prepare import Prepared, prepare
 from dni_runtime.rundir import RunDir
-from peers.contenders import CHAINS, Contender
+from dni_runtime.spec.members import number_of
+from dni_runtime.spec.named import module_of
+from dni_runtime.spec.replicas import tails_of
+from peers.contenders import WHOLE, Contender, chain_of, strategy_of
 from peers.networks import LEARNING_RATE, NETWORKS, Layer, Network, data_spec
 from peers.processes import Measured, Timing
 from peers.slow_link import INTERFACE, Line, Link
@@ -46,7 +49,9 @@ def window_for(name: str, network: Network, line: Line, step_s: float, learn_eve
         step_s: Seconds that the faster end takes for a batch.
         learn_every: Of how many batches one gradient comes back, where the interface can choose.
     """
-    interface, dtype = CHAINS[name]
+    if strategy_of(name) is not None:
+        return LEAST_WINDOW  # its modules are within a host
+    interface, dtype = chain_of(name)
     nbytes = network.batch * network.activation * _BYTES[dtype]
     every = learn_every if interface in LESSONS else 1
     down_s, up_s = line.seconds(nbytes), line.seconds(nbytes / every)
@@ -56,7 +61,7 @@ def window_for(name: str, network: Network, line: Line, step_s: float, learn_eve
 
 def module_names(count: int) -> list[str]:
     """Names of the modules, head first."""
-    return ["head", *(f"middle-{i}" for i in range(1, count - 1)), "tail"]
+    return ["head", *(f"middle-{i}" for i in range(1, count - 1)), "tail"][-count:]
 
 
 def chain_spec(
@@ -82,7 +87,10 @@ def chain_spec(
         learn_every: Of how many late gradients the synthesizer learns from one.
         remote: Whether the modules are on different hosts.
     """
-    interface, dtype = CHAINS[name]
+    interface, dtype = chain_of(name)
+    modules = 1 if name.startswith(WHOLE) else modules
+    replication = strategy_of(name)
+    replicas = {} if replication is None else {"replicas": 2}
     synthetic = {
         "synthesizer": network.synthesizer,
         "conditioned": True,
@@ -120,10 +128,11 @@ def chain_spec(
             "cpus": 1,
         },
         "modules": [
-            {"name": module, "layers": [written(layer) for layer in part]}
+            {"name": module, "layers": [written(layer) for layer in part], **replicas}
             for module, part in zip(module_names(modules), network.parts(modules, cut), strict=True)
         ],
         "links": links,
+        **({} if replication is None else {"replication": replication}),
     }
 
 
@@ -166,7 +175,11 @@ def measure_chain(
     root, prepared = _prepared(contender, spec, folder)
     bounds = pace.Bounds(timing.warmup_s, timing.seconds)
     found = pace.measure_chain(
-        root, pace.endless(prepared), Site("process"), bounds, prefixes=prefixes_of(modules, link)
+        root,
+        pace.endless(prepared),
+        Site("process"),
+        bounds,
+        prefixes=prefixes_of(prepared.names, link),
     )
     return Measured(
         rate=found.samples_per_s,
@@ -203,12 +216,12 @@ def train_chain(
     (metric,) = spec["metrics"]
 
     def look(_: object) -> None:
-        lines = read_metrics(RunDir(root).metrics(prepared.modules[-1]), MetricsLine)
+        lines = read_metrics(RunDir(root).metrics(tails_of(prepared.names)[0]), MetricsLine)
         if enough(evaluations(list(lines), metric)):
             raise _Enough
 
     forever = pace.Bounds(0.0, math.inf)
-    prefixes = prefixes_of(len(prepared.modules), link)
+    prefixes = prefixes_of(prepared.names, link)
     with contextlib.suppress(_Enough):
         pace.measure_chain(
             root, prepared, Site("process"), forever, prefixes=prefixes, observe=look
@@ -245,9 +258,15 @@ def _prepared(contender: Contender, spec: dict[str, Any], folder: Path) -> tuple
     return root / "run", prepare(path)
 
 
-def prefixes_of(modules: int, link: Link | None) -> dict[str, list[str]]:
-    """What each worker's command is given to, to run at its end of the line; none at loopback."""
+def prefixes_of(workers: Sequence[str], link: Link | None) -> dict[str, list[str]]:
+    """What each worker's command is given to, to run at its end of the line; none at loopback.
+
+    The first half of the modules is at one end, or, if they have replicas, the first ones.
+    """
     if link is None:
         return {}
-    names = module_names(modules)
-    return {name: link.enter(2 * i // modules) for i, name in enumerate(names)}
+    count = len(workers)
+    places = {name: 2 * i // count for i, name in enumerate(workers)}
+    if any(module_of(name) != name for name in workers):
+        places = {name: number_of(name) - 1 for name in workers}
+    return {name: link.enter(place) for name, place in places.items()}

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["single", "ddp", "pipeline", "local-sgd", "diloco", "2bw", "async-1f1b", "chain"]
+Kind = Literal[
+    "single", "ddp", "pipeline", "local-sgd", "diloco", "torchft-local-sgd", "torchft-diloco",
+    "2bw", "async-1f1b", "chain",
+]  # fmt: skip
 
 # name -> threads
 SINGLE = {"single-1": 1, "single-2": 2}
@@ -33,7 +36,9 @@ SYNCHRONOUS = ("ddp", *SCHEDULES)
 # Those that are listed; any other number may be named.
 AVERAGING = ("local-sgd-8", "local-sgd-64", "diloco-64")
 ASYNCHRONOUS = ("2bw-4", "2bw-8", "async-1f1b", "async-1f1b-8")
-_NUMBERED = re.compile(r"(?P<kind>local-sgd|diloco|2bw|async-1f1b)-(?P<number>[1-9]\d{0,4})")
+_NUMBERED = re.compile(
+    r"(?P<kind>(torchft-)?(local-sgd|diloco)|2bw|async-1f1b)-(?P<number>[1-9]\d{0,4})"
+)
 
 # name -> interface (INTERFACES), type on the wire
 CHAINS: Mapping[str, tuple[str, str]] = {
@@ -49,6 +54,13 @@ CHAINS: Mapping[str, tuple[str, str]] = {
     "exact-4": ("exact-4", "float32"),
     "exact-8": ("exact-8", "float32"),
 }
+
+WHOLE = "whole"
+"""A chain of one module, which is the whole network; only with replicas."""
+
+_REPLICATED = re.compile(
+    r"(?P<chain>[a-z0-9-]+)\+(?P<strategy>local-sgd|diloco|parameter-server)-(?P<every>[1-9]\d{0,4})"
+)
 
 INTERFACES: Mapping[str, str] = {
     "synthetic": "synthetic gradients",
@@ -70,6 +82,8 @@ COMPUTES: Mapping[Kind, str] = {
     "pipeline": "backprop",
     "local-sgd": "averages",
     "diloco": "averages",
+    "torchft-local-sgd": "averages",
+    "torchft-diloco": "averages",
     "2bw": "old weights",
     "async-1f1b": "old weights",
 }
@@ -101,7 +115,7 @@ class Contender:
         kind, _ = kind_of(self.name)
         if kind == "single":
             return 1
-        two = kind in ("local-sgd", "diloco") or stages_per_process(self.name) > 1
+        two = kind.endswith(("local-sgd", "diloco")) or stages_per_process(self.name) > 1
         return 2 if two else modules
 
 
@@ -117,6 +131,8 @@ def kind_of(name: str) -> tuple[Kind, int]:
         return "pipeline", SCHEDULES[name][2]
     if name in CHAINS:
         return "chain", 0
+    if (found := _REPLICATED.fullmatch(name)) and found["chain"] in (WHOLE, *CHAINS):
+        return "chain", int(found["every"])
     if name == "ddp" or name == "async-1f1b":
         return ("ddp" if name == "ddp" else "async-1f1b"), 0
     found = _NUMBERED.fullmatch(name)
@@ -126,12 +142,25 @@ def kind_of(name: str) -> tuple[Kind, int]:
     return kind, int(found["number"])
 
 
+def chain_of(name: str) -> tuple[str, str]:
+    """A chain's interface (INTERFACES) and type on the wire."""
+    base = name.partition("+")[0]
+    return ("mixed", "float32") if base == WHOLE else CHAINS[base]
+
+
+def strategy_of(name: str) -> dict[str, str | int] | None:
+    """How the replicas of a chain share, as a chain file has it; None: it has no replicas."""
+    found = _REPLICATED.fullmatch(name)
+    return found and {"strategy": found["strategy"], "every": int(found["every"])}
+
+
 def computes(name: str) -> str:
     """What a contender's step computes, in a word or two."""
     kind, _ = kind_of(name)
-    if kind == "chain":
-        return INTERFACES[CHAINS[name][0]]
-    return COMPUTES[kind]
+    if kind != "chain":
+        return COMPUTES[kind]
+    found = "backprop" if name.startswith(WHOLE) else INTERFACES[chain_of(name)[0]]
+    return found if strategy_of(name) is None else f"{found}, averages"
 
 
 def stages_per_process(name: str) -> int:

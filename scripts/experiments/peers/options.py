@@ -6,9 +6,9 @@ import argparse
 import fnmatch
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from peers.contenders import CONTENDERS, Contender, kind_of, stages_per_process
+from peers.contenders import CONTENDERS, Contender, Kind, kind_of, stages_per_process
 from peers.networks import NETWORKS
 from peers.slow_link import Line
 
@@ -53,7 +53,7 @@ def chosen(patterns: str) -> list[str]:
             kind_of(pattern)
             found = [pattern]
         names |= dict.fromkeys(found)
-    kinds = list(dict.fromkeys(kind_of(name)[0] for name in CONTENDERS))
+    kinds = get_args(Kind)
 
     def place(name: str) -> tuple[int, int]:
         kind, number = kind_of(name)

@@ -86,6 +86,10 @@ def make_trainer(job: dict[str, Any], network: Network) -> Trainer:
         return Diloco(model, inner, number, rank, processes)
     if kind == "local-sgd":
         return LocalSgd(model, adam(model), number, rank, processes)
+    if kind in ("torchft-local-sgd", "torchft-diloco"):
+        from peers.elastic import Torchft  # pip install --no-deps torchft, and what it imports
+
+        return Torchft(model, adam(model), kind == "torchft-diloco", number, rank, processes)
     optimizer = adam(model)
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dni_runtime.bench.spread import Spread
-from peers.contenders import CHAINS, SINGLE, SYNCHRONOUS, Contender, computes
+from peers.contenders import SINGLE, SYNCHRONOUS, Contender, computes, kind_of
 from peers.processes import Measured
 from peers.slow_link import Line
 
@@ -199,7 +199,7 @@ def draw(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
                 [value["high"] - value["median"] for _, value in points],
             ]
             style: dict[str, Any] = {"marker": "o", "markersize": 3, "capsize": 2, "label": name}
-            if name in CHAINS:
+            if kind_of(name)[0] == "chain":
                 style["linewidth"] = 2.5
             elif name in SINGLE:
                 style |= {"color": "black", "linestyle": "--" if name == BASE else ":"}
