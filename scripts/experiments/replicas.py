@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from compare_learning import merged
 
 from dni_runtime import Run
 from dni_runtime.documents.metrics import TrainLine, read_metrics
@@ -86,6 +87,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--all", action="store_true", help="replicas of head and tail, too")
     parser.add_argument("--nodes", type=int, help="Slurm jobs of containers on so many hosts")
+    parser.add_argument(
+        "--with", dest="changes", default="{}", help="changes of the chain with replicas: YAML"
+    )
     parser.add_argument("--folder", type=Path, help="of images and runs: all hosts must see it")
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--every", type=int)
@@ -116,6 +120,7 @@ def main() -> None:
                         layer = {"import": "waits:Waits", "args": {"ms": given.slow}}
                         module["layers"] = [*module["layers"], layer]
                 if count > 1:
+                    document = merged(document, yaml.safe_load(given.changes))
                     every = {} if given.every is None else {"every": given.every}
                     document["replication"] = every | yaml.safe_load(f"{{strategy: {way}}}")
                 with tempfile.TemporaryDirectory(dir=given.folder) as name:
