@@ -35,7 +35,8 @@ if TYPE_CHECKING:
               help="Instead of interfaces: strategies of replicas, and no replicas.")  # fmt: skip
 @click.option(
     "--strategy", "-s", "labelled_strategies", multiple=True, metavar="LABEL=STRATEGY",
-    help="Another one with options, as in a chain file: 'slow={diloco: {lr: 0.5}}'.",
+    help="Another one with options, as in a chain file: 'slow={diloco: {lr: 0.5}}', and more keys "
+    "of 'replication': 'int8=local-sgd, every: 16, compression: int8'.",
 )  # fmt: skip
 @click.option("--replicas", type=click.IntRange(2, 64), default=2, show_default=True,
               help="Workers of each module that has replicas; if none has, of all between head and "
@@ -217,18 +218,21 @@ def _print(document: dict[str, Any]) -> None:
     figures = {metric: "mean", "lowest": "low", "highest": "high"}
     if any(row["test"] is not None for row in document["rows"]):
         figures = {metric: "mean", f"test {metric}": "test", "lowest": "low", "highest": "high"}
+    shares = any(row["shared_bytes"] is not None for row in document["rows"])
+    sent = ["MiB shared"] if shares else []
     print_table(
-        ["method", *figures, "samples/s", aim],
+        ["method", *figures, "samples/s", *sent, aim],
         [
             [
                 row["method"],
                 *(f"{row[key]:.4f}" for key in figures.values()),
                 f"{row['samples_per_s']:,.0f}",
+                *(f"{(row['shared_bytes'] or 0) / 2**20:,.1f}" for _ in sent),
                 f"{row['target_s']:.1f} s"
                 if row["target_s"] is not None
                 else f"reached by {row['reached']} of {row['trials']}",
             ]
             for row in document["rows"]
         ],
-        right={*figures, "samples/s", aim},
+        right={*figures, "samples/s", *sent, aim},
     )

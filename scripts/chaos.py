@@ -3,6 +3,8 @@
 
     scripts/chaos.py kills --data build/fashion-mnist            # beside an undisturbed run
     scripts/chaos.py outage --data build/fashion-mnist --on-loss continue --replay 32
+    scripts/chaos.py kills --data build/fashion-mnist --every 10 --seconds 300 --epochs 60 \\
+        --replicas 2 --replication '{strategy: diloco}'
     scripts/slurm-testbed run -- scripts/as-user -- build/venv/bin/python scripts/chaos.py kills \\
         --nodes 3 --cuts 0.2 --backend apptainer --data build/fashion-mnist --seconds 3600
 
@@ -25,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.launch.slurm import commands
+from dni_runtime.spec.replicas import replicas_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAUSE = """\
@@ -82,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--interface", help="of all modules, instead of the chain's")
     p.add_argument("--pause", type=float, help="seconds that the head sleeps for each batch")
     p.add_argument("--nodes", type=int, help="submit to a Slurm of so many hosts")
+    p.add_argument("--replicas", type=int, default=1, help="of each module (default: 1)")
+    p.add_argument("--replication", default="{}", help="how they share: YAML, as in a chain file")
     p.add_argument("--cuts", type=float, default=0.0, help="share of cuts instead of kills")
     p.add_argument("--undisturbed", type=float, help="accuracy of an undisturbed run, if known")
     return p
@@ -109,7 +115,10 @@ def kills(options: argparse.Namespace) -> dict[str, Any]:
     record = finish(record)
     took_s = time.monotonic() - began
     figures = MetricsReader(record).read()
-    batches = {name: counted(record, name) for name in record.modules}
+    batches = {
+        name: sum((counted(record, one) for one in own), Counter[int]())
+        for name, own in replicas_of(record.modules).items()
+    }
     due = dict.fromkeys(range(1, figures.epochs + 1), record.batches_per_epoch)
     if undisturbed is not None:
         calm = MetricsReader(finish(undisturbed)).read().accuracy
@@ -196,6 +205,10 @@ def start(options: argparse.Namespace, name: str, away_s: float | None = None) -
     if options.pause is not None:
         (options.folder / "pause.py").write_text(PAUSE % options.pause)
         chain["modules"][0]["layers"].append({"import": "pause:Pause"})
+    if options.replicas > 1:
+        chain["replication"] = yaml.safe_load(options.replication)
+        for module in chain["modules"]:
+            module["replicas"] = options.replicas
     if options.nodes is not None:
         chain["links"]["interface"] = "10.77.0.0/24"  # the testbed's
         for module in chain["modules"]:
@@ -286,10 +299,10 @@ def weights(record: Record) -> list[str]:
     return sums
 
 
-def counted(record: Record, name: str) -> dict[int, int]:
-    """Batches that a module has acknowledged, by epoch."""
+def counted(record: Record, name: str) -> Counter[int]:
+    """Batches that a worker has acknowledged, by epoch."""
     lines = read_metrics(record.run.metrics(name), EpochLine)
-    return {line.epoch: line.batches for line in lines}
+    return Counter({line.epoch: line.batches for line in lines})
 
 
 def restart_times_s(record: Record) -> list[float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dni_runtime.core.interfaces import INTERFACES
 from dni_runtime.core.metrics import rises
@@ -19,10 +19,14 @@ from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import REFERENCE
 from dni_runtime.spec import ChainSpec, Choice
-from dni_runtime.spec.load import parse_choice, suggestion
+from dni_runtime.spec.load import parse_choice, parse_replication, suggestion
+from dni_runtime.spec.replicas import tails_of
 
 TARGET_BELOW = 0.01
 """Distance of the default target below the reference: one point."""
+
+
+Parsed = TypeVar("Parsed")
 
 
 class Point(NamedTuple):
@@ -44,6 +48,7 @@ class Trial:
         samples_per_s: Training samples per second over the whole training, evaluations included.
         path: The run directory.
         test: The metric on the test set, if evaluations use a validation part; else None.
+        shared_bytes: All that replicas have sent each other; None without replicas.
     """
 
     method: str
@@ -52,6 +57,7 @@ class Trial:
     samples_per_s: float
     path: str
     test: float | None = None
+    shared_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Row:
         trials: Number of trainings.
         target_s: Median of the seconds to the target; None unless all reached it.
         test: Mean of the metric on the test set; None without one.
+        shared_bytes: Median of what replicas have sent each other; None without replicas.
     """
 
     method: str
@@ -79,6 +86,7 @@ class Row:
     trials: int
     target_s: float | None
     test: float | None = None
+    shared_bytes: int | None = None
 
 
 ALONE = "no-replicas"
@@ -91,13 +99,13 @@ class Method:
 
     Attributes:
         interface: The gradient interface at every cut; None: as written.
-        strategy: The strategy of the replicas; None: as written.
+        replication: How replicas learn together, where it is not as written.
         replicas: Workers of each module that has replicas, or of all between head and tail if none
             has; None: as written.
     """
 
     interface: str | Choice | None = None
-    strategy: Choice | None = None
+    replication: Mapping[str, Any] = field(default_factory=dict)
     replicas: int | None = None
 
 
@@ -111,7 +119,8 @@ def read_interfaces(names: Sequence[str], labelled: Sequence[str]) -> dict[str, 
     Raises:
         UsageError: An interface is unknown or malformed, or a label is used twice.
     """
-    found = _read_choices("gradient interface", INTERFACES, names, labelled)
+    texts, taken = (*names, *labelled), (REFERENCE,)
+    found = _read("gradient interface", INTERFACES, texts, parse_choice, lambda it: it, taken)
     return {
         label: Method(interface=choice if written else label)
         for label, (choice, written) in found.items()
@@ -125,44 +134,51 @@ def read_strategies(
 
     Args:
         names: Names of strategies, used as labels.
-        labelled: ``LABEL=STRATEGY``, with the strategy as in a chain file.
+        labelled: ``LABEL=STRATEGY``, with the strategy as in a chain file; more keys of
+            ``replication`` may follow: ``int8=diloco, compression: int8``.
         replicas: Workers of each module that has replicas.
 
     Raises:
         UsageError: A strategy is unknown or malformed, or a label is used twice.
     """
-    found = _read_choices("strategy", STRATEGIES, names, labelled, taken={REFERENCE, ALONE})
+    texts, taken = (*names, *labelled), (REFERENCE, ALONE)
+    found = _read("strategy", STRATEGIES, texts, parse_replication, lambda it: it.strategy, taken)
     some = {
-        label: Method(strategy=choice, replicas=replicas) for label, (choice, _) in found.items()
+        label: Method(
+            replication={key: getattr(one, key) for key in one.model_fields_set}, replicas=replicas
+        )
+        for label, (one, _) in found.items()
     }
     return {ALONE: Method(replicas=1), **some}
 
 
-def _read_choices(
+def _read(
     kind: str,
     known: Collection[str],
-    names: Sequence[str],
-    labelled: Sequence[str],
-    taken: Collection[str] = (REFERENCE,),
-) -> dict[str, tuple[Choice, bool]]:
-    """Return choices by label, and whether each one is written out."""
-    found: dict[str, tuple[Choice, bool]] = {}
-    for text in (*names, *labelled):
+    texts: Sequence[str],
+    parse: Callable[[str], Parsed],
+    choice_of: Callable[[Parsed], Choice],
+    taken: Collection[str],
+) -> dict[str, tuple[Parsed, bool]]:
+    """Return what is written by label, and whether each one is written out."""
+    found: dict[str, tuple[Parsed, bool]] = {}
+    for text in texts:
         label, _, value = text.partition("=")
         try:
-            choice = parse_choice(value) if value else Choice(name=label)
+            parsed = parse(value or label)
         except SpecError:
             raise UsageError(
                 f"{value!r} is not a valid {kind}",
                 hint=f"write it as in a chain file: '{label}={{{next(iter(known))}: {{…: …}}}}'",
             ) from None
+        choice = choice_of(parsed)
         if choice.name not in known and ":" not in choice.name:
             raise UsageError(
                 f"unknown {kind} {choice.name!r}", hint=suggestion(choice.name, list(known))
             )
         if label in found or label in taken:
             raise UsageError(f"duplicate method {label!r}", hint="choose another label")
-        found[label] = choice, bool(value)
+        found[label] = parsed, bool(value)
     return found
 
 
@@ -190,8 +206,7 @@ def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
         for index in own or range(1, len(modules) - 1):
             update = {"replicas": method.replicas}
             modules[index] = modules[index].model_copy(update=update)
-    strategy = method.strategy or chain.replication.strategy
-    replication = chain.replication.model_copy(update={"strategy": strategy})
+    replication = chain.replication.model_copy(update=dict(method.replication))
     changed = {"modules": tuple(modules), "seed": seed, "replication": replication}
     return prepare_again(prepared, chain.model_copy(update=changed))
 
@@ -235,9 +250,10 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
         DataError: It has no evaluation.
     """
     reference = method == REFERENCE
-    head, tail = (REFERENCE,) * 2 if reference else (record.modules[0], record.modules[-1])
+    workers = [REFERENCE] if reference else record.modules
+    head, tails = workers[0], tails_of(workers)
     first = next(read_metrics(record.run.metrics(head), StartLine), None)
-    written = list(read_metrics(record.run.metrics(tail), EvaluationLine))
+    written = list(read_metrics(record.run.metrics(tails[0]), EvaluationLine))
     lines = [line for line in written if line.kind == "eval"]
     tests = [_number(line, metric) for line in written if line.kind == "test"]
     if first is None or not lines:
@@ -245,8 +261,10 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
     points = tuple(
         Point(line.epoch, line.time - first.time, _number(line, metric)) for line in lines
     )
-    newest = newest_train(record.run, tail)
-    samples = lines[-1].trained or (newest.samples if newest else 0)
+    newest = {name: newest_train(record.run, name) for name in workers}
+    trained = sum(one.samples for name in tails if (one := newest[name]) is not None)
+    samples = lines[-1].trained or trained
+    shared = [one.shared_bytes for one in newest.values() if one and one.shared_bytes is not None]
     return Trial(
         method,
         seed,
@@ -254,6 +272,7 @@ def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Tria
         samples / points[-1].seconds,
         str(record.run.root),
         tests[-1] if tests else None,
+        sum(shared) if shared else None,
     )
 
 
@@ -285,6 +304,7 @@ def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -
         times = [] if target is None else [seconds_to(trial, metric, target) for trial in mine]
         reached = [time for time in times if time is not None]
         tests = [trial.test for trial in mine if trial.test is not None]
+        shared = [trial.shared_bytes for trial in mine if trial.shared_bytes is not None]
         rows.append(
             Row(
                 method=method,
@@ -296,6 +316,7 @@ def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -
                 trials=len(mine),
                 target_s=statistics.median(reached) if len(reached) == len(mine) else None,
                 test=statistics.mean(tests) if tests else None,
+                shared_bytes=statistics.median_low(shared) if shared else None,
             )
         )
     return rows

@@ -18,6 +18,7 @@ from dni_runtime.errors import SpecError
 from dni_runtime.spec.data import DataSpec, LabelsSpec
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.named import TAG, Choice, LayerSpec
+from dni_runtime.spec.running import ReplicationSpec
 
 Location = tuple[str | int, ...]
 
@@ -97,6 +98,18 @@ def parse_choice(text: str) -> Choice:
         return Choice.model_validate(_parse_yaml(text, text)[0])
     except ValidationError:
         raise SpecError(f"{text!r} is not a name with keywords") from None
+
+
+def parse_replication(text: str) -> ReplicationSpec:
+    """Parse a strategy, after which more keys of ``replication`` may follow, as in a chain file.
+
+    Raises:
+        SpecError: The text is something else.
+    """
+    try:
+        return ReplicationSpec.model_validate(_parse_yaml(f"{{strategy: {text}}}", text)[0])
+    except ValidationError:
+        raise SpecError(f"{text!r} is not a strategy of replicas") from None
 
 
 def line_of(text: str, location: Location) -> int | None:

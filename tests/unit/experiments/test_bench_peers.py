@@ -6,12 +6,13 @@ import argparse
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import bench_peers
 import pytest
 import torch
 from peers.build import build, build_parts, example, output_shapes
-from peers.chain import LEAST_WINDOW, chain_spec, prefixes_of, window_for
+from peers.chain import LEAST_WINDOW, chain_spec, module_names, prefixes_of, window_for
 from peers.contenders import CHAINS, CONTENDERS, Contender, computes, in_flight, kind_of
 from peers.networks import NETWORKS, data_spec, write_data, write_sources
 from peers.options import chosen, contenders_of, listed, parse_delay, parse_rate
@@ -192,10 +193,25 @@ def test_chain_files_are_valid(network: str, name: str, modules: int, tmp_path: 
 
 def test_half_of_the_modules_are_at_each_end_of_the_line() -> None:
     link = Link({"pid": 5, "net": [7, 8], "user": False})
-    ends = prefixes_of(4, link)
+    ends = prefixes_of(module_names(4), link)
     assert list(ends) == ["head", "middle-1", "middle-2", "tail"]
     assert [prefix[1][-1] for prefix in ends.values()] == ["7", "7", "8", "8"]
-    assert prefixes_of(2, None) == {}
+    assert prefixes_of(module_names(2), None) == {}
+    ends = prefixes_of(["head.1", "head.2", "tail.1", "tail.2"], link)
+    assert [prefix[1][-1] for prefix in ends.values()] == ["7", "8", "7", "8"], "a chain at each"
+
+
+def test_chains_with_replicas() -> None:
+    given: dict[str, Any] = {"cut": None, "window": 8, "learn_every": 4, "remote": True}
+    spec = chain_spec("mixed+diloco-64", MLP, {}, **given)
+    assert spec["replication"] == {"strategy": "diloco", "every": 64}
+    assert [(one["name"], one["replicas"]) for one in spec["modules"]] == [("head", 2), ("tail", 2)]
+    (module,) = chain_spec("whole+local-sgd-8", MLP, {}, **given)["modules"]
+    assert (module["replicas"], len(module["layers"])) == (2, len(MLP.layers))
+    assert kind_of("whole+local-sgd-8") == ("chain", 8)
+    assert computes("whole+local-sgd-8") == "backprop, averages"
+    with pytest.raises(ValueError, match="no contender 'whole'"):
+        kind_of("whole")
 
 
 def test_the_window_covers_a_round_trip() -> None:

@@ -105,17 +105,23 @@ def test_methods(small: Prepared) -> None:
 
 
 def test_strategies(small: Prepared) -> None:
-    methods = read_strategies(["local-sgd"], ["slow={diloco: {lr: 0.5}}"], 3)
-    assert list(methods) == ["no-replicas", "local-sgd", "slow"]
+    written = ["slow={diloco: {lr: 0.5}}", "int8=diloco, every: 5, compression: int8"]
+    methods = read_strategies(["local-sgd"], written, 3)
+    assert list(methods) == ["no-replicas", "local-sgd", "slow", "int8"]
     found = {label: variant(small, method, 5) for label, method in methods.items()}
     assert {label: [one.replicas for one in prepared.chain.modules]
             for label, prepared in found.items()} == {
-        "no-replicas": [1, 1, 1], "local-sgd": [1, 3, 1], "slow": [1, 3, 1],
+        "no-replicas": [1, 1, 1], "local-sgd": [1, 3, 1], "slow": [1, 3, 1], "int8": [1, 3, 1],
     }  # fmt: skip
+    replication = found["int8"].chain.replication
+    assert (replication.every, replication.compression) == (5, Choice(name="int8"))
+    assert found["slow"].chain.replication.every == 32
     assert found["slow"].workers[1].strategy == Choice(name="diloco", args={"lr": 0.5})
     assert found["slow"].workers[0].interface == small.workers[0].interface
     with pytest.raises(UsageError, match="unknown strategy 'local-sdg'"):
         read_strategies(["local-sdg"], [], 2)
+    with pytest.raises(UsageError, match="'diloco, evry: 5' is not a valid strategy"):
+        read_strategies([], ["x=diloco, evry: 5"], 2)
     with pytest.raises(UsageError, match="duplicate method 'no-replicas'"):
         read_strategies([], ["no-replicas=diloco"], 2)
 
