@@ -122,9 +122,9 @@ class Strategy(nn.Module):
         return agreed_P
 
     def other(self, replicas: int) -> int:
-        """Return whose row each takes: that of the so many-th replica after it, in a circle.
+        """Return how far on, in a circle of all, the one is whose row a replica takes.
 
-        Only where they have nothing in common.
+        It is asked only if they have nothing in common.
 
         Args:
             replicas: Number of those that share, two or more.
