@@ -292,7 +292,8 @@ def weights(record: Record) -> list[str]:
     cut = complete_cuts(record.run, record.modules)[-1]
     sums = []
     for name in record.modules:
-        tensors = load_file(record.run.checkpoint(cut, name).with_suffix(".safetensors"))
+        part = record.run.checkpoint(cut, name)
+        tensors = load_file(part.with_name(f"{name}.safetensors"))
         for key in sorted(tensors):
             if key.startswith("layers."):
                 sums.append(hashlib.sha256(tensors[key].numpy().tobytes()).hexdigest())
