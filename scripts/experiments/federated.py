@@ -2,10 +2,10 @@
 """Federated clients with two digits each: averages of all, of some, and of those that drifted.
 
 Whole networks as clients: a chain of one module with so many replicas, each with data of its own
-that nobody else reads. As in McMahan et al. 2016 (arXiv:1602.05629, sec. 3) MNIST's images are
-sorted by digit and cut into two shards for each client; the network is their "2NN", without
-normalisation, trained by SGD on batches of 10. Beside it the same network, alone, on all images in
-random order. An epoch here is one client's data; ``--passes`` counts those over the data of all.
+that nobody else reads. As in McMahan et al. 2016 (arXiv:1602.05629, sec. 3) each client has two of
+MNIST's digits; the network is their "2NN", without normalisation, trained by SGD on batches of 10.
+Beside it the same network, alone, on the images of all in random order. An epoch here is one
+client's data; ``--passes`` counts those over the data of all.
 
 Usage: federated.py --data build/mnist [--clients 10] [--passes 4] [--every 300] \\
            ['local-sgd' '{federated: {share: 0.5}}' '{dynamic: {threshold: 1.0}}' ...]
@@ -30,7 +30,7 @@ from dni_runtime.documents.metrics import TrainLine, read_metrics
 from dni_runtime.spec import DataSpec
 
 WAYS = ("local-sgd", "{federated: {share: 0.5}}", "{dynamic: {threshold: 1.0}}")
-CLASSES = 2
+CLASSES, DIGITS = 2, 10
 ALL = "all"
 
 
@@ -46,16 +46,20 @@ def write_shards(data: Path, folder: Path, clients: int) -> int:
         for batches in map(list, (source.train_batches(1), source.eval_batches()))
     )
     evaluated = {"x_eval": x_eval, "y_eval": y_eval}
-    own = len(x) // clients
-    shards = np.split(np.argsort(y, kind="stable")[: own * clients], CLASSES * clients)
-    order = np.random.default_rng(0).permutation(CLASSES * clients)
+    by_digit = [np.flatnonzero(y == digit) for digit in range(DIGITS)]
+    shard = min(map(len, by_digit)) // -(-CLASSES * clients // DIGITS)
+    every: list[Any] = []
     for client in range(clients):
-        mine = np.concatenate([shards[one] for one in order[client::clients]])
+        digits = [(client + one) % DIGITS for one in range(CLASSES)]
+        mine = np.concatenate([by_digit[digit][:shard] for digit in digits])
+        for digit in digits:
+            by_digit[digit] = by_digit[digit][shard:]
         path = folder / f"owner-{client + 1}.npz"
         np.savez(path, x_train=x[mine], y_train=y[mine], **evaluated)
-        print(f"client {client + 1}: digits {sorted(set(y[mine].tolist()))}", file=sys.stderr)
-    np.savez(folder / f"owner-{ALL}.npz", x_train=x, y_train=y, **evaluated)
-    return own
+        every.append(mine)
+    mine = np.concatenate(every)
+    np.savez(folder / f"owner-{ALL}.npz", x_train=x[mine], y_train=y[mine], **evaluated)
+    return CLASSES * shard
 
 
 def chain(options: argparse.Namespace, way: str | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from dni_runtime.core.optimization import Optimization
@@ -20,7 +21,16 @@ class ParameterServer(Strategy):
     steps, instead of gradients for an optimizer of the server; the server is a replica, too. A
     replica that has gone on meanwhile keeps what it has learnt since its push. Statistics move
     towards the pushed ones, by one part in N. Only at a full point all wait.
+
+    The sum of what N replicas have learnt at the same time goes too far if pushes are late; with a
+    ``scale`` of 1/N the server moves by their mean, as in asynchronous local SGD (Liu et al. 2024,
+    arXiv:2401.09135, sec. 3).
     """
+
+    class Options(Frozen):
+        """What the progress of the others is multiplied by."""
+
+        scale: float = Field(default=1.0, gt=0, le=1)
 
     waits: ClassVar[bool] = False
 
@@ -29,6 +39,8 @@ class ParameterServer(Strategy):
 
     def __init__(self, options: Frozen, start_P: Tensor) -> None:
         super().__init__(options, start_P)
+        assert isinstance(options, ParameterServer.Options)
+        self._scale = options.scale
         self.register_buffer("pushed_P", start_P.clone())
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
@@ -45,7 +57,7 @@ class ParameterServer(Strategy):
 
     def offer(self, own_P: Tensor, sync: Sync) -> Tensor:
         """Hand over the progress since the last push."""
-        progress_P = own_P - self.pushed_P
+        progress_P = (own_P - self.pushed_P) * self._scale
         self.pushed_P = own_P.clone()
         return progress_P
 

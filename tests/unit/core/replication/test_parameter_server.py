@@ -25,15 +25,17 @@ def push(step: ModuleStep, id: int, *, full: bool = False) -> Message:
     return shared(step).read(words)
 
 
-def test_what_is_pushed_is_added_and_progress_since_is_kept() -> None:
-    server, one, other = (ModuleStep(spec) for spec in replicas("parameter-server", 3))
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_what_is_pushed_is_added_and_progress_since_is_kept(scale: float) -> None:
+    strategy = f"{{parameter-server: {{scale: {scale}}}}}"
+    server, one, other = (ModuleStep(spec) for spec in replicas(strategy, 3))
     wanted = shared(server).row()
     wanted += progress(server, 1)
     first = progress(one, 1) + progress(one, 2)
     offer = push(one, 2)
     assert not offer.waits
     shared(server).apply(offer, 0, 2)
-    wanted += first
+    wanted += scale * first
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
     answer = Message(shared(server).row())
     since = progress(one, 3)  # while the answer is on its way
@@ -43,7 +45,7 @@ def test_what_is_pushed_is_added_and_progress_since_is_kept() -> None:
     late = progress(other, 4)
     shared(server).apply(push(other, 4), 1, 4)
     shared(server).apply(push(one, 4, full=True), 0, 4)
-    wanted += late + since
+    wanted += scale * (late + since)
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
     for step in (one, other):
         shared(step).take(Message(shared(server).row()))
