@@ -100,8 +100,8 @@ class Method:
     Attributes:
         interface: The gradient interface at every cut; None: as written.
         replication: How replicas learn together, where it is not as written.
-        replicas: Workers of each module that has replicas, or of all between head and tail if none
-            has; None: as written.
+        replicas: Workers of each module that has replicas; if none has, of all between head and
+            tail, or of both if there are no others; None: as written.
     """
 
     interface: str | Choice | None = None
@@ -203,7 +203,7 @@ def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
             modules[index] = module.model_copy(update={"interface": choice})
     if method.replicas is not None:
         own = [index for index, module in enumerate(modules) if module.most > 1]
-        for index in own or range(1, len(modules) - 1):
+        for index in own or range(1, len(modules) - 1) or range(len(modules)):
             update = {"replicas": method.replicas}
             modules[index] = modules[index].model_copy(update=update)
     replication = chain.replication.model_copy(update=dict(method.replication))

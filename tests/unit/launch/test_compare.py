@@ -134,6 +134,13 @@ def test_only_modules_that_have_replicas_get_more(tmp_path: Path) -> None:
     assert [one.replicas for one in found.chain.modules] == [1, 4, 1, 1]
 
 
+def test_of_two_modules_both_get_replicas(tmp_path: Path) -> None:
+    lines = [line for line in CHAIN.splitlines() if "name: b" not in line]
+    (tmp_path / "chain.yaml").write_text("\n".join(lines))
+    found = variant(prepare(tmp_path / "chain.yaml"), Method(replicas=2), 5)
+    assert [one.replicas for one in found.chain.modules] == [2, 2]
+
+
 ACCURACY, LOSS = Compared("accuracy", True), Compared("loss", False)
 
 
