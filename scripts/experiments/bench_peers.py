@@ -39,7 +39,8 @@ And chains, whose every module is served by a worker of its own:
 * ``mixed+local-sgd-H`` and its like, with ``diloco`` or ``parameter-server``: two replicas of each
   module, which share after every H batches of both, a whole chain at each end of the line;
   ``whole+local-sgd-H``: two replicas of a chain of one module, the whole network. Each batch goes
-  to one of the two.
+  to one of the two, so each replica makes H / 2 steps between two averages, where those above make
+  H with halves of batches. A batch counts if either was trained on it.
 
 Chains have ``--modules`` modules. So many processes have ddp, gpipe, 1f1b, 2bw and async-1f1b, or
 as many as ``--processes`` says: ``gpipe-2 x4`` is on four.

@@ -21,7 +21,8 @@ next one, so that evaluation costs nobody anything. What it cannot leave out:
 * samples come one by one through a data set of Python's: about 1 ms of CPU for 256 images in each
   process that reads (a chain's head; both ends of a pipeline; every replica), mostly in a thread.
 
-So an interval should be long beside the window: ten times as long by default.
+So an interval should be long beside the window: ten times as long by default. Where replicas share
+after every H batches, and at evaluations, it should be a multiple of H.
 """
 
 from __future__ import annotations

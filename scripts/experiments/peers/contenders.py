@@ -132,6 +132,8 @@ def kind_of(name: str) -> tuple[Kind, int]:
     if name in CHAINS:
         return "chain", 0
     if (found := _REPLICATED.fullmatch(name)) and found["chain"] in (WHOLE, *CHAINS):
+        if found["chain"].startswith(("exact", "late")):
+            raise ValueError(f"{name!r}: modules that wait for gradients have no replicas")
         return "chain", int(found["every"])
     if name == "ddp" or name == "async-1f1b":
         return ("ddp" if name == "ddp" else "async-1f1b"), 0

@@ -210,8 +210,9 @@ def test_chains_with_replicas() -> None:
     assert (module["replicas"], len(module["layers"])) == (2, len(MLP.layers))
     assert kind_of("whole+local-sgd-8") == ("chain", 8)
     assert computes("whole+local-sgd-8") == "backprop, averages"
-    with pytest.raises(ValueError, match="no contender 'whole'"):
-        kind_of("whole")
+    for name, why in (("whole", "no contender 'whole'"), ("exact-4+diloco-8", "have no replicas")):
+        with pytest.raises(ValueError, match=why):
+            kind_of(name)
 
 
 def test_the_window_covers_a_round_trip() -> None:
