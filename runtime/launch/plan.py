@@ -22,7 +22,6 @@ from dni_runtime.spec.members import Active
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of
-from dni_runtime.spec.replicas import tails_of
 from dni_runtime.spec.worker import WorkerSpec
 from dni_runtime.worker.version import STARTED_WITH, this_version
 
@@ -168,11 +167,6 @@ class LaunchPlan:
     def resume(self) -> str:
         """Where the workers start, all at the same cut."""
         return self.workers[0].resume
-
-    @property
-    def tails(self) -> list[str]:
-        """Names of the last module's workers."""
-        return tails_of([worker.module for worker in self.workers])
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON document."""

@@ -31,6 +31,7 @@ from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runti
 from dni_runtime.launch.scaling import Scaler
 from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec.replicas import tails_of
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
 _SILENT_S = 30.0  # without a report of a worker, which writes one every few seconds
@@ -259,7 +260,7 @@ class Supervisor:
         """Record the exit of one worker, and do what ``decide`` says."""
         stopping, pool = self._stop_reason is not None, self._pool
         node, code = self._lost.pop(name, None), module.exit_code
-        tails = self._plan.tails
+        tails = tails_of(list(self.state.modules))
         assert code is not None
         exited = Exit(
             code,
@@ -400,7 +401,7 @@ class Supervisor:
         failed = None if self.state.failed is None else self.state.modules[self.state.failed]
         self.state.phase, self.state.exit_code = conclusion(
             None if failed is None else failed.exit_code,
-            [self.state.modules[name].state for name in self._plan.tails],
+            [self.state.modules[name].state for name in tails_of(list(self.state.modules))],
             self._killed_by,
         )
         if self.state.phase == "finished":
