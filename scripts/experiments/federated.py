@@ -103,7 +103,7 @@ def main() -> None:
         folder = Path(name)
         own = write_shards(options.data, folder, options.clients)
         total = options.passes * options.clients * (own // options.batch)
-        print("accuracy after each pass over the data of all          rounds      MiB  way")
+        print("accuracy after each pass over the data of all          points      MiB  way")
         for number, way in enumerate((None, *options.ways)):
             path, root = folder / f"{number}.yaml", folder / f"run-{number}"
             path.write_text(yaml.safe_dump(chain(options, way), sort_keys=False))
@@ -118,9 +118,9 @@ def main() -> None:
                 max((one.shared_bytes or 0 for one in read_metrics(file, TrainLine)), default=0)
                 for file in (root / "metrics").glob("*.jsonl")
             )
-            rounds = 0 if way is None else total // options.every
+            points = 0 if way is None else total // options.every
             curve = "  ".join(f"{100 * one:.2f}" for one in found)
-            print(f"{curve:52} {rounds:8} {sent / 2**20:8.1f}  {way or 'alone'}", flush=True)
+            print(f"{curve:52} {points:8} {sent / 2**20:8.1f}  {way or 'alone'}", flush=True)
 
 
 if __name__ == "__main__":
