@@ -260,6 +260,7 @@ name: net
 seed: 3
 data: {dataset: npz, path: 'owner-{replica}.npz', batch_size: 32, normalize: false}
 epochs: 10
+checkpoint: {every_epochs: 0}  # a restart asks for one
 restart: {backoff_s: 0.1}
 replication: {strategy: local-sgd, every: 6}
 defaults: {interface: local, optimizer: {Adam: {lr: 0.005}}}
