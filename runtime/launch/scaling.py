@@ -282,7 +282,7 @@ def balance_of(
     most = {one: numbers[one] for one in elastic}
     found = balancing_replicas(seconds, numbers, most)
     for one, now in elastic.items():
-        if margin > 1 and found[one] < now:
+        if found[one] < now:
             more = balancing_replicas({**seconds, one: seconds[one] * margin}, numbers, most)
             found[one] = min(now, more[one])
     return found

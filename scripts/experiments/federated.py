@@ -17,16 +17,17 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from replicas import shared_mib
 
 from dni_runtime import Run
 from dni_runtime.data import open_data
-from dni_runtime.documents.metrics import TrainLine, read_metrics
 from dni_runtime.spec import DataSpec
 
 WAYS = ("local-sgd", "{federated: {share: 0.5}}", "{dynamic: {threshold: 1.0}}")
@@ -47,10 +48,11 @@ def write_shards(data: Path, folder: Path, clients: int) -> int:
     )
     evaluated = {"x_eval": x_eval, "y_eval": y_eval}
     by_digit = [np.flatnonzero(y == digit) for digit in range(DIGITS)]
-    shard = min(map(len, by_digit)) // -(-CLASSES * clients // DIGITS)
+    owned = [[(client + one) % DIGITS for one in range(CLASSES)] for client in range(clients)]
+    owners = Counter(digit for digits in owned for digit in digits)
+    shard = min(len(by_digit[digit]) // count for digit, count in owners.items())
     every: list[Any] = []
-    for client in range(clients):
-        digits = [(client + one) % DIGITS for one in range(CLASSES)]
+    for client, digits in enumerate(owned):
         mine = np.concatenate([by_digit[digit][:shard] for digit in digits])
         for digit in digits:
             by_digit[digit] = by_digit[digit][shard:]
@@ -114,13 +116,9 @@ def main() -> None:
             if done.returncode:
                 sys.exit(done.stderr)
             found = [one.accuracy or 0.0 for one in Run.open(root).status().evaluations]
-            sent = sum(
-                max((one.shared_bytes or 0 for one in read_metrics(file, TrainLine)), default=0)
-                for file in (root / "metrics").glob("*.jsonl")
-            )
             points = 0 if way is None else total // options.every
             curve = "  ".join(f"{100 * one:.2f}" for one in found)
-            print(f"{curve:52} {points:8} {sent / 2**20:8.1f}  {way or 'alone'}", flush=True)
+            print(f"{curve:52} {points:8} {shared_mib(root):8.1f}  {way or 'alone'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -74,10 +74,15 @@ def trained(
         where = ["--backend", "apptainer", "--images", images, "--run-dir", run]
         dnictl("submit", path, f"--nodes={nodes}", *where, *given)
         dnictl("wait", run)
-    figures, sent = Run.open(run).status(), 0
-    for file in (run / "metrics").glob("*.jsonl"):
-        sent += max((line.shared_bytes or 0 for line in read_metrics(file, TrainLine)), default=0)
-    return figures.accuracy or 0.0, figures.samples_per_s or 0.0, sent / 2**20
+    figures = Run.open(run).status()
+    return figures.accuracy or 0.0, figures.samples_per_s or 0.0, shared_mib(run)
+
+
+def shared_mib(run: Path) -> float:
+    """MiB that all replicas have sent each other, by a run directory."""
+    files = (run / "metrics").glob("*.jsonl")
+    lines = [[one.shared_bytes or 0 for one in read_metrics(file, TrainLine)] for file in files]
+    return sum(max(own, default=0) for own in lines) / 2**20
 
 
 def main() -> None:
