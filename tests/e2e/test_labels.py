@@ -67,16 +67,19 @@ def frames(stream: bytes) -> Iterator[list[bytes]]:
     assert at == len(stream)
 
 
-def sequence(seed: int = 3) -> list[torch.Tensor]:
-    """The labels of two epochs, with their evaluations, batch by batch."""
+def sequence(seed: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Samples and labels of two epochs, with their evaluations, batch by batch."""
     source = open_data(DataSpec(batch_size=64, validation=200), Path(), seed=seed)
     splits = ("train", 1), ("eval", 1), ("train", 2), ("eval", 2), ("test", 2)
-    return [y for split, epoch in splits for _, y in source.batches(split, epoch, 0)]
+    read = (source.batches(split, epoch, 0) for split, epoch in splits)
+    return [(torch.as_tensor(x), y) for batches in read for x, y in batches]
 
 
-def test_no_frame_has_a_label(make: Callable[[ChainSpec], Chain]) -> None:
+def test_no_frame_has_a_sample_or_a_label(make: Callable[[ChainSpec], Chain]) -> None:
     """All that two links carry, of the same training with and without labels on them."""
-    labels, types = sequence(), (torch.int64, torch.int32, torch.uint8, torch.float32)
+    sequences, types = sequence(), (torch.int64, torch.int32, torch.uint8, torch.float32)
+    labels, samples = [y for _, y in sequences], [x[0].numpy().tobytes() for x, _ in sequences]
+    assert {len(one) for one in samples} == {64 * 4}
     written = [y.to(one).numpy().tobytes() for y in labels for one in types]
     weights = {}
     for where in ("head", "tail"):
@@ -95,6 +98,7 @@ def test_no_frame_has_a_label(make: Callable[[ChainSpec], Chain]) -> None:
         streams = [bytes(way) for tap in taps for way in (tap.down, tap.up)]
         found = [one for one in written if any(one in stream for stream in streams)]
         assert len(found) == (len(labels) if where == "head" else 0)  # as they are, int64
+        assert not any(one in stream for one in samples for stream in streams)
         sent = [message for stream in streams for message in messages(stream)]
         batches = [one for one in sent if one.kind is Kind.BATCH]
         assert len(batches) == 2 * len(labels)
