@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import click
@@ -51,7 +50,7 @@ def mpi(
     Example:
       dnictl mpi chain.yaml > train.sh && sh train.sh
     """
-    from dni_runtime.launch.mpi import mpirun_argv
+    from dni_runtime.launch.mpi import mpirun_argv, mpirun_command
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.records import create_run, new_run_id
     from dni_runtime.rundir import write_json
@@ -72,9 +71,10 @@ def mpi(
         root, prepared, backend=site.backend, images=site.images, scheduler=plan.scheduler
     )
     write_json(run.plan, plan.to_json())
-    argv = mpirun_argv(plan)
+    argv, command = mpirun_argv(plan), mpirun_command(plan)
     if as_json:
         workers = [worker.module for worker in plan.workers]
-        print_json({"run": root.name, "path": str(root), "workers": workers, "argv": argv})
+        document = {"run": root.name, "path": str(root), "workers": workers}
+        print_json({**document, "argv": argv, "command": command})
     else:
-        click.echo(shlex.join(argv))
+        click.echo(command)

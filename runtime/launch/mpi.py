@@ -20,6 +20,9 @@ from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, LaunchSettings, 
 from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.rundir import RunDir, written_lately
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec.data import REPLICA
+from dni_runtime.spec.named import module_of
+from dni_runtime.spec.replicas import replicas_of
 
 _CODES = {"finished": 0, "stopped": StoppedError.exit_code}
 _SILENCE_S = 90.0  # a shared file system may show a report late
@@ -33,7 +36,13 @@ class Mpi(Local):
     def plan(
         self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
     ) -> LaunchPlan:
-        settings = replace(settings, supervised=False)
+        if workers[0].replicas > 1 and REPLICA in (chain.data.path or ""):
+            raise UsageError(
+                f"the replicas of {module_of(workers[0].module)!r} have data of their own, but all "
+                "ranks get the same command",
+                hint="use 'dnictl up' or 'dnictl submit', or a data set that they share",
+            )
+        settings = replace(settings, supervised=False, by_rank=True)
         if chain.links.transport == "auto" and chain.links.interface is not None:
             # where the ranks will run is not known
             settings = replace(settings, links={one.module: ("tcp", None) for one in workers})
@@ -59,7 +68,7 @@ class Mpi(Local):
         """
         raise UsageError(
             "this run is started by mpirun or srun, on the hosts that they choose, not by dnictl",
-            hint=f"continue it with: {shlex.join(mpirun_argv(plan))}",
+            hint=f"continue it with: {mpirun_command(plan)}",
         )
 
     def describe(self, runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
@@ -69,6 +78,14 @@ class Mpi(Local):
 def mpirun_argv(plan: LaunchPlan) -> list[str]:
     """Return the command that starts all workers of a plan of :class:`Mpi`."""
     return ["mpirun", "-n", str(len(plan.workers)), *worker_argv(plan.workers[0])]
+
+
+def mpirun_command(plan: LaunchPlan) -> str:
+    """Return it for a shell, with the number of the start if the workers need one."""
+    names = [worker.module for worker in plan.workers]
+    ends = {module_of(names[0]), module_of(names[-1])}
+    replicated = any(len(replicas_of(names)[one]) > 1 for one in ends)
+    return shlex.join(mpirun_argv(plan)) + (" --start $(date +%s)" if replicated else "")
 
 
 def _describe(run: RunDir, state: RunState) -> RunState:

@@ -233,6 +233,7 @@ class LaunchSettings:
         hosts: The hosts of the workers, if the user names them.
         supervised: Whether a supervisor prepares the run. Otherwise containers see the whole run
             directory, and the workers create the files that they need.
+        by_rank: Whether one launcher starts all workers, by one command.
     """
 
     run: Path
@@ -254,6 +255,7 @@ class LaunchSettings:
     scratch: str = ""
     hosts: tuple[str, ...] = ()
     supervised: bool = True
+    by_rank: bool = False
 
     def read_by(self, worker: WorkerSpec) -> Path | None:
         """Folder or file of the data that a worker reads; None if it reads none, or needs none."""
@@ -278,8 +280,8 @@ def make_plan(
         The plan; it depends on the arguments alone.
 
     Raises:
-        UsageError: The head has replicas, or the number of some module's may change, and there is
-            no supervisor.
+        UsageError: The number of some module's replicas may change, or the head or the tail has
+            replicas that cannot agree, and there is no supervisor.
     """
     if workers[0].elastic and not settings.supervised:
         raise UsageError(
@@ -287,12 +289,14 @@ def make_plan(
             "'dnictl up' and 'dnictl submit' can do",
             hint="write a fixed number in the chain file, such as 'replicas: 2'",
         )
-    if workers[0].replicas > 1 and not settings.supervised:
-        raise UsageError(
-            f"the replicas of {module_of(workers[0].module)!r}, which reads the data, need "
-            "'dnictl up' or 'dnictl submit'",
-            hint="write 'replicas: 1' there in the chain file",
-        )
+    if not (settings.supervised or settings.by_rank):
+        for worker, does in ((workers[0], "reads the data"), (workers[-1], "evaluates")):
+            if worker.replicas > 1:
+                raise UsageError(
+                    f"the replicas of {module_of(worker.module)!r}, which {does}, must be started "
+                    "together",
+                    hint="use 'dnictl up', 'submit' or 'mpi', or write 'replicas: 1' there",
+                )
     transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
     return LaunchPlan(

@@ -45,6 +45,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--interface", help="for tcp: interface, address or network to listen on")
     p.add_argument("--connect", help="address of the module downstream")
     p.add_argument("--ipc", type=Path, help="folder for ipc sockets")
+    p.add_argument(
+        "--start",
+        type=int,
+        metavar="N",
+        help="with --by-rank: which start of the whole chain this is, the same for all ranks and "
+        "each time a higher number, such as $(date +%%s)",
+    )
     p.add_argument("--attempt", type=int, default=1, help="which start of the module this is")
     p.add_argument("--first", type=int, help="the attempt that --resume is meant for (this one)")
     p.add_argument(

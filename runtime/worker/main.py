@@ -39,7 +39,7 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.neighbours import Neighbours, publish, withdraw
 from dni_runtime.worker.options import Options, load_spec
 from dni_runtime.worker.pushes import Pushes
-from dni_runtime.worker.rank import heeding_stop, wait_for_others
+from dni_runtime.worker.rank import heeding_stop, start_of, wait_for_others
 from dni_runtime.worker.resume import AUTO, Start, begin, forget_later
 from dni_runtime.worker.server import ModuleServer, Outcome
 from dni_runtime.worker.signals import StopRequest
@@ -129,6 +129,8 @@ def _serve(
         first=options.first,
         active=None if options.active is None else active_of(json.loads(options.active)),
     )
+    if options.by_rank:
+        start.begun = start_of(spec, options.start)
     members = start.members
     metrics.progress = ledger.progress
     source = labels = None

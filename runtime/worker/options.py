@@ -36,6 +36,7 @@ class Options:
     interface: str | None = None
     attempt: int = 1
     first: int | None = None
+    start: int | None = None
     resume: str = "auto"
     active: str | None = None
 

@@ -14,6 +14,7 @@ from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.documents.requests import Stop
 from dni_runtime.errors import UsageError
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.signals import StopRequest
 
@@ -65,6 +66,26 @@ def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
             hint=f"start one process for each: mpirun -n {len(workers)}",
         )
     return workers[rank]
+
+
+def start_of(spec: WorkerSpec, given: int | None) -> int:
+    """Return which start of the whole chain this is.
+
+    Replicas of the head and of the tail agree by files, in which lines of earlier starts are left.
+
+    Args:
+        spec: The worker.
+        given: What ``--start`` says.
+
+    Raises:
+        UsageError: The worker needs it, and it is not given.
+    """
+    if given is None and spec.replicas > 1 and (spec.head is not None or spec.tail is not None):
+        raise UsageError(
+            f"--by-rank: {spec.module!r} must know which start of the chain this is",
+            hint="add --start $(date +%s) to the command of all ranks",
+        )
+    return given or 0
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

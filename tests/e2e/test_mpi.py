@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.reports import Report
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.rundir import RunDir, read_lines
@@ -32,14 +33,16 @@ image: {{torch: "torch=={torch}"}}
 defaults: {{optimizer: {{Adam: {{lr: 0.002}}}}}}
 modules:
   - name: bottom
+    replicas: {ends}
     layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, {{BatchNorm1d: {{num_features: 64}}}}, ReLU]
   - name: middle
     replicas: 2
     layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, {{BatchNorm1d: {{num_features: 64}}}}, ReLU]
   - name: top
+    replicas: {ends}
     layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
 """  # noqa: E501
-WORKERS = ["bottom", "middle.1", "middle.2", "top"]
+WORKERS = [f"{module}.{one}" for module in ("bottom", "middle", "top") for one in (1, 2)]
 
 
 @pytest.fixture
@@ -54,11 +57,11 @@ def mpirun(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     return str(folder / "mpirun")
 
 
-def write(folder: Path, epochs: int, links: str = "") -> Path:
-    """A chain of three modules, one of them twice."""
+def write(folder: Path, epochs: int, links: str = "", *, ends: int = 1) -> Path:
+    """A chain of three modules, one of them twice, or all."""
     path = folder / "chain.yaml"
     torch = version("torch").split("+")[0]
-    path.write_text(CHAIN.format(epochs=epochs, links=links, torch=torch))
+    path.write_text(CHAIN.format(epochs=epochs, links=links, torch=torch, ends=ends))
     return path
 
 
@@ -127,14 +130,15 @@ def states(site: Site) -> dict[str, Any]:
 def test_a_run_is_stopped_killed_and_continued(
     site: Site, launched: list[subprocess.Popen[bytes]]
 ) -> None:
-    printed = site.run("mpi", write(site.folder, FOREVER), "--backend", "process").stdout
-    assert printed.startswith("mpirun -n 4 ")
+    chain = write(site.folder, FOREVER, ends=2)
+    printed = site.run("mpi", chain, "--backend", "process").stdout
+    assert printed.startswith("mpirun -n 6 ")
     (site.folder / "train.sh").write_text(printed)
     assert states(site)["run"] == "new"
 
     process = launch(site, launched)
     assert states(site) == dict.fromkeys(["run", *WORKERS], "running")
-    assert "no supervisor" in site.run("restart", "top", expect=64).stderr
+    assert "no supervisor" in site.run("restart", "top.1", expect=64).stderr
     assert site.json("stop")["state"] == "stopped"
     assert process.wait(30) == 75
     assert states(site) == dict.fromkeys(["run", *WORKERS], "stopped")
@@ -157,7 +161,9 @@ def test_a_run_is_stopped_killed_and_continued(
     assert states(site)["run"] == "running"
     site.run("stop")
     assert process.wait(30) == 75
-    assert not site.latest.endpoint("top").exists()
+    assert not site.latest.endpoint("top.1").exists()
+    evaluations = read_metrics(site.latest.metrics("top.1"), EvaluationLine)
+    assert {one.samples for one in evaluations} == {360}, "of both replicas' batches, each time"
 
 
 def test_another_number_of_processes_is_refused(site: Site, mpirun: str) -> None:

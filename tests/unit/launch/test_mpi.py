@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
@@ -13,19 +14,23 @@ import pytest
 from dni_runtime.documents.reports import Report, WorkerPhase
 from dni_runtime.errors import UsageError
 from dni_runtime.image.apptainer import Apptainer, Mount
-from dni_runtime.launch.mpi import Mpi, judge, mpirun_argv
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings
+from dni_runtime.launch.mpi import Mpi, judge, mpirun_argv, mpirun_command
+from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
+SETTINGS = LaunchSettings(
+    run=Path("/run"), backend="process", sockets=Path("/run/ipc"), python="python3"
+)
+
 
 def plan_of(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...], root: Path, **settings: object
+    chain: ChainSpec, workers: Sequence[WorkerSpec], root: Path, **settings: object
 ) -> LaunchPlan:
-    given = LaunchSettings(run=root, backend="process", sockets=root / "ipc", python="python3")
+    given = replace(SETTINGS, run=root, sockets=root / "ipc")
     return Mpi().plan(chain, workers, replace(given, **settings))
 
 
@@ -37,16 +42,37 @@ def test_all_ranks_have_one_command(
         *("mpirun", "-n", "3", "python3", "-P", "-m", "dni_runtime.worker"),
         *("--run", str(tmp_path), "--by-rank", "--resume", "auto", "--log-level", "info"),
     ]
+    assert mpirun_command(plan) == shlex.join(mpirun_argv(plan))
     assert [worker.module for worker in plan.workers] == ["bottom", "middle", "top"]
     assert LaunchPlan.from_json(plan.to_json()) == plan
 
 
-def test_replicas_of_the_head_need_a_supervisor(
+@pytest.mark.parametrize(("place", "does"), [(0, "reads the data"), (-1, "evaluates")])
+def test_replicas_that_agree_are_started_together(
+    place: int, does: str, chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
+) -> None:
+    several = list(workers)
+    name = several[place].module
+    several[place : place + 1 or None] = [
+        several[place].model_copy(update={"module": f"{name}.{n}", "replica": n, "replicas": 2})
+        for n in (1, 2)
+    ]
+    command = mpirun_command(plan_of(chain, several, tmp_path))
+    assert command.startswith("mpirun -n 4 ")
+    assert command.endswith(" --start $(date +%s)")
+    with pytest.raises(UsageError, match=f"which {does}, must be started together"):
+        make_plan(chain, several, replace(SETTINGS, supervised=False))
+
+
+def test_ranks_have_no_data_of_their_own(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
 ) -> None:
+    own = chain.model_copy(
+        update={"data": chain.data.model_copy(update={"path": "/site/{replica}.npz"})}
+    )
     first = workers[0].model_copy(update={"replicas": 2})
-    with pytest.raises(UsageError, match="which reads the data, need"):
-        plan_of(chain, (first, *workers[1:]), tmp_path)
+    with pytest.raises(UsageError, match="have data of their own"):
+        plan_of(own, (first, *workers[1:]), tmp_path)
 
 
 def test_containers_get_what_any_of_them_needs(
