@@ -18,19 +18,19 @@ class ParameterServer(Strategy):
     """Each pushes how far it has come, the first one adds that to its weights and sends them back.
 
     Downpour SGD (Dean et al. 2012, NIPS 25, sec. 4.1). What is pushed is the sum of a replica's own
-    steps, instead of gradients for an optimizer of the server; the server is a replica, too. A
-    replica that has gone on meanwhile keeps what it has learnt since its push. Statistics move
-    towards the pushed ones, by one part in N. Only at a full point all wait.
+    steps, instead of gradients for an optimizer of the server; the server is a replica, too, and
+    counts as the others do. A replica that has gone on meanwhile keeps what it has learnt since its
+    push. Statistics move towards the pushed ones, by one part in N. Only at a full point all wait.
 
-    The sum of what N replicas have learnt at the same time goes too far if pushes are late; with a
-    ``scale`` of 1/N the server moves by their mean, as in asynchronous local SGD (Liu et al. 2024,
-    arXiv:2401.09135, sec. 3).
+    With a ``scale`` of 1/N, the default, the server moves by the mean of what all have learnt, as
+    in asynchronous local SGD (Liu et al. 2024, arXiv:2401.09135, sec. 3). With 1 it moves by their
+    sum, as Downpour does: that goes too far unless learning rates are lower.
     """
 
     class Options(Frozen):
-        """What the progress of the others is multiplied by."""
+        """What a replica's progress is multiplied by; by default one divided by their number."""
 
-        scale: float = Field(default=1.0, gt=0, le=1)
+        scale: float | None = Field(default=None, gt=0, le=1)
 
     waits: ClassVar[bool] = False
 
@@ -44,12 +44,11 @@ class ParameterServer(Strategy):
         self.register_buffer("pushed_P", start_P.clone())
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
-        """Note how many replicas there are.
+        """Make room for the other replicas.
 
         ``applied_N`` has the point of the newest push of each that is in the weights: a restarted
         server may get one twice.
         """
-        self.replicas = spec.replicas
         self.register_buffer("applied_N", torch.zeros(spec.replicas - 1, dtype=torch.int64))
 
     def joined(self, own_P: Tensor) -> None:
@@ -57,20 +56,34 @@ class ParameterServer(Strategy):
 
     def offer(self, own_P: Tensor, sync: Sync) -> Tensor:
         """Hand over the progress since the last push."""
-        progress_P = (own_P - self.pushed_P) * self._scale
+        progress_P = own_P - self.pushed_P
         self.pushed_P = own_P.clone()
         return progress_P
 
-    def with_push(self, own: Tensor, push: Tensor, learnt: int) -> Tensor:
+    def with_own(self, own: Tensor, learnt: int, replicas: int) -> Tensor:
+        """Return the server's row where its own progress counts as that of the others.
+
+        Args:
+            own: Its row.
+            learnt: Trained parameters in it, which come first.
+            replicas: Number of replicas that take batches.
+        """
+        scale = self._scale or 1 / replicas
+        self.pushed_P = torch.lerp(self.pushed_P, own[:learnt], scale)
+        return torch.cat([self.pushed_P, own[learnt:]])
+
+    def with_push(self, own: Tensor, push: Tensor, learnt: int, replicas: int) -> Tensor:
         """Return the server's row after a push.
 
         Args:
             own: Its row.
             push: The pushed row.
             learnt: Trained parameters in them, which come first.
+            replicas: Number of replicas that take batches.
         """
-        own_P, progress_P, kept = own[:learnt], push[:learnt], own[learnt:]
-        return torch.cat([own_P + progress_P, kept + (push[learnt:] - kept) / self.replicas])
+        moved_P, kept = push[:learnt] * (self._scale or 1 / replicas), own[learnt:]
+        self.pushed_P = self.pushed_P + moved_P
+        return torch.cat([own[:learnt] + moved_P, kept + (push[learnt:] - kept) / replicas])
 
     def take(self, own_P: Tensor, agreed_P: Tensor) -> Tensor:
         """Return the server's parameters with the progress since the push."""

@@ -164,18 +164,30 @@ class Shared:
             self._take(rows[0])
         return {who: Message(row) for who, row in zip(offers, rows[1:], strict=True)}
 
-    def apply(self, offer: Message, replica: int, id: int) -> None:
+    def apply_own(self, replicas: int) -> None:
+        """Let the first replica's own progress count as the others' pushes, at each point.
+
+        Args:
+            replicas: Number of replicas that take batches there.
+        """
+        strategy = self.strategy
+        assert isinstance(strategy, ParameterServer)
+        self._put(strategy.with_own(self.row(), self._learnt, replicas))
+        self._step.optimization.version += 1
+
+    def apply(self, offer: Message, replica: int, id: int, replicas: int) -> None:
         """Add another replica's push to the first one's weights, unless that was done before.
 
         Args:
             offer: The push.
             replica: Number of the other replica among them, from 0.
             id: The point.
+            replicas: Number of replicas that take batches there.
         """
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
         if offer.row is not None and id > int(strategy.applied_N[replica]):
-            self._put(strategy.with_push(self.row(), offer.row, self._learnt))
+            self._put(strategy.with_push(self.row(), offer.row, self._learnt, replicas))
             self._step.optimization.version += 1
             strategy.applied_N[replica] = id
 

@@ -25,26 +25,38 @@ def push(step: ModuleStep, id: int, *, full: bool = False) -> Message:
     return shared(step).read(words)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_what_is_pushed_is_added_and_progress_since_is_kept(scale: float) -> None:
-    strategy = f"{{parameter-server: {{scale: {scale}}}}}"
+@pytest.mark.parametrize(
+    ("strategy", "scale"),
+    [
+        ("parameter-server", 1 / 3),
+        ("{parameter-server: {scale: 0.25}}", 0.25),
+        ("{parameter-server: {scale: 1}}", 1.0),
+    ],
+)
+def test_what_is_pushed_is_added_and_progress_since_is_kept(strategy: str, scale: float) -> None:
     server, one, other = (ModuleStep(spec) for spec in replicas(strategy, 3))
     wanted = shared(server).row()
-    wanted += progress(server, 1)
+    own = progress(server, 1)
+    wanted += own
     first = progress(one, 1) + progress(one, 2)
     offer = push(one, 2)
     assert not offer.waits
-    shared(server).apply(offer, 0, 2)
+    shared(server).apply(offer, 0, 2, replicas=3)
     wanted += scale * first
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
     answer = Message(shared(server).row())
     since = progress(one, 3)  # while the answer is on its way
-    wanted += progress(server, 3)
+    more = progress(server, 3)
+    wanted += more
     shared(one).take(answer)
     assert torch.allclose(shared(one).row(), answer.row + since, atol=1e-6)  # type: ignore[operator]
     late = progress(other, 4)
-    shared(server).apply(push(other, 4), 1, 4)
-    shared(server).apply(push(one, 4, full=True), 0, 4)
+    shared(server).apply_own(replicas=3)
+    wanted -= (1 - scale) * (own + more)
+    assert torch.allclose(shared(server).row(), wanted, atol=1e-6), "as if it had pushed, too"
+    shared(server).apply(push(other, 4), 1, 4, replicas=3)
+    shared(server).apply(push(one, 4, full=True), 0, 4, replicas=3)
+    shared(server).apply_own(replicas=3)
     wanted += scale * (late + since)
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
     for step in (one, other):
@@ -58,13 +70,13 @@ def test_a_push_that_comes_again_is_added_once() -> None:
     server, one = (ModuleStep(spec) for spec in replicas("parameter-server"))
     progress(one, 1)
     offer = push(one, 1)
-    shared(server).apply(offer, 0, 1)
+    shared(server).apply(offer, 0, 1, replicas=2)
     row, state = shared(server).row(), snapshot(server)
-    shared(server).apply(offer, 0, 1)
+    shared(server).apply(offer, 0, 1, replicas=2)
     assert torch.equal(shared(server).row(), row)
     again = ModuleStep(server.spec)
     restore(again, *state)  # the server's process is another one now
-    shared(again).apply(offer, 0, 1)
+    shared(again).apply(offer, 0, 1, replicas=2)
     assert torch.equal(shared(again).row(), row)
 
 
