@@ -82,8 +82,19 @@ class Hosts(Protocol):
         """Return plans of the named workers on other hosts; None if there is no room.
 
         Args:
-            workers: All workers of the run, as they are placed now.
+            workers: The present workers, as they are placed now.
             names: Modules to move.
+        """
+
+    def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
+        """Return the plan of a worker that is to start: if possible where it was planned.
+
+        Args:
+            workers: The present workers, as they are placed now.
+            worker: Another one.
+
+        Returns:
+            None if no host has room.
         """
 
 

@@ -26,7 +26,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,9 @@ from dni_runtime.lines import LineReader, offset_of_last
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import Active, as_body, first_replicas, number_of
 from dni_runtime.spec.named import module_of
-from dni_runtime.spec.replicas import replicas_of
+from dni_runtime.spec.replicas import replicas_of, tails_of
 from dni_runtime.split.balance import SLACK
+from dni_runtime.worker.ledger import Counts
 
 if TYPE_CHECKING:  # which needs what is here
     from dni_runtime.launch.journal import Journal
@@ -65,6 +66,7 @@ class Scaler:
         pool: The workers.
         journal: The run's state and events.
         auto: Those of them whose number follows what balances the chain.
+        place: Finds a host for a worker that is to start; returns whether one has room.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Scaler:
         pool: WorkerPool,
         journal: Journal,
         auto: Sequence[str] = (),
+        *,
+        place: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self._run = run
         self._elastic = elastic
@@ -81,6 +85,8 @@ class Scaler:
         self._balance_s = time.monotonic() + BALANCE_S
         self._pool = pool
         self._journal = journal
+        self._place = place
+        self._without_room: set[str] = set()
 
     def look(self) -> dict[str, DniError]:
         """Take the next steps; return the errors of workers that could not be started."""
@@ -108,12 +114,18 @@ class Scaler:
             self._journal.event("scaled", replicas=as_body(steps.active))
         for name in steps.end:
             self._pool.park(name)
-        failed = {}
+        failed, full = {}, set[str]()
         for name in steps.start:
+            if not self._place(name):
+                full.add(name)
+                continue
             try:
                 self._pool.join(name)
             except DniError as error:
                 failed[name] = error
+        for name in sorted(full - self._without_room):
+            self._journal.event("no_room", module=name)
+        self._without_room = full
         return failed
 
     def _balance(self) -> None:
@@ -160,11 +172,22 @@ class Scaler:
         self._journal.event("replica_lost", module=name, reason=how)
         return True
 
+    def tails(self) -> list[str]:
+        """Return the workers of the last module that take batches."""
+        found = tails_of(list(self._journal.state.modules))
+        if (module := module_of(found[0])) not in self._elastic:
+            return found
+        numbers = replicas_now(self._run, self._elastic).active[module]
+        there = [one for one in found if number_of(one) in numbers]
+        counted = {one: Counts.read(self._run.ledger(one)) for one in there}
+        return [one for one, own in counted.items() if own is None or not own.waits]
+
     def parked(self, name: str) -> bool:
         """Whether a worker that has exited takes no batches any more; note it."""
         module = self._journal.state.modules[name]
         reported = Report.read(self._run.worker(name)).of(module.attempt).state == "parked"
-        if not reported and name not in self._pool.parking:
+        lost = module.state == "parked"  # it had ended before it was given up
+        if not (reported or lost or name in self._pool.parking):
             return False
         self._pool.parking.discard(name)
         module.state = "parked"

@@ -10,7 +10,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
+from dni_runtime.launch.moving import Mover
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.pool import LEAVE_S, TICK_S, WorkerPool
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
@@ -31,7 +32,6 @@ from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runti
 from dni_runtime.launch.scaling import Scaler
 from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.replicas import tails_of
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
 _SILENT_S = 30.0  # without a report of a worker, which writes one every few seconds
@@ -82,8 +82,6 @@ class Supervisor:
         self._kill_at = math.inf
         self._killed_by: int | None = None
         self._backoff = {worker.module: Backoff() for worker in plan.workers}
-        self._hosts = hosts
-        self._lost: dict[str, str] = {}
         self._reported: dict[tuple[str, str], Any] = {}
         self._refresh_at = self._logs_at = self._ask_at = 0.0
         self._adopts = adopt is not None
@@ -94,7 +92,10 @@ class Supervisor:
         self._watchdog = Watchdog(plan, self._journal)
         starter = starter or LocalStarter()
         self._pool = WorkerPool(run, plan, starter, self._journal, clock=clock, sleep=sleep)
-        self._scaler = Scaler(run, plan.elastic, self._pool, self._journal, plan.auto)
+        self._mover = Mover(hosts, plan, self._pool, self._journal, self._lose)
+        self._scaler = Scaler(
+            run, plan.elastic, self._pool, self._journal, plan.auto, place=self._mover.place
+        )
         self._sleep = sleep
 
     def run(self, observe: Callable[[RunState], None] | None = None) -> RunState:
@@ -238,10 +239,10 @@ class Supervisor:
 
     def _reap(self) -> None:
         ended = self._pool.reap()
-        if self._hosts is not None:
-            self._replace_lost_hosts(
-                self._hosts, [name for name in ended if not self._complete(name)]
-            )
+        torn = [name for name in ended if not self._complete(name)]
+        why = self._mover.look(torn, stopping=self._stop_reason is not None)
+        if why is not None:
+            self._stop(why, broken=True)
         for name in ended:
             if not self._scaler.parked(name):
                 self._judge(name, self.state.modules[name])
@@ -253,14 +254,14 @@ class Supervisor:
         never = self._stop_reason is not None or self._plan.restart.policy == "never"
         if never or not self._scaler.lose(name, how):
             return False
-        self._lost.pop(name, None)  # its next worker may run where this one was lost
+        self._mover.lost.pop(name, None)
         return True
 
     def _judge(self, name: str, module: ModuleState) -> None:
         """Record the exit of one worker, and do what ``decide`` says."""
         stopping, pool = self._stop_reason is not None, self._pool
-        node, code = self._lost.pop(name, None), module.exit_code
-        tails = tails_of(list(self.state.modules))
+        node, code = self._mover.lost.pop(name, None), module.exit_code
+        tails = self._scaler.tails()
         assert code is not None
         exited = Exit(
             code,
@@ -297,7 +298,7 @@ class Supervisor:
                 pool.restart(name, 0.0, "'dnictl restart' was called")
             case Action.FALL_BACK:
                 pool.fall_back(name)
-                self._lost.clear()
+                self._mover.lost.clear()
             case Action.RESTART:
                 self._restart_later(name, code, how_it_ended(name, module))
             case Action.FAIL if code != DivergedError.exit_code and self._lose(name, how):
@@ -334,48 +335,13 @@ class Supervisor:
         if self._plan.restart.scope == "module":
             self._pool.restart(name, delay_s, reason)
         else:  # its neighbours wait for gradients of batches that it has lost
-            self._lost.clear()
+            self._mover.lost.clear()
             self._pool.restart_all(delay_s, reason)
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""
         module, report = self.state.modules[name], Report.read(self._run.worker(name))
         return module.exit_code == 0 and report.of(module.attempt).state == "finished"
-
-    def _replace_lost_hosts(self, hosts: Hosts, ended: Sequence[str]) -> None:
-        """Find other hosts for the modules of lost hosts.
-
-        Args:
-            hosts: The hosts of the workers.
-            ended: Modules whose workers have just exited without having finished.
-        """
-        here = {*self._pool.processes, *self._pool.due, *ended}
-        at: dict[str, list[str]] = {}
-        for name in self._pool.workers:
-            node = self._pool.workers[name].node
-            if name in here and name not in self._lost and node is not None:
-                at.setdefault(node, []).append(name)
-        gone = hosts.lost(at, at_once=bool(ended))
-        if not gone:
-            return
-        names = [name for node in gone for name in at[node]]
-        for node in gone:
-            self._journal.event("node_lost", node=node, modules=at[node])
-            self._lost |= {name: node for name in at[node] if name not in self._pool.due}
-        where = f"node{'s'[: len(gone) - 1]} {', '.join(gone)} lost"
-        if self._stop_reason is None:
-            found = None
-            if self._plan.restart.policy != "never":
-                found = hosts.move(list(self._pool.workers.values()), names)
-            if found is None and self._plan.restart.policy != "never":
-                # the others may have room, without those that the run can do without
-                names = [name for name in names if not self._lose(name, where)]
-                found = hosts.move(list(self._pool.workers.values()), names) if names else []
-            if found is None:
-                self._stop(f"{where}: no room for {', '.join(names)} elsewhere", broken=True)
-            for worker in found or ():
-                self._pool.replace(worker)
-        self._pool.kill([name for name in names if name in self._pool.processes], where)
 
     def _stop(self, reason: str, grace_s: float | None = None, *, broken: bool = False) -> None:
         """Stop all workers; soon if the chain is broken: it cannot complete a new checkpoint."""
@@ -401,7 +367,7 @@ class Supervisor:
         failed = None if self.state.failed is None else self.state.modules[self.state.failed]
         self.state.phase, self.state.exit_code = conclusion(
             None if failed is None else failed.exit_code,
-            [self.state.modules[name].state for name in tails_of(list(self.state.modules))],
+            [self.state.modules[name].state for name in self._scaler.tails()],
             self._killed_by,
         )
         if self.state.phase == "finished":

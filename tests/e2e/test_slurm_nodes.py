@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.rundir import RunDir, read_json, read_lines
-from tests.e2e.conftest import PAUSE, PAUSES, Dnictl, run
+from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, run
 from tests.e2e.test_slurm import ROOT, eventually, is_requeued, started_again, submitted
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(500)]
@@ -169,3 +169,50 @@ def test_when_the_first_host_is_lost_the_job_starts_anew(dnictl: Dnictl, slurm: 
     figures = dnictl.json("status")
     assert (figures["state"], figures["attempt"]) == ("finished", 2)
     assert figures["step"] == EPOCHS * BATCHES
+
+
+SHRINKS = """\
+name: shrinks
+data: {{dataset: digits, batch_size: 32, flatten: true}}
+epochs: {epochs}
+stop_grace_s: 10
+links: {{interface: {network}}}
+defaults: {{interface: mixed, optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
+placement: {{strategy: explicit, map: {{stem: 0, wide.1: 1, wide.2: 1, wide.3: 2, top: 0}}}}
+modules:
+  - name: stem
+    layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, ReLU, {pause}]
+  - name: wide
+    replicas: {{start: 3, most: 3}}
+    layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, ReLU]
+  - name: top
+    layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]
+"""
+
+
+def test_a_job_that_shrinks(dnictl: Dnictl, slurm: str) -> None:
+    """A node is given back by the page's command: its replica goes, and nobody restarts."""
+    page = (ROOT / "docs" / "slurm.md").read_text().split("\n## A job that shrinks or grows\n")[1]
+    command = re.search(r"```sh\n(.*?) *#", page)
+    assert command is not None
+    (dnictl.folder / "pause.py").write_text(PAUSE)
+    text = SHRINKS.format(network=slurm, epochs=FOREVER, pause=PAUSES)
+    (dnictl.folder / "chain.yaml").write_text(text)
+    root, job = submitted(dnictl)
+
+    def step() -> int:
+        return (read_json(root.worker("top")) or {}).get("step", 0)
+
+    eventually("it trains", lambda: step() > 0)
+    done = run(command[1].replace("=JOB", f"={job}").split())
+    assert done.returncode == 0, done.stderr
+    eventually("the run goes on without a replica", lambda: events(root, "replica_lost"))
+    then = step()
+    eventually("training goes on", lambda: step() > then + 20)
+    dnictl.run("scale", "wide=3")
+    eventually("there is no room for it", lambda: events(root, "no_room"))
+    assert [event["node"] for event in events(root, "node_lost")] == ["n3"]
+    assert dnictl.json("stop")["state"] == "stopped"
+    figures = dnictl.json("status")
+    assert [module["host"] for module in figures["modules"][:3]] == ["n1", "n2", "n2"]
+    assert [module["restarts"] for module in figures["modules"]] == [0] * 5

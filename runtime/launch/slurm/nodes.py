@@ -1,17 +1,18 @@
-"""The nodes of a running job: finding lost ones, and moving their modules.
+"""The nodes of a running job: finding lost and new ones, and moving modules to others.
 
 A job with ``--no-kill`` continues when one of its nodes fails: the controller removes the node from
 the job for good and ends its steps (``kill_running_job_by_node_name`` in Slurm's node_mgr.c). So
 the job's own list of nodes shows which are lost, whatever state the node itself has meanwhile
 (DOWN, FAIL, or idle again after a reboot); a node that is silent for less than ``SlurmdTimeout`` is
-still in it. An ``srun`` whose node has failed may end with exit status 0.
+still in it. An ``srun`` whose node has failed may end with exit status 0. The same list shows that
+a job has become smaller or larger (scontrol(1), ``NumNodes``).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dni_runtime.errors import UnavailableError
@@ -83,16 +84,39 @@ class JobNodes:
         """Return plans of the named workers on nodes that the job still has; None without room.
 
         Args:
-            workers: All workers of the run, as they are placed now.
+            workers: The present workers, as they are placed now.
             names: Modules to move.
         """
+        going = [worker for worker in workers if worker.module in names]
+        there = self._there(worker for worker in workers if worker.module not in names)
+        found = choose([worker.need for worker in going if worker.need], there, self._room)
+        return None if found is None else [on_node(one, found[one.module]) for one in going]
+
+    def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
+        """Return the plan of a worker that is to start, on nodes that the job has; None: no room.
+
+        Args:
+            workers: The present workers, as they are placed now.
+            worker: Another one.
+        """
+        if not self._up:
+            self.lost((), at_once=True)
+        if worker.need is None or not self._up:
+            return worker
+        there = self._there(workers)
+        planned = {node: some for node, some in there.items() if node == worker.node}
+        if choose([worker.need], planned, self._room) is not None:
+            return worker
+        found = choose([worker.need], there, self._room)
+        return None if found is None else on_node(worker, found[worker.module])
+
+    def _there(self, workers: Iterable[WorkerPlan]) -> dict[str, list[Need]]:
+        """Return what the workers on each node of the job need."""
         needs: dict[str, list[Need]] = {node: [] for node in self._up}
         for worker in workers:
-            if worker.module not in names and worker.node in needs and worker.need is not None:
+            if worker.node in needs and worker.need is not None:
                 needs[worker.node].append(worker.need)
-        going = [worker for worker in workers if worker.module in names]
-        found = choose([worker.need for worker in going if worker.need], needs, self._room)
-        return None if found is None else [on_node(one, found[one.module]) for one in going]
+        return needs
 
 
 def room_of(workers: Sequence[WorkerPlan]) -> Capacity:

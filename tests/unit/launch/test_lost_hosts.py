@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.documents.requests import Scale
+from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import write_json
 from tests.unit.launch.test_restarts import RULES, attempts, begun
@@ -30,6 +32,9 @@ class FakeHosts:
 
     def lost(self, hosts: Collection[str], *, at_once: bool) -> list[str]:
         return sorted(self.gone & set(hosts))
+
+    def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan:
+        return worker
 
     def move(
         self, workers: Sequence[WorkerPlan], names: Collection[str]
@@ -147,3 +152,73 @@ def test_a_module_that_has_finished_is_left_alone(
     finish(world, 20, "middle", "top")
     assert supervisor(world, plan, hosts).run().phase == "finished"
     assert not [event for event in events(record) if event["event"] == "node_lost"]
+
+
+SHARED = {"bottom": "n1", "middle.1": "n2", "middle.2": "n3", "middle.3": "n1", "top": "n3"}
+
+
+def with_replicas(
+    world: World, plan: LaunchPlan, nodes: list[str], placed: dict[str, str], start: int
+) -> Supervisor:
+    """A supervisor of a job whose nodes have room for two workers each."""
+    first = plan.workers[0]
+    workers = tuple(
+        replace(first, module=name, node=node, need=Need(name)) for name, node in placed.items()
+    )
+    plan = replace(plan, workers=workers, restart=RULES, elastic={"middle": start})
+    hosts = JobNodes("7", plan, lambda job: list(nodes), world.clock)
+    return Supervisor(
+        world.record.run, plan, world, hosts=hosts, clock=world.clock, sleep=world.sleep
+    )
+
+
+def test_a_replica_gives_way_to_the_first_one(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    nodes = ["n1", "n2", "n3"]
+    world.at.append((2, lambda: begun(world, *SHARED)))
+    world.at.append((4, lambda: nodes.remove("n2")))
+    world.exits(4, **{"middle.1": 0})
+    finish(world, 20, "bottom", "middle.1", "middle.2", "top")
+    state = with_replicas(world, plan, nodes, SHARED, 3).run()
+    assert state.phase == "finished"
+    assert state.modules["middle.3"].state == "parked"
+    assert world.processes["middle.1"].worker.node == "n1"
+    (lost,) = [event for event in events(record) if event["event"] == "replica_lost"]
+    assert (lost["module"], lost["reason"]) == ("middle.3", "it gives way to middle.1")
+    assert [one.restarts for one in state.modules.values()] == [0, 1, 0, 0, 0]
+
+
+def test_a_replica_that_ended_with_its_node_is_not_restarted(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    nodes = ["n1", "n2", "n3"]
+    placed = SHARED | {"middle.1": "n1", "middle.3": "n2"}
+    world.at.append((2, lambda: begun(world, *placed)))
+    world.at.append((4, lambda: nodes.remove("n2")))
+    world.exits(4, **{"middle.3": 1})
+    finish(world, 40, "bottom", "middle.1", "middle.2", "top")
+    state = with_replicas(world, plan, nodes, placed, 3).run()
+    assert (state.phase, state.modules["middle.3"].state) == ("finished", "parked")
+    assert attempts(record, "middle.3") == [1]
+    (lost,) = [event for event in events(record) if event["event"] == "replica_lost"]
+    assert (lost["module"], lost["reason"]) == ("middle.3", "node n2 lost")
+
+
+def test_a_job_that_has_grown_has_room_for_a_replica(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    nodes = ["n1", "n3"]
+    placed = SHARED | {"middle.1": "n1", "middle.3": "n2"}
+    started = [one for one in placed if one != "middle.3"]
+    world.at.append((2, lambda: begun(world, *started)))
+    world.at.append((4, lambda: Scale(replicas={"middle": 3}).write(record.run.scale)))
+    world.at.append((20, lambda: nodes.append("n4")))
+    finish(world, 40, *placed)
+    state = with_replicas(world, plan, nodes, placed, 2).run()
+    assert state.phase == "finished"
+    assert world.processes["middle.3"].worker.node == "n4"
+    assert [event["module"] for event in events(record) if event["event"] == "no_room"] == [
+        "middle.3"
+    ]
+    assert not any(one.restarts for one in state.modules.values())

@@ -108,3 +108,18 @@ def test_a_moved_worker_listens_on_tcp(job: LaunchPlan) -> None:
     assert (moved.node, moved.transport) == ("n3", "tcp")
     head = on_node(replace(job.workers[0], transport=None), "n3")
     assert (head.node, head.transport) == ("n3", None)
+
+
+def test_one_that_joins_starts_where_it_was_planned_or_where_there_is_room(job: LaunchPlan) -> None:
+    slurm = Job(["n1", "n2", "n3"])
+    nodes = JobNodes("7", job, slurm, slurm.clock)
+    bottom, middle, top = job.workers
+    assert nodes.place([bottom, top], middle) == middle
+    slurm.nodes = ["n1", "n3"]
+    nodes.lost([], at_once=True)
+    assert nodes.place([bottom, top], middle) == on_node(middle, "n3")
+    wide = placed(middle, "n2", Need("middle", 2, 0, 1000))
+    assert nodes.place([bottom, top], wide) is None
+    slurm.nodes = ["n1", "n3", "n4"]
+    nodes.lost([], at_once=True)
+    assert nodes.place([bottom, top], wide) == on_node(wide, "n4")
