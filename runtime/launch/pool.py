@@ -20,7 +20,7 @@ from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.scaling import replicas_now, wanted_replicas
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import first_replicas, number_of
-from dni_runtime.spec.named import module_of
+from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.worker.ledger import rest
 
 TICK_S = 0.2
@@ -156,8 +156,10 @@ class WorkerPool:
             DniError: It cannot be started.
         """
         worker, now = self.workers[name], replicas_now(self._run, self._plan.elastic)
-        plan = worker.again(worker.attempt + 1, resume=JOIN)
-        self.workers[name] = replace(plan, active=now.active)
+        # the start of the whole chain that it takes part in, as the first replica knows it
+        first = self.workers[worker_name(module_of(name), 1, 2)].first
+        plan = worker.again(max(worker.attempt + 1, first or 0), resume=JOIN)
+        self.workers[name] = replace(plan, first=first, active=now.active)
         self._forget(name)
         self.keep_plan()
         self.start(name)

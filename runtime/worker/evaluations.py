@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from torch import Tensor
 
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.documents.shares import Share
+from dni_runtime.link import Marker
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
@@ -28,10 +30,16 @@ class Evaluations:
         metrics: Where results go.
         ledger: Keeps the sums of an unfinished evaluation.
         start: Where the module starts.
+        lost: Whether another replica is gone for good.
     """
 
     def __init__(
-        self, step: ModuleStep, metrics: MetricsWriter, ledger: Ledger, start: Start
+        self,
+        step: ModuleStep,
+        metrics: MetricsWriter,
+        ledger: Ledger,
+        start: Start,
+        lost: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._step = step
         self._metrics = metrics
@@ -42,9 +50,9 @@ class Evaluations:
             self._current.merge(sums)
         spec = step.spec
         self._shares: Shares | None = None
-        self._others: list[Share] | None = None
+        self._steps = 0
         if spec.tail is not None and spec.replicas > 1:
-            self._shares = Shares(metrics.run, spec, start.begun)
+            self._shares = Shares(metrics.run, spec, start.begun, start.members, lost)
         self._selection: Selection | None = None
         if spec.tail is not None and spec.tail.selection is not None and spec.replica == 1:
             self._selection = Selection(metrics.run, spec.tail.selection, spec.module, start.cut)
@@ -69,15 +77,24 @@ class Evaluations:
         if self._selection is not None:
             self._selection.checkpoint(cut)
 
-    def complete(self, id: int) -> bool:
+    def complete(self, marker: Marker) -> bool:
         """Whether all parts of the evaluation before a marker are there; else call it again."""
-        if self._shares is None:
+        shares = self._shares
+        if shares is None or not shares.due(marker):
             return True
-        if not self._shares.reports:
+        if not shares.reports:
             sums = None if self._current is None else self._current.to_dict()
-            return self._shares.give(Share(id=id, step=self._ledger.progress.step, sums=sums))
-        self._others = self._shares.others(id)
-        return self._others is not None
+            step = self._ledger.progress.step
+            return shares.give(Share(id=marker.id, step=step, sums=sums))
+        others = shares.others(marker)
+        if others is None:
+            return False
+        for sums in [one.sums for one in others if one.sums is not None]:
+            self._current = self._current or Evaluation.of(self._step)
+            self._current.merge(sums)
+            self._ledger.keep_evaluation(self._current.to_dict())
+        self._steps = sum(one.step for one in others) + shares.rested(marker.id)
+        return True
 
     def end(self, epoch: int, *, test: bool) -> bool:
         """Report the completed evaluation, if the module has one, or a part of one.
@@ -85,17 +102,11 @@ class Evaluations:
         Returns:
             Whether training should end, because the best evaluation is too old.
         """
-        current, others = self._current, self._others or []
-        self._current = self._others = None
+        current, self._current = self._current, None
         self._ledger.keep_evaluation(None)
-        if self._shares is not None and not self._shares.reports:
+        if current is None or (self._shares is not None and not self._shares.reports):
             return False
-        for sums in [one.sums for one in others if one.sums is not None]:
-            current = current or Evaluation.of(self._step)
-            current.merge(sums)
-        if current is None:
-            return False
-        result, step = current.result(), self._ledger.progress.step + sum(it.step for it in others)
+        result, step = current.result(), self._ledger.progress.step + self._steps
         self._metrics.evaluated(result, current.samples, step=step, test=test)
         log.info(
             "epoch %d%s%s: %s",

@@ -98,7 +98,7 @@ def begin(
     rested = Counts() if counted is None else counted.at_rest()
     if wanted == JOIN:
         rested.waits = True
-        start = Start(again=True, waits=True, members=members)
+        start = Start(again=True, waits=True, members=members, begun=first or 0)
         return start, Ledger(run.ledger(spec.module), Progress(rested), attempt)
     again = wanted == OWN
     state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)

@@ -114,7 +114,7 @@ class ModuleServer:
         self._labels = labels
         self._output = output
         self._exchange = exchange
-        self._neighbours = neighbours if output is not None else None
+        self._neighbours = neighbours
         self._start = start
         self._ledger = ledger
         self._head: Head | None = None
@@ -128,7 +128,8 @@ class ModuleServer:
             metrics, stop, self._saver, ledger, input, output, exchange, self._neighbours, workers
         )
         self._divergence = Divergence(step, metrics, self._copies)
-        self._evaluations = Evaluations(step, metrics, ledger, start)
+        lost = (lambda name: False) if neighbours is None else neighbours.lost
+        self._evaluations = Evaluations(step, metrics, ledger, start, lost)
         self._draining: Marker | None = None
         self._sharing: Marker | None = None
         self._gathering: Marker | None = None
@@ -451,7 +452,8 @@ class ModuleServer:
         new = ledger.new(marker.id)
         # A restarted module may get markers of evaluations that it has already reported.
         evaluated = new and mark & (Mark.EVAL | Mark.TEST)
-        if evaluated and not self._evaluations.complete(marker.id):
+        parts = new and mark & (Mark.EVAL | Mark.TEST | Mark.SCALE)
+        if parts and not self._evaluations.complete(marker):
             self._gathering = marker
             return
         self._gathering = None

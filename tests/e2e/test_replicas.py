@@ -15,6 +15,7 @@ from torch import Tensor
 from dni_runtime import Run
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import open_data
+from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.rundir import read_lines
@@ -159,7 +160,7 @@ def same_weights(run: Run, replicas: int) -> None:
 def test_any_replica_may_be_killed(site: Site) -> None:
     """The others go on, no batch is lost, and all replicas end with the same weights."""
     strategy = "{diloco: {lr: 0.5, momentum: 0.5}}"
-    path = write(site, strategy=strategy, slow=True, epochs=8, heads=2, tails=2)
+    path = write(site, strategy=strategy, slow=True, epochs=8, heads=2, tails=2, links=CURVE)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
     for name in ("wide.1", "stem.2", "deep.2", "top.1", "top.2"):
@@ -206,37 +207,40 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     """1, 3, a stop, 2: nobody else restarts, and every batch is counted once."""
     path = write(site, links=CURVE, slow=True, epochs=16)
     text = path.read_text().replace("replicas: 3", "replicas: {start: 1, most: 3}")
+    text = text.replace("name: top, replicas: 1", "name: top, replicas: {start: 1, most: 2}")
     path.write_text(text)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
 
     def trains() -> int:
-        return run.status().modules[-1].step or 0
+        return run.status().step or 0
 
     def states() -> dict[str, str]:
         return {name: one.state for name, one in RunState.read(site.latest).modules.items()}
 
     eventually("it trains", lambda: trains() > 10)
     before = RunState.read(site.latest).modules
-    assert [before[f"wide.{one}"].state for one in (2, 3)] == ["parked", "parked"]
+    late = ("wide.2", "wide.3", "top.2")
+    assert [before[one].state for one in late] == ["parked"] * 3
     assert "parked" in site.run("status").stdout
     assert site.run("scale", "deep=1", expect=64).stderr.count("fixed") == 1
     assert "1 to 3" in site.run("scale", "wide=4", expect=64).stderr
-    assert "wide: 3" in site.run("scale", "wide=3").stdout
-    eventually("three train", lambda: set(states().values()) == {"running"})
+    assert "wide: 3" in site.run("scale", "wide=3", "top=2").stdout
+    eventually("all train", lambda: set(states().values()) == {"running"})
     step = trains()
     eventually("it trains", lambda: trains() > step + 12)
     grown = RunState.read(site.latest).modules
-    others = [name for name in WORKERS if name not in ("wide.2", "wide.3")]
+    others = [name for name in before if name not in late]
     assert {n: (grown[n].pid, grown[n].attempt, grown[n].restarts) for n in others} == {
         n: (before[n].pid, before[n].attempt, 0) for n in others
     }
     run.stop()
     site.run("resume", "-d")
-    eventually("three train", lambda: set(states().values()) == {"running"})
+    eventually("all train", lambda: set(states().values()) == {"running"})
     resumed = RunState.read(site.latest).modules
-    assert site.json("scale", "wide=2")["replicas"] == {"wide": 2}
-    eventually("two train", lambda: states()["wide.3"] == "parked")
+    assert site.json("scale", "wide=2", "top=1")["replicas"] == {"wide": 2, "top": 1}
+    for one in ("wide.3", "top.2"):
+        eventually("it leaves", lambda one=one: states()[one] == "parked")
     shrunk = RunState.read(site.latest).modules
     assert {n: (shrunk[n].pid, shrunk[n].restarts) for n in [*others, "wide.2"]} == {
         n: (resumed[n].pid, 0) for n in [*others, "wide.2"]
@@ -246,9 +250,13 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     assert figures.state == "finished"
     steps = {one.module: one.step or 0 for one in figures.modules}
     every = 16 * 45
-    assert steps["stem"] == steps["top"] == every
-    assert sum(steps[f"wide.{one}"] for one in (1, 2, 3)) == every
-    assert min(steps[f"wide.{one}"] for one in (1, 2, 3)) > 0
+    for name, count in (("wide", 3), ("top", 2)):
+        own = [steps[f"{name}.{one + 1}"] for one in range(count)]
+        assert min(own) > 0
+        assert sum(own) == steps["stem"] == every
+    evaluated = list(read_metrics(site.latest.metrics("top.1"), EvaluationLine))
+    assert {line.samples for line in evaluated} == {360}
+    assert evaluated[-1].step == every
     assert {one.event for one in run.events()} >= {"scale_requested", "scaled", "worker_parked"}
     same_weights(run, 2)
     assert figures.accuracy is not None

@@ -231,12 +231,25 @@ class Schedule:
             index = draw.choice(able)
             at_s = draw.uniform(0, 3 + 1.5 * length_s)
             self.scales.append((at_s, index, draw.randint(1, most[index])))
+        self._draw_ends(length_s)
         self.scales.sort()
         if able and draw.random() < 0.15:
             index = draw.choice(able)  # one of its replicas, not the first
             at_s, worker = draw.uniform(0, length_s), draw.randint(1, most[index] - 1)
             self.faults.append((at_s, "hopeless", sum(most[:index]) + worker, 0.0))
             self.faults.sort()
+
+    def _draw_ends(self, length_s: float) -> None:
+        """Draw changes of the number of tails."""
+        draw, starts = random.Random(f"ends {self.seed}"), list(self.starts)
+        for index in (len(starts) - 1,):
+            most = self.replicas[index]
+            if most > 1 and draw.random() < 0.6:
+                starts[index] = draw.randint(1, most)
+                for _ in range(draw.choice((1, 2, 3))):
+                    at_s = draw.uniform(0, 3 + 1.5 * length_s)
+                    self.scales.append((at_s, index, draw.randint(1, most)))
+        self.starts = tuple(starts)
 
     @property
     def evaluated(self) -> int:

@@ -24,9 +24,8 @@ def check_replicas(
         micro_batches: Parts that each training batch is cut into.
 
     Raises:
-        SpecError: The number of the tail's replicas may change, or the head has such that cannot
-            share its data; a module waits for gradients, batches come in parts, or the strategy is
-            unknown.
+        SpecError: The head has replicas that cannot share its data, a module waits for gradients,
+            batches come in parts, or the strategy is unknown.
     """
     replicated = [index for index, module in enumerate(chain.modules) if module.most > 1]
     if not replicated:
@@ -49,12 +48,6 @@ def check_replicas(
                 hint=f"'replicas: {chain.modules[index].most}', or another strategy, such as "
                 "'local-sgd'",
             )
-    if isinstance(chain.modules[-1].replicas, ElasticSpec):
-        raise SpecError(
-            "the tail's replicas count parts of each evaluation: their number is fixed",
-            location=("modules", len(chain.modules) - 1, "replicas"),
-            hint=f"'replicas: {chain.modules[-1].most}'",
-        )
     if 0 in replicated:
         _check_heads(chain)
     if micro_batches > 1:
