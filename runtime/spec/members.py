@@ -104,8 +104,9 @@ class Members:
 
     def carries(self, edge: EdgeSpec, id: int) -> bool:
         """Whether the batch with this id takes a link between two workers."""
-        if not edge.carries(id):
-            return False
+        carries = edge.carries(id)
+        if not (carries and self._begun):
+            return carries
         active = self.at(id)
         for worker in (edge.source, edge.target):
             own = active.get(module_of(worker))

@@ -103,7 +103,8 @@ class Head:
         if not rounds.alone and time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + LOOK_S
             rounds.look()
-        if rounds.joined is not None:
+        quiet = not (self._wanted or self._ends_early or self._members.now)
+        if rounds.joined is not None or (rounds.alone and quiet):
             return
         body = self._change() if asks and Mark.STOP not in self._wanted else {}
         wants = asks and (self._wanted or self._ends_early or body)

@@ -82,6 +82,7 @@ class Rounds:
         self._written, self._newest = _SAMPLES, Insertion(0, body={"samples": self._samples})
         self.alone = len(names) == 1
         self.passed = 0
+        self._last = _SAMPLES  # the newest round that has a line
         self._read()
         if not self.alone and not self.written:
             self._write()
@@ -99,6 +100,8 @@ class Rounds:
     @property
     def joined(self) -> Insertion | None:
         """The line of this replica in the present round; None before it has one."""
+        if self._last < self.passed:
+            return None
         in_file = self._lines[self._own].get(self.passed)
         return self._newest if self._written == self.passed else in_file
 
@@ -111,6 +114,8 @@ class Rounds:
     @property
     def agreed(self) -> Insertion | None:
         """The result of the present round, if it is complete."""
+        if self._last < self.passed:
+            return None
         found = [one for one in self._present if one is not None]
         if len(found) < len(self._lines):
             return None
@@ -137,6 +142,7 @@ class Rounds:
         disk is no reason to stop training.
         """
         self._written, self._newest = self.passed, wanted
+        self._last = max(self._last, self.passed)
         self._write()
 
     def look(self) -> None:
@@ -172,6 +178,7 @@ class Rounds:
                 for line in LineReader(path, Requested.parse).new():
                     if line.begun == self._begun:
                         self._lines[name].setdefault(line.round, Insertion.of(line))
+                        self._last = max(self._last, line.round)
         for name, own in self._lines.items():
             if (said := own.get(_SAMPLES)) and said.body["samples"] != self._samples:
                 raise DataError(

@@ -195,8 +195,8 @@ class ModuleServer:
     @property
     def _held(self) -> bool:
         """Whether a marker is not done with."""
-        states = (self._draining, self._sharing, self._joining, self._gathering)
-        return any(one is not None for one in states)
+        held = self._draining or self._sharing or self._joining or self._gathering
+        return held is not None
 
     @property
     def _agreeing(self) -> bool:
