@@ -289,14 +289,12 @@ def make_plan(
             "'dnictl up' and 'dnictl submit' can do",
             hint="write a fixed number in the chain file, such as 'replicas: 2'",
         )
-    if not (settings.supervised or settings.by_rank):
-        for worker, does in ((workers[0], "reads the data"), (workers[-1], "evaluates")):
-            if worker.replicas > 1:
-                raise UsageError(
-                    f"the replicas of {module_of(worker.module)!r}, which {does}, must be started "
-                    "together",
-                    hint="use 'dnictl up', 'submit' or 'mpi', or write 'replicas: 1' there",
-                )
+    for worker in (workers[0], workers[-1]):
+        if worker.replicas > 1 and not (settings.supervised or settings.by_rank):
+            raise UsageError(
+                f"the replicas of {module_of(worker.module)!r} must be started together",
+                hint="use 'dnictl up', 'submit' or 'mpi', or write 'replicas: 1' there",
+            )
     transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
     return LaunchPlan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -171,7 +172,8 @@ def test_modules_that_disagree_about_encryption(site: Site) -> None:
     )
     assert done.returncode == 76, done.stderr
     assert "cannot agree on encryption" in done.stderr
-    assert "it requires encryption" in done.stderr
+    # "probably" if it was the one to end the handshake
+    assert re.search("it (probably )?requires encryption", done.stderr)
     top.terminate()
     assert top.wait(30) == 75
 
