@@ -80,10 +80,10 @@ class Mover:
             found = None
             if self._plan.restart.policy != "never":
                 found = self._hosts.move(present, names)
-            if found is None and self._plan.restart.policy != "never":
-                # the others may have room, without those that the run can do without
-                names = [name for name in names if not self._lose(name, where)]
-                found = self._make_room(self._hosts, present, names)
+                if found is None:
+                    # the others may have room, without those that the run can do without
+                    names = [name for name in names if not self._lose(name, where)]
+                    found = self._make_room(self._hosts, present, names)
             if found is None:
                 why = f"{where}: no room for {', '.join(names)} elsewhere"
             for worker in found or ():

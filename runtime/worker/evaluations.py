@@ -39,7 +39,7 @@ class Evaluations:
         metrics: MetricsWriter,
         ledger: Ledger,
         start: Start,
-        lost: Callable[[str], bool] = lambda name: False,
+        lost: Callable[[str], bool],
     ) -> None:
         self._step = step
         self._metrics = metrics

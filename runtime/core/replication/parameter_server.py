@@ -68,8 +68,7 @@ class ParameterServer(Strategy):
             learnt: Trained parameters in it, which come first.
             replicas: Number of replicas that take batches.
         """
-        scale = self._scale or 1 / replicas
-        self.pushed_P = torch.lerp(self.pushed_P, own[:learnt], scale)
+        self.pushed_P = torch.lerp(self.pushed_P, own[:learnt], self._factor(replicas))
         return torch.cat([self.pushed_P, own[learnt:]])
 
     def with_push(self, own: Tensor, push: Tensor, learnt: int, replicas: int) -> Tensor:
@@ -81,9 +80,12 @@ class ParameterServer(Strategy):
             learnt: Trained parameters in them, which come first.
             replicas: Number of replicas that take batches.
         """
-        moved_P, kept = push[:learnt] * (self._scale or 1 / replicas), own[learnt:]
+        moved_P, kept = push[:learnt] * self._factor(replicas), own[learnt:]
         self.pushed_P = self.pushed_P + moved_P
         return torch.cat([own[:learnt] + moved_P, kept + (push[learnt:] - kept) / replicas])
+
+    def _factor(self, replicas: int) -> float:
+        return self._scale or 1 / replicas
 
     def take(self, own_P: Tensor, agreed_P: Tensor) -> Tensor:
         """Return the server's parameters with the progress since the push."""

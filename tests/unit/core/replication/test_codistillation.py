@@ -103,7 +103,8 @@ def test_an_error_signal_of_the_modules_own_has_the_term_too() -> None:
         step.update(y)
     drawn, free = steps[0].layers.parameters(), without.layers.parameters()
     for p, q, start, g in zip(drawn, free, before, gradients, strict=True):
-        assert not torch.equal(q, start)
+        if q.dim() > 1:  # a bias before a normalisation has a gradient of rounding errors only
+            assert not torch.equal(q, start)
         assert torch.allclose(p - q, -0.1 * g, atol=1e-6)
 
 
