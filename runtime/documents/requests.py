@@ -56,6 +56,7 @@ class Requested(Document):
         mark: The bits of the marker; 0: none.
         ends: Whether training is to end from there on.
         body: The marker's body.
+        heads: The replicas of the head that have a line in this round; empty: all.
     """
 
     begun: int = 0
@@ -64,3 +65,4 @@ class Requested(Document):
     mark: int
     ends: bool = False
     body: dict[str, Any] = Field(default_factory=dict)
+    heads: tuple[PositiveInt, ...] = ()

@@ -8,6 +8,7 @@ from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.pool import WorkerPool
 from dni_runtime.launch.processes import Hosts
+from dni_runtime.launch.scaling import dispensable
 from dni_runtime.spec.members import number_of
 from dni_runtime.spec.named import module_of
 
@@ -100,7 +101,7 @@ class Mover:
             one.module
             for one in present
             if module_of(one.module) in self._plan.elastic
-            and number_of(one.module) > 1
+            and dispensable(one.module, list(self._pool.workers))
             and one.module not in (*names, *self.lost, *self._pool.parking)
         ]
         spare.sort(key=lambda name: (module_of(name) not in own, -number_of(name)))

@@ -16,7 +16,8 @@ A replica that cannot be restarted is lost: it is removed from the file at once,
 wanted, and named there, so that nobody waits for it.
 
 The lowest numbers are the first to come and the last to go. The first replica always stays: the
-others share their weights by it.
+others share their weights by it. A replica of the head is never lost: its batches are in its hands
+until all heads have agreed on the marker.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from dni_runtime.spec.members import Active, as_body, first_replicas, number_of
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of, tails_of
 from dni_runtime.split.balance import SLACK
-from dni_runtime.worker.ledger import Counts
+from dni_runtime.worker.ledger import Counts, rest
 
 if TYPE_CHECKING:  # which needs what is here
     from dni_runtime.launch.journal import Journal
@@ -152,13 +153,14 @@ class Scaler:
             how: Reason for the event.
 
         Returns:
-            Whether that is possible: it is not the first of an elastic module.
+            Whether that is possible: it is one that can leave, or that takes no batches.
         """
         run, module, number = self._run, module_of(name), number_of(name)
         now = replicas_now(run, self._elastic)
         left = now.active
         if number in left.get(module, (number,)):
-            if (others := without(left, name)) is None:
+            others = without(left, name)
+            if others is None or not dispensable(name, list(self._pool.workers)):
                 return False
             left = others
         # of one that leaves, too: others wait for it
@@ -169,6 +171,9 @@ class Scaler:
         except OSError:
             return False
         self._pool.park(name)
+        worker, counted = self._pool.workers[name], Counts.read(run.ledger(name))
+        if counted and worker.resume.isdecimal() and counted.attempt < (worker.first or 0):
+            rest(run, name, int(worker.resume))  # it has not begun again with the others
         self._journal.event("replica_lost", module=name, reason=how)
         return True
 
@@ -254,6 +259,16 @@ def without(active: Active, worker: str) -> Active | None:
     if number == 1 or number not in own:
         return None
     return {**active, module: tuple(one for one in own if one != number)}
+
+
+def dispensable(worker: str, workers: Sequence[str]) -> bool:
+    """Whether a replica may be lost: not the first one, nor one whose batches nobody else reads.
+
+    Args:
+        worker: A replica of an elastic module.
+        workers: All workers, head first.
+    """
+    return number_of(worker) > 1 and module_of(worker) != module_of(workers[0])
 
 
 def still_missed(run: RunDir, lost: Mapping[str, int], workers: Sequence[str]) -> dict[str, int]:

@@ -53,9 +53,11 @@ class Members:
 
     Args:
         begun: The sets at the beginning; modules that are not elastic are not in them.
+        late: Whether the worker has not seen all changes since: its own first one tells the sets.
     """
 
-    def __init__(self, begun: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, begun: Mapping[str, Sequence[int]], *, late: bool = False) -> None:
+        self._late = late
         self._begun: Active = {module: tuple(own) for module, own in begun.items()}
         self._changes: dict[int, Active] = {}
 
@@ -88,16 +90,22 @@ class Members:
             before: The sets until then.
             after: The sets from the next id on.
         """
-        if not self._changes and self._begun != before:
-            self._begun = before  # this worker has waited for its own first marker
+        oldest = next(iter(self._changes), None)
+        if oldest is None or id < oldest:  # of several links one may bring a newer one first
+            if len(self._changes) == CHANGES_KEPT:
+                return
+            if self._late:
+                self._begun = before
         self._changes[id] = after
         self._changes = dict(sorted(self._changes.items()))
-        while len(self._changes) > CHANGES_KEPT:
+        if len(self._changes) > CHANGES_KEPT:
             self._begun = self._changes.pop(next(iter(self._changes)))
 
     def merge(self, other: Members) -> None:
         """Note all changes that another table holds."""
         before = other._begun
+        if not self._changes:
+            self._begun = before
         for id, after in other._changes.items():
             self.learn(id, before, after)
             before = after
@@ -107,12 +115,15 @@ class Members:
         carries = edge.carries(id)
         if not (carries and self._begun):
             return carries
-        active = self.at(id)
         for worker in (edge.source, edge.target):
-            own = active.get(module_of(worker))
-            if own is not None and own[replica_of(id, len(own)) - 1] != number_of(worker):
+            if self.chosen(module_of(worker), id) not in (None, number_of(worker)):
                 return False
         return True
+
+    def chosen(self, module: str, id: int) -> int | None:
+        """Return which replica of a module gets a batch; None if their number cannot change."""
+        own = self.at(id).get(module)
+        return None if own is None else own[replica_of(id, len(own)) - 1]
 
     def passes(self, edge: EdgeSpec, id: int) -> bool:
         """Whether the marker with this id takes a link: those that leave or join get it, too."""

@@ -82,12 +82,12 @@ class Farewell:
             self.ledger.processed(last.id)
             if self.input is not None:
                 self.input.ack(last.id)
-                if parked:
-                    self._linger(last.id, self.input, poller)
-                else:
-                    self.input.finish(min(left_s, FAREWELL_S))
+            if parked:
+                self._linger(last.id, poller)
+            elif self.input is not None:
+                self.input.finish(min(left_s, FAREWELL_S))
 
-    def _linger(self, id: int, input: Join, poller: zmq.Poller) -> None:
+    def _linger(self, id: int, poller: zmq.Poller) -> None:
         """Stay until all modules have written a checkpoint behind the last marker.
 
         Until then a neighbour that is restarted may need again what has passed here.
@@ -95,7 +95,8 @@ class Farewell:
         look_at_s = 0.0
         while not self.stop():
             self.metrics.report.check()
-            input.listen()
+            if self.input is not None:
+                self.input.listen()
             for link in self.output.links if self.output is not None else ():
                 link.receive()
                 if self.neighbours is not None:
@@ -112,6 +113,8 @@ class Farewell:
         slice_s = min(FLUSH_SLICE_S, left_s) / max(len(left), 1)
         while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
             self.metrics.report.check()
+            if self.exchange is not None:
+                self.exchange.greet()  # downstream may wait for a replica that still starts
             if self.neighbours is not None:
                 for link in left:
                     self.neighbours.look(link)

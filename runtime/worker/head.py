@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.documents.requests import Replicas
-from dni_runtime.link import Batch, Marker
+from dni_runtime.link import Batch, Marker, change_of
 from dni_runtime.spec.edge import replica_of
-from dni_runtime.spec.members import as_body
+from dni_runtime.spec.members import Active, as_body, number_of
+from dni_runtime.spec.named import module_of
 from dni_runtime.wire import Body, Mark
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.ledger import Ledger
@@ -56,18 +57,14 @@ class Head:
         spec = metrics.spec
         self._role = role = spec.head
         self._takes = (0,) if role is None else role.takes
+        self._name, self._module = spec.module, module_of(spec.module)
         self._route = spec.replicas, spec.replica
         self._stream = stream
         samples = stream.samples if isinstance(stream, Stream) else ()
         self._rounds = Rounds(metrics.run, spec, start.begun, samples)
-        # An earlier attempt may also have used the ids after the last one that it counted, up to
-        # its own next batch.
-        self._used = ledger.progress.counts.id
-        if start.again:
-            self._used += 1
-            while not self._owns(self._used):
-                self._used += 1
+        self._start, self._members = start, start.members
         self._progress = ledger.progress
+        self._used = self._used_before() if start.again else ledger.progress.counts.id
         self._metrics = metrics
         self._output = output
         self._next_id = start.first_id
@@ -76,7 +73,6 @@ class Head:
         self._ends = False
         self._read: Item | None = None
         self._before: deque[tuple[int, Position]] = deque()
-        self._members = start.members
         self._members_look_s = self._look_s = 0.0
 
     def end_early(self) -> None:
@@ -92,6 +88,13 @@ class Head:
         """Whether the next id must wait until the head's replicas agree where a marker goes."""
         return self._rounds.holds(self._next_id)
 
+    def begin(self, id: int, position: Position) -> None:
+        """Begin to take batches after a marker, which is at this position of the stream."""
+        self._here = position
+        self._supply(id, position)
+        if isinstance(self._stream, Stream):
+            self._stream.begin(position)
+
     def look(self, *, asks: bool = True) -> None:
         """Agree with the head's other replicas on what is wanted; call it repeatedly.
 
@@ -100,11 +103,13 @@ class Head:
                 may be what is wanted.
         """
         rounds = self._rounds
+        if self._start.waits:
+            return
         if not rounds.alone and time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + LOOK_S
             rounds.look()
         quiet = not (self._wanted or self._ends_early or self._members.now)
-        if rounds.joined is not None or (rounds.alone and quiet):
+        if rounds.joined is not None or (rounds.alone and quiet) or rounds.agreed is not None:
             return
         body = self._change() if asks and Mark.STOP not in self._wanted else {}
         wants = asks and (self._wanted or self._ends_early or body)
@@ -114,7 +119,7 @@ class Head:
         id = max(self._next_id, self._used + 1)
         if self._here.part or (rounds.alone and id > self._next_id):
             return  # no marker goes between the parts of a batch
-        rounds.join(Insertion(id, self._wanted, self._ends_early, body))
+        rounds.join(self._line(id, self._wanted, self._ends_early, body))
         self._wanted, self._ends_early = NOTHING, False
 
     def next(self) -> Batch | Marker | None:
@@ -123,6 +128,8 @@ class Head:
         Raises:
             DataError: The data cannot be read.
         """
+        if self._start.waits:
+            return self._own_first()
         while True:
             self.look()
             id = self._next_id
@@ -159,18 +166,34 @@ class Head:
                 mark = agreed.mark
                 if self._role is not None:
                     mark |= self._here.sync(self._role)
-                if agreed.body:
-                    mark |= Mark.SCALE | Mark.CHECKPOINT | Mark.SYNC
                 self._supply(id, self._here)
-                return Marker(id, self._progress.epoch, mark, agreed.body)
+                return self._marker(agreed, mark)
         return None
+
+    def _marker(self, agreed: Insertion, mark: Mark) -> Marker:
+        if agreed.body:
+            mark |= Mark.SCALE | Mark.CHECKPOINT | Mark.SYNC
+        return Marker(agreed.id, self._progress.epoch, mark, agreed.body)
+
+    def _own_first(self) -> Marker | None:
+        """Return the marker from which on this replica takes batches, if the others know it."""
+        rounds, found = self._rounds, None
+        rounds.look()
+        for number, agreed in rounds.changes:
+            before, after = (self._is_in(one) for one in change_of(agreed.body))
+            if before != after:
+                rounds.passed, found = number + 1, agreed if after else None
+        return None if found is None else self._marker(found, found.mark)
+
+    def _is_in(self, active: Active) -> bool:
+        return number_of(self._name) in active.get(self._module, ())
 
     def _item(self, id: int) -> Item:
         """Return the stream's next item; read it only if it is a batch of this replica's own."""
         if self._read is not None:
             item, self._read = self._read, None
             return item
-        if isinstance(self._stream, Stream):
+        if self._route[0] > 1 and isinstance(self._stream, Stream):
             self._stream.takes = self._owns(id)
         self._metrics.now("data")
         began = time.monotonic()
@@ -183,12 +206,32 @@ class Head:
         if self._rounds.alone:
             return True
         if self._rounds.joined is None:
-            self._rounds.join(Insertion(id + 1))
+            self._rounds.join(self._line(id + 1, Mark.END))
         return self._rounds.written
 
+    def _line(
+        self, id: int, mark: Mark, ends: bool = False, body: Mapping[str, Body] | None = None
+    ) -> Insertion:
+        """Return this replica's line of the present round."""
+        heads = self._members.now.get(self._module, ())
+        return Insertion(id, mark, ends, dict(body or {}), heads)
+
     def _owns(self, id: int) -> bool:
+        chosen = self._members.chosen(self._module, id)
         replicas, replica = self._route
-        return replica_of(id, replicas) == replica
+        return (replica_of(id, replicas) if chosen is None else chosen) == replica
+
+    def _used_before(self) -> int:
+        """Return the last id that an earlier attempt may have used.
+
+        These are also those after the last one that it has counted, up to its own next batch.
+        """
+        for _, agreed in self._rounds.changes:
+            self._members.learn(agreed.id, *change_of(agreed.body))
+        used = self._progress.counts.id + 1
+        while not self._owns(used) and self._members.takes(self._name, used):
+            used += 1
+        return used
 
     def _change(self) -> dict[str, Body]:
         """Return the body of a SCALE marker, if other replicas are to take batches."""

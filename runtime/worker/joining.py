@@ -67,5 +67,7 @@ def as_own(step: ModuleStep, state: checkpoint.State) -> checkpoint.State:
     """
     tensors = {name: it for name, it in state[0].items() if not name.startswith("gradient.")}
     document: dict[str, Any] = state[1] | {"module": step.spec.module, "gathered": 0}
+    if "position" in document:  # of a head, which may have to send the marker again
+        document["again"] = {"id": document["cut"], "position": document["position"]}
     random = {"random.cpu": torch.get_rng_state()}
     return {**tensors, **random}, document

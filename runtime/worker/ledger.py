@@ -70,6 +70,11 @@ class Counts:
         id, step, samples = left[-1] if left else (0, 0, 0)
         return Counts(id=id, step=step, samples=samples, left=left)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the replica takes no batches since its last id, and all that it sent is there."""
+        return bool(self.left) and self.left[-1][0] == self.id
+
     def begun(self, id: int, epoch: int) -> Counts:
         """Return the counts, with all up to ``id`` being passed, in an epoch."""
         return replace(self, id=id, epoch=epoch, epoch_batches=0, waits=False)

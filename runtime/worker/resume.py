@@ -93,8 +93,9 @@ def begin(
     """
     counted, since = Counts.read(run.ledger(spec.module)), wanted
     if first is not None and counted is not None and first <= counted.attempt < attempt:
-        wanted = JOIN if counted.waits else OWN
-    members = Members(first_replicas(spec.elastic) if active is None else active)
+        wanted = JOIN if counted.waits or counted.has_left else OWN
+    begun = first_replicas(spec.elastic) if active is None else active
+    members = Members(begun, late=wanted == JOIN)
     rested = Counts() if counted is None else counted.at_rest()
     if wanted == JOIN:
         rested.waits = True

@@ -7,14 +7,18 @@ and the lowest id that it has not used; each other one adds its line when it see
 the id of its own line, or a later one, before the round is complete. Then the marker gets the
 highest of these ids. The lines stay, so that a restarted replica finds the same result.
 
+If the number of replicas may change, each line says which of them take part in its round: those
+that take batches there. One that joins reads where in the lines of the others.
+
 A head without replicas is alone in its rounds: they are complete at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -23,6 +27,7 @@ from dni_runtime.errors import DataError
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
+from dni_runtime.spec.members import number_of
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.wire import Body, Mark
 from dni_runtime.worker.stream import NOTHING
@@ -42,17 +47,19 @@ class Insertion:
         mark: The marker; empty: none.
         ends: Whether training is to end from there on.
         body: The marker's body.
+        heads: The replicas of the head that have a line in this round; empty: all.
     """
 
     id: int
     mark: Mark = NOTHING
     ends: bool = False
     body: dict[str, Body] = field(default_factory=dict)
+    heads: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, line: Requested) -> Self:
         """Return what a line of a file says."""
-        return cls(line.id, Mark(line.mark), line.ends, line.body)
+        return cls(line.id, Mark(line.mark), line.ends, line.body, line.heads)
 
 
 class Rounds:
@@ -93,11 +100,6 @@ class Rounds:
         return self._written in self._lines[self._own]
 
     @property
-    def _present(self) -> list[Insertion | None]:
-        """The lines of the present round."""
-        return [own.get(self.passed) for own in self._lines.values()]
-
-    @property
     def joined(self) -> Insertion | None:
         """The line of this replica in the present round; None before it has one."""
         if self._last < self.passed:
@@ -108,16 +110,33 @@ class Rounds:
     @property
     def called(self) -> bool:
         """Whether a replica wants something in the present round."""
-        found = [one for one in self._present if one is not None]
-        return any(one.mark or one.ends or one.body for one in found)
+        found = self._of(self.passed).values()
+        return any(one.mark & ~Mark.END or one.ends or one.body for one in found)
 
     @property
     def agreed(self) -> Insertion | None:
         """The result of the present round, if it is complete."""
-        if self._last < self.passed:
-            return None
-        found = [one for one in self._present if one is not None]
-        if len(found) < len(self._lines):
+        return None if self._last < self.passed else self._result(self.passed)
+
+    @property
+    def changes(self) -> Iterator[tuple[int, Insertion]]:
+        """The agreed changes of who takes batches, each with its round."""
+        for number in itertools.count():
+            if (agreed := self._result(number)) is None:
+                return
+            if agreed.body:
+                yield number, agreed
+
+    def _of(self, number: int) -> dict[str, Insertion]:
+        """Return the lines of a round."""
+        return {name: own[number] for name, own in self._lines.items() if number in own}
+
+    def _result(self, number: int) -> Insertion | None:
+        lines = self._of(number)
+        found = list(lines.values())
+        heads = found[0].heads if found else ()
+        needed = {one for one in self._lines if not heads or number_of(one) in heads}
+        if not lines.keys() >= needed:
             return None
         mark = NOTHING
         for one in found:
@@ -127,7 +146,7 @@ class Rounds:
             max(one.id for one in found),
             mark,
             any(one.ends for one in found),
-            {} if Mark.STOP in mark else body,
+            {} if mark & (Mark.STOP | Mark.END) else body,
         )
 
     def holds(self, id: int) -> bool:
@@ -160,6 +179,7 @@ class Rounds:
             mark=int(wanted.mark),
             ends=wanted.ends,
             body=wanted.body,
+            heads=wanted.heads,
         )
         try:
             line.append(self._paths[self._own])

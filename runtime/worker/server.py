@@ -52,7 +52,7 @@ from dni_runtime.worker.saver import StateSaver
 from dni_runtime.worker.shares import GATHER_MS
 from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Item
+from dni_runtime.worker.stream import Item, Position
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +128,8 @@ class ModuleServer:
             metrics, stop, self._saver, ledger, input, output, exchange, self._neighbours, workers
         )
         self._divergence = Divergence(step, metrics, self._copies)
-        lost = (lambda name: False) if neighbours is None else neighbours.lost
-        self._evaluations = Evaluations(step, metrics, ledger, start, lost)
+        self._lost = (lambda name: False) if neighbours is None else neighbours.lost
+        self._evaluations = Evaluations(step, metrics, ledger, start, self._lost)
         self._draining: Marker | None = None
         self._sharing: Marker | None = None
         self._gathering: Marker | None = None
@@ -400,6 +400,8 @@ class ModuleServer:
             self._step.shared.joined()
         self._start.cut, self._start.waits = marker.id - 1, False
         self._ledger.joins(marker.id, state[1])
+        if self._head is not None:
+            self._head.begin(marker.id, Position(**state[1]["position"]))
         if self._exchange is not None:
             self._exchange.join(marker.id)
         log.info("module %s takes batches after %d of the stream", self._name, marker.id)
@@ -439,6 +441,8 @@ class ModuleServer:
         id, finite = marker.id, self._divergence.weights_finite(marker.id)
         before, after = (self._members.siblings(self._name, one) for one in (id, id + 1))
         parked = self._members.parked(self._name, self._step.spec.replicas, id + 1)
+        if Mark.END in marker.mark:  # no later cut will be without them
+            parked += [one for one in after if self._lost(one)]
         while True:
             self._saver.checkpoint(id, over=Mark.END in marker.mark, finite=finite, parked=parked)
             awaited = self._members.takes(self._name, id) and {*after} - {*before}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -103,10 +104,16 @@ class Stream(Iterator[Item]):
             self.samples = [info.train_samples, info.eval_samples, info.test_samples]
         self._early = False
         takes = (lambda: self.takes) if shared else None
-        self._items = items(source, role, start, lambda: self._early, takes)
+        self._from = partial(items, source, role, early=lambda: self._early, takes=takes)
+        self._items = self._from(start)
 
     def __next__(self) -> Item:
         return next(self._items)
+
+    def begin(self, position: Position) -> None:
+        """Go on from another position."""
+        self.close()
+        self._items = self._from(position)
 
     def end(self) -> None:
         """Send no more training batches."""

@@ -204,10 +204,11 @@ def test_what_validate_shows(site: Site) -> None:
 
 
 def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
-    """1, 3, a stop, 2: nobody else restarts, and every batch is counted once."""
+    """1, 3, a stop, 2, 3: nobody else restarts, and every batch is counted once."""
     path = write(site, links=CURVE, slow=True, epochs=16)
     text = path.read_text().replace("replicas: 3", "replicas: {start: 1, most: 3}")
-    text = text.replace("name: top, replicas: 1", "name: top, replicas: {start: 1, most: 2}")
+    for ends in ("stem", "top"):
+        text = text.replace(f"{ends}, replicas: 1", f"{ends}, replicas: {{start: 1, most: 2}}")
     path.write_text(text)
     site.run("up", path, "--backend", "process", "-d")
     run = Run.open(site.latest.root)
@@ -220,12 +221,12 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
 
     eventually("it trains", lambda: trains() > 10)
     before = RunState.read(site.latest).modules
-    late = ("wide.2", "wide.3", "top.2")
-    assert [before[one].state for one in late] == ["parked"] * 3
+    late = ("stem.2", "wide.2", "wide.3", "top.2")
+    assert [before[one].state for one in late] == ["parked"] * 4
     assert "parked" in site.run("status").stdout
     assert site.run("scale", "deep=1", expect=64).stderr.count("fixed") == 1
     assert "1 to 3" in site.run("scale", "wide=4", expect=64).stderr
-    assert "wide: 3" in site.run("scale", "wide=3", "top=2").stdout
+    assert "wide: 3" in site.run("scale", "stem=2", "wide=3", "top=2").stdout
     eventually("all train", lambda: set(states().values()) == {"running"})
     step = trains()
     eventually("it trains", lambda: trains() > step + 12)
@@ -238,22 +239,25 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     site.run("resume", "-d")
     eventually("all train", lambda: set(states().values()) == {"running"})
     resumed = RunState.read(site.latest).modules
-    assert site.json("scale", "wide=2", "top=1")["replicas"] == {"wide": 2, "top": 1}
-    for one in ("wide.3", "top.2"):
+    fewer = {"stem": 1, "wide": 2, "top": 1}
+    assert site.json("scale", "stem=1", "wide=2", "top=1")["replicas"] == fewer
+    for one in ("stem.2", "wide.3", "top.2"):
         eventually("it leaves", lambda one=one: states()[one] == "parked")
     shrunk = RunState.read(site.latest).modules
     assert {n: (shrunk[n].pid, shrunk[n].restarts) for n in [*others, "wide.2"]} == {
         n: (resumed[n].pid, 0) for n in [*others, "wide.2"]
     }
+    site.run("scale", "stem=2", "wide=3", "top=2")
+    eventually("they come again", lambda: set(states().values()) == {"running"})
     site.run("wait")
     figures = run.status()
     assert figures.state == "finished"
     steps = {one.module: one.step or 0 for one in figures.modules}
     every = 16 * 45
-    for name, count in (("wide", 3), ("top", 2)):
+    for name, count in (("stem", 2), ("wide", 3), ("top", 2)):
         own = [steps[f"{name}.{one + 1}"] for one in range(count)]
         assert min(own) > 0
-        assert sum(own) == steps["stem"] == every
+        assert sum(own) == every
     evaluated = list(read_metrics(site.latest.metrics("top.1"), EvaluationLine))
     assert {line.samples for line in evaluated} == {360}
     assert evaluated[-1].step == every

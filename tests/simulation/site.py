@@ -240,10 +240,10 @@ class Schedule:
             self.faults.sort()
 
     def _draw_ends(self, length_s: float) -> None:
-        """Draw changes of the number of tails."""
-        draw, starts = random.Random(f"ends {self.seed}"), list(self.starts)
-        for index in (len(starts) - 1,):
-            most = self.replicas[index]
+        """Draw changes of the number of tails, and of heads."""
+        starts = list(self.starts)
+        for name, index in (("ends", len(starts) - 1), ("beginnings", 0)):
+            draw, most = random.Random(f"{name} {self.seed}"), self.replicas[index]
             if most > 1 and draw.random() < 0.6:
                 starts[index] = draw.randint(1, most)
                 for _ in range(draw.choice((1, 2, 3))):
@@ -556,7 +556,7 @@ class Site:
             alike = [
                 step
                 for name, step in self.steps.items()
-                if module_of(name) == module and self._takes(name)
+                if module_of(name) == module and self._takes(name) and name not in self.hopeless
             ]
             weights = [parameters_to_vector(one.layers.parameters()) for one in alike]
             if any(not torch.equal(one, weights[0]) for one in weights):
@@ -643,6 +643,8 @@ class Site:
         process = Process(name)
         stop = Stop(self.world, process)
         started = self.workers[name] = stop.worker
+        if worker.resume.isdecimal():
+            self._begin_at(name, int(worker.resume))
         options = Options(
             run=self.root,
             module=name,
@@ -680,6 +682,11 @@ class Site:
             lambda: self.world.spawn(process, body) and None if process.alive else None,
         )
         return started
+
+    def _begin_at(self, name: str, cut: int) -> None:
+        """Forget what a worker has learnt after a cut, where its module begins again."""
+        if (step := self.steps.get(name)) is not None:
+            step.trained = [id for id in step.trained if id <= cut]  # type: ignore[attr-defined]
 
     def _measure(self) -> None:
         for connection in self.network.connections:
@@ -769,10 +776,12 @@ class Site:
 
         def as_own(step: ModuleStep, state: Any) -> Any:
             tensors, document = real_as_own(step, state)
-            return tensors, document | {"trained": []}
+            self._begin_at(step.spec.module, state[1]["cut"])
+            before = getattr(self.steps.get(step.spec.module), "trained", [])
+            return tensors, document | {"trained": before}
 
         def rest(run: RunDir, name: str, cut: int) -> None:
-            self.steps.pop(name, None)  # what it may have learnt after the cut is void
+            self._begin_at(name, cut)
             real_rest(run, name, cut)
 
         def add(window: Any, *args: Any, **kwargs: Any) -> None:

@@ -69,12 +69,6 @@ def check_replicas(
 def _check_heads(chain: ChainSpec) -> None:
     """Refuse settings that do not work if the head has replicas."""
     data, own = chain.data, REPLICA in (chain.data.path or "")
-    if isinstance(chain.modules[0].replicas, ElasticSpec):
-        raise SpecError(
-            "the head reads the data in as many shares as it has replicas: their number is fixed",
-            location=("modules", 0, "replicas"),
-            hint=f"'replicas: {chain.modules[0].most}'",
-        )
     refused = (
         (data.workers > 0, ("data", "workers"), "batches cannot be loaded ahead if", "workers: 0"),
         (own and data.streams, ("data", "streams"), "rows cannot continue from batch to batch if "

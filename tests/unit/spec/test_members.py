@@ -61,6 +61,24 @@ def test_a_table_outlives_its_process() -> None:
     assert [fresh.at(id) for id in range(60)] == [members.at(id) for id in range(60)]
 
 
+def test_a_replica_that_waits_may_hear_of_a_newer_change_first() -> None:
+    """From one of several replicas upstream, which has joined later than itself."""
+    begun, joined, newer = {"b": (1,)}, {"b": (1, 2)}, {"b": (1, 2, 3)}
+    members = Members(begun, late=True)
+    members.learn(8, joined, newer)
+    members.learn(5, begun, joined)
+    assert (members.joined("b.2"), members.joined("b.3")) == (5, 8)
+    assert [members.at(id)["b"] for id in (5, 6, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 3)]
+
+
+def test_a_newer_change_that_comes_first_does_not_hide_an_older_one() -> None:
+    members = Members({"b": (1, 2, 3)})
+    members.learn(9, {"b": (1, 2)}, {"b": (1, 2, 4)})
+    assert members.takes("b.3", 8)
+    members.learn(8, {"b": (1, 2, 3)}, {"b": (1, 2)})
+    assert [members.at(id)["b"] for id in (8, 9, 10)] == [(1, 2, 3), (1, 2), (1, 2, 4)]
+
+
 def test_only_the_newest_changes_are_kept() -> None:
     members = Members(FROM_1)
     for number in range(2 * CHANGES_KEPT):
@@ -68,6 +86,9 @@ def test_only_the_newest_changes_are_kept() -> None:
     assert len(members.to_json()["changes"]) == CHANGES_KEPT
     assert members.takes("b.3", 10 * (2 * CHANGES_KEPT - 1) + 1)
     assert not members.takes("b.3", 10 * 2 * CHANGES_KEPT + 1)
+    before = members.to_json()
+    members.learn(10, FROM_1, FROM_13)
+    assert members.to_json() == before, "one of long ago, which a restarted module sends again"
 
 
 @pytest.mark.parametrize("wrong", [None, {"b": []}, {"b": [0]}, {"b": ["1"]}, {1: [1]}, {"b": 2}])

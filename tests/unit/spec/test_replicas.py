@@ -127,7 +127,6 @@ def test_what_cannot_have_replicas(counts: Sequence[str], more: str, message: st
 @pytest.mark.parametrize(
     ("count", "more", "location", "message"),
     [
-        ("{start: 1, most: 2}", "", "modules", "as many shares as it has replicas"),
         ("2", "data: {workers: 2}", "data.workers", "cannot be loaded ahead"),
         ("2", "links: {on_loss: continue}", "links.on_loss", "would be left out"),
         ("2", "data: {path: 'x-{replica}', streams: true}", "data.streams", "rows cannot continue"),

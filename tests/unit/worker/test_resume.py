@@ -131,6 +131,18 @@ def test_one_that_died_before_it_had_begun_begins_with_the_others(run: RunDir) -
     assert (found.again, weight) == (False, 10.0)
 
 
+def test_a_replica_that_has_left_waits_when_it_comes_again(run: RunDir) -> None:
+    """It counts on from where it left. One that has not parted yet may be needed: it goes back."""
+    spec = workers()[1]
+    write(run, spec, cut=10, step=8)
+    for id, waits in ((19, False), (20, True)):
+        counts = Counts(id=id, step=15, samples=60, left=[[20, 15, 60]])
+        Ledger(run.ledger("b"), Progress(counts), attempt=1).close()
+        found, counted, _ = start(run, spec, "join", attempt=2, first=1)
+        assert (found.waits, counted.waits) == (waits, waits)
+        assert (counted.step, counted.samples) == (15, 60)
+
+
 @pytest.mark.parametrize("wanted", ["auto", "10"])
 def test_all_modules_begin_at_a_complete_cut(run: RunDir, wanted: str) -> None:
     for spec in workers():
