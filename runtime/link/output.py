@@ -348,10 +348,15 @@ class OutputLink(LinkEnd):
             if frames is None:
                 break
             self.heard_s = time.monotonic()
+            drained = self._sender.drained
             try:
                 message = self._sender.handle(sockets.buffers(frames))
                 if message is not None:
                     events.append(self._event(message))
+                elif (
+                    self._sender.drained > drained
+                ):  # the neighbour has had it from another process
+                    events.append(Drained(self._sender.drained))
             except WireError as error:
                 self.refuse(error)
         if self._tuner is not None:

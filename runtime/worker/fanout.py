@@ -71,6 +71,7 @@ class Fanout:
                 if self._members.passes(lane, id) and not there:
                     own.append(self._dial(lane, id))
         self.links = self._all()
+        self._drained = min(self._drained, self.drained)  # new links will say so again
 
     def _close_left(self) -> None:
         """Close the links to replicas that have left."""

@@ -325,7 +325,7 @@ placement: {{strategy: explicit, map: {{stem: 0, wide: 1, deep.1: 0, deep.2: 2, 
 replication: {{strategy: diloco, every: 10}}
 defaults: {{interface: mixed, optimizer: {{Adam: {{lr: 0.002}}}}, resources: {{memory: 800M}}}}
 modules:
-  - {{name: stem, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, {{BatchNorm1d: {{num_features: 64}}}}, ReLU, {pause}]}}
+  - {{name: stem, replicas: {{start: 1, most: 2}}, layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, {{BatchNorm1d: {{num_features: 64}}}}, ReLU, {pause}]}}
   - {{name: wide, replicas: 2, layers: [{{Linear: {{in_features: 64, out_features: 32}}}}, {{BatchNorm1d: {{num_features: 32}}}}, ReLU]}}
   - {{name: deep, replicas: {{start: 1, most: 2}}, layers: [{{Linear: {{in_features: 32, out_features: 32}}}}, ReLU]}}
   - {{name: top, layers: [{{Linear: {{in_features: 32, out_features: 10}}}}]}}
@@ -334,7 +334,7 @@ modules:
 
 @pytest.mark.apptainer
 def test_replicas_in_containers_on_three_hosts(tool: Apptainer, slurm: str, dnictl: Dnictl) -> None:
-    """One image for all replicas of a module. One comes late and is killed; no batch is lost."""
+    """One image for all replicas of a module. Two come late, one is killed; no batch is lost."""
     (dnictl.folder / "pause.py").write_text(PAUSE)
     torch_version = version("torch").split("+")[0]
     text = REPLICAS.format(network=slurm, torch=torch_version, pause=PAUSES)
@@ -346,10 +346,14 @@ def test_replicas_in_containers_on_three_hosts(tool: Apptainer, slurm: str, dnic
     said = dnictl.run("submit", "--backend", "apptainer", "--parsable").stdout
     name, _, _ = said.strip().partition(";")
     root = RunDir(dnictl.folder / "runs" / name)
-    workers = ["stem", "wide.1", "wide.2", "deep.1", "deep.2", "top"]
+    workers = ["stem.1", "stem.2", "wide.1", "wide.2", "deep.1", "deep.2", "top"]
     eventually("a checkpoint", lambda: complete_cuts(root, workers))
-    assert "deep: 2" in dnictl.run("scale", "deep=2").stdout
-    eventually("it runs", lambda: RunState.read(root).modules["deep.2"].state == "running")
+    assert "deep: 2" in dnictl.run("scale", "stem=2", "deep=2").stdout
+
+    def run() -> bool:
+        return {one.state for one in RunState.read(root).modules.values()} == {"running"}
+
+    eventually("all run", run)
     assert sum(one.restarts for one in RunState.read(root).modules.values()) == 0
     step = Run.open(root.root).status().step or 0
     eventually("training goes on", lambda: (Run.open(root.root).status().step or 0) > step + 20)
@@ -357,10 +361,10 @@ def test_replicas_in_containers_on_three_hosts(tool: Apptainer, slurm: str, dnic
     figures = dnictl.json("wait")
     assert figures["state"] == "finished"
     found = {one["module"]: one for one in figures["modules"]}
-    assert [found[one]["host"] for one in workers] == ["n1", "n2", "n2", "n1", "n3", "n3"]
+    assert [found[one]["host"] for one in workers] == ["n1", "n1", "n2", "n2", "n1", "n3", "n3"]
     assert {name for name, one in found.items() if one["restarts"]} == {"deep.2"}
     every = 16 * 45
-    assert found["stem"]["step"] == found["top"]["step"] == every
+    assert found["stem.1"]["step"] + found["stem.2"]["step"] == found["top"]["step"] == every
     assert found["wide.1"]["step"] + found["wide.2"]["step"] == every
     assert found["deep.1"]["step"] + found["deep.2"]["step"] == every
     assert figures["accuracy"] > 0.85

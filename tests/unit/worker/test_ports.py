@@ -439,7 +439,8 @@ def test_links_to_replicas_are_opened_and_closed() -> None:
         output.send_mark(at, 1, Mark.SCALE)
         output.send_mark(at + 1, 1, Mark.CHECKPOINT)
         if at == 6:
-            output.receive()
+            made[0].events, made[1].events = [Drained(6)], [Drained(6)]
+            assert come(output) == [6]
             assert made[1] in output.links, "it may be restarted, and need again what it got"
             made[1].dismissed = True
             output.receive()
@@ -450,3 +451,5 @@ def test_links_to_replicas_are_opened_and_closed() -> None:
         ("up.2", 9, [9, 10], False),
     ]
     assert output.links == (made[0], made[2])
+    made[2].events = [Drained(6)]
+    assert come(output) == [6], "who sends again waits until the new link has said it, too"
