@@ -25,7 +25,7 @@ MISSED = [
     ("links-in-turn", 3, "the watchdog has said module 'd' waits for room"),
     ("half-sums", 1318, "the watchdog has said module 'a' waits for gradients"),
     ("means-awaited", 2022, "module 'a.1' waits for its other replicas"),
-    ("ids-unagreed", 6, "b.2: ValueError: id 1 after 1"),
+    ("ids-unagreed", 27, "b.2: ValueError: id 5 after 5"),
     ("parts-unawaited", 5, "evaluations of [4] samples"),
 ]
 """Mends, and a seed that finds what each was made for."""

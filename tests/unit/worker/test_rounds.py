@@ -14,7 +14,7 @@ from dni_runtime.data import describe, open_data
 from dni_runtime.documents.requests import Replicas
 from dni_runtime.errors import DataError
 from dni_runtime.link import Batch, Marker, change_of
-from dni_runtime.rundir import RunDir
+from dni_runtime.rundir import RunDir, read_lines
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.members import Members, first_replicas
@@ -202,6 +202,8 @@ def test_a_replica_of_the_head_joins_and_leaves(tmp_path: Path) -> None:
     left = max(two)
     changes = {id for id, it in one.items() if isinstance(it, Marker) and Mark.SCALE in it.mark}
     assert changes == {joined, left}, "who leaves or joins gets the marker, too"
+    *_, last = read_lines(site.run.marks("a.1"))
+    assert (last["mark"], last["heads"]) == (int(Mark.END), [1]), "nobody joins from there on"
     batches = {id: it for own in (one, two) for id, it in own.items() if isinstance(it, Batch)}
     assert {id for id in two if id in batches} == {
         id for id in batches if joined < id < left and replica_of(id, 2) == 2
