@@ -353,9 +353,7 @@ class OutputLink(LinkEnd):
                 message = self._sender.handle(sockets.buffers(frames))
                 if message is not None:
                     events.append(self._event(message))
-                elif (
-                    self._sender.drained > drained
-                ):  # the neighbour has had it from another process
+                elif self._sender.drained > drained:  # it has had that from another process
                     events.append(Drained(self._sender.drained))
             except WireError as error:
                 self.refuse(error)

@@ -177,12 +177,13 @@ class Head:
 
     def _own_first(self) -> Marker | None:
         """Return the marker from which on this replica takes batches, if the others know it."""
-        rounds, found = self._rounds, None
+        rounds, found, ends = self._rounds, None, False
         rounds.look()
-        for number, agreed in rounds.changes:
-            before, after = (self._is_in(one) for one in change_of(agreed.body))
+        for number, agreed in enumerate(rounds.results, start=1):
+            ends |= agreed.ends
+            before, after = map(self._is_in, change_of(agreed.body) if agreed.body else ({}, {}))
             if before != after:
-                rounds.passed, found = number + 1, agreed if after else None
+                rounds.passed, found, self._ends = number, agreed if after else None, ends
         return None if found is None else self._marker(found, found.mark)
 
     def _is_in(self, active: Active) -> bool:
@@ -226,8 +227,9 @@ class Head:
 
         These are also those after the last one that it has counted, up to its own next batch.
         """
-        for _, agreed in self._rounds.changes:
-            self._members.learn(agreed.id, *change_of(agreed.body))
+        for agreed in self._rounds.results:
+            if agreed.body:
+                self._members.learn(agreed.id, *change_of(agreed.body))
         used = self._progress.counts.id + 1
         while not self._owns(used) and self._members.takes(self._name, used):
             used += 1

@@ -119,13 +119,12 @@ class Rounds:
         return None if self._last < self.passed else self._result(self.passed)
 
     @property
-    def changes(self) -> Iterator[tuple[int, Insertion]]:
-        """The agreed changes of who takes batches, each with its round."""
+    def results(self) -> Iterator[Insertion]:
+        """The results of all rounds from the first one on, as far as they are complete."""
         for number in itertools.count():
             if (agreed := self._result(number)) is None:
                 return
-            if agreed.body:
-                yield number, agreed
+            yield agreed
 
     def _of(self, number: int) -> dict[str, Insertion]:
         """Return the lines of a round."""
