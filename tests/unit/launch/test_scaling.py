@@ -134,6 +134,21 @@ def test_nobody_waits_for_a_replica_that_is_lost(tmp_path: Path, active: tuple[i
     assert parked == ["b.3"]
 
 
+@pytest.mark.parametrize(("active", "given_up"), [((1, 2), False), ((1,), True)])
+def test_a_replica_of_the_head_has_batches_of_its_own(
+    tmp_path: Path, active: tuple[int, ...], given_up: bool
+) -> None:
+    """Nobody else reads them; but one that is still to join has none."""
+    run = RunDir(tmp_path)
+    run.create()
+    Replicas(active={"a": active}).write(run.replicas)
+    second = SimpleNamespace(resume="join", first=1)
+    pool: Any = SimpleNamespace(park=lambda name: None, workers={"a.1": None, "a.2": second})
+    journal: Any = SimpleNamespace(event=lambda *what, **more: None)
+    assert Scaler(run, {"a": 1}, pool, journal).lose("a.2", "it cannot start") == given_up
+    assert replicas_now(run, {"a": 1}).active == {"a": active}
+
+
 def test_the_time_of_a_batch_has_no_waiting_in_it(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
