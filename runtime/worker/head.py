@@ -58,7 +58,7 @@ class Head:
         self._role = role = spec.head
         self._takes = (0,) if role is None else role.takes
         self._name, self._module = spec.module, module_of(spec.module)
-        self._route = spec.replicas, spec.replica
+        self._route, self._elastic = (spec.replicas, spec.replica), bool(spec.elastic)
         self._stream = stream
         samples = stream.samples if isinstance(stream, Stream) else ()
         self._rounds = Rounds(metrics.run, spec, start.begun, samples)
@@ -86,7 +86,7 @@ class Head:
     @property
     def waits(self) -> bool:
         """Whether the next id must wait until the head's replicas agree where a marker goes."""
-        return self._rounds.holds(self._next_id)
+        return not self._rounds.alone and self._rounds.holds(self._next_id)
 
     def begin(self, id: int, position: Position) -> None:
         """Begin to take batches after a marker, which is at this position of the stream."""
@@ -108,7 +108,7 @@ class Head:
         if not rounds.alone and time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + LOOK_S
             rounds.look()
-        quiet = not (self._wanted or self._ends_early or self._members.now)
+        quiet = not (self._wanted or self._ends_early or self._elastic)
         if rounds.joined is not None or (rounds.alone and quiet) or rounds.agreed is not None:
             return
         body = self._change() if asks and Mark.STOP not in self._wanted else {}
