@@ -205,7 +205,12 @@ def test_what_validate_shows(site: Site) -> None:
 
 def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     """1, 3, a stop, 2, 3: nobody else restarts, and every batch is counted once."""
-    path = write(site, links=CURVE, slow=True, epochs=16)
+    epochs, slow = 32, site.folder / "slow"
+    path = write(site, links=CURVE, slow=True, epochs=epochs)
+    slow.touch()
+    while_slow = f"self.training and Path({str(slow)!r}).exists()"
+    pause = PAUSE.replace("0.03", "0.3").replace("self.training", while_slow)
+    (site.folder / "pause.py").write_text("from pathlib import Path\n" + pause)
     text = path.read_text().replace("replicas: 3", "replicas: {start: 1, most: 3}")
     for ends in ("stem", "top"):
         text = text.replace(f"{ends}, replicas: 1", f"{ends}, replicas: {{start: 1, most: 2}}")
@@ -249,11 +254,12 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     }
     site.run("scale", "stem=2", "wide=3", "top=2")
     eventually("they come again", lambda: set(states().values()) == {"running"})
+    slow.unlink()
     site.run("wait")
     figures = run.status()
     assert figures.state == "finished"
     steps = {one.module: one.step or 0 for one in figures.modules}
-    every = 16 * 45
+    every = epochs * 45
     for name, count in (("stem", 2), ("wide", 3), ("top", 2)):
         own = [steps[f"{name}.{one + 1}"] for one in range(count)]
         assert min(own) > 0
