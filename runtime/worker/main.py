@@ -173,6 +173,8 @@ def _serve(
         if spec.sources:
             links = [[listen(spec, link) for link in edge.links] for edge in spec.sources]
             input = Join(links, members, neighbours.lost)
+            if start.waits:  # some that sent it what it had before it left may be gone
+                input.start_after(ledger.progress.counts.id)
             neighbours.callers.append(input)
         beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
         if step.shared is not None:

@@ -56,6 +56,7 @@ FOUND = {
     "a replica that still starts is answered at the end": ("--replicas", "--first", "21942"),
     "a lost replica counts no batches of before the beginning": ("--replicas", "--first", "22193"),
     "a replica that has left waits when it comes again": ("--replicas", "--first", "22342"),
+    "a replica that comes again passes over what it had": ("--replicas", "--first", "26137"),
     "a new link says again what is drained": ("--replicas", "--first", "23214"),
 }
 """What other seeds have found, each with one of them."""
