@@ -159,8 +159,7 @@ class Scaler:
         now = replicas_now(run, self._elastic)
         left = now.active
         if number in left.get(module, (number,)):
-            others = without(left, name)
-            if others is None or not dispensable(name, list(self._pool.workers)):
+            if (others := without(left, name, list(self._pool.workers))) is None:
                 return False
             left = others
         # of one that leaves, too: others wait for it
@@ -252,11 +251,11 @@ def replicas_now(run: RunDir, elastic: Mapping[str, int]) -> Replicas:
     return Replicas.peek(run.replicas) or Replicas(active=first_replicas(elastic))
 
 
-def without(active: Active, worker: str) -> Active | None:
+def without(active: Active, worker: str, workers: Sequence[str]) -> Active | None:
     """Return the sets without a replica; None if the others cannot do without it."""
     module, number = module_of(worker), number_of(worker)
     own = active.get(module, ())
-    if number == 1 or number not in own:
+    if number not in own or not dispensable(worker, workers):
         return None
     return {**active, module: tuple(one for one in own if one != number)}
 

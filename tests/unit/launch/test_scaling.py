@@ -78,12 +78,14 @@ def test_what_is_wanted_and_what_takes_batches(tmp_path: Path) -> None:
 
 
 def test_what_the_others_can_do_without() -> None:
-    active = {"b": (1, 3), "c": (1,)}
-    assert without(active, "b.3") == {"b": (1,), "c": (1,)}
-    assert without(active, "b.1") is None, "the others share by the first one"
-    assert without(active, "c.1") is None
-    assert without(active, "b.2") is None
-    assert without(active, "a") is None
+    active = {"b": (1, 3), "c": (1,), "head": (1, 2)}
+    workers = ["head.1", "head.2", "b.1", "b.2", "b.3", "c.1"]
+    assert without(active, "b.3", workers) == {**active, "b": (1,)}
+    assert without(active, "b.1", workers) is None, "the others share by the first one"
+    assert without(active, "c.1", workers) is None
+    assert without(active, "b.2", workers) is None
+    assert without(active, "a", workers) is None
+    assert without(active, "head.2", workers) is None, "nobody else reads its batches"
 
 
 def test_a_lost_replica_is_missed_until_all_have_passed_its_last_marker(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,9 @@ modules:
 - {name: a, replicas: %s, layers: [{Linear: {in_features: 64, out_features: 10}}]}
 - {name: b, layers: [{Linear: {in_features: 10, out_features: 10}}]}
 """
+
+
+ELASTIC = "{start: 1, most: 2}"
 
 
 def specs(replicas: int | str) -> list[WorkerSpec]:
@@ -98,6 +102,14 @@ class Site:
         self.heads[number] = self.started(number, (counted, start))
 
 
+def all_batches(site: Site) -> list[Any]:
+    """The training batches of both epochs, as one head would read them."""
+    spec = site.specs[0]
+    assert spec.head is not None
+    source = open_data(spec.head.data, Path(), seed=spec.seed)
+    return [batch for epoch in (1, 2) for batch in source.train_batches(epoch)]
+
+
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_module, "LOOK_S", 0.0)
@@ -134,11 +146,8 @@ def test_all_replicas_supply_one_stream(tmp_path: Path, seed: int) -> None:
     every = {id: one for own in batches for id, one in own.items()}
     assert sum(map(len, batches)) == len(every)
     assert sorted([*every, *first]) == list(range(1, max(first) + 1)), "nothing is left out"
-    spec = site.specs[0]
-    assert spec.head is not None
-    source = open_data(spec.head.data, Path(), seed=spec.seed)
     trained = [every[id] for id in sorted(every) if every[id].mode is Mode.TRAIN]
-    whole = [batch for epoch in (1, 2) for batch in source.train_batches(epoch)]
+    whole = all_batches(site)
     if seed % 3:
         assert len(trained) == len(whole)
     for ours, (x, y_BY) in zip(trained, whole, strict=False):
@@ -166,10 +175,6 @@ def test_nobody_passes_its_id_before_all_have_said_theirs(tmp_path: Path) -> Non
     assert (later.joined, later.called) == (None, False), "lines of an earlier start do not count"
 
 
-def elastic(run: RunDir, *, most: int = 2) -> Site:
-    return Site(run, f"{{start: 1, most: {most}}}")
-
-
 def joins(site: Site, after: int = 4) -> int:
     """Let the second replica of the head join, after some items; return the marker's id."""
     for _ in range(after):
@@ -185,7 +190,7 @@ def joins(site: Site, after: int = 4) -> int:
 
 
 def test_a_replica_of_the_head_joins_and_leaves(tmp_path: Path) -> None:
-    site = elastic(RunDir(tmp_path))
+    site = Site(RunDir(tmp_path), ELASTIC)
     joined = joins(site)
     for _ in range(3):
         site.turn(0)
@@ -210,17 +215,14 @@ def test_a_replica_of_the_head_joins_and_leaves(tmp_path: Path) -> None:
     }
     assert sorted({*one, *two}) == [*range(1, max(one) + 1)], "nothing is left out"
     trained = [batches[id] for id in sorted(batches) if batches[id].mode is Mode.TRAIN]
-    spec = site.specs[0]
-    assert spec.head is not None
-    source = open_data(spec.head.data, Path(), seed=spec.seed)
-    whole = [batch for epoch in (1, 2) for batch in source.train_batches(epoch)]
+    whole = all_batches(site)
     assert len(trained) == len(whole)
     for ours, (x, _) in zip(trained, whole, strict=True):
         assert torch.equal(ours.xs[0], torch.as_tensor(x))  # type: ignore[arg-type]
 
 
 def test_a_replica_that_dies_as_it_joins_sends_the_marker_again(tmp_path: Path) -> None:
-    site = elastic(RunDir(tmp_path))
+    site = Site(RunDir(tmp_path), ELASTIC)
     joined = joins(site)
     first = site.found[1].pop(joined)
     members = Members({"a": (1,)})
@@ -238,7 +240,7 @@ def test_what_an_earlier_attempt_may_have_used_is_known_by_the_agreed_changes(
     tmp_path: Path,
 ) -> None:
     """Also if it has died before it has noted the change."""
-    site = elastic(RunDir(tmp_path))
+    site = Site(RunDir(tmp_path), ELASTIC)
     wanted = next(id for id in range(4, 20) if [replica_of(id + n, 2) for n in (1, 2)] == [2, 1])
     joined = joins(site, after=wanted - 1)
     assert joined == wanted
