@@ -66,7 +66,9 @@ def run_chunk(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the seeds on all cores."""
-    from tests.simulation.mutations import MUTATIONS  # children share what is imported here
+    import torch._dynamo  # noqa: F401  # a first step needs it: children share what is here
+
+    from tests.simulation.mutations import MUTATIONS
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -14,7 +14,6 @@ from dni_runtime.spec import (
     ChainSpec,
     DataInfo,
     WorkerSpec,
-    import_paths,
     load_chain,
     source_files,
 )
@@ -126,8 +125,7 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         from dni_runtime.data import with_defaults
         from dni_runtime.launch.initial import find_initial
 
-        if next(import_paths(written), None) is None:
-            postpone_dynamo()
+        postpone_dynamo(written)
         written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
         try:

@@ -24,7 +24,7 @@ from dni_runtime.launch.processes import guarded
 from dni_runtime.launch.records import Record
 from dni_runtime.lines import last_lines
 from dni_runtime.rundir import append_line
-from dni_runtime.spec import ChainSpec, WorkerSpec, import_paths
+from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.selection import Selection
 
@@ -102,8 +102,7 @@ def train_reference(record: Record, threads: int) -> None:
         threads: Threads of the computations.
     """
     with opened(record, threads) as (chain, workers, reference, source):
-        if next(import_paths(chain), None) is None:
-            postpone_dynamo()
+        postpone_dynamo(chain)
         step = samples = 0
         tail = workers[-1].tail
         selection = None

@@ -97,7 +97,6 @@ def main() -> None:
     sys.path.insert(0, str(source))
     try:
         from dni_runtime.core.dynamo import postpone_dynamo
-        from dni_runtime.spec import import_paths
         from dni_runtime.worker import main as worker  # torch: seconds to import
         from dni_runtime.worker.options import Options, by_rank, load_spec
 
@@ -106,8 +105,7 @@ def main() -> None:
             options = by_rank(options, os.environ)
             keep_log(RunDir(options.run).log(str(options.module), options.attempt))
         spec = load_spec(options)
-        if next(import_paths(spec), None) is None:
-            postpone_dynamo()
+        postpone_dynamo(spec)
         if selftest:
             worker.selftest(spec)
         else:

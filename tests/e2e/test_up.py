@@ -329,7 +329,7 @@ class Compiled(nn.Module):
 
 
 def test_a_module_that_compiles(site: Site) -> None:
-    """Its worker has the real torch._dynamo from the start; the other one has none."""
+    """Its worker has the real torch._dynamo from the start; the other one has none here."""
     (site.folder / "compiled.py").write_text(COMPILED)
     (site.folder / "chain.yaml").write_text(
         "name: compiles\ndata: {dataset: digits, batch_size: 64, flatten: true}\nmodules:\n"
