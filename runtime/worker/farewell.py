@@ -97,6 +97,8 @@ class Farewell:
             self.metrics.report.check()
             if self.input is not None:
                 self.input.listen()
+            if self.exchange is not None:
+                self.exchange.listen()
             for link in self.output.links if self.output is not None else ():
                 link.receive()
                 if self.neighbours is not None:
