@@ -96,9 +96,11 @@ class Members:
                 return
             if self._late:
                 self._begun = before
+        elif self._late and self.at(id) != before:  # others have changed while it was away
+            self._changes[id - 1] = before
         self._changes[id] = after
         self._changes = dict(sorted(self._changes.items()))
-        if len(self._changes) > CHANGES_KEPT:
+        while len(self._changes) > CHANGES_KEPT:
             self._begun = self._changes.pop(next(iter(self._changes)))
 
     def merge(self, other: Members) -> None:

@@ -183,9 +183,9 @@ class Fanout:
         """Send a marker; see :meth:`OutputLink.send_mark`."""
         if Mark.SCALE in mark:
             self._scale(id)
-        for link in self.links:
-            if link.passes(id):
-                link.send_mark(id, epoch, mark, body)
+        missed = mark == Mark.MISSED  # it stands for a batch
+        for link in self._of(id) if missed else [one for one in self.links if one.passes(id)]:
+            link.send_mark(id, epoch, mark, body)
 
     def receive(self) -> list[Event]:
         """Return what has come from downstream; see :meth:`OutputLink.receive`."""

@@ -85,7 +85,8 @@ class Neighbours:
     def connect(self, output: OutputLink) -> None:
         """Connect to a module downstream, which may start later, or on another host.
 
-        Callers are answered meanwhile, so that errors only name a missing module.
+        Callers are answered meanwhile, those that are restarted, too: errors only name a missing
+        module.
 
         Raises:
             UnavailableError: It has not answered in time, and is not being restarted.
@@ -94,7 +95,11 @@ class Neighbours:
         """
         spec, target = self._spec, output.target
 
-        interrupted = self._interrupted
+        def interrupted() -> bool:
+            for caller in self.callers:
+                caller.listen()
+            return self._stop()
+
         began_s = time.monotonic()
         until_s = began_s + spec.links.connect_timeout_s
         mistrust: EncryptionError | None = None

@@ -71,6 +71,19 @@ def test_a_replica_that_waits_may_hear_of_a_newer_change_first() -> None:
     assert [members.at(id)["b"] for id in (5, 6, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 3)]
 
 
+def test_a_replica_that_comes_again_did_not_see_what_changed_meanwhile() -> None:
+    """It may be sent again what it had before; its first marker tells what is so then."""
+    first, second = {"b": (1, 2), "c": (1, 2)}, {"b": (1, 2), "c": (1,)}
+    meanwhile, back = {"b": (1,), "c": (1,)}, {"b": (1,), "c": (1, 2)}
+    members = Members(first, late=True)
+    members.learn(2, first, second)
+    members.learn(6, meanwhile, back)
+    assert not members.takes("b.2", 6)
+    assert (members.joined("c.2"), members.leaves("b.2")) == (6, 5)
+    members.learn(6, meanwhile, back)
+    assert (members.at(5), members.at(6), members.at(7)) == (second, meanwhile, back)
+
+
 def test_a_newer_change_that_comes_first_does_not_hide_an_older_one() -> None:
     members = Members({"b": (1, 2, 3)})
     members.learn(9, {"b": (1, 2)}, {"b": (1, 2, 4)})

@@ -94,8 +94,11 @@ class World:
     # The link upstream.
 
     def greet(self) -> bool:
-        self.greeted += 1
         return self.peer
+
+    def listen(self) -> None:
+        """Also who is known already may be restarted, and wait for an answer."""
+        self.greeted += 1
 
     def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool]) -> None:
         end_s = self.now_s + deadline_s

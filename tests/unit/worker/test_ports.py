@@ -401,36 +401,52 @@ def test_windows_are_the_largest(one: int, other: int) -> None:
     assert output.windows == (5, 2)
 
 
-def test_links_to_replicas_are_opened_and_closed() -> None:
-    """At its first marker a link is opened; it stays until the replica has exited."""
+class Lane(Below):
+    """A link to a replica downstream."""
 
-    class Lane(Below):
-        def __init__(self, edge: EdgeSpec, first: int) -> None:
-            super().__init__()
-            self.target, self.first, self.marks = edge.target, first, list[int]()
-            self.edge, self.dismissed, self.closed = edge, False, False
+    def __init__(self, members: Members, edge: EdgeSpec, first: int = 1) -> None:
+        super().__init__()
+        self.target, self.first, self.marks = edge.target, first, list[int]()
+        self.members, self.edge, self.dismissed, self.closed = members, edge, False, False
 
-        def passes(self, id: int) -> bool:
-            return members.passes(self.edge, id)
+    def passes(self, id: int) -> bool:
+        return self.members.passes(self.edge, id)
 
-        def carries(self, id: int) -> bool:
-            return members.carries(self.edge, id)
+    def carries(self, id: int) -> bool:
+        return self.members.carries(self.edge, id)
 
-        def send_mark(self, id: int, *rest: Any) -> None:
-            self.marks.append(id)
+    def send_mark(self, id: int, *rest: Any) -> None:
+        self.marks.append(id)
 
-        def close(self) -> None:
-            self.closed = True
+    def close(self) -> None:
+        self.closed = True
 
-    members = Members({"up": (1,)})
-    lanes = [
+
+def lanes_to_two() -> list[EdgeSpec]:
+    return [
         EdgeSpec(source="x", target=f"up.{one}", number=one, gradients=1, tensor=TENSOR)
         for one in (1, 2)
     ]
+
+
+def test_a_marker_that_stands_for_a_batch_goes_the_batchs_way() -> None:
+    members = Members({"up": (1, 2)})
+    below = [Lane(members, one) for one in lanes_to_two()]
+    output = fanout(*below)
+    for id in (1, 2, 3, 4):
+        output.send_mark(id, 1, Mark.MISSED)
+    output.send_mark(5, 1, Mark.EPOCH)
+    ids = {place: [id for id in (1, 2, 3, 4) if replica_of(id, 2) == place] for place in (1, 2)}
+    assert [one.marks for one in below] == [[*ids[1], 5], [*ids[2], 5]]
+
+
+def test_links_to_replicas_are_opened_and_closed() -> None:
+    """At its first marker a link is opened; it stays until the replica has exited."""
+    members, lanes = Members({"up": (1,)}), lanes_to_two()
     made: list[Lane] = []
 
     def dial(edge: EdgeSpec, first: int) -> Any:
-        made.append(Lane(edge, first))
+        made.append(Lane(members, edge, first))
         return made[-1]
 
     output = Fanout([[dial(lanes[0], 1)]], members=members, lanes=[lanes], dial=dial)
