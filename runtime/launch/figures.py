@@ -26,6 +26,7 @@ from dni_runtime.launch.schedulers import read_state
 from dni_runtime.lines import LineReader, last_line, offset_of_last, offset_where
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.replicas import tails_of
+from dni_runtime.worker.ledger import Counts
 
 EVALUATIONS = 1000
 """Most evaluations shown; earlier ones are in the tail's metrics file."""
@@ -264,6 +265,9 @@ class MetricsReader:
         if known is not None:
             report = report.of(known.attempt)
         train = self._train.get(name)
+        parked = known is not None and known.state == "parked"
+        counted = Counts.read(self._record.run.ledger(name)) if parked else None
+        done = counted or report or train  # one that was lost has reported what others do again
         early = report.evaluation if name not in self._tails else None
         return ModuleFigures(
             **self._measured(name, running=known is not None and known.state == "running"),
@@ -274,8 +278,8 @@ class MetricsReader:
             pid=report.pid or (known.pid if known else None),
             host=report.host,
             epoch=report.epoch if report else train.epoch if train else None,
-            step=report.step if report else train.step if train else None,
-            samples=report.samples if report else train.samples if train else None,
+            step=done.step if done else None,
+            samples=done.samples if done else None,
             head_loss=early.loss if early else None,
             head_accuracy=early.accuracy if early else None,
             head_train_accuracy=train.head_accuracy if train else None,

@@ -8,7 +8,6 @@ from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.pool import WorkerPool
 from dni_runtime.launch.processes import Hosts
-from dni_runtime.launch.scaling import dispensable
 from dni_runtime.spec.members import number_of
 from dni_runtime.spec.named import module_of
 
@@ -96,12 +95,13 @@ class Mover:
         self, hosts: Hosts, present: Sequence[WorkerPlan], names: Sequence[str]
     ) -> list[WorkerPlan] | None:
         """Find hosts for modules, to which replicas that the run can do without give way."""
-        own = {module_of(name) for name in names}
+        own, head = {module_of(name) for name in names}, module_of(next(iter(self._pool.workers)))
         spare = [
             one.module
             for one in present
             if module_of(one.module) in self._plan.elastic
-            and dispensable(one.module, list(self._pool.workers))
+            and module_of(one.module) != head  # else all would begin again
+            and number_of(one.module) > 1
             and one.module not in (*names, *self.lost, *self._pool.parking)
         ]
         spare.sort(key=lambda name: (module_of(name) not in own, -number_of(name)))

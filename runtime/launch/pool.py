@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.scaling import replicas_now, wanted_replicas
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.members import first_replicas, number_of
+from dni_runtime.spec.members import Active, number_of
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.worker.ledger import rest
 
@@ -131,13 +131,20 @@ class WorkerPool:
         for name in names:
             self.start(name)
 
-    def _to_start(self, cut: int) -> list[str]:
-        """Return the workers that take batches when all modules start at a cut; park the others."""
+    def _to_start(self, cut: int, lost: Mapping[str, int] | None = None) -> list[str]:
+        """Return the workers that take batches when all modules start at a cut; park the others.
+
+        Args:
+            cut: The cut.
+            lost: Replicas that cannot be restarted.
+        """
         if not (elastic := self._plan.elastic):
             return list(self.workers)
-        wanted = wanted_replicas(self._run, elastic)
-        active, names = first_replicas(wanted), list[str]()
-        Replicas(active=active).write(self._run.replicas)
+        lost, active, names = lost or {}, Active(), list[str]()
+        for module, count in wanted_replicas(self._run, elastic).items():
+            able = [one for one in self.workers if module_of(one) == module and one not in lost]
+            active[module] = tuple(number_of(one) for one in able[:count])
+        Replicas(active=active, lost=dict(lost)).write(self._run.replicas)
         for name, worker in self.workers.items():
             self.workers[name] = replace(worker, active=active)
             numbers = active.get(module_of(name))
@@ -260,10 +267,11 @@ class WorkerPool:
         while any(process.poll() is None for process in self.processes.values()):
             self._sleep(TICK_S)
         self.processes.clear()
+        self.parking.clear()
         cut = self._newest_cut(below)
         # one number, by which the replicas of a head know what belongs to this start
         attempt = 1 + max(worker.attempt for worker in self.workers.values())
-        for name in self._to_start(cut):
+        for name in self._to_start(cut, replicas_now(self._run, self._plan.elastic).lost):
             self.restart(name, delay_s, reason, resume=str(cut), attempt=attempt)
 
     def may_fall_back(self, name: str) -> bool:

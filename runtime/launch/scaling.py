@@ -13,11 +13,11 @@ which the head follows: it puts a SCALE marker into the stream when that file ch
                                          it has learnt, exits and is parked
 
 A replica that cannot be restarted is lost: it is removed from the file at once, as fewer were
-wanted, and named there, so that nobody waits for it.
+wanted, and named there, so that nobody waits for it. If it is one of the head, all modules begin
+again at the newest complete cut, without it: its batches since then were in its hands alone.
 
 The lowest numbers are the first to come and the last to go. The first replica always stays: the
-others share their weights by it. A replica of the head is never lost: its batches are in its hands
-until all heads have agreed on the marker.
+others share their weights by it.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class Scaler:
         journal: The run's state and events.
         auto: Those of them whose number follows what balances the chain.
         place: Finds a host for a worker that is to start; returns whether one has room.
+
+    Attributes:
+        begins_anew: Whether all modules have to begin again, as a replica of the head is lost.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Scaler:
         self._journal = journal
         self._place = place
         self._without_room: set[str] = set()
+        self.begins_anew = False
 
     def look(self) -> dict[str, DniError]:
         """Take the next steps; return the errors of workers that could not be started."""
@@ -99,11 +103,16 @@ class Scaler:
         if wanted != state.wanted:
             state.wanted = wanted
             self._journal.write()
-        missed = still_missed(run, now.lost, list(state.modules)) if now.lost else {}
         phases = {
-            name: "stopping" if name in self._pool.parking or name in missed else module.state
+            name: "stopping" if name in self._pool.parking else module.state
             for name, module in state.modules.items()
         }
+        if self._over(phases):
+            return {}
+        missed = now.lost
+        if missed and not any(_leaves(name, now.active, phases[name]) for name in phases):
+            missed = still_missed(run, missed, list(phases))
+        phases |= dict.fromkeys(missed, "stopping")
         steps = next_steps(wanted, now.active, state.modules, phases)
         after = Replicas(active=steps.active, lost=missed)
         if after != now:
@@ -128,6 +137,16 @@ class Scaler:
             self._journal.event("no_room", module=name)
         self._without_room = full
         return failed
+
+    def _over(self, phases: Mapping[str, str]) -> bool:
+        """Whether the head has finished, so that no marker will come; park who waits for one."""
+        heads = next(iter(replicas_of(list(phases)).values()))
+        if not any(phases[name] == "finished" for name in heads):
+            return False
+        for name, phase in phases.items():
+            if phase == "joining":
+                self._pool.park(name)
+        return True
 
     def _balance(self) -> None:
         """Ask for as many replicas as balance the chain, of modules that nobody else asks for."""
@@ -155,13 +174,11 @@ class Scaler:
         Returns:
             Whether that is possible: it is one that can leave, or that takes no batches.
         """
-        run, module, number = self._run, module_of(name), number_of(name)
+        run, module = self._run, module_of(name)
         now = replicas_now(run, self._elastic)
-        left = now.active
-        if number in left.get(module, (number,)):
-            if (others := without(left, name, list(self._pool.workers))) is None:
-                return False
-            left = others
+        left = without(now.active, name)
+        if left is None:
+            return False
         # of one that leaves, too: others wait for it
         lost = now.lost | {name: max(cut_folders(run), default=0)}
         try:
@@ -171,6 +188,9 @@ class Scaler:
             return False
         self._pool.park(name)
         worker, counted = self._pool.workers[name], Counts.read(run.ledger(name))
+        if module == module_of(next(iter(self._pool.workers))):  # the head
+            takes = number_of(name) in now.active[module] or (counted and not counted.waits)
+            self.begins_anew |= bool(takes)
         if counted and worker.resume.isdecimal() and counted.attempt < (worker.first or 0):
             rest(run, name, int(worker.resume))  # it has not begun again with the others
         self._journal.event("replica_lost", module=name, reason=how)
@@ -226,6 +246,12 @@ def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
     return {one: given.get(one, count) for one, count in elastic.items()}
 
 
+def _leaves(worker: str, active: Active, phase: str) -> bool:
+    """Whether a replica still has batches, or waits for some, that it took before it leaves."""
+    number = number_of(worker)
+    return phase == "running" and number not in active.get(module_of(worker), (number,))
+
+
 def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False) -> None:
     """Write how many replicas are wanted of some modules.
 
@@ -251,23 +277,12 @@ def replicas_now(run: RunDir, elastic: Mapping[str, int]) -> Replicas:
     return Replicas.peek(run.replicas) or Replicas(active=first_replicas(elastic))
 
 
-def without(active: Active, worker: str, workers: Sequence[str]) -> Active | None:
-    """Return the sets without a replica; None if the others cannot do without it."""
+def without(active: Active, worker: str) -> Active | None:
+    """Return the sets without a replica; None if the others share by it, or it is no replica."""
     module, number = module_of(worker), number_of(worker)
-    own = active.get(module, ())
-    if number not in own or not dispensable(worker, workers):
+    if module not in active or number == 1:
         return None
-    return {**active, module: tuple(one for one in own if one != number)}
-
-
-def dispensable(worker: str, workers: Sequence[str]) -> bool:
-    """Whether a replica may be lost: not the first one, nor one whose batches nobody else reads.
-
-    Args:
-        worker: A replica of an elastic module.
-        workers: All workers, head first.
-    """
-    return number_of(worker) > 1 and module_of(worker) != module_of(workers[0])
+    return {**active, module: tuple(one for one in active[module] if one != number)}
 
 
 def still_missed(run: RunDir, lost: Mapping[str, int], workers: Sequence[str]) -> dict[str, int]:

@@ -159,6 +159,9 @@ class Supervisor:
         self._reap()
         for name, error in self._pool.start_due().items():
             self._could_not_start(name, error)
+        if self._scaler.begins_anew and self._stop_reason is None:
+            self._scaler.begins_anew = False
+            self._begin_anew(0.0, "a replica of the first module is lost")
         if self._linger_until is not None and self._clock() >= self._linger_until:
             self._stop("the tail has finished, other modules have not")
         if self._clock() >= self._kill_at:
@@ -335,8 +338,11 @@ class Supervisor:
         if self._plan.restart.scope == "module":
             self._pool.restart(name, delay_s, reason)
         else:  # its neighbours wait for gradients of batches that it has lost
-            self._mover.lost.clear()
-            self._pool.restart_all(delay_s, reason)
+            self._begin_anew(delay_s, reason)
+
+    def _begin_anew(self, delay_s: float, reason: str) -> None:
+        self._mover.lost.clear()
+        self._pool.restart_all(delay_s, reason)
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dni_runtime import Run
 from dni_runtime.core.step import ModuleStep
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import open_data
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.state import RunState
@@ -345,6 +346,41 @@ def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatc
         module, _, rest = name.partition(".")
         step = wanted[f"{module}.1"]
         assert torch.allclose(ours, step.layers.state_dict()[rest], atol=1e-5), name
+
+
+def test_without_a_replica_of_the_first_module_all_go_on_from_a_checkpoint(site: Site) -> None:
+    """Its data is gone, so it cannot be restarted: the other one's batches are all that there are.
+
+    Each batch is counted once, of the lost one those before the checkpoint.
+    """
+    digits = open_data(DataSpec(flatten=True, batch_size=2000, shuffle=False), Path(), seed=0)
+    (x, y), (x_eval, y_eval) = next(digits.train_batches(1)), next(digits.eval_batches())
+    for owner in (1, 2):
+        own = {"x_train": x[owner - 1 : 1436 : 2], "y_train": y[owner - 1 : 1436 : 2]}  # type: ignore[index]
+        np.savez(site.folder / f"owner-{owner}.npz", **own, x_eval=x_eval, y_eval=y_eval)  # type: ignore[arg-type]
+    (site.folder / "pause.py").write_text(PAUSE)
+    text = (HEADS % PAUSES).replace("every_epochs: 0", "every_epochs: 1")
+    text = text.replace("stem, replicas: 2", "stem, replicas: {start: 2, most: 2}")
+    (site.folder / "chain.yaml").write_text(text)
+    site.run("up", "chain.yaml", "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    eventually("a checkpoint", lambda: complete_cuts(run.directory, run.modules))
+    (site.folder / "owner-2.npz").unlink()
+    os.kill(int(RunState.read(site.latest).modules["stem.2"].pid or 0), signal.SIGKILL)
+    site.run("wait")
+    figures = run.status()
+    assert figures.state == "finished"
+    (lost,) = [one for one in run.events() if one.event == "replica_lost"]
+    assert lost.model_dump()["module"] == "stem.2"
+    phases = {one.module: one.state for one in figures.modules}
+    assert phases.pop("stem.2") == "parked"
+    assert set(phases.values()) == {"finished"}
+    steps = {one.module: one.step or 0 for one in figures.modules}
+    assert steps["stem.2"] > 0
+    for name in ("stem", "wide", "top"):
+        assert steps[f"{name}.1"] + steps[f"{name}.2"] == 10 * 23
+    assert figures.accuracy is not None
+    assert figures.accuracy > 0.85
 
 
 def share_all(steps: dict[str, ModuleStep], id: int, *, full: bool) -> None:

@@ -233,11 +233,15 @@ class Schedule:
             self.scales.append((at_s, index, draw.randint(1, most[index])))
         self._draw_ends(length_s)
         self.scales.sort()
+        apart = random.Random(f"lost heads {self.seed}")
+        if self.starts[0] is not None and apart.random() < 0.2:
+            at_s, worker = apart.uniform(0, length_s), apart.randint(1, heads - 1)
+            self.faults.append((at_s, "hopeless", worker, 0.0))
         if able and draw.random() < 0.15:
             index = draw.choice(able)  # one of its replicas, not the first
             at_s, worker = draw.uniform(0, length_s), draw.randint(1, most[index] - 1)
             self.faults.append((at_s, "hopeless", sum(most[:index]) + worker, 0.0))
-            self.faults.sort()
+        self.faults.sort()
 
     def _draw_ends(self, length_s: float) -> None:
         """Draw changes of the number of tails, and of heads."""
@@ -687,6 +691,8 @@ class Site:
         """Forget what a worker has learnt after a cut, where its module begins again."""
         if (step := self.steps.get(name)) is not None:
             step.trained = [id for id in step.trained if id <= cut]  # type: ignore[attr-defined]
+        if not cut:  # it may never be trained again
+            self.steps.pop(name, None)
 
     def _measure(self) -> None:
         for connection in self.network.connections:

@@ -57,6 +57,11 @@ FOUND = {
     "a lost replica counts no batches of before the beginning": ("--replicas", "--first", "22193"),
     "a replica that has left waits when it comes again": ("--replicas", "--first", "22342"),
     "a replica that comes again passes over what it had": ("--replicas", "--first", "26137"),
+    "who comes again does not know what has changed meanwhile": ("--replicas", "--first", "30143"),
+    "a replica that is to join when the run is over is ended": ("--replicas", "--first", "40844"),
+    "a replica that waits for downstream answers upstream": ("--replicas", "--first", "43145"),
+    "what is missed goes the batch's way": ("--graphs", "--replicas", "--first", "42228"),
+    "a lost replica stays lost while another one leaves": ("--replicas", "--first", "51362"),
     "a new link says again what is drained": ("--replicas", "--first", "23214"),
 }
 """What other seeds have found, each with one of them."""

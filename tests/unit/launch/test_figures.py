@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.reports import Report
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import append_line, write_json
+from dni_runtime.worker.ledger import Counts, Ledger, Progress
 
 
 @pytest.fixture
@@ -53,6 +55,20 @@ def test_before_anything_is_measured(record: Record) -> None:
     )  # fmt: skip
     assert [module.module for module in figures.modules] == list(record.modules)
     assert figures.modules[0].loss is None
+
+
+def test_a_replica_that_is_lost_has_what_its_record_says(record: Record, state: RunState) -> None:
+    """It has reported more: what others do again, from the newest checkpoint on."""
+    Report.model_validate({"attempt": 1, "state": "failed", "step": 9, "samples": 99}).write(
+        record.run.worker("middle")
+    )
+    Ledger(record.run.ledger("middle"), Progress(Counts(step=4, samples=44))).close()
+    state.modules["middle"].attempt = 1
+    own = MetricsReader(record).read(state).modules[1]
+    assert (own.step, own.samples) == (9, 99)
+    state.modules["middle"].state = "parked"
+    own = MetricsReader(record).read(state).modules[1]
+    assert (own.step, own.samples) == (4, 44)
 
 
 def test_figures_of_a_run(record: Record, state: RunState) -> None:

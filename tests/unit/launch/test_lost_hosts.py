@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 
 from dni_runtime.documents.requests import Scale
+from dni_runtime.errors import DataError
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.scaling import replicas_now
 from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import write_json
+from dni_runtime.worker.ledger import Ledger, Progress
 from tests.unit.launch.test_restarts import RULES, attempts, begun
 from tests.unit.launch.test_supervisor import World, events, states
 
@@ -203,6 +206,28 @@ def test_a_replica_that_ended_with_its_node_is_not_restarted(
     assert attempts(record, "middle.3") == [1]
     (lost,) = [event for event in events(record) if event["event"] == "replica_lost"]
     assert (lost["module"], lost["reason"]) == ("middle.3", "node n2 lost")
+
+
+def test_without_a_replica_of_the_head_all_begin_again(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    """What it had read is in nobody else's hands; the others start from the newest cut."""
+    first = plan.workers[0]
+    names = ("bottom.1", "bottom.2", "bottom.3", "top")
+    workers = tuple(replace(first, module=name) for name in names)
+    plan = replace(plan, workers=workers, restart=RULES, elastic={"bottom": 3})
+    world.at.append((2, lambda: begun(world, *names)))
+    Ledger(record.run.ledger("bottom.2"), Progress()).close()
+    world.exits(4, **{"bottom.2": DataError.exit_code})
+    finish(world, 20, "bottom.1", "bottom.3", "top")
+    state = Supervisor(record.run, plan, world, clock=world.clock, sleep=world.sleep).run()
+    assert (state.phase, state.modules["bottom.2"].state) == ("finished", "parked")
+    assert [attempts(record, name) for name in names] == [[1, 2], [1], [1, 2], [1, 2]]
+    (lost,) = [event for event in events(record) if event["event"] == "replica_lost"]
+    assert lost["module"] == "bottom.2"
+    again = world.processes["bottom.3"].worker
+    assert (again.resume, again.active) == ("0", {"bottom": (1, 3)})
+    assert replicas_now(record.run, plan.elastic).active == {"bottom": (1, 3)}
 
 
 def test_a_job_that_has_grown_has_room_for_a_replica(

@@ -23,6 +23,7 @@ from dni_runtime.launch.scaling import (
     without,
 )
 from dni_runtime.rundir import RunDir, append_line
+from dni_runtime.worker.ledger import Counts, Ledger, Progress
 
 WORKERS = ["a", "b.1", "b.2", "b.3", "c"]
 
@@ -78,14 +79,12 @@ def test_what_is_wanted_and_what_takes_batches(tmp_path: Path) -> None:
 
 
 def test_what_the_others_can_do_without() -> None:
-    active = {"b": (1, 3), "c": (1,), "head": (1, 2)}
-    workers = ["head.1", "head.2", "b.1", "b.2", "b.3", "c.1"]
-    assert without(active, "b.3", workers) == {**active, "b": (1,)}
-    assert without(active, "b.1", workers) is None, "the others share by the first one"
-    assert without(active, "c.1", workers) is None
-    assert without(active, "b.2", workers) is None
-    assert without(active, "a", workers) is None
-    assert without(active, "head.2", workers) is None, "nobody else reads its batches"
+    active = {"b": (1, 3), "c": (1,)}
+    assert without(active, "b.3") == {**active, "b": (1,)}
+    assert without(active, "b.2") == active, "it takes none"
+    assert without(active, "b.1") is None, "the others share by the first one"
+    assert without(active, "c.1") is None
+    assert without(active, "a.2") is None, "its number cannot change"
 
 
 def test_a_lost_replica_is_missed_until_all_have_passed_its_last_marker(tmp_path: Path) -> None:
@@ -136,19 +135,69 @@ def test_nobody_waits_for_a_replica_that_is_lost(tmp_path: Path, active: tuple[i
     assert parked == ["b.3"]
 
 
-@pytest.mark.parametrize(("active", "given_up"), [((1, 2), False), ((1,), True)])
-def test_a_replica_of_the_head_has_batches_of_its_own(
-    tmp_path: Path, active: tuple[int, ...], given_up: bool
+@pytest.mark.parametrize(
+    ("active", "counts", "anew"),
+    [
+        pytest.param((1, 2), None, True, id="takes batches"),
+        pytest.param((1,), Counts(id=8), True, id="leaves"),
+        pytest.param((1,), Counts(waits=True), False, id="joins"),
+    ],
+)
+def test_a_lost_replica_of_the_head_had_batches_in_its_hands(
+    tmp_path: Path, active: tuple[int, ...], counts: Counts | None, anew: bool
 ) -> None:
-    """Nobody else reads them; but one that is still to join has none."""
+    """So all begin again; but one that is still to join has none."""
     run = RunDir(tmp_path)
     run.create()
+    if counts is not None:
+        Ledger(run.ledger("a.2"), Progress(counts)).close()
     Replicas(active={"a": active}).write(run.replicas)
     second = SimpleNamespace(resume="join", first=1)
     pool: Any = SimpleNamespace(park=lambda name: None, workers={"a.1": None, "a.2": second})
     journal: Any = SimpleNamespace(event=lambda *what, **more: None)
-    assert Scaler(run, {"a": 1}, pool, journal).lose("a.2", "it cannot start") == given_up
-    assert replicas_now(run, {"a": 1}).active == {"a": active}
+    scaler = Scaler(run, {"a": 1}, pool, journal)
+    assert scaler.lose("a.2", "it cannot start")
+    assert replicas_now(run, {"a": 1}).active == {"a": (1,)}
+    assert scaler.begins_anew == anew
+    assert not scaler.lose("a.1", "it cannot start")
+
+
+def scaler_of(run: RunDir, phases: dict[str, str], parked: list[str]) -> Scaler:
+    """A scaler of a module ``b`` with three replicas, after the head ``a``."""
+    modules = {name: SimpleNamespace(state=phase) for name, phase in phases.items()}
+    pool: Any = SimpleNamespace(park=parked.append, parking=set(), join=parked.count, workers=modules)
+    journal: Any = SimpleNamespace(
+        event=lambda *what, **more: None,
+        write=lambda: None,
+        state=SimpleNamespace(modules=modules, wanted={"b": 3}),
+    )
+    Scale(replicas={"b": 3}).write(run.scale)
+    return Scaler(run, {"b": 1}, pool, journal)
+
+
+def test_who_is_to_join_when_the_stream_is_over_is_ended(tmp_path: Path) -> None:
+    """Even if its marker has been asked for: the head will not send it any more."""
+    run, parked = RunDir(tmp_path), list[str]()
+    run.create()
+    Replicas(active={"b": (1, 2)}).write(run.replicas)
+    phases = {"a": "running", "b.1": "running", "b.2": "joining", "b.3": "joining"}
+    scaler_of(run, phases, parked).look()
+    assert parked == []
+    scaler_of(run, phases | {"a": "finished"}, parked).look()
+    assert parked == ["b.2", "b.3"]
+
+
+@pytest.mark.parametrize("leaving", [True, False])
+def test_who_leaves_may_wait_for_a_lost_one_after_all_others(
+    tmp_path: Path, leaving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    monkeypatch.setattr("dni_runtime.launch.scaling.still_missed", lambda *given: {})
+    Replicas(active={"b": (1,)}, lost={"b.3": 8}).write(run.replicas)
+    phases = {"a": "running", "b.1": "running", "b.3": "parked"}
+    scaler_of(run, phases | {"b.2": "running" if leaving else "starting"}, []).look()
+    assert replicas_now(run, {}).lost == ({"b.3": 8} if leaving else {})
 
 
 def test_the_time_of_a_batch_has_no_waiting_in_it(tmp_path: Path) -> None:
