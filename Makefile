@@ -52,21 +52,10 @@ build/typed: pyproject.toml # static tools cannot follow the import hook of an e
 demo-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python scripts/demo.py $(EPOCHS:%=--epochs %)
 
-# Five parts beside each other: Slurm, which mostly waits; containers; real workers; and all others, which are shown
-# first. 5: no tests in this part. A shell has its background ignore SIGINT.
-PYTEST := $(BIN)/python -m pytest --durations=10
+# All tests: five processes, as many of them wait; each takes a file at a time (tests/conftest.py).
+BESIDE := --numprocesses=5 --dist=loadscope --no-loadscope-reorder --durations=40
 test-here: $(VENV)/ready
-	@export PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" code=0 pids=; \
-	part() { env --default-signal=INT $(PYTEST) $(or $(TESTS),tests/e2e) -m "$$2" >build/test-$$1.log 2>&1 & pids="$$pids $$!"; }; \
-	part slurm "slurm"; \
-	part containers "apptainer and not (slurm or measures)"; \
-	part workers "e2e and not (graphs or slurm or apptainer or measures)"; \
-	part graphs "graphs and not (slurm or apptainer or measures)"; \
-	trap "kill $$pids 2>/dev/null || true" EXIT; \
-	$(PYTEST) $(TESTS) -m "measures or not (e2e or slurm or apptainer)" || code=$$?; \
-	codes=$$code; for pid in $$pids; do code=0; wait $$pid || code=$$?; codes="$$codes $$code"; done; \
-	cat build/test-slurm.log build/test-containers.log build/test-workers.log build/test-graphs.log; \
-	for code in $$codes; do case $$code in 0 | 5) ;; *) exit "$$code" ;; esac; done
+	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest $(or $(TESTS),$(BESIDE))
 
 gpu-here: $(VENV)/ready
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"torch {torch.__version__} sees no GPU")'

@@ -27,6 +27,29 @@ torch.set_num_threads(1)  # tests run beside each other; more threads only fight
 MakeSpec = Callable[..., WorkerSpec]
 
 
+def needs_slurm(nodeid: str) -> bool:
+    return "e2e" in nodeid and "slurm" in nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process a file at a time; those that share the one Slurm go to one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "slurm" if needs_slurm(nodeid) else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with Slurm's tests: one after the other they take longest."""
+    for item in items:
+        if item.get_closest_marker("slurm") is not None and not needs_slurm(item.nodeid):
+            raise pytest.UsageError(f"it needs Slurm, so name it after that: {item.nodeid}")
+    items.sort(key=lambda item: not needs_slurm(item.nodeid))
+
+
 def eventually(
     what: str, condition: Callable[[], object], within_s: float = 60, every_s: float = 0.1
 ) -> None:

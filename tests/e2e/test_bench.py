@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import Dnictl
 
-pytestmark = [pytest.mark.e2e, pytest.mark.measures]
+pytestmark = pytest.mark.e2e
 
 CHAIN = """\
 name: small

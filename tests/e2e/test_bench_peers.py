@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "experiments" / "benc
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
 """What is measured runs at its full speed."""
 
-pytestmark = [pytest.mark.e2e, pytest.mark.measures, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def test_a_chain_and_its_peers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.measures, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "experiments" / "bench_start.py"
 

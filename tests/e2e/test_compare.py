@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import Dnictl, eventually, processes_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.measures]
+pytestmark = pytest.mark.e2e
 
 CHAIN = """\
 name: small

@@ -19,7 +19,7 @@ from dni_runtime.documents.state import RunState
 from dni_runtime.launch.reference import opened
 from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.graphs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CHAIN = """\
 name: net

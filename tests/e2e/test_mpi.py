@@ -199,7 +199,7 @@ def test_the_page(
 
 @pytest.mark.slurm
 @pytest.mark.apptainer
-def test_the_page_in_a_job(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
+def test_the_page_in_a_slurm_job(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
     """Its script for Slurm: four ranks on two hosts, whose links are encrypted."""
     write(tmp_path, 6, f"links: {{interface: {slurm}}}")
     dnictl = Dnictl(tmp_path)

@@ -15,7 +15,7 @@ from tests.e2e.conftest import missing, run
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "scripts" / "experiments"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.measures, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

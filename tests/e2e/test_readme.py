@@ -77,7 +77,7 @@ def test_containers(folder: Path, tool: Apptainer) -> None:
 
 
 @pytest.mark.slurm
-def test_a_cluster(folder: Path, slurm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_cluster(folder: Path, slurm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
     profiles = folder / "config" / "dnictl" / "profiles"
     profiles.mkdir(parents=True)

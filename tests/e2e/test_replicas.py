@@ -30,7 +30,7 @@ from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 from tests.e2e.workers import largest_difference, reference_weights
 from tests.replicas import share
 
-pytestmark = [pytest.mark.e2e, pytest.mark.graphs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CHAIN = """\
 name: net
