@@ -165,7 +165,9 @@ def test_a_lost_replica_of_the_head_had_batches_in_its_hands(
 def scaler_of(run: RunDir, phases: dict[str, str], parked: list[str]) -> Scaler:
     """A scaler of a module ``b`` with three replicas, after the head ``a``."""
     modules = {name: SimpleNamespace(state=phase) for name, phase in phases.items()}
-    pool: Any = SimpleNamespace(park=parked.append, parking=set(), join=parked.count, workers=modules)
+    pool: Any = SimpleNamespace(
+        park=parked.append, parking=set(), join=parked.count, workers=modules
+    )
     journal: Any = SimpleNamespace(
         event=lambda *what, **more: None,
         write=lambda: None,
