@@ -13,9 +13,9 @@ from dni_runtime.core.source import NetworkSpec, build_network
 from dni_runtime.data import describe, with_defaults
 from dni_runtime.documents.reports import Report
 from dni_runtime.errors import UsageError
+from dni_runtime.launch.pace import worker_seconds
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.scaling import worker_seconds
 from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import load_chain, naming_file, parse_chain

@@ -47,7 +47,7 @@ class Mover:
             return True
         old = self._pool.workers[name]
         worker = self._hosts.place(self._present(), old)
-        if worker is not None and worker.node != old.node:
+        if worker is not None and (worker.node, worker.gained) != (old.node, old.gained):
             self._pool.replace(worker)
         return worker is not None
 

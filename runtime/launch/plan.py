@@ -85,12 +85,12 @@ class WorkerPlan:
         container_args: Further arguments of the container program.
         prefix: A command that executes the worker's command, such as ``nsenter``.
         node: The host that it runs on, or None for this one.
+        gained: Whether that host has come to the job later.
         need: Its resources there.
         scratch: Folder for temporary files there, or an empty string.
         scheduler_args: Further arguments of the scheduler's command.
         by_rank: Whether the worker finds its module by its rank (``worker/rank.py``).
-        active: The replicas that take batches when it starts, of each module whose number of them
-            may change.
+        active: The replicas that take batches when it starts, of each elastic module.
     """
 
     module: str
@@ -114,6 +114,7 @@ class WorkerPlan:
     container_args: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     node: str | None = None
+    gained: bool = False
     need: Need | None = None
     scratch: str = ""
     scheduler_args: tuple[str, ...] = ()
@@ -280,8 +281,7 @@ def make_plan(
         The plan; it depends on the arguments alone.
 
     Raises:
-        UsageError: The number of some module's replicas may change, or the head or the tail has
-            replicas that cannot agree, and there is no supervisor.
+        UsageError: Replicas that come and go, or have to agree, lack a supervisor.
     """
     if workers[0].elastic and not settings.supervised:
         raise UsageError(

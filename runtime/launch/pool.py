@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.launch.scaling import replicas_now, wanted_replicas
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.members import Active, number_of
+from dni_runtime.spec.members import first_of, number_of
 from dni_runtime.spec.named import module_of, worker_name
 from dni_runtime.worker.ledger import rest
 
@@ -125,26 +125,19 @@ class WorkerPool:
             cut = self._newest_cut(None)
             for name, worker in self.workers.items():
                 self.workers[name] = worker.again(worker.attempt, resume=str(cut))
-        names = self._to_start(cut)
+        names = self._to_start(cut, {})
         self.keep_plan()
         self._journal.write()
         for name in names:
             self.start(name)
 
-    def _to_start(self, cut: int, lost: Mapping[str, int] | None = None) -> list[str]:
-        """Return the workers that take batches when all modules start at a cut; park the others.
-
-        Args:
-            cut: The cut.
-            lost: Replicas that cannot be restarted.
-        """
+    def _to_start(self, cut: int, lost: dict[str, int]) -> list[str]:
+        """Return who takes batches when all but lost replicas start at a cut; park the others."""
         if not (elastic := self._plan.elastic):
             return list(self.workers)
-        lost, active, names = lost or {}, Active(), list[str]()
-        for module, count in wanted_replicas(self._run, elastic).items():
-            able = [one for one in self.workers if module_of(one) == module and one not in lost]
-            active[module] = tuple(number_of(one) for one in able[:count])
-        Replicas(active=active, lost=dict(lost)).write(self._run.replicas)
+        able, names = [name for name in self.workers if name not in lost], list[str]()
+        active = first_of(wanted_replicas(self._run, elastic), able)
+        Replicas(active=active, lost=lost).write(self._run.replicas)
         for name, worker in self.workers.items():
             self.workers[name] = replace(worker, active=active)
             numbers = active.get(module_of(name))
@@ -305,9 +298,9 @@ class WorkerPool:
         self.keep_plan()
         # the old address may not be reachable from the new host
         self._run.endpoint(worker.module).unlink(missing_ok=True)
-        self._journal.event(
-            "worker_moved", module=worker.module, **{"from": old.node, "to": worker.node}
-        )
+        if old.node != worker.node:
+            moved = {"from": old.node, "to": worker.node}
+            self._journal.event("worker_moved", module=worker.module, **moved)
 
     def park(self, name: str) -> None:
         """End the worker of a replica that takes no batches."""

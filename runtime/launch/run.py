@@ -20,8 +20,9 @@ from dni_runtime.errors import DataError, DniError, UsageError
 from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
+from dni_runtime.launch.pace import balance_of
 from dni_runtime.launch.records import Record, find_run, list_runs
-from dni_runtime.launch.scaling import ask_for, balance_of, wanted_replicas
+from dni_runtime.launch.scaling import ask_for, wanted_replicas
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import write_json

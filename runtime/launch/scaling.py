@@ -23,26 +23,21 @@ others share their weights by it.
 from __future__ import annotations
 
 import contextlib
-import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import cut_folders, parts_of, written_cuts
-from dni_runtime.documents.metrics import TRAIN, parse_train
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.requests import Replicas, Scale
 from dni_runtime.errors import DniError, UsageError
-from dni_runtime.lines import LineReader, offset_of_last
+from dni_runtime.launch.pace import balance_of
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import Active, as_body, first_replicas, number_of
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of, tails_of
-from dni_runtime.split.balance import SLACK
-from dni_runtime.worker.ledger import Counts, rest
+from dni_runtime.worker.ledger import Counts, give_up, rest
 
 if TYPE_CHECKING:  # which needs what is here
     from dni_runtime.launch.journal import Journal
@@ -53,9 +48,6 @@ BALANCE_S = 15.0
 
 MARGIN = 1.25
 """Fewer replicas must suffice for so many times the work: batches do not always take as long."""
-
-_LINES = 60
-"""Newest lines of a worker's metrics that are looked at: each is of a second, or of one batch."""
 
 
 class Scaler:
@@ -193,6 +185,8 @@ class Scaler:
             self.begins_anew |= bool(takes)
         if counted and worker.resume.isdecimal() and counted.attempt < (worker.first or 0):
             rest(run, name, int(worker.resume))  # it has not begun again with the others
+        else:
+            give_up(run, name)
         self._journal.event("replica_lost", module=name, reason=how)
         return True
 
@@ -300,88 +294,6 @@ def still_missed(run: RunDir, lost: Mapping[str, int], workers: Sequence[str]) -
         name: before
         for name, before in lost.items()
         if not any(cut > before and name not in parts_of(run, cut, [name]) for cut in cuts)
-    }
-
-
-def balance_of(
-    run: RunDir, names: Sequence[str], elastic: Mapping[str, int], *, margin: float = 1.0
-) -> dict[str, int]:
-    """Return how many replicas balance a run's chain; see :func:`balancing_replicas`.
-
-    Args:
-        run: The run directory.
-        names: All workers.
-        elastic: The elastic modules, each with its present number.
-        margin: A module loses replicas if the others would suffice for so many times its work.
-
-    Raises:
-        UsageError: A module has measured nothing yet, or no number of replicas can change.
-    """
-    workers = replicas_of(names)
-    if not elastic:
-        raise UsageError(
-            f"run {run.root.name!r} has no module whose number of replicas can change",
-            hint="for the next run, write 'replicas: {start: .., most: ..}' in its chain",
-        )
-    measured = {module: worker_seconds(run, own) for module, own in workers.items()}
-    seconds = {module: own for module, own in measured.items() if own is not None}
-    if unknown := [module for module in workers if module not in seconds]:
-        raise UsageError(
-            f"{', '.join(unknown)}: not measured yet how long a batch takes",
-            hint="try again after some seconds of training",
-        )
-    numbers = {module: len(own) for module, own in workers.items()}
-    most = {one: numbers[one] for one in elastic}
-    found = balancing_replicas(seconds, numbers, most)
-    for one, now in elastic.items():
-        if found[one] < now:
-            more = balancing_replicas({**seconds, one: seconds[one] * margin}, numbers, most)
-            found[one] = min(now, more[one])
-    return found
-
-
-def worker_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
-    """Return how long one of a module's workers computes for a batch; see :func:`batch_seconds`."""
-    found = [seconds for one in workers if (seconds := batch_seconds(run, one)) is not None]
-    return statistics.mean(found) if found else None
-
-
-def batch_seconds(run: RunDir, module: str) -> float | None:
-    """Return how long a module computes for a batch where it runs, lately.
-
-    That is the time in which it does not wait for data, input, room or gradients.
-
-    Returns:
-        The median over the newest seconds; None if it has measured nothing.
-    """
-    path = run.metrics(module)
-    offset = offset_of_last(path, _LINES, TRAIN)
-    lines = deque(LineReader(path, parse_train, offset=offset).new(), _LINES)
-    found = [
-        max(1 - sum(line.waiting.values()), 0.0) / line.batches_per_s
-        for line in lines
-        if line.batches_per_s
-    ]
-    return statistics.median(found) if found else None
-
-
-def balancing_replicas(
-    seconds: Mapping[str, float], replicas: Mapping[str, int], most: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the fewest replicas with which no elastic module slows the chain down (pure).
-
-    A chain is as fast as its slowest module: one that cannot have more replicas, or an elastic one
-    with all that it can have. Differences within ``SLACK`` count as none.
-
-    Args:
-        seconds: One worker's time for a batch, by module.
-        replicas: The number of workers of each module.
-        most: The largest number of each elastic module.
-    """
-    slowest = max(own / most.get(name, replicas[name]) for name, own in seconds.items())
-    return {
-        name: min(max(math.ceil(seconds[name] / (slowest * SLACK)), 1), limit)
-        for name, limit in most.items()
     }
 
 

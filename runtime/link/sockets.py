@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -303,8 +302,8 @@ def descriptor(frame: zmq.Frame) -> int:
 
 def wait(socket: Socket, timeout_s: float) -> None:
     """Wait until there is a message, or the time is over."""
-    try:  # rounded up: with 0 ms the caller would ask again and again
-        socket.poll(max(0, math.ceil(timeout_s * 1000)), zmq.POLLIN)
+    try:
+        socket.poll(max(0, round(timeout_s * 1000)), zmq.POLLIN)
     except zmq.ZMQError as error:
         raise WorkerError(f"waiting for a message failed: {error.strerror}") from error
 

@@ -48,6 +48,12 @@ def first_replicas(counts: Mapping[str, int]) -> Active:
     return {module: tuple(range(1, count + 1)) for module, count in counts.items()}
 
 
+def first_of(counts: Mapping[str, int], workers: Sequence[str]) -> Active:
+    """Return the sets that consist of so many of the first ones of these workers."""
+    numbers = {one: [number_of(it) for it in workers if module_of(it) == one] for one in counts}
+    return {module: tuple(numbers[module][:count]) for module, count in counts.items()}
+
+
 class Members:
     """The table of one worker.
 

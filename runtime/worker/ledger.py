@@ -245,6 +245,20 @@ class Ledger:
             self._file = None
 
 
+def give_up(run: RunDir, module: str) -> None:
+    """Write that a replica which is lost has left where it was: if it comes again, it joins.
+
+    Args:
+        run: The run directory.
+        module: The replica.
+    """
+    counted = Counts.read(run.ledger(module))
+    if counted is not None and not counted.waits:
+        ledger = Ledger(run.ledger(module), Progress(counted), counted.attempt)
+        ledger.leaves(counted.id)
+        ledger.close()
+
+
 def rest(run: RunDir, module: str, cut: int) -> None:
     """Write the counts of a replica that takes no batches from a cut on, where all begin again.
 

@@ -190,11 +190,10 @@ modules:
 """
 
 
-def test_a_job_that_shrinks(dnictl: Dnictl, slurm: str) -> None:
-    """A node is given back by the page's command: its replica goes, and nobody restarts."""
+def test_a_job_that_shrinks_and_grows(dnictl: Dnictl, slurm: str) -> None:
+    """A node is given back, and comes again, by the page's commands; nobody restarts."""
     page = (ROOT / "docs" / "slurm.md").read_text().split("\n## A job that shrinks or grows\n")[1]
-    command = re.search(r"```sh\n(.*?) *#", page)
-    assert command is not None
+    gives_back, asks, takes = re.findall(r"^(s(?:alloc|control) .*?) *#", page, re.M)[:3]
     (dnictl.folder / "pause.py").write_text(PAUSE)
     text = SHRINKS.format(network=slurm, epochs=FOREVER, pause=PAUSES)
     (dnictl.folder / "chain.yaml").write_text(text)
@@ -204,7 +203,7 @@ def test_a_job_that_shrinks(dnictl: Dnictl, slurm: str) -> None:
         return (read_json(root.worker("top")) or {}).get("step", 0)
 
     eventually("it trains", lambda: step() > 0)
-    done = run(command[1].replace("=JOB", f"={job}").split())
+    done = run(gives_back.replace("=JOB", f"={job}").split())
     assert done.returncode == 0, done.stderr
     eventually("the run goes on without a replica", lambda: events(root, "replica_lost"))
     then = step()
@@ -212,7 +211,15 @@ def test_a_job_that_shrinks(dnictl: Dnictl, slurm: str) -> None:
     dnictl.run("scale", "wide=3")
     eventually("there is no room for it", lambda: events(root, "no_room"))
     assert [event["node"] for event in events(root, "node_lost")] == ["n3"]
+    done = run(asks.replace(":JOB", f":{job}").split())
+    granted = re.search(r"Granted job allocation (\d+)", done.stderr)
+    assert granted, done.stderr
+    done = run(takes.replace("=NEW", f"={granted[1]}").split())
+    assert done.returncode == 0, done.stderr
+    eventually("it comes again", lambda: events(root, "scaled"))
+    then = step()
+    eventually("training goes on", lambda: step() > then + 20)
     assert dnictl.json("stop")["state"] == "stopped"
     figures = dnictl.json("status")
-    assert [module["host"] for module in figures["modules"][:3]] == ["n1", "n2", "n2"]
+    assert [module["host"] for module in figures["modules"][:4]] == ["n1", "n2", "n2", "n3"]
     assert [module["restarts"] for module in figures["modules"]] == [0] * 5

@@ -59,6 +59,7 @@ class JobNodes:
         self._nodes_of = nodes_of
         self._clock = clock
         self._room = room_of(plan.workers)
+        self._ours = {worker.node for worker in plan.workers if not worker.gained}
         self._up: Sequence[str] = ()
         self._look_at_s = clock() + _LOOK_S
 
@@ -76,6 +77,7 @@ class JobNodes:
         if not found:
             return []
         self._up = found
+        self._ours &= {*found}  # one that comes back is another one's
         return [host for host in hosts if host not in found]
 
     def move(
@@ -90,7 +92,7 @@ class JobNodes:
         going = [worker for worker in workers if worker.module in names]
         there = self._there(worker for worker in workers if worker.module not in names)
         found = choose([worker.need for worker in going if worker.need], there, self._room)
-        return None if found is None else [on_node(one, found[one.module]) for one in going]
+        return None if found is None else [self._moved(one, found[one.module]) for one in going]
 
     def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
         """Return the plan of a worker that is to start, on nodes that the job has; None: no room.
@@ -106,9 +108,12 @@ class JobNodes:
         there = self._there(workers)
         planned = {node: some for node, some in there.items() if node == worker.node}
         if choose([worker.need], planned, self._room) is not None:
-            return worker
+            return replace(worker, gained=worker.node not in self._ours)
         found = choose([worker.need], there, self._room)
-        return None if found is None else on_node(worker, found[worker.module])
+        return None if found is None else self._moved(worker, found[worker.module])
+
+    def _moved(self, worker: WorkerPlan, node: str) -> WorkerPlan:
+        return replace(on_node(worker, node), gained=node not in self._ours)
 
     def _there(self, workers: Iterable[WorkerPlan]) -> dict[str, list[Need]]:
         """Return what the workers on each node of the job need."""

@@ -40,16 +40,18 @@ def step_argv(worker: WorkerPlan) -> list[str]:
 def srun_argv(worker: WorkerPlan) -> list[str]:
     """Return the part of :func:`step_argv` that is Slurm's."""
     assert worker.need is not None
+    # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
+    # step waits. --cpus-per-task is not inherited from the job since Slurm 22.05.
+    cpus = ["--exact", f"--cpus-per-task={worker.need.cpus}"]
+    if worker.gained:  # a step that asks for CPUs there is never started (Slurm 22.05)
+        cpus = ["--overlap"]
     return [
         "srun",
         f"--job-name={worker.module}",  # used to find the step
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={worker.node}",
-        # Without --exact a step takes all CPUs of its node, without --mem all memory, and the next
-        # step waits. --cpus-per-task is not inherited from the job since Slurm 22.05.
-        "--exact",
-        f"--cpus-per-task={worker.need.cpus}",
+        *cpus,
         f"--mem={worker.need.memory_mib}M",
         "--input=none",
         "--export=ALL",  # variables set by the site's prologue

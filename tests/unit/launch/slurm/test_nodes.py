@@ -122,4 +122,7 @@ def test_one_that_joins_starts_where_it_was_planned_or_where_there_is_room(job: 
     assert nodes.place([bottom, top], wide) is None
     slurm.nodes = ["n1", "n3", "n4"]
     nodes.lost([], at_once=True)
-    assert nodes.place([bottom, top], wide) == on_node(wide, "n4")
+    assert nodes.place([bottom, top], wide) == replace(on_node(wide, "n4"), gained=True)
+    slurm.nodes = ["n1", "n2", "n3"]
+    nodes.lost([], at_once=True)
+    assert nodes.place([bottom, top], wide) == replace(wide, gained=True), "it has come back"

@@ -123,6 +123,12 @@ def test_a_step_takes_its_share_and_no_more() -> None:
     ]  # fmt: skip
 
 
+def test_steps_on_a_node_that_the_job_has_gained_share_it() -> None:
+    argv = step_argv(step(REQUEST.needs[0], node="n4", gained=True))
+    assert {"--overlap", "--mem=1000M"} <= {*argv}
+    assert not any(one.startswith(("--exact", "--cpus-per-task")) for one in argv)
+
+
 def test_the_steps_shell_makes_private_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
