@@ -35,6 +35,7 @@ from dni_runtime.documents.requests import Scale
 from dni_runtime.errors import DniError
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
+from dni_runtime.launch.scaling import Scaler, ask_for
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.packing import no_labels
 from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic
@@ -241,7 +242,15 @@ class Schedule:
             index = draw.choice(able)  # one of its replicas, not the first
             at_s, worker = draw.uniform(0, length_s), draw.randint(1, most[index] - 1)
             self.faults.append((at_s, "hopeless", sum(most[:index]) + worker, 0.0))
+        self._draw_returns()
         self.faults.sort()
+
+    def _draw_returns(self) -> None:
+        """Draw lost replicas that can be started again a while after they are given up."""
+        draw = random.Random(f"returns {self.seed}")
+        for place, (at_s, kind, worker, _) in enumerate(self.faults):
+            if kind == "hopeless" and draw.random() < 0.5:
+                self.faults[place] = at_s, kind, worker, draw.choice((0.5, 3.0, 10.0))
 
     def _draw_ends(self, length_s: float) -> None:
         """Draw changes of the number of tails, and of heads."""
@@ -477,6 +486,7 @@ class Site:
         self.supervision = Supervision(self.world, self.run_dir, self.specs, self._start)
         self.unlaunched: set[str] = set()
         self.hopeless: set[str] = set()
+        self.returns_s: dict[str, float] = {}
         self.troubles: list[str] = []
         self.largest_queue = 0
         self.largest_window = 0
@@ -694,6 +704,13 @@ class Site:
         if not cut:  # it may never be trained again
             self.steps.pop(name, None)
 
+    def _return(self, name: str) -> None:
+        """Let a lost replica be started again, as its module is to have all of them."""
+        module = module_of(name)
+        self.hopeless.discard(name)
+        every = sum(module_of(one) == module for one in self.names)
+        ask_for(self.run_dir, {module: every})
+
     def _measure(self) -> None:
         for connection in self.network.connections:
             self.largest_queue = max(self.largest_queue, len(connection.down), len(connection.up))
@@ -720,6 +737,8 @@ class Site:
             self.supervision.kill()
         elif kind == "hopeless":
             self.hopeless.add(name)
+            if lasts_s:
+                self.returns_s[name] = lasts_s
             if worker is not None:
                 worker.end(-signal.SIGKILL)
         elif worker is None:
@@ -790,6 +809,12 @@ class Site:
             self._begin_at(name, cut)
             real_rest(run, name, cut)
 
+        def lose(scaler: Any, name: str, how: str) -> bool:
+            lost = real_lose(scaler, name, how)
+            if lost and name in self.returns_s:
+                world.at(self.returns_s.pop(name), lambda: self._return(name))
+            return lost
+
         def add(window: Any, *args: Any, **kwargs: Any) -> None:
             real_add(window, *args, **kwargs)
             self.largest_window = max(self.largest_window, len(window._kept))
@@ -797,7 +822,7 @@ class Site:
         window_class = sender.SendWindow
         real_forward, real_snapshot = ModuleStep.forward, saver.snapshot
         real_restore, real_add = checkpoint.restore, window_class.add
-        real_as_own, real_rest = joining.as_own, ledger.rest
+        real_as_own, real_rest, real_lose = joining.as_own, ledger.rest, Scaler.lose
         stand_ins: list[tuple[Any, str, Any]] = [
             (time, "monotonic", lambda: 1000.0 + world.now_s),
             (time, "time", lambda: 1.7e9 + world.now_s),
@@ -815,6 +840,7 @@ class Site:
             (server, "as_own", as_own),
             (resume, "as_own", as_own),
             (pool, "rest", rest),
+            (Scaler, "lose", lose),
             (window_class, "add", add),
             (
                 main,
