@@ -290,14 +290,19 @@ modules:
 """
 
 
-def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two owners, of whom one is restarted: the same as in one process that has both data sets."""
+def write_owners(site: Site) -> None:
+    """Two halves of the digits, and the layer that waits."""
     digits = open_data(DataSpec(flatten=True, batch_size=2000, shuffle=False), Path(), seed=0)
     (x, y), (x_eval, y_eval) = next(digits.train_batches(1)), next(digits.eval_batches())
     for owner in (1, 2):
         own = {"x_train": x[owner - 1 : 1436 : 2], "y_train": y[owner - 1 : 1436 : 2]}  # type: ignore[index]
         np.savez(site.folder / f"owner-{owner}.npz", **own, x_eval=x_eval, y_eval=y_eval)  # type: ignore[arg-type]
     (site.folder / "pause.py").write_text(PAUSE)
+
+
+def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two owners, of whom one is restarted: the same as in one process that has both data sets."""
+    write_owners(site)
     (site.folder / "chain.yaml").write_text(HEADS % PAUSES)
     site.run("up", "chain.yaml", "--backend", "process", "-d")
     run = Run.open(site.latest.root)
@@ -353,12 +358,7 @@ def test_without_a_replica_of_the_first_module_all_go_on_from_a_checkpoint(site:
 
     Each batch is counted once, of the lost one those before the checkpoint.
     """
-    digits = open_data(DataSpec(flatten=True, batch_size=2000, shuffle=False), Path(), seed=0)
-    (x, y), (x_eval, y_eval) = next(digits.train_batches(1)), next(digits.eval_batches())
-    for owner in (1, 2):
-        own = {"x_train": x[owner - 1 : 1436 : 2], "y_train": y[owner - 1 : 1436 : 2]}  # type: ignore[index]
-        np.savez(site.folder / f"owner-{owner}.npz", **own, x_eval=x_eval, y_eval=y_eval)  # type: ignore[arg-type]
-    (site.folder / "pause.py").write_text(PAUSE)
+    write_owners(site)
     text = (HEADS % PAUSES).replace("every_epochs: 0", "every_epochs: 1")
     text = text.replace("stem, replicas: 2", "stem, replicas: {start: 2, most: 2}")
     (site.folder / "chain.yaml").write_text(text)
