@@ -112,7 +112,7 @@ def launch(site: Site, started: list[subprocess.Popen[bytes]]) -> subprocess.Pop
             for name, new in reports(site.latest).items()
         )
 
-    eventually("all workers train", all_train, 240)  # six at once import torch, beside other tests
+    eventually("all workers train", all_train, 120)
     return process
 
 
