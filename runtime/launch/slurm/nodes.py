@@ -77,7 +77,7 @@ class JobNodes:
         if not found:
             return []
         self._up = found
-        self._ours &= {*found}  # one that comes back is another one's
+        self._ours &= {*found}  # one that comes back is a gained one
         return [host for host in hosts if host not in found]
 
     def move(
