@@ -19,8 +19,9 @@ from dni_runtime.documents.state import ModuleState, lives
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child
 from dni_runtime.launch.child import kill_session
+from dni_runtime.launch.forked import ForkedProcess, ForkServer
 from dni_runtime.launch.plan import WorkerPlan
-from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.runtimes import worker_arguments, worker_argv
 
 Mode = Literal["exec", "watch", "send"]
 
@@ -158,7 +159,7 @@ def guarded(argv: Sequence[str], *, mode: Mode = "exec", tied: bool = True) -> l
 
 
 class LocalStarter:
-    """Starts workers as processes of this host.
+    """Starts workers as processes of this host; without a container, as forks of one process.
 
     Tied workers get SIGTERM when this process dies; others continue. The thread that starts tied
     workers must outlive them: the kernel counts the *thread* that started a process as its parent
@@ -183,26 +184,43 @@ class LocalStarter:
         self._mode = mode
         self._render = render
         self._environ = dict(os.environ if environ is None else environ)
+        self._servers: dict[tuple[str, ...], ForkServer] = {}
 
-    def start(self, worker: WorkerPlan) -> LocalProcess:
-        container_here = worker.image is not None and worker.node is None
-        mode = self._mode or ("watch" if container_here else "exec")
+    def start(self, worker: WorkerPlan) -> Process:
         try:
-            descriptor = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            log = os.open(worker.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
-                popen = subprocess.Popen(
-                    guarded(self._render(worker), mode=mode, tied=self._tied),
-                    stdin=subprocess.DEVNULL,
-                    stdout=descriptor,
-                    stderr=descriptor,
-                    env={**self._environ, **worker.environment},
-                    start_new_session=True,
-                )
+                return self._fork(worker, log) or self._execute(worker, log)
             finally:
-                os.close(descriptor)
+                os.close(log)
         except OSError as error:
             raise UnavailableError(f"module {worker.module!r} cannot be started: {error}") from None
-        return LocalProcess(popen)
+
+    def _fork(self, worker: WorkerPlan, log: int) -> ForkedProcess | None:
+        """Start a plain process of this host; None if it is another one, or there is no server."""
+        if self._render is not worker_argv or worker.image is not None or worker.prefix:
+            return None
+        # libraries read variables when they are loaded: another environment, another server
+        key = (worker.python, *(f"{name}={it}" for name, it in sorted(worker.environment.items())))
+        if key not in self._servers:
+            environ = {**self._environ, **worker.environment}
+            self._servers[key] = ForkServer(worker.python, environ, worker.run, tied=self._tied)
+        server = self._servers[key]
+        return server.start(worker_arguments(worker), log) if server.lives else None
+
+    def _execute(self, worker: WorkerPlan, log: int) -> LocalProcess:
+        container_here = worker.image is not None and worker.node is None
+        mode = self._mode or ("watch" if container_here else "exec")
+        return LocalProcess(
+            subprocess.Popen(
+                guarded(self._render(worker), mode=mode, tied=self._tied),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**self._environ, **worker.environment},
+                start_new_session=True,
+            )
+        )
 
     def adopt(
         self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]

@@ -41,8 +41,12 @@ def on_node(worker: WorkerPlan) -> list[str]:
 def process_argv(worker: WorkerPlan) -> list[str]:
     """Return the command of a worker as a plain process."""
     # -P: do not import torch from the current folder.
-    start = [worker.python, "-P", "-m", "dni_runtime.worker"]
-    return [*start, *_arguments(worker, worker.run, worker.sockets, worker.data)]
+    return [worker.python, "-P", "-m", "dni_runtime.worker", *worker_arguments(worker)]
+
+
+def worker_arguments(worker: WorkerPlan) -> list[str]:
+    """Return the arguments of a worker as a plain process."""
+    return _arguments(worker, worker.run, worker.sockets, worker.data)
 
 
 def apptainer_argv(worker: WorkerPlan) -> list[str]:

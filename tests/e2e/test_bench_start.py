@@ -26,7 +26,7 @@ def test_a_row_for_each_backend(tmp_path: Path) -> None:
     assert 0 < placed < loaded <= start
     assert 0.5 < restart < 60  # after a backoff of half a second
     assert 0 < stop < 60
-    assert 0 < imported < start
+    assert 0 <= imported < start  # the workers are forks of a process that has imported torch
     assert all(0 <= part < start for part in (launch, load, connect))
     assert memory > 50
     assert "process" in row

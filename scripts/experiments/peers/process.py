@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dni_runtime.core.dynamo import postpone_dynamo
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import DataSource, open_data
@@ -209,4 +210,5 @@ def be_process(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    postpone_dynamo(())
     be_process(json.loads(sys.argv[1]))

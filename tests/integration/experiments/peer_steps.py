@@ -20,6 +20,8 @@ import torch.distributed as dist
 from peers import networks, process
 from torch import Tensor, nn
 
+from dni_runtime.core.dynamo import postpone_dynamo
+
 LEARNING_RATE = 0.5
 BATCH = 8
 SAMPLE = (6,)
@@ -74,4 +76,5 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    postpone_dynamo(())
     main(json.loads(sys.argv[1]))

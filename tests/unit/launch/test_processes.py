@@ -17,18 +17,36 @@ from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
 from tests.conftest import eventually
 
+ROOT = Path(__file__).resolve().parents[3]
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 
 
-IMAGES = [None, "m.sif"]
+KINDS = ["process", "m.sif", "fork"]
 """Workers in containers have a watcher beside them; what they do is the same."""
 
+FORKS_CODE = f"""\
+#!{sys.executable}
+import os, sys, types
+sys.modules["dni_runtime.worker.main"] = types.ModuleType("no torch")
+from dni_runtime.worker import forkserver
+forkserver.worker.main = lambda: exec(os.environ["CODE"], {{}})
+forkserver.main(sys.argv[4:])
+"""
+"""An interpreter for the server, whose workers run CODE."""
 
-def plan(tmp_path: Path, code: str, image: str | None = None, **environment: str) -> WorkerPlan:
+
+def plan(tmp_path: Path, code: str, kind: str = "process", **environment: str) -> WorkerPlan:
     log = str(tmp_path / "m.log")
+    if kind == "fork":
+        python = tmp_path / "python"
+        python.write_text(FORKS_CODE)
+        python.chmod(0o700)
+        environment |= {"CODE": code, "DNI_QUICK_START": "1"}
+        return WorkerPlan("m", 1, "", "", log, environment=environment, python=str(python))
     return WorkerPlan(
-        "m", 1, "", "", log, environment=environment, prefix=(*PYTHON, code), image=image
-    )
+        "m", 1, "", "", log, environment=environment, prefix=(*PYTHON, code),
+        image=kind if kind == "m.sif" else None,
+    )  # fmt: skip
 
 
 def finish(process: Process) -> int:
@@ -38,20 +56,23 @@ def finish(process: Process) -> int:
     return code
 
 
-@pytest.mark.parametrize("image", IMAGES)
-def test_output_and_environment(tmp_path: Path, image: str | None) -> None:
-    code = "import os, sys; print(os.environ['A']); sys.stderr.write(os.environ['B']); sys.exit(3)"
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_and_environment(tmp_path: Path, kind: str) -> None:
+    code = (
+        "import os, sys; print(os.environ['A']); print(os.environ['B'], file=sys.stderr); "
+        "sys.exit(3)"
+    )
     starter = LocalStarter({"A": "given", "B": "old"})
-    assert finish(starter.start(plan(tmp_path, code, image, B="planned"))) == 3
+    assert finish(starter.start(plan(tmp_path, code, kind, B="planned"))) == 3
     log = tmp_path / "m.log"
     assert sorted(log.read_text().split()) == ["given", "planned"]
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("image", IMAGES)
-def test_signals(tmp_path: Path, image: str | None) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_signals(tmp_path: Path, kind: str) -> None:
     code = "import time; print('ready', flush=True); time.sleep(60)"
-    process = LocalStarter().start(plan(tmp_path, code, image))
+    process = LocalStarter().start(plan(tmp_path, code, kind))
     eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
@@ -59,9 +80,10 @@ def test_signals(tmp_path: Path, image: str | None) -> None:
     process.kill()  # nobody is there any more
 
 
-def test_no_terminal_and_a_session_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["process", "fork"])
+def test_no_terminal_and_a_session_of_its_own(tmp_path: Path, kind: str) -> None:
     code = "import os; print(os.getpid() == os.getsid(0) == os.getpgid(0), os.read(0, 1))"
-    assert finish(LocalStarter().start(plan(tmp_path, code))) == 0
+    assert finish(LocalStarter().start(plan(tmp_path, code, kind))) == 0
     assert (tmp_path / "m.log").read_text() == "True b''\n"
 
 
@@ -77,14 +99,14 @@ print(child, flush=True)
 """
 
 
-@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own_group", [False, True])
 @pytest.mark.parametrize("then", ["os._exit(0)", "time.sleep(60)"])
 def test_what_a_worker_started_ends_with_it(
-    tmp_path: Path, then: str, own_group: bool, image: str | None
+    tmp_path: Path, then: str, own_group: bool, kind: str
 ) -> None:
     code = FORKS.format(then=then, own_group=own_group)
-    process = LocalStarter().start(plan(tmp_path, code, image))
+    process = LocalStarter().start(plan(tmp_path, code, kind))
     log = tmp_path / "m.log"
     eventually("it writes", lambda: log.exists() and log.read_text().endswith("\n"))
     if "sleep" in then:
@@ -96,11 +118,10 @@ def test_what_a_worker_started_ends_with_it(
 PARENT = """\
 import sys, time
 from pathlib import Path
-from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter
-command = (sys.executable, "-I", "-S", "-c", sys.argv[1])
-worker = WorkerPlan("m", 1, "", "", sys.argv[2], prefix=command, image=sys.argv[3] or None)
-print(LocalStarter().start(worker).pid, flush=True)
+from tests.unit.launch.test_processes import plan
+starter = LocalStarter(tied=sys.argv[4] == "tied")
+print(starter.start(plan(Path(sys.argv[1]), sys.argv[2], sys.argv[3])).pid, flush=True)
 time.sleep(60)
 """
 
@@ -112,19 +133,74 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("image", IMAGES)
-def test_a_worker_is_told_when_its_parent_is_killed(tmp_path: Path, image: str | None) -> None:
+def of_a_killed_parent(tmp_path: Path, kind: str, tied: str) -> int:
+    """Let a process start a worker, and kill it; return the worker's process id."""
     log = tmp_path / "m.log"
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT, SAYS_WHAT_IT_GETS, str(log), image or ""],
+        [sys.executable, "-c", PARENT, str(tmp_path), SAYS_WHAT_IT_GETS, kind, tied],
         stdout=subprocess.PIPE,
+        cwd=ROOT,
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         eventually("it is ready", lambda: log.exists() and "ready" in log.read_text())
         parent.kill()
+    return pid
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_is_told_when_its_parent_is_killed(tmp_path: Path, kind: str) -> None:
+    pid = of_a_killed_parent(tmp_path, kind, "tied")
     eventually("it is gone", lambda: process_birth(pid) is None)
-    assert log.read_text().split() == ["ready", "SIGTERM"]
+    assert (tmp_path / "m.log").read_text().split() == ["ready", "SIGTERM"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_goes_on_when_its_parent_is_killed(tmp_path: Path, kind: str) -> None:
+    pid = of_a_killed_parent(tmp_path, kind, "free")
+    if kind == "fork":
+        eventually("the server is gone", lambda: str(tmp_path / "python") not in processes())
+    assert process_birth(pid) is not None
+    os.kill(pid, signal.SIGTERM)
+    eventually("it is gone", lambda: process_birth(pid) is None)
+    assert (tmp_path / "m.log").read_text().split() == ["ready", "SIGTERM"]
+
+
+def processes() -> str:
+    """The command lines of all processes."""
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_fork_shows_its_own_command(tmp_path: Path) -> None:
+    process = LocalStarter().start(plan(tmp_path, "import time; time.sleep(60)", "fork"))
+    eventually("it has its name", lambda: "dni-worker --run  --module m --ipc" in processes())
+    process.kill()
+    assert finish(process) == -signal.SIGKILL
+
+
+def test_a_killed_fork_server_takes_no_worker_with_it(tmp_path: Path) -> None:
+    """What has ended since has an unknown exit code; others are started without it."""
+    starter = LocalStarter()
+    worker = plan(tmp_path, "import time; print('ready', flush=True); time.sleep(60)", "fork")
+    first, second = starter.start(worker), starter.start(worker)
+    server = int(Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGKILL)
+    eventually("it is gone", lambda: process_birth(server) is None)
+    assert (first.poll(), second.poll()) == (None, None)
+    first.kill()
+    assert finish(first) == -signal.SIGKILL
+    script = tmp_path / "python"  # what it is given is a command now
+    script.write_text("#!/bin/sh\nexit 3\n")
+    assert finish(starter.start(worker)) == 3
+    second.kill()
+    assert finish(second) == -signal.SIGKILL
+
+
+def test_a_fork_server_that_cannot_begin(tmp_path: Path) -> None:
+    worker = plan(tmp_path, "", "fork")
+    (tmp_path / "python").write_text("#!/bin/sh\necho no torch >&2; exit 70\n")
+    assert finish(LocalStarter().start(worker)) == 70
+    assert (tmp_path / "m.log").read_text() == "no torch\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

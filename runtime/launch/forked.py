@@ -1,0 +1,140 @@
+"""Workers as forks of a process that has imported torch (``worker/forkserver.py``)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dni_runtime.documents.state import process_birth
+from dni_runtime.launch.child import kill_session
+from dni_runtime.worker.forkserver import PACKET_BYTES
+
+READY_S = 120.0
+"""Seconds in which it must have imported everything, also from a slow file system."""
+
+
+class ForkServer:
+    """Starts workers of one environment.
+
+    Args:
+        python: The interpreter.
+        environ: The environment.
+        name: What ``ps`` shows beside its name.
+        tied: Whether the workers get SIGTERM when this process dies.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(self, python: str, environ: Mapping[str, str], name: str, *, tied: bool) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._codes: dict[int, int] = {}
+        last = int(signal.SIGTERM) if tied else 0
+        with theirs:
+            popen = subprocess.Popen(
+                # -P: do not import torch from the current folder.
+                [python, "-P", "-m", "dni_runtime.worker.forkserver", str(last), name],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=dict(environ),
+                start_new_session=True,
+            )
+        weakref.finalize(self, _end, self._socket, popen)
+        self._socket.settimeout(READY_S)
+        self.lives = self._receive() is not None
+        self._socket.settimeout(None)
+        if not self.lives:
+            popen.kill()
+
+    def start(self, arguments: Sequence[str], log: int) -> ForkedProcess | None:
+        """Start a worker; None if the server is gone.
+
+        Args:
+            arguments: The worker's own ones.
+            log: Descriptor of the file for its output.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        try:
+            packet = json.dumps({"start": list(arguments)}).encode()
+            socket.send_fds(self._socket, [packet], [log])
+        except ConnectionError:
+            self.lives = False
+        while self.lives:
+            message = self._receive() or {}
+            if "error" in message:
+                raise OSError(message["error"])
+            if "pid" in message:
+                return ForkedProcess(self, message["pid"])
+        return None
+
+    def code(self, pid: int) -> int | None:
+        """Return the exit code of a worker that has ended, or minus the signal that killed it."""
+        while self.lives and self._receive(socket.MSG_DONTWAIT) is not None:
+            pass
+        return self._codes.get(pid)
+
+    def reap(self, pid: int) -> None:
+        """Let the kernel use the number of a worker that has ended for others."""
+        try:
+            self._socket.sendall(json.dumps({"reap": pid}).encode())
+        except ConnectionError:
+            self.lives = False
+
+    def _receive(self, flags: int = 0) -> dict[str, Any] | None:
+        """Return the next message; None if there is none."""
+        try:
+            packet = self._socket.recv(PACKET_BYTES, flags)
+        except BlockingIOError:
+            return None
+        except (ConnectionError, TimeoutError):
+            packet = b""
+        if not packet:
+            self.lives = False
+            return None
+        message: dict[str, Any] = json.loads(packet)
+        if "ended" in message:
+            self._codes[message["ended"]] = message["code"]
+        return message
+
+
+class ForkedProcess:
+    """A worker that a server has forked, in a session of its own.
+
+    Args:
+        server: The server.
+        pid: Its process id.
+    """
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._born = process_birth(pid)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            code = self._server.code(self.pid)
+            if code is not None:
+                self.kill()  # the rest of its session, before its id can be reused
+                self._server.reap(self.pid)
+                self._code = code
+            elif not self._server.lives and process_birth(self.pid) != self._born:
+                self._code = -signal.SIGKILL  # nobody knows
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            kill_session(self.pid)
+
+
+def _end(requests: socket.socket, popen: subprocess.Popen[bytes]) -> None:
+    requests.close()
+    popen.wait()
