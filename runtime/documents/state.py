@@ -76,6 +76,7 @@ class RunState:
         error: What went wrong, or why the run has stalled, or None.
         modules: The workers, head first.
         wanted: Replicas that are wanted of each module whose number of them may change.
+        anew: Why all modules have to begin again at the newest complete cut, or None.
     """
 
     phase: RunPhase = "new"
@@ -92,6 +93,7 @@ class RunState:
     error: str | None = None
     modules: dict[str, ModuleState] = field(default_factory=dict)
     wanted: dict[str, int] = field(default_factory=dict)
+    anew: str | None = None
 
     @classmethod
     def begin(cls, backend: str, attempt: int, modules: Iterable[str]) -> Self:
@@ -112,7 +114,8 @@ class RunState:
     def taken_over(self) -> Self:
         """Return the state with this process as the supervisor of the running workers."""
         mine = self.begin(self.backend, self.attempt, self.modules)
-        return replace(mine, started=self.started, modules=self.modules, wanted=self.wanted)
+        kept = {name: getattr(self, name) for name in ("started", "modules", "wanted", "anew")}
+        return replace(mine, **kept)
 
     @property
     def active(self) -> bool:

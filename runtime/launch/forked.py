@@ -14,8 +14,11 @@ from dni_runtime.documents.state import process_birth
 from dni_runtime.launch.child import kill_session
 from dni_runtime.worker.forkserver import PACKET_BYTES
 
-READY_S = 120.0
-"""Seconds in which it must have imported everything, also from a slow file system."""
+READY_S = 20.0
+"""Seconds to wait until everything is imported: others would take a silent supervisor for dead
+(``launch/lease.py``). Meanwhile workers are started without the server."""
+
+_END_S = 5.0
 
 
 class ForkServer:
@@ -42,18 +45,18 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=dict(environ),
+                # an import that looks for a GPU must not spoil it for forks (torch.cuda.is_available)
+                env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ},
                 start_new_session=True,
             )
         weakref.finalize(self, _end, self._socket, popen)
+        self.lives = True
         self._socket.settimeout(READY_S)
-        self.lives = self._receive() is not None
+        self._ready = self._receive() is not None
         self._socket.settimeout(None)
-        if not self.lives:
-            popen.kill()
 
     def start(self, arguments: Sequence[str], log: int) -> ForkedProcess | None:
-        """Start a worker; None if the server is gone.
+        """Start a worker; None if the server is gone, or still imports.
 
         Args:
             arguments: The worker's own ones.
@@ -62,6 +65,9 @@ class ForkServer:
         Raises:
             OSError: It cannot be started.
         """
+        self._ready = self._ready or self._receive(socket.MSG_DONTWAIT) is not None
+        if not self._ready:
+            return None
         try:
             packet = json.dumps({"start": list(arguments)}).encode()
             socket.send_fds(self._socket, [packet], [log])
@@ -83,6 +89,7 @@ class ForkServer:
 
     def reap(self, pid: int) -> None:
         """Let the kernel use the number of a worker that has ended for others."""
+        del self._codes[pid]
         try:
             self._socket.sendall(json.dumps({"reap": pid}).encode())
         except ConnectionError:
@@ -92,9 +99,9 @@ class ForkServer:
         """Return the next message; None if there is none."""
         try:
             packet = self._socket.recv(PACKET_BYTES, flags)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             return None
-        except (ConnectionError, TimeoutError):
+        except ConnectionError:
             packet = b""
         if not packet:
             self.lives = False
@@ -137,4 +144,8 @@ class ForkedProcess:
 
 def _end(requests: socket.socket, popen: subprocess.Popen[bytes]) -> None:
     requests.close()
-    popen.wait()
+    try:
+        popen.wait(_END_S)
+    except subprocess.TimeoutExpired:  # it still imports
+        popen.kill()
+        popen.wait()

@@ -205,8 +205,7 @@ class LocalStarter:
         if key not in self._servers:
             environ = {**self._environ, **worker.environment}
             self._servers[key] = ForkServer(worker.python, environ, worker.run, tied=self._tied)
-        server = self._servers[key]
-        return server.start(worker_arguments(worker), log) if server.lives else None
+        return self._servers[key].start(worker_arguments(worker), log)
 
     def _execute(self, worker: WorkerPlan, log: int) -> LocalProcess:
         container_here = worker.image is not None and worker.node is None

@@ -60,9 +60,6 @@ class Scaler:
         journal: The run's state and events.
         auto: Those of them whose number follows what balances the chain.
         place: Finds a host for a worker that is to start; returns whether one has room.
-
-    Attributes:
-        begins_anew: Whether all modules have to begin again, as a replica of the head is lost.
     """
 
     def __init__(
@@ -83,7 +80,6 @@ class Scaler:
         self._journal = journal
         self._place = place
         self._without_room: set[str] = set()
-        self.begins_anew = False
 
     def look(self) -> dict[str, DniError]:
         """Take the next steps; return the errors of workers that could not be started."""
@@ -171,18 +167,22 @@ class Scaler:
         left = without(now.active, name)
         if left is None:
             return False
+        worker, counted = self._pool.workers[name], Counts.read(run.ledger(name))
+        takes = number_of(name) in now.active[module] or (counted and not counted.waits)
+        state = self._journal.state
+        before = state.anew
+        if takes and module == module_of(next(iter(self._pool.workers))):  # the head
+            state.anew = "a replica of the first module is lost"
+            self._journal.write()  # first: a supervisor that takes over knows, too
         # of one that leaves, too: others wait for it
         lost = now.lost | {name: max(cut_folders(run), default=0)}
         try:
             ask_for(run, {module: len(left[module])})
             Replicas(active=left, lost=lost).write(run.replicas)
         except OSError:
+            state.anew = before
             return False
         self._pool.park(name)
-        worker, counted = self._pool.workers[name], Counts.read(run.ledger(name))
-        if module == module_of(next(iter(self._pool.workers))):  # the head
-            takes = number_of(name) in now.active[module] or (counted and not counted.waits)
-            self.begins_anew |= bool(takes)
         if counted and worker.resume.isdecimal() and counted.attempt < (worker.first or 0):
             rest(run, name, int(worker.resume))  # it has not begun again with the others
         else:

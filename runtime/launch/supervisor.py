@@ -159,9 +159,8 @@ class Supervisor:
         self._reap()
         for name, error in self._pool.start_due().items():
             self._could_not_start(name, error)
-        if self._scaler.begins_anew and self._stop_reason is None:
-            self._scaler.begins_anew = False
-            self._begin_anew(0.0, "a replica of the first module is lost")
+        if self.state.anew is not None and self._stop_reason is None:
+            self._begin_anew(0.0, self.state.anew)
         if self._linger_until is not None and self._clock() >= self._linger_until:
             self._stop("the tail has finished, other modules have not")
         if self._clock() >= self._kill_at:
@@ -343,6 +342,7 @@ class Supervisor:
     def _begin_anew(self, delay_s: float, reason: str) -> None:
         self._mover.lost.clear()
         self._pool.restart_all(delay_s, reason)
+        self.state.anew = None
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""

@@ -24,10 +24,6 @@ import socket
 import sys
 from collections.abc import Sequence
 
-import numpy as np
-import setproctitle
-
-from dni_runtime.core.dynamo import QUICK_START
 from dni_runtime.garbage import collect_seldom
 from dni_runtime.worker import __main__ as worker
 
@@ -42,6 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     collect_seldom()
     import dni_runtime.worker.main  # noqa: F401  # torch: seconds to import
+    from dni_runtime.core.dynamo import QUICK_START
 
     if not os.environ.get(QUICK_START):
         import torch._dynamo  # noqa: F401  # else the first step of each worker does
@@ -118,6 +115,9 @@ def tell(requests: socket.socket, **message: object) -> None:
 
 def become(arguments: list[str], log: int) -> None:
     """Run a worker in this process, in a session of its own, with its output in its log."""
+    import numpy as np
+    import setproctitle
+
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
     for descriptor in (1, 2):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dni_runtime.documents.requests import Replicas, Scale
+from dni_runtime.documents.state import RunState
 from dni_runtime.launch.scaling import (
     Scaler,
     Steps,
@@ -112,7 +113,9 @@ def test_nobody_waits_for_a_replica_that_is_lost(tmp_path: Path, active: tuple[i
     parked = list[str]()
     never = SimpleNamespace(resume="join", first=1)
     pool: Any = SimpleNamespace(park=parked.append, workers={"a": None, "b.3": never})
-    journal: Any = SimpleNamespace(event=lambda *what, **more: None)
+    journal: Any = SimpleNamespace(
+        event=lambda *what, **more: None, state=SimpleNamespace(anew=None)
+    )
     assert Scaler(run, {"b": 2}, pool, journal).lose("b.3", "its node is lost")
     assert replicas_now(run, {"b": 2}) == Replicas(active={"b": (1,)}, lost={"b.3": 0})
     assert parked == ["b.3"]
@@ -137,13 +140,17 @@ def test_a_lost_replica_of_the_head_had_batches_in_its_hands(
     Replicas(active={"a": active}).write(run.replicas)
     second = SimpleNamespace(resume="join", first=1)
     pool: Any = SimpleNamespace(park=lambda name: None, workers={"a.1": None, "a.2": second})
-    journal: Any = SimpleNamespace(event=lambda *what, **more: None)
+    state = RunState()
+    journal: Any = SimpleNamespace(
+        event=lambda *what, **more: None, state=state, write=lambda: state.write(run)
+    )
     scaler = Scaler(run, {"a": 1}, pool, journal)
     assert scaler.lose("a.2", "it cannot start")
     after = Counts.read(run.ledger("a.2"))
     assert (after is not None and after.has_left) == (counts is not None and not counts.waits)
     assert replicas_now(run, {"a": 1}).active == {"a": (1,)}
-    assert scaler.begins_anew == anew
+    assert (state.anew is not None) == anew
+    assert RunState.read(run).taken_over().anew == state.anew, "the next supervisor knows"
     assert not scaler.lose("a.1", "it cannot start")
 
 

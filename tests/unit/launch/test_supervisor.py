@@ -491,6 +491,20 @@ def test_one_that_died_meanwhile_is_started_again(
     assert [worker.attempt for worker in kept.workers] == [1, 5, 1]
 
 
+def test_who_takes_over_begins_anew_where_the_former_supervisor_was_about_to(
+    world: World, record: Record, plan: LaunchPlan
+) -> None:
+    state = left(record, world)
+    state.anew = "a replica of the first module is lost"
+    world.exits(3, bottom=0, middle=0, top=0)
+    ended = adopting(record, plan, world, state).run()
+    assert (ended.phase, ended.anew) == ("finished", None)
+    assert {module.attempt for module in ended.modules.values()} == {2}
+    (reason,) = {one["reason"] for one in events(record) if one["event"] == "worker_restarting"}
+    assert reason == "a replica of the first module is lost"
+    assert all(process.worker.resume == "0" for process in world.processes.values())
+
+
 def test_one_that_has_finished_before_is_left_alone(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
