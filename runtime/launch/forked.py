@@ -45,7 +45,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # an import that looks for a GPU must not spoil it for forks (torch.cuda.is_available)
+                # looking for a GPU while importing spoils it for forks (torch.cuda.is_available)
                 env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ},
                 start_new_session=True,
             )
