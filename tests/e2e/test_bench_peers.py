@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 def test_a_chain_and_its_peers(tmp_path: Path) -> None:
     command = [
-        sys.executable, SCRIPT, "--network", "mlp-256", "--modules", "4",
+        sys.executable, SCRIPT, "--network", "mlp-256", "--modules", "2",
         "--contenders", "1f1b-4,delayed", "--repetitions", "1", "--seconds", "1",
         "--warmup", "0.5", "--delay-ms", "3",
         "--json", tmp_path / "found.json", "--plot", tmp_path / "found.png",
@@ -36,13 +36,13 @@ def test_a_chain_and_its_peers(tmp_path: Path) -> None:
     assert slow["best_peer"] == "1f1b-4"
     rows = slow["contenders"]
     assert [(row["name"], len(row["cores"]), row["computes"]) for row in rows] == [
-        ("1f1b-4", 4, "backprop"),
-        ("delayed", 4, "late gradients"),
+        ("1f1b-4", 2, "backprop"),
+        ("delayed", 2, "late gradients"),
     ]
     for row in rows:
         assert row["error"] is None
         assert row["samples_per_s"]["median"] > 0
         assert row["cpu_ms_per_sample"]["median"] > 0
         assert row["runs"][0]["details"]["link"]["bytes"][0] > 1e5, "it went through the slow line"
-    assert len(rows[-1]["runs"][0]["details"]["modules"]) == 4
+    assert len(rows[-1]["runs"][0]["details"]["modules"]) == 2
     assert (tmp_path / "found.png").stat().st_size > 1000
