@@ -19,7 +19,7 @@ os.environ["MKL_CBWR"] = "AUTO"
 # Threads of a worker that has nothing to compute sleep: by default they try again and again, which
 # costs 13 times the processor time in a module of 64 features (OMP_WAIT_POLICY in OpenMP 5.0).
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# Thousands of workers start: none imports what only torch.compile needs, but those of users' code.
+# Thousands of workers start: none imports what only torch.compile needs, but in its own test.
 os.environ["DNI_QUICK_START"] = "1"
 collect_seldom()  # thousands of tests beside what torch has brought
 torch.set_num_threads(1)  # tests run beside each other; more threads only fight for cores

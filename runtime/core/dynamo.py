@@ -1,4 +1,8 @@
-"""Doing without ``torch._dynamo``, the front end of ``torch.compile``, where nothing compiles."""
+"""Doing without ``torch._dynamo``, the front end of ``torch.compile``, where nothing compiles.
+
+torch imports it at an optimizer's first step, and where shapes are inferred, only to keep
+``torch.compile`` away from some functions (``torch/_compile.py``, ``torch/optim``).
+"""
 
 from __future__ import annotations
 
@@ -12,31 +16,23 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from dni_runtime.spec import import_paths
-
 QUICK_START = "DNI_QUICK_START"
 """The environment variable that asks for this."""
 
 _NAME = "torch._dynamo"
 
 
-def postpone_dynamo(spec: object) -> None:
+def postpone_dynamo() -> None:
     """Have ``import torch._dynamo`` give a stand-in, which becomes the real one when it is used.
 
-    torch imports it at an optimizer's first step, and where shapes are inferred, only to keep
-    ``torch.compile`` away from some functions (``torch/_compile.py``, ``torch/optim``): 0.5 s of
-    CPU and 75 MiB for each worker.
-
-    This is off unless ``DNI_QUICK_START`` is set, and only for processes that run no code of the
-    user's: a function that has been called with the stand-in is not kept away from
-    ``torch.compile`` later. Programs that have imported it already are left alone.
-
-    Args:
-        spec: What the process runs: a chain or a worker.
+    That saves a process 0.5 s of CPU and 75 MiB, but a function that has been called with the
+    stand-in is not kept away from ``torch.compile`` later. So this is off unless
+    ``DNI_QUICK_START`` is set, by who knows that nothing compiles. Programs that have imported the
+    real one already are left alone.
     """
-    if not os.environ.get(QUICK_START) or next(import_paths(spec), None) is not None:
+    if not os.environ.get(QUICK_START) or _NAME in sys.modules:
         return
-    if _NAME not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
+    if not any(isinstance(one, _Finder) for one in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 

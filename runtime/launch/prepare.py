@@ -125,7 +125,7 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         from dni_runtime.data import with_defaults
         from dni_runtime.launch.initial import find_initial
 
-        postpone_dynamo(written)
+        postpone_dynamo()
         written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
         try:

@@ -102,7 +102,7 @@ def train_reference(record: Record, threads: int) -> None:
         threads: Threads of the computations.
     """
     with opened(record, threads) as (chain, workers, reference, source):
-        postpone_dynamo(chain)
+        postpone_dynamo()
         step = samples = 0
         tail = workers[-1].tail
         selection = None

@@ -100,14 +100,13 @@ def main() -> None:
         from dni_runtime.worker import main as worker  # torch: seconds to import
         from dni_runtime.worker.options import Options, by_rank, load_spec
 
+        postpone_dynamo()
         options = Options(**given, image_spec=IMAGE_SPEC)
         if options.by_rank:
             options = by_rank(options, os.environ)
             keep_log(RunDir(options.run).log(str(options.module), options.attempt))
-        spec = load_spec(options)
-        postpone_dynamo(spec)
         if selftest:
-            worker.selftest(spec)
+            worker.selftest(load_spec(options))
         else:
             worker.serve(options, stop, began)
     except DniError as error:

@@ -37,11 +37,13 @@ def main(arguments: Sequence[str]) -> None:
         arguments: The signal for the workers at the end, or 0, and what else ``ps`` is to show.
     """
     collect_seldom()
-    import dni_runtime.worker.main  # noqa: F401  # torch: seconds to import
-    from dni_runtime.core.dynamo import QUICK_START
+    from dni_runtime.core.dynamo import postpone_dynamo
 
-    if not os.environ.get(QUICK_START):
-        import torch._dynamo  # noqa: F401  # else the first step of each worker does
+    postpone_dynamo()
+    import torch._dynamo  # which a worker's first step does  # noqa: F401
+
+    import dni_runtime.worker.main  # noqa: F401
+
     gc.freeze()  # the pages of what is there stay shared (gc.freeze in Python's documentation)
     started = serve(socket.socket(fileno=0), int(arguments[0]))
     if started is not None:

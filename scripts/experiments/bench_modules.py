@@ -404,7 +404,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level="WARNING")
     torch.set_num_threads(1)
-    postpone_dynamo(())
+    postpone_dynamo()
     rows = []
     for modules in map(int, arguments.modules.split(",")):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as alone:

@@ -210,5 +210,5 @@ def be_process(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    postpone_dynamo(())
+    postpone_dynamo()
     be_process(json.loads(sys.argv[1]))

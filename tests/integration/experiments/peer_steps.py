@@ -76,5 +76,5 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    postpone_dynamo(())
+    postpone_dynamo()
     main(json.loads(sys.argv[1]))

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dni_runtime.core.dynamo import postpone_dynamo
-from dni_runtime.spec import Choice
 from tests.unit.core.conftest import Chain
 
 BEGIN = """\
 import sys
 from dni_runtime.core.dynamo import postpone_dynamo
-postpone_dynamo(())
+postpone_dynamo()
 import torch
 real = lambda: "torch._dynamo.eval_frame" in sys.modules
 """
@@ -119,20 +118,15 @@ print(real(), eval_frame.config is part, part.__spec__.origin == part.__file__)
     assert python(code) == ["True", "True", "True"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "spec"), [("", ()), ("1", Choice(name="own:Loss"))], ids=["unasked", "own-code"]
-)
-def test_it_is_imported_unless_asked_for_or_where_own_code_runs(
-    monkeypatch: pytest.MonkeyPatch, asked: str, spec: object
-) -> None:
-    monkeypatch.setenv("DNI_QUICK_START", asked)
+def test_it_is_imported_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [*sys.meta_path]
     monkeypatch.setattr(sys, "meta_path", [*before])
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    postpone_dynamo(spec)
+    monkeypatch.setenv("DNI_QUICK_START", "")
+    postpone_dynamo()
     assert sys.meta_path == before
     monkeypatch.setenv("DNI_QUICK_START", "1")
-    postpone_dynamo(())
+    postpone_dynamo()
     assert type(sys.meta_path[0]).__module__ == "dni_runtime.core.dynamo"
 
 
@@ -141,7 +135,7 @@ def test_who_has_it_keeps_it(python: Python) -> None:
 sys.meta_path.pop(0)
 import torch._dynamo
 before = torch._dynamo
-postpone_dynamo(())
+postpone_dynamo()
 import torch._dynamo
 print(real(), torch._dynamo is before)
 """
