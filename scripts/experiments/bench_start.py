@@ -164,7 +164,8 @@ def measure(
     record = Record.read(root)
     try:
         started = start_times(record, began)
-        cpu_s = sum(cpu_of(pid) for pid in pids(record))
+        found = pids(record)
+        cpu_s = sum(cpu_of(pid) for pid in {*found, *servers(found)})
         time.sleep(SETTLE_S)
         rss = [
             one.memory_bytes / MIB
@@ -264,7 +265,7 @@ def pids(record: Record) -> list[int]:
     for name in record.modules:
         pid = Report.read(record.run.worker(name)).pid
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            words = command_of(pid).split()
         except OSError:
             continue
         if pid and name.encode() in words and str(record.run.root).encode() in words:
@@ -272,10 +273,25 @@ def pids(record: Record) -> list[int]:
     return found
 
 
+def command_of(pid: int) -> bytes:
+    """A process's command line, with spaces between its words."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+
+
+def servers(pids: Iterable[int]) -> set[int]:
+    """The processes that these are forks of."""
+    parents = {int(stat_of(pid)[1]) for pid in pids}
+    return {pid for pid in parents if b"dni_runtime.worker.forkserver" in command_of(pid)}
+
+
+def stat_of(pid: int) -> list[str]:
+    """Fields 3 and up of proc(5)'s stat."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def cpu_of(pid: int) -> float:
-    """Processor seconds of a process (proc(5), fields 14 and 15 of stat)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    """Processor seconds of a process."""
+    return (int(stat_of(pid)[11]) + int(stat_of(pid)[12])) / TICKS_PER_S
 
 
 def pss_mib(pid: int) -> float:
