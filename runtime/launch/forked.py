@@ -133,8 +133,10 @@ class ForkedProcess:
                 self.kill()  # the rest of its session, before its id can be reused
                 self._server.reap(self.pid)
                 self._code = code
-            elif not self._server.lives and process_birth(self.pid) != self._born:
-                self._code = -signal.SIGKILL  # nobody knows
+            elif not self._server.lives:
+                born = process_birth(self.pid)
+                if born is None or born != self._born:
+                    self._code = -signal.SIGKILL  # nobody knows
         return self._code
 
     def kill(self) -> None:

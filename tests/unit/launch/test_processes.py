@@ -27,7 +27,8 @@ KINDS = ["process", "m.sif", "fork"]
 FORKS_CODE = f"""\
 #!{sys.executable}
 import os, sys, types
-sys.modules["dni_runtime.worker.main"] = types.ModuleType("no torch")
+for name in ("torch", "torch._dynamo", "dni_runtime.worker.main"):
+    sys.modules[name] = types.ModuleType(name)
 from dni_runtime.worker import forkserver
 forkserver.worker.main = lambda: exec(os.environ["CODE"], {{}})
 forkserver.main(sys.argv[4:])
