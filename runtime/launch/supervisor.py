@@ -102,7 +102,7 @@ class Supervisor:
         """Supervise until the last worker has ended.
 
         Args:
-            observe: Called after each poll of the workers, a few times a second, and at the end.
+            observe: Called first, then a few times a second, after each poll, and at the end.
 
         Returns:
             The final state: ``finished``, ``stopped`` or ``failed``, with an exit code.
@@ -113,6 +113,8 @@ class Supervisor:
         sockets = Path(self._plan.sockets)
         with catching_signals(self.interrupt):
             try:
+                if observe is not None:
+                    observe(self.state)
                 self._start()
                 while self._pool:
                     self._sleep(TICK_S)

@@ -23,7 +23,7 @@ def test_a_row_for_each_backend(tmp_path: Path) -> None:
     assert headings.startswith("| backend | start (s) |")
     found = map(float, re.findall(r"\d+(?:\.\d)?", row))
     start, placed, loaded, restart, stop, launch, imported, load, connect, memory, *_ = found
-    assert 0 < placed < loaded <= start
+    assert 0 < placed <= loaded <= start  # rounded: forks listen at once
     assert 0.5 < restart < 60  # after a backoff of half a second
     assert 0 < stop < 60
     assert 0 <= imported < start  # the workers are forks of a process that has imported torch
