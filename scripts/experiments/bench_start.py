@@ -291,7 +291,7 @@ def stat_of(pid: int) -> list[str]:
 
 def cpu_of(pid: int) -> float:
     """Processor seconds of a process."""
-    return (int(stat_of(pid)[11]) + int(stat_of(pid)[12])) / TICKS_PER_S
+    return sum(map(int, stat_of(pid)[11:13])) / TICKS_PER_S
 
 
 def pss_mib(pid: int) -> float:

@@ -22,7 +22,7 @@ PYTHON = [sys.executable, "-I", "-S", "-c"]
 
 
 KINDS = ["process", "m.sif", "fork"]
-"""Workers in containers have a watcher beside them; what they do is the same."""
+"""Workers in containers have a watcher beside them, and forks a server; they do the same."""
 
 FORKS_CODE = f"""\
 #!{sys.executable}
@@ -42,7 +42,7 @@ def plan(tmp_path: Path, code: str, kind: str = "process", **environment: str) -
         python = tmp_path / "python"
         python.write_text(FORKS_CODE)
         python.chmod(0o700)
-        environment |= {"CODE": code, "DNI_QUICK_START": "1"}
+        environment |= {"CODE": code}
         return WorkerPlan("m", 1, "", "", log, environment=environment, python=str(python))
     return WorkerPlan(
         "m", 1, "", "", log, environment=environment, prefix=(*PYTHON, code),
