@@ -27,7 +27,7 @@ from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import class_axis, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
 from dni_runtime.core.replication import lr_scale, resolve_replication
-from dni_runtime.core.replication.checks import check_replicas
+from dni_runtime.core.replication.checks import check_replicas, elastic_of
 from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
@@ -46,7 +46,6 @@ from dni_runtime.spec import (
     WorkerSpec,
 )
 from dni_runtime.spec.load import suggestion
-from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.worker import retained
 
 DEFAULT_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001})
@@ -146,11 +145,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     if not labelled:
         check_labels(chain, interfaces)
     replicated = any(module.most > 1 for module in full.modules)
-    elastic = {
-        one.name: one.replicas.start
-        for one in full.modules
-        if isinstance(one.replicas, ElasticSpec)
-    }
+    elastic = elastic_of(full) if replicated else {}
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
     taken = [data_of(full, index, info) for index in range(len(full.modules))]

@@ -20,7 +20,6 @@ from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, LaunchSettings, 
 from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.rundir import RunDir, written_lately
 from dni_runtime.spec import ChainSpec, WorkerSpec
-from dni_runtime.spec.data import REPLICA
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
 
@@ -36,7 +35,7 @@ class Mpi(Local):
     def plan(
         self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
     ) -> LaunchPlan:
-        if workers[0].replicas > 1 and REPLICA in (chain.data.path or ""):
+        if workers[0].replicas > 1 and chain.data.own:
             raise UsageError(
                 f"the replicas of {module_of(workers[0].module)!r} have data of their own, but all "
                 "ranks get the same command",

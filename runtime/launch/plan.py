@@ -283,9 +283,14 @@ def make_plan(
     Raises:
         UsageError: Replicas that come and go, or have to agree, lack a supervisor.
     """
-    if workers[0].elastic and not settings.supervised:
+    changing = [
+        one.name
+        for one in chain.modules
+        if isinstance(one.replicas, ElasticSpec) and one.replicas.start < one.most
+    ]
+    if changing and not settings.supervised:
         raise UsageError(
-            f"the number of replicas of {', '.join(workers[0].elastic)} may change, which only "
+            f"the number of replicas of {', '.join(changing)} may change, which only "
             "'dnictl up' and 'dnictl submit' can do",
             hint="write a fixed number in the chain file, such as 'replicas: 2'",
         )

@@ -17,7 +17,6 @@ from dni_runtime.spec import (
     load_chain,
     source_files,
 )
-from dni_runtime.spec.data import REPLICA
 from dni_runtime.spec.load import line_of, naming_file
 from dni_runtime.spec.replicas import workers_of
 
@@ -163,7 +162,7 @@ def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:
     from dni_runtime.data import describe, locate
     from dni_runtime.data.paths import resolve
 
-    if chain.data.path is None or REPLICA not in chain.data.path:
+    if chain.data.path is None or not chain.data.own:
         return describe(chain.data, base), locate(chain.data, base)
     own = [chain.data.of_replica(number + 1) for number in range(chain.modules[0].most)]
     first, *others = [describe(one, base) for one in own]

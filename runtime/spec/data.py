@@ -154,6 +154,11 @@ class DataSpec(Frozen):
         """Return the same data at another path; None keeps the path."""
         return self if path is None else self.model_copy(update={"path": str(path)})
 
+    @property
+    def own(self) -> bool:
+        """Whether each replica of the head has data of its own."""
+        return REPLICA in (self.path or "")
+
     def of_replica(self, replica: int) -> Self:
         """Return the data that one replica of the head reads."""
         return self if self.path is None else self.at(own_path(self.path, replica))

@@ -164,8 +164,8 @@ class ModuleSpec(ModuleDefaults):
             (default: the module before; of the first module, all of the data). Several are joined
             batch by batch, and the first layer gets one argument for each.
         layers: Its layers.
-        replicas: Number of its workers, which take the batches in turn; or ``start`` and ``most``
-            of them, if their number may change; or ``auto``.
+        replicas: Number of its workers, which take the batches in turn, and of whom some may be
+            lost; or ``start`` and ``most`` of them, if more may come; or ``auto``.
     """
 
     name: Name

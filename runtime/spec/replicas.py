@@ -2,9 +2,9 @@
 
 The id of a batch says which replica gets it (:func:`~dni_runtime.spec.edge.replica_of`), so it
 goes the same way after any restart; every marker goes to all. A link between two modules becomes
-one *lane* for each pair of replicas that have batches in common: if both modules have the same
-number, each replica has one link to the one of its number. If the number of one may change
-(``spec/members.py``), there is a lane for each pair of the replicas that there may be.
+one *lane* for each pair of the replicas that there may be, as their number may change
+(``spec/members.py``). If it is fixed, there are lanes only between those that have batches in
+common: if both modules have the same number, between those of the same number.
 """
 
 from __future__ import annotations

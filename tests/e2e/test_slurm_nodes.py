@@ -183,7 +183,7 @@ modules:
   - name: stem
     layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, ReLU, {pause}]
   - name: wide
-    replicas: {{start: 3, most: 3}}
+    replicas: 3
     layers: [{{Linear: {{in_features: 64, out_features: 64}}}}, ReLU]
   - name: top
     layers: [{{Linear: {{in_features: 64, out_features: 10}}}}]

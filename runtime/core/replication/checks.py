@@ -9,8 +9,25 @@ from dni_runtime.core.interfaces import Resolved
 from dni_runtime.core.replication.registry import check_replication, find_strategy
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec
-from dni_runtime.spec.data import REPLICA
 from dni_runtime.spec.modules import ElasticSpec
+
+
+def elastic_of(chain: ChainSpec) -> dict[str, int]:
+    """Return the modules whose number of replicas may change, each with that at the start.
+
+    A number that the chain file fixes may, too: replicas that are lost are left out. But it stays
+    where each replica has what nobody else can go on with (weights of its own), or should (the
+    batches of its own data).
+
+    Args:
+        chain: The chain; its replicas have been checked.
+    """
+    fixed = chain.data.own or not find_strategy(chain.replication.strategy).common
+    return {
+        one.name: one.most if isinstance(one.replicas, int) else one.replicas.start
+        for one in chain.modules
+        if one.most > 1 and not (fixed and isinstance(one.replicas, int))
+    }
 
 
 def check_replicas(
@@ -68,7 +85,7 @@ def check_replicas(
 
 def _check_heads(chain: ChainSpec) -> None:
     """Refuse settings that do not work if the head has replicas."""
-    data, own = chain.data, REPLICA in (chain.data.path or "")
+    data, own = chain.data, chain.data.own
     refused = (
         (data.workers > 0, ("data", "workers"), "batches cannot be loaded ahead if", "workers: 0"),
         (own and data.streams, ("data", "streams"), "rows cannot continue from batch to batch if "

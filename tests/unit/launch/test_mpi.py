@@ -21,6 +21,7 @@ from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from dni_runtime.spec.modules import ElasticSpec
 
 SETTINGS = LaunchSettings(
     run=Path("/run"), backend="process", sockets=Path("/run/ipc"), python="python3"
@@ -124,10 +125,15 @@ def test_hosts_are_not_known_beforehand(
 def test_nobody_changes_the_number_of_replicas(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
 ) -> None:
-    elastic = [one.model_copy(update={"elastic": {"middle": 1}}) for one in workers]
-    with pytest.raises(UsageError, match="replicas of middle may change") as caught:
-        plan_of(chain, tuple(elastic), tmp_path)
+    def of(start: int) -> LaunchPlan:
+        spec = ElasticSpec(start=start, most=2)
+        modules = [one.model_copy(update={"replicas": spec}) for one in chain.modules]
+        return plan_of(chain.model_copy(update={"modules": tuple(modules)}), workers, tmp_path)
+
+    with pytest.raises(UsageError, match="replicas of bottom, middle, top may change") as caught:
+        of(1)
     assert "replicas: 2" in str(caught.value.hint)
+    of(2)
 
 
 def reports(*states: WorkerPhase | None, **codes: int) -> dict[str, Report]:

@@ -12,6 +12,7 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
+from dni_runtime.spec.members import Members, first_replicas
 from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import modules_of, workers_of
@@ -21,6 +22,7 @@ INFO = DataInfo(
     label=TensorSpec(shape=(), dtype="int64"),
     classes=8,
 )
+OWN = "data: {path: 'x-{replica}'}"
 LINEAR = "{Linear: {in_features: 8, out_features: 8}}"
 
 
@@ -74,9 +76,12 @@ def test_both_ends_mean_the_same_link() -> None:
     assert {1, 2, 3} <= set(numbers), "links of a chain without replicas keep theirs"
 
 
+@pytest.mark.parametrize("more", ["", OWN])
 @pytest.mark.parametrize("counts", ["121", "1231", "1331", "1421", "1611"])
-def test_a_batch_has_one_way(counts: str) -> None:
-    workers = workers_of(modules(counts))
+def test_a_batch_has_one_way(counts: str, more: str) -> None:
+    workers = workers_of(modules(counts, more=more))
+    members = Members(first_replicas(workers[0].elastic))
+    assert bool(members.now) is not bool(more)
     for id in range(1, 500):
         at = {"a"}
         for count in counts[1:]:
@@ -85,7 +90,7 @@ def test_a_batch_has_one_way(counts: str) -> None:
                 for one in workers
                 if one.module in at
                 for link in one.links_out
-                if link.carries(id)
+                if members.carries(link, id)
             }
             assert len(at) == 1
             assert all(
@@ -94,9 +99,26 @@ def test_a_batch_has_one_way(counts: str) -> None:
         assert at == {workers[-1].module}
 
 
-def test_as_many_replicas_on_both_sides_are_linked_in_pairs() -> None:
-    workers = workers_of(modules("1331"))
-    assert [link.target for link in workers[2].links_out] == ["c.2"]
+def test_as_many_replicas_on_both_sides_are_linked_in_pairs_if_none_may_be_left_out() -> None:
+    of_b2 = workers_of(modules("1331", more=OWN))[2]
+    assert [link.target for link in of_b2.links_out] == ["c.2"]
+    of_b2 = workers_of(modules("1331"))[2]
+    assert [link.target for link in of_b2.links_out] == ["c.1", "c.2", "c.3"]
+
+
+@pytest.mark.parametrize(
+    ("more", "counts", "elastic"),
+    [
+        ("", ["1", "2", "{start: 1, most: 3}", "1"], {"b": 2, "c": 1}),
+        (OWN, "2221", {}),
+        (OWN, ["2", "2", "{start: 2, most: 2}", "1"], {"c": 2}),
+        ("replication: {strategy: codistillation}", "1231", {}),
+    ],
+)
+def test_replicas_may_be_lost_where_the_others_can_go_on(
+    more: str, counts: Sequence[str], elastic: dict[str, int]
+) -> None:
+    assert all(one.elastic == elastic for one in modules(counts, more=more))
 
 
 def test_the_modules_come_back() -> None:
@@ -158,6 +180,7 @@ def test_a_number_that_follows_the_load(written: str, most: int) -> None:
 
 def test_heads_are_linked_like_other_replicas() -> None:
     workers = workers_of(modules("231"))
+    members = Members(first_replicas(workers[0].elastic))
     assert [one.module for one in workers] == ["a.1", "a.2", "b.1", "b.2", "b.3", "c"]
     first, second = workers[:2]
     assert first.head == second.head
@@ -165,7 +188,8 @@ def test_heads_are_linked_like_other_replicas() -> None:
     assert [link.target for link in second.links_out] == ["b.1", "b.2", "b.3"]
     assert [(one.source, one.target) for one in first.peers] == [("a.2", "a.1")]
     for id in range(1, 100):
-        ways = [link for one in (first, second) for link in one.links_out if link.carries(id)]
+        links = [*first.links_out, *second.links_out]
+        ways = [link for link in links if members.carries(link, id)]
         assert [link.source for link in ways] == [f"a.{replica_of(id, 2)}"]
 
 
