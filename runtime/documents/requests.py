@@ -28,10 +28,13 @@ class Scale(Document):
     Attributes:
         replicas: How many replicas are wanted, by module, as somebody has asked for.
         balanced: How many balance the chain, of other modules.
+        left: How many are left at most since replicas were lost, until the run is started again or
+            somebody asks for more.
     """
 
     replicas: dict[str, PositiveInt] = Field(default_factory=dict)
     balanced: dict[str, PositiveInt] = Field(default_factory=dict)
+    left: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
 class Replicas(Document):

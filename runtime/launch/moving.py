@@ -91,6 +91,29 @@ class Mover:
         self._pool.kill([name for name in names if name in self._pool.processes], where)
         return why
 
+    def give_place(self, name: str, why: str) -> bool:
+        """Let another replica give its place to the first one, which has failed at its own.
+
+        Args:
+            name: The worker that has failed: nothing happens unless it is such a first replica.
+            why: How it has ended.
+
+        Returns:
+            Whether one has done so.
+        """
+        if number_of(name) > 1:
+            return False
+        own = self._pool.workers[name]
+        for other in reversed(self._present()):
+            if other.module in (name, *self._pool.parking):
+                continue
+            of_it = module_of(other.module) == module_of(name)
+            if of_it and self._lose(other.module, f"its place goes to {name}: {why}"):
+                if other.node is not None and other.node != own.node:
+                    self._pool.replace(own.moved(other.node, gained=other.gained))
+                return True
+        return False
+
     def _make_room(
         self, hosts: Hosts, present: Sequence[WorkerPlan], names: Sequence[str]
     ) -> list[WorkerPlan] | None:

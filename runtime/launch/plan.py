@@ -121,6 +121,18 @@ class WorkerPlan:
     by_rank: bool = False
     active: Active | None = None
 
+    def moved(self, node: str, *, gained: bool = False) -> WorkerPlan:
+        """Return the plan of the worker on another node, where it listens on tcp.
+
+        Its neighbours may be anywhere; those on its old node, linked by ipc, move as well.
+
+        Args:
+            node: The node.
+            gained: Whether the job has gained it.
+        """
+        transport = None if self.transport is None else "tcp"  # a head has no link from upstream
+        return replace(self, node=node, gained=gained, transport=transport)
+
     def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """Return the plan of the worker's next start.
 

@@ -17,7 +17,7 @@ from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
-from dni_runtime.launch.scaling import replicas_now, wanted_replicas
+from dni_runtime.launch.scaling import replicas_now, set_left, wanted_replicas
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import first_of, number_of
 from dni_runtime.spec.named import module_of, worker_name
@@ -125,6 +125,8 @@ class WorkerPool:
             cut = self._newest_cut(None)
             for name, worker in self.workers.items():
                 self.workers[name] = worker.again(worker.attempt, resume=str(cut))
+        if self._plan.elastic:
+            set_left(self._run, {})  # what was lost may be there again
         names = self._to_start(cut, {})
         self.keep_plan()
         self._journal.write()

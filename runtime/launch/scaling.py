@@ -177,7 +177,7 @@ class Scaler:
         # of one that leaves, too: others wait for it
         lost = now.lost | {name: max(cut_folders(run), default=0)}
         try:
-            ask_for(run, {module: len(left[module])})
+            set_left(run, {**(Scale.peek(run.scale) or Scale()).left, module: len(left[module])})
             Replicas(active=left, lost=lost).write(run.replicas)
         except OSError:
             state.anew = before
@@ -235,9 +235,9 @@ def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
         run: The run directory.
         elastic: The elastic modules, each with its number at the start.
     """
-    found = Scale.peek(run.scale)
-    given = {} if found is None else found.balanced | found.replicas
-    return {one: given.get(one, count) for one, count in elastic.items()}
+    found = Scale.peek(run.scale) or Scale()
+    given = {**elastic, **found.balanced, **found.replicas}
+    return {one: min(given[one], found.left.get(one, given[one])) for one in elastic}
 
 
 def _leaves(worker: str, active: Active, phase: str) -> bool:
@@ -258,12 +258,25 @@ def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False)
         OSError: It cannot be written.
     """
     found = Scale.peek(run.scale) or Scale()
-    if balanced:
-        kept = {one: count for one, count in found.replicas.items() if one not in replicas}
-        after = Scale(replicas=kept, balanced={**found.balanced, **replicas})
-    else:
-        after = Scale(replicas={**found.replicas, **replicas}, balanced=found.balanced)
-    after.write(run.scale)
+    asked = {one: count for one, count in found.replicas.items() if one not in replicas}
+    changed = (
+        {"replicas": asked, "balanced": {**found.balanced, **replicas}}
+        if balanced
+        else {"replicas": {**asked, **replicas}}
+    )
+    left = {one: count for one, count in found.left.items() if one not in replicas}
+    found.model_copy(update={**changed, "left": left}).write(run.scale)
+
+
+def set_left(run: RunDir, left: Mapping[str, int]) -> None:
+    """Write how many replicas are left of the modules that have lost some.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    found = Scale.peek(run.scale) or Scale()
+    if found.left != left:
+        found.model_copy(update={"left": dict(left)}).write(run.scale)
 
 
 def replicas_now(run: RunDir, elastic: Mapping[str, int]) -> Replicas:

@@ -18,7 +18,7 @@ from dni_runtime.cuts import remove_temporaries
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import COMING, ModuleState, RunState
-from dni_runtime.errors import DivergedError, DniError
+from dni_runtime.errors import LASTING, DivergedError, DniError
 from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
@@ -295,9 +295,7 @@ class Supervisor:
             case Action.NOTHING if exited.due:
                 module.state = "restarting"
             case Action.MOVE:
-                self._linger_until = None
-                self._backoff[name] = Backoff()
-                self._restart(name, 0.0, f"node {node} is lost")
+                self._restart_elsewhere(name, f"node {node} is lost")
             case Action.RESTART_NOW:
                 pool.restart(name, 0.0, "'dnictl restart' was called")
             case Action.FALL_BACK:
@@ -307,6 +305,8 @@ class Supervisor:
                 self._restart_later(name, code, how_it_ended(name, module))
             case Action.FAIL if code != DivergedError.exit_code and self._lose(name, how):
                 pass
+            case Action.FAIL if code not in LASTING and self._mover.give_place(name, how):
+                self._restart_elsewhere(name, how)
             case Action.FAIL:
                 self._fail(name, how)
             case Action.STOP:
@@ -321,7 +321,11 @@ class Supervisor:
         code = DniError.exit_code
         if self._backoff[name].allows(self._plan.restart, code, self._clock()):
             self._restart_later(name, code, error.message)
-        elif not self._lose(name, error.message):
+        elif self._lose(name, error.message):
+            pass
+        elif self._mover.give_place(name, error.message):
+            self._restart_elsewhere(name, error.message)
+        else:
             self._fail(name, error.message)
 
     def _fail(self, name: str, how: str) -> None:
@@ -334,6 +338,11 @@ class Supervisor:
         assert delay_s is not None  # the rules allow it
         self._linger_until = None
         self._restart(name, delay_s, reason)
+
+    def _restart_elsewhere(self, name: str, reason: str) -> None:
+        self._linger_until = None
+        self._backoff[name] = Backoff()
+        self._restart(name, 0.0, reason)
 
     def _restart(self, name: str, delay_s: float, reason: str) -> None:
         if self._plan.restart.scope == "module":

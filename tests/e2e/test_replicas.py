@@ -245,7 +245,7 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     site.run("resume", "-d")
     eventually("all train", lambda: set(states().values()) == {"running"})
     resumed = RunState.read(site.latest).modules
-    fewer = {"stem": 1, "wide": 2, "top": 1}
+    fewer = {"stem": 1, "wide": 2, "deep": 2, "top": 1}
     assert site.json("scale", "stem=1", "wide=2", "top=1")["replicas"] == fewer
     for one in ("stem.2", "wide.3", "top.2"):
         eventually("it leaves", lambda one=one: states()[one] == "parked")

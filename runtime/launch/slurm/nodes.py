@@ -113,7 +113,7 @@ class JobNodes:
         return None if found is None else self._moved(worker, found[worker.module])
 
     def _moved(self, worker: WorkerPlan, node: str) -> WorkerPlan:
-        return replace(on_node(worker, node), gained=node not in self._ours)
+        return worker.moved(node, gained=node not in self._ours)
 
     def _there(self, workers: Iterable[WorkerPlan]) -> dict[str, list[Need]]:
         """Return what the workers on each node of the job need."""
@@ -160,12 +160,3 @@ def choose(
         filled[node].append(need)
         chosen[need.module] = node
     return chosen
-
-
-def on_node(worker: WorkerPlan, node: str) -> WorkerPlan:
-    """Return the plan of a worker on another node, where it listens on tcp.
-
-    Its neighbours may be anywhere; those on its old node, linked by ipc, move as well.
-    """
-    transport = None if worker.transport is None else "tcp"  # the head has no link from upstream
-    return replace(worker, node=node, transport=transport)

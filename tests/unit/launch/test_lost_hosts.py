@@ -12,7 +12,7 @@ from dni_runtime.errors import DataError
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.launch.scaling import replicas_now
+from dni_runtime.launch.scaling import replicas_now, set_left, wanted_replicas
 from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.rundir import write_json
@@ -190,6 +190,51 @@ def test_a_replica_gives_way_to_the_first_one(
     (lost,) = [event for event in events(record) if event["event"] == "replica_lost"]
     assert (lost["module"], lost["reason"]) == ("middle.3", "it gives way to middle.1")
     assert [one.restarts for one in state.modules.values()] == [0, 1, 0, 0, 0]
+
+
+def test_a_replica_gives_its_place_to_the_first_one(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    """The first one fails again and again where it is, but not where the last one was."""
+    world.at.append((2, lambda: begun(world, *SHARED)))
+    for at_s in (4, 6, 9, 14):
+        world.exits(at_s, **{"middle.1": 1})
+    finish(world, 40, "bottom", "middle.1", "middle.2", "top")
+    state = with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 3).run()
+    assert state.phase == "finished"
+    assert state.modules["middle.3"].state == "parked"
+    assert attempts(record, "middle.1") == [1, 2, 3, 4, 5]
+    assert (world.processes["middle.1"].worker.node, SHARED["middle.3"]) == ("n1", "n1")
+    (lost,) = [event for event in events(record) if event["event"] == "replica_lost"]
+    assert lost["module"] == "middle.3"
+    assert lost["reason"].startswith("its place goes to middle.1: ")
+    assert [one.restarts for one in state.modules.values()] == [0, 4, 0, 0, 0]
+
+
+def test_the_run_ends_without_the_last_replica(
+    world: World, plan: LaunchPlan, record: Record
+) -> None:
+    """Each one's place has been tried; when it is resumed all are wanted again."""
+    world.at.append((2, lambda: begun(world, *SHARED)))
+    for at_s in range(4, 80, 2):
+        world.exits(at_s, **{"middle.1": 1})
+    state = with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 3).run()
+    assert (state.phase, state.failed) == ("failed", "middle.1")
+    lost = [event["module"] for event in events(record) if event["event"] == "replica_lost"]
+    assert lost == ["middle.3", "middle.2"]
+    assert wanted_replicas(record.run, {"middle": 3}) == {"middle": 1}
+    set_left(record.run, {})
+    assert wanted_replicas(record.run, {"middle": 3}) == {"middle": 3}
+
+
+@pytest.mark.parametrize("code", [DataError.exit_code, 79])
+def test_what_fails_anywhere_costs_no_replica(
+    world: World, plan: LaunchPlan, record: Record, code: int
+) -> None:
+    world.exits(4, **{"middle.1": code})
+    state = with_replicas(world, plan, ["n1", "n2", "n3"], SHARED, 3).run()
+    assert (state.phase, state.failed) == ("failed", "middle.1")
+    assert not [event for event in events(record) if event["event"] == "replica_lost"]
 
 
 def test_a_replica_that_ended_with_its_node_is_not_restarted(

@@ -9,7 +9,7 @@ import pytest
 
 from dni_runtime.launch.placement import Capacity
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
-from dni_runtime.launch.slurm.nodes import JobNodes, choose, on_node, room_of
+from dni_runtime.launch.slurm.nodes import JobNodes, choose, room_of
 
 ROOM = Capacity(cpus=4, gpus=1, memory_mib=4000)
 
@@ -76,7 +76,7 @@ def test_a_node_that_left_the_job_is_lost(job: LaunchPlan) -> None:
     slurm.nodes = ["n1", "n3"]
     assert nodes.lost(["n1", "n2", "n3"], at_once=True) == ["n2"]
     (moved,) = nodes.move(job.workers, ["middle"]) or ()
-    assert moved == on_node(job.workers[1], "n3")
+    assert moved == job.workers[1].moved("n3")
 
 
 def test_without_room_nothing_moves(job: LaunchPlan) -> None:
@@ -104,9 +104,9 @@ def test_without_a_reason_slurm_is_seldom_asked(job: LaunchPlan) -> None:
 
 
 def test_a_moved_worker_listens_on_tcp(job: LaunchPlan) -> None:
-    moved = on_node(job.workers[1], "n3")
+    moved = job.workers[1].moved("n3")
     assert (moved.node, moved.transport) == ("n3", "tcp")
-    head = on_node(replace(job.workers[0], transport=None), "n3")
+    head = replace(job.workers[0], transport=None).moved("n3")
     assert (head.node, head.transport) == ("n3", None)
 
 
@@ -117,12 +117,12 @@ def test_one_that_joins_starts_where_it_was_planned_or_where_there_is_room(job: 
     assert nodes.place([bottom, top], middle) == middle
     slurm.nodes = ["n1", "n3"]
     nodes.lost([], at_once=True)
-    assert nodes.place([bottom, top], middle) == on_node(middle, "n3")
+    assert nodes.place([bottom, top], middle) == middle.moved("n3")
     wide = placed(middle, "n2", Need("middle", 2, 0, 1000))
     assert nodes.place([bottom, top], wide) is None
     slurm.nodes = ["n1", "n3", "n4"]
     nodes.lost([], at_once=True)
-    assert nodes.place([bottom, top], wide) == replace(on_node(wide, "n4"), gained=True)
+    assert nodes.place([bottom, top], wide) == wide.moved("n4", gained=True)
     slurm.nodes = ["n1", "n2", "n3"]
     nodes.lost([], at_once=True)
     assert nodes.place([bottom, top], wide) == replace(wide, gained=True), "it has come back"
