@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.launch import pool, supervisor
+from dni_runtime.launch import moving, pool, supervisor
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
 from dni_runtime.worker import exchange, fanout, farewell, join, rounds, server, shares
@@ -193,6 +193,11 @@ def parts_unawaited() -> Any:
     return replaced((shares.Shares, "others", others))
 
 
+def places_kept() -> Any:
+    """No replica gives its place to a first one that cannot be restarted."""
+    return replaced((moving.Mover, "give_place", lambda *given: False))
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "gradients-once": gradients_once,
     "newest-read": newest_read,
@@ -206,4 +211,5 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "means-awaited": means_awaited,
     "ids-unagreed": ids_unagreed,
     "parts-unawaited": parts_unawaited,
+    "places-kept": places_kept,
 }

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -31,7 +32,6 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts, parts_of
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.records import RunRecord
-from dni_runtime.documents.requests import Scale
 from dni_runtime.errors import DniError
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
@@ -181,6 +181,7 @@ class Schedule:
         made.faults.sort()
         if replicas:
             made._draw_scales(length_s)
+            made._draw_loss(length_s)
         return made
 
     def _draw_graph(self) -> None:
@@ -244,6 +245,21 @@ class Schedule:
             self.faults.append((at_s, "hopeless", sum(most[:index]) + worker, 0.0))
         self._draw_returns()
         self.faults.sort()
+
+    def _draw_loss(self, length_s: float) -> None:
+        """Draw a lost replica of a module whose number is fixed; the first one needs a place."""
+        draw = random.Random(f"loss {self.seed}")
+        starts = self.starts or (None,) * self.modules
+        able = [
+            index
+            for index, (count, start) in enumerate(zip(self.replicas, starts, strict=True))
+            if count > 1 and start is None
+        ]
+        if able and draw.random() < 0.15:
+            index, at_s = draw.choice(able), draw.uniform(0, length_s)
+            worker = sum(self.replicas[:index]) + draw.randrange(self.replicas[index])
+            self.faults.append((at_s, "hopeless", worker, 0.0))
+            self.faults.sort()
 
     def _draw_returns(self) -> None:
         """Draw lost replicas that can be started again a while after they are given up."""
@@ -512,10 +528,8 @@ class Site:
             self._measure()
             for at_s, kind, index, lasts_s in schedule.faults:
                 world.at(at_s, lambda k=kind, i=index, s=lasts_s: self._fault(k, i, s))  # type: ignore[misc]
-            wanted: dict[str, int] = {}
             for at_s, index, count in schedule.scales:
-                wanted = {**wanted, NAMES[index]: count}
-                world.at(at_s, lambda it=wanted: Scale(replicas=it).write(self.run_dir.scale))  # type: ignore[misc]
+                world.at(at_s, lambda it={NAMES[index]: count}: ask_for(self.run_dir, it))  # type: ignore[misc]
             batches = schedule.epochs * BATCHES * schedule.modules
             work_s = 3 * batches * (schedule.step_s + 4 * schedule.latency_s)
             ends_s = max((at_s + lasts_s for at_s, _, _, lasts_s in schedule.faults), default=0.0)
@@ -811,6 +825,9 @@ class Site:
 
         def lose(scaler: Any, name: str, how: str) -> bool:
             lost = real_lose(scaler, name, how)
+            if lost and (place := re.match(r"its place goes to (\S+):", how)):
+                self.hopeless.discard(place[1])
+                self.hopeless.add(name)
             if lost and name in self.returns_s:
                 world.at(self.returns_s.pop(name), lambda: self._return(name))
             return lost

@@ -27,6 +27,7 @@ MISSED = [
     ("means-awaited", 2022, "module 'a.1' waits for its other replicas"),
     ("ids-unagreed", 27, "b.2: ValueError: id 5 after 5"),
     ("parts-unawaited", 35, "evaluations of [4] samples"),
+    ("places-kept", 60030, "failed (70): module 'b.1'"),
 ]
 """Mends, and a seed that finds what each was made for."""
 
@@ -69,7 +70,7 @@ FOUND = {
 Found = tuple[int, dict[str, Any]]
 
 
-OF_REPLICAS = ("means-awaited", "ids-unagreed", "parts-unawaited")
+OF_REPLICAS = ("means-awaited", "ids-unagreed", "parts-unawaited", "places-kept")
 OF_GRAPHS = ("gaps-untold", "links-in-turn", "half-sums")
 
 
