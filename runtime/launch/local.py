@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dni_runtime.documents.state import RunState
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan, make_plan
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 

@@ -1,4 +1,4 @@
-"""Workers whose hosts are lost, or which are to join: on which host they start."""
+"""Workers that start on another host: theirs is lost or no good, or they are to join."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.documents.state import ModuleState, RunState, process_birth
 from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerError
 from dni_runtime.launch.local import Local
-from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan, LaunchSettings, make_plan
+from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan
 from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.rundir import RunDir, written_lately
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.named import module_of

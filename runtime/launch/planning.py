@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from dni_runtime.launch.host import Site, check_host
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings
+from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import location_in
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.schedulers import SCHEDULERS
+from dni_runtime.launch.settings import LaunchSettings
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.data import own_path

@@ -125,8 +125,7 @@ class WorkerPool:
             cut = self._newest_cut(None)
             for name, worker in self.workers.items():
                 self.workers[name] = worker.again(worker.attempt, resume=str(cut))
-        if self._plan.elastic:
-            set_left(self._run, {})  # what was lost may be there again
+        set_left(self._run, {})  # what was lost may be there again
         names = self._to_start(cut, {})
         self.keep_plan()
         self._journal.write()
@@ -234,11 +233,7 @@ class WorkerPool:
         module.state = "restarting"
         module.restarts += 1
         self._journal.event(
-            "worker_restarting",
-            module=name,
-            attempt=attempt,
-            delay_s=delay_s,
-            reason=reason,
+            "worker_restarting", module=name, attempt=attempt, delay_s=delay_s, reason=reason
         )
 
     def _forget(self, name: str) -> None:

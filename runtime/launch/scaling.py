@@ -14,10 +14,12 @@ which the head follows: it puts a SCALE marker into the stream when that file ch
 
 A replica that cannot be restarted is lost: it is removed from the file at once, as fewer were
 wanted, and named there, so that nobody waits for it. If it is one of the head, all modules begin
-again at the newest complete cut, without it: its batches since then were in its hands alone.
+again at the newest complete cut, without it: its batches since then were in its hands alone. It is
+not wanted again until somebody asks for more, or the run is started again.
 
 The lowest numbers are the first to come and the last to go. The first replica always stays: the
-others share their weights by it.
+others share their weights by it. If that cannot be restarted, the last one is lost in its stead
+(``launch/moving.py``).
 """
 
 from __future__ import annotations

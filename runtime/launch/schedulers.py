@@ -11,9 +11,10 @@ from typing import Protocol
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.mpi import Mpi
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.settings import LaunchSettings
 from dni_runtime.launch.slurm.scheduler import Slurm
 from dni_runtime.launch.ssh import Ssh
 from dni_runtime.rundir import RunDir

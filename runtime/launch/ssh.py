@@ -19,9 +19,10 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch import child
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.placement import check_links, link_kinds, needs_of, place, wanted_placement
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan, make_plan
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Starter
 from dni_runtime.launch.runtimes import on_node
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.rundir import socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
 

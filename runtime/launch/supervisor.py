@@ -110,23 +110,20 @@ class Supervisor:
         Raises:
             DniError: A worker cannot be started; those already started have been killed.
         """
-        sockets = Path(self._plan.sockets)
+        sockets, observe = Path(self._plan.sockets), observe or (lambda state: None)
         with catching_signals(self.interrupt):
             try:
-                if observe is not None:
-                    observe(self.state)
+                observe(self.state)
                 self._start()
                 while self._pool:
                     self._sleep(TICK_S)
                     self._look()
-                    if observe is not None:
-                        observe(self.state)
+                    observe(self.state)
                 with contextlib.suppress(OSError):
                     remove_temporaries(self._run, self.state.modules)
                 remove_runtime_files(self._run, sockets)  # before the end is reported
                 self._conclude()
-                if observe is not None:
-                    observe(self.state)
+                observe(self.state)
             except BaseException as error:
                 self._abandon(error)
                 if not isinstance(error, LeaseError):  # else the new owner needs them
@@ -303,12 +300,8 @@ class Supervisor:
                 self._mover.lost.clear()
             case Action.RESTART:
                 self._restart_later(name, code, how_it_ended(name, module))
-            case Action.FAIL if code != DivergedError.exit_code and self._lose(name, how):
-                pass
-            case Action.FAIL if code not in LASTING and self._mover.give_place(name, how):
-                self._restart_elsewhere(name, how)
             case Action.FAIL:
-                self._fail(name, how)
+                self._fail(name, code, how)
             case Action.STOP:
                 self._stop(how)
             case Action.LINGER:  # the tail has seen the end of the stream
@@ -321,14 +314,15 @@ class Supervisor:
         code = DniError.exit_code
         if self._backoff[name].allows(self._plan.restart, code, self._clock()):
             self._restart_later(name, code, error.message)
-        elif self._lose(name, error.message):
-            pass
-        elif self._mover.give_place(name, error.message):
-            self._restart_elsewhere(name, error.message)
         else:
-            self._fail(name, error.message)
+            self._fail(name, code, error.message)
 
-    def _fail(self, name: str, how: str) -> None:
+    def _fail(self, name: str, exit_code: int, how: str) -> None:
+        """Go on without a worker, or without another one in whose place it starts; else stop."""
+        if exit_code != DivergedError.exit_code and self._lose(name, how):
+            return
+        if exit_code not in LASTING and self._mover.give_place(name, how):
+            return self._restart_elsewhere(name, how)
         if self.state.failed is None:
             self.state.failed, self.state.error = name, how
         self._stop(how, broken=True)
@@ -336,15 +330,14 @@ class Supervisor:
     def _restart_later(self, name: str, exit_code: int, reason: str) -> None:
         delay_s = self._backoff[name].delay_s(self._plan.restart, exit_code, self._clock())
         assert delay_s is not None  # the rules allow it
-        self._linger_until = None
         self._restart(name, delay_s, reason)
 
     def _restart_elsewhere(self, name: str, reason: str) -> None:
-        self._linger_until = None
         self._backoff[name] = Backoff()
         self._restart(name, 0.0, reason)
 
     def _restart(self, name: str, delay_s: float, reason: str) -> None:
+        self._linger_until = None
         if self._plan.restart.scope == "module":
             self._pool.restart(name, delay_s, reason)
         else:  # its neighbours wait for gradients of batches that it has lost

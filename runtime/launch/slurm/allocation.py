@@ -15,10 +15,11 @@ from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.image.apptainer import Mount
 from dni_runtime.launch.host import infiniband_mounts
 from dni_runtime.launch.placement import link_kinds, needs_of
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan, make_plan
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.planning import plan_again
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.script import JobRequest

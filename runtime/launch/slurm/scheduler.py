@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dni_runtime.documents.records import JobRecord
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.local import Local
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, WorkerPlan
+from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Hosts, Starter
 from dni_runtime.launch.records import Record
+from dni_runtime.launch.settings import LaunchSettings
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.job import describe
 from dni_runtime.launch.slurm.nodes import JobNodes

@@ -55,6 +55,17 @@ def test_why_a_run_has_stalled(record: Record, capsys: pytest.CaptureFixture[str
     assert shown == ["small-1: running", "small-1: stalled: module 'top' is to blame"]
 
 
+def test_a_worker_that_takes_no_part_any_more(
+    record: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show, state = PlainLines(), ended(record, "running", 0)
+    for phase in ("parked", "running", "parked", "parked"):
+        state.modules["top"].state = phase  # type: ignore[assignment]
+        show(MetricsReader(record).read(state))
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["small-1: running", "top: parked, the others go on without it"]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_reader_that_leaves_does_not_end_the_run(
     record: Record, monkeypatch: pytest.MonkeyPatch, terminal: bool

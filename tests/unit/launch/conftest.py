@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
+from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.spec import (
     ChainSpec,
     Choice,

@@ -15,11 +15,12 @@ from dni_runtime.documents.reports import Report, WorkerPhase
 from dni_runtime.errors import UsageError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.mpi import Mpi, judge, mpirun_argv, mpirun_command
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
+from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.schedulers import read_state
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.modules import ElasticSpec
 

@@ -11,9 +11,10 @@ import pytest
 from dni_runtime import __version__
 from dni_runtime.errors import DataError
 from dni_runtime.image.apptainer import Apptainer, Mount
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings, make_plan
+from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 from dni_runtime.spec import ChainSpec, DataSpec, WorkerSpec
 from dni_runtime.wire import PROTOCOL_VERSION
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dni_runtime.errors import DataError
-from dni_runtime.launch.plan import LaunchSettings, make_plan
 from dni_runtime.launch.prepare import prepare
+from dni_runtime.launch.settings import LaunchSettings, make_plan
 
 CHAIN = """\
 name: small

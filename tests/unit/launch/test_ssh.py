@@ -12,8 +12,9 @@ import pytest
 
 from dni_runtime.errors import SpecError, UnavailableError, UsageError
 from dni_runtime.launch import child
-from dni_runtime.launch.plan import LaunchPlan, LaunchSettings
+from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.runtimes import on_node
+from dni_runtime.launch.settings import LaunchSettings
 from dni_runtime.launch.ssh import Ssh, parse_hosts
 from dni_runtime.spec import ChainSpec, WorkerSpec
 
