@@ -196,6 +196,38 @@ def test_any_replica_may_be_killed(site: Site) -> None:
     assert figures.accuracy > 0.85
 
 
+def test_the_run_goes_on_without_a_replica(site: Site) -> None:
+    """The first one fails again and again; in the place of the last one it does not."""
+    path, broken = write(site, slow=True, epochs=12), site.folder / "broken"
+    path.write_text(path.read_text().replace("backoff_s: 0.1", "backoff_s: 0.1, limit: 2"))
+    fails = f"if 'wide.1' in sys.argv and Path({str(broken)!r}).exists(): raise MemoryError"
+    pause = PAUSE.replace("        if self.training", f"        {fails}\n        if self.training")
+    (site.folder / "pause.py").write_text(f"import sys\nfrom pathlib import Path\n{pause}")
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    eventually("it trains", lambda: (run.status().step or 0) > 30)
+    broken.touch()
+    eventually("a loss", lambda: [one for one in run.events() if one.event == "replica_lost"])
+    broken.unlink()
+    (lost,) = [one.model_dump() for one in run.events() if one.event == "replica_lost"]
+    assert lost["module"] == "wide.3"
+    assert lost["reason"].startswith("its place goes to wide.1: ")
+    step = run.status().step or 0
+    eventually("it trains on", lambda: (run.status().step or 0) > step + 30)
+    states = {one.module: one.state for one in run.status().modules}
+    assert states == dict.fromkeys(WORKERS, "running") | {"wide.3": "parked"}
+    run.stop()
+    site.run("resume", "-d")
+    eventually("all train", lambda: {one.state for one in run.status().modules} == {"running"})
+    site.run("wait")
+    same_weights(run, 3)
+    figures = run.status()
+    left_out = 12 * 45 - (figures.step or 0)
+    assert 0 <= left_out <= 45
+    assert figures.accuracy is not None
+    assert figures.accuracy > 0.85
+
+
 def test_what_validate_shows(site: Site) -> None:
     rows = site.json("validate", write(site))["modules"]
     assert [row["replicas"] for row in rows] == [1, 3, 2, 1]
