@@ -1,5 +1,5 @@
 """``python -m dnictl``."""
 
-from dnictl.main import main
+from dnictl.main import program
 
-main()
+program()

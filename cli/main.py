@@ -18,7 +18,7 @@ import click
 
 from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DniError
-from dni_runtime.garbage import collect_seldom
+from dni_runtime.garbage import collect_seldom, run_program
 
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
@@ -140,6 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         code = _report_bug(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def program() -> NoReturn:
+    """``dnictl``, as a process."""
+    run_program(main)
 
 
 def _report_disk(error: OSError) -> int:

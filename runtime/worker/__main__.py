@@ -12,7 +12,7 @@ from typing import Any
 
 from dni_runtime import __version__
 from dni_runtime.errors import DniError
-from dni_runtime.garbage import collect_seldom
+from dni_runtime.garbage import collect_seldom, run_program
 from dni_runtime.rundir import RunDir
 
 IMAGE_SPEC = Path("/opt/dni/module.json")
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

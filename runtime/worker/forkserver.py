@@ -24,7 +24,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from dni_runtime.garbage import collect_seldom
+from dni_runtime.garbage import collect_seldom, run_program
 from dni_runtime.worker import __main__ as worker
 
 PACKET_BYTES = 1 << 16
@@ -135,4 +135,4 @@ def become(arguments: list[str], log: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(lambda: main(sys.argv[1:]))
