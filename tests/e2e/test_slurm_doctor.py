@@ -31,11 +31,11 @@ modules:
 def inside(
     folder: Path, nodes: int, *arguments: str, expect: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """``dnictl doctor --network`` in an allocation of so many nodes."""
+    """``dnictl doctor --network`` in an allocation of the first nodes, once they are free."""
     done = run(
-        ["salloc", "--quiet", f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1",
-         "--mem=1G", f"--chdir={folder}", sys.executable, "-m", "dnictl", "doctor", "--network",
-         *arguments],
+        ["salloc", "--quiet", f"--nodelist=n[1-{nodes}]", "--ntasks-per-node=1",
+         "--cpus-per-task=1", "--mem=1G", f"--chdir={folder}", sys.executable, "-m", "dnictl",
+         "doctor", "--network", *arguments],
         timeout_s=150,
     )  # fmt: skip
     assert done.returncode == expect, done.stdout + done.stderr
