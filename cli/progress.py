@@ -91,17 +91,17 @@ class PlainLines:
         self._phase = ""
         self._seen: float | None = None
         self._restarts: dict[str, int] = {}
-        self._takes_part: set[str] = set()
+        self._started: set[str] = set()
 
     def __call__(self, figures: RunFigures) -> None:
         for module in figures.modules:
             if module.restarts > self._restarts.get(module.module, 0):
                 self._restarts[module.module] = module.restarts
                 click.echo(f"{module.module}: restarted ({module.restarts})", err=True)
-            if module.state == "running":
-                self._takes_part.add(module.module)
-            elif module.state == "parked" and module.module in self._takes_part:
-                self._takes_part.remove(module.module)
+            if module.state not in ("new", "parked"):
+                self._started.add(module.module)
+            elif module.state == "parked" and module.module in self._started:
+                self._started.remove(module.module)
                 click.echo(f"{module.module}: parked, the others go on without it", err=True)
         if figures.state != self._phase:
             self._phase = figures.state

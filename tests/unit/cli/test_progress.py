@@ -59,7 +59,7 @@ def test_a_worker_that_takes_no_part_any_more(
     record: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show, state = PlainLines(), ended(record, "running", 0)
-    for phase in ("parked", "running", "parked", "parked"):
+    for phase in ("new", "parked", "starting", "parked", "parked"):
         state.modules["top"].state = phase  # type: ignore[assignment]
         show(MetricsReader(record).read(state))
     shown = capsys.readouterr().err.splitlines()
