@@ -89,12 +89,14 @@ class Join:
     def receive(self) -> Batch | Marker | None:
         """Return the next batch or marker, without waiting; None if it is not complete."""
         if len(self.links) == 1:
-            (queue,) = self._queues
-            item = queue.popleft() if queue else self.links[0].receive()
-            if item is not None:
+            (queue,), (link,) = self._queues, self.links
+            while (item := queue.popleft() if queue else link.receive()) is not None:
                 self._learn(item)
-                self._last = item.id
-            return _joined([item]) if isinstance(item, Batch) and item.data else item
+                if item.id > self._passed:
+                    self._last = item.id
+                    return _joined([item]) if isinstance(item, Batch) and item.data else item
+                _pass_over(link, item.id)
+            return None
         self.listen()  # a message left in a socket would end each poll at once
         while fronts := [queue[0].id for queue in self._queues if queue]:
             id = min(fronts)
@@ -105,9 +107,7 @@ class Join:
             items = [self._queues[place].popleft() for place in on]
             if id <= self._passed:
                 for place in on:
-                    self.links[place].ack(id)
-                    if self.links[place].awaited:
-                        self.links[place].send_drained(id)
+                    _pass_over(self.links[place], id)
                 continue
             self._last = id
             batches = [item for item in items if isinstance(item, Batch)]
@@ -176,6 +176,13 @@ class Join:
         """Close all links."""
         for link in self.links:
             link.close()
+
+
+def _pass_over(link: InputLink, id: int) -> None:
+    """Answer what is left out."""
+    link.ack(id)
+    if link.awaited:
+        link.send_drained(id)
 
 
 def _is_marker(item: Batch | Marker) -> TypeGuard[Marker]:

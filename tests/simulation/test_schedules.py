@@ -64,6 +64,7 @@ FOUND = {
     "what is missed goes the batch's way": ("--graphs", "--replicas", "--first", "42228"),
     "a lost replica stays lost while another one leaves": ("--replicas", "--first", "51362"),
     "a new link says again what is drained": ("--replicas", "--first", "23214"),
+    "who comes again passes over what it had, on one link, too": ("--replicas", "--first", "80053"),
 }
 """What other seeds have found, each with one of them."""
 

@@ -240,6 +240,14 @@ def test_what_some_link_cannot_bring_any_more_is_passed_over() -> None:
     assert both.counters.gaps == 2, "it is not counted as lost here"
 
 
+def test_one_link_is_passed_over_in_the_same_way() -> None:
+    alone = Above(marker(1), batch(4, 4.0), marker(5), batch(6, 6.0), awaited=True)
+    one = join(alone)
+    one.start_after(4)
+    assert taken(one) == [5, (6, [6.0])]
+    assert (alone.acked, alone.drained) == ([1, 4], [1, 4])
+
+
 def test_a_request_goes_the_way_that_stands() -> None:
     left, right = Above(), Above()
     left.connected = False
