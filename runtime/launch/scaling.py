@@ -260,14 +260,15 @@ def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False)
         OSError: It cannot be written.
     """
     found = Scale.peek(run.scale) or Scale()
-    asked = {one: count for one, count in found.replicas.items() if one not in replicas}
-    changed = (
-        {"replicas": asked, "balanced": {**found.balanced, **replicas}}
-        if balanced
-        else {"replicas": {**asked, **replicas}}
+    asked, left = (
+        {one: count for one, count in counts.items() if one not in replicas}
+        for counts in (found.replicas, found.left)
     )
-    left = {one: count for one, count in found.left.items() if one not in replicas}
-    found.model_copy(update={**changed, "left": left}).write(run.scale)
+    if balanced:
+        after = Scale(replicas=asked, balanced={**found.balanced, **replicas}, left=left)
+    else:
+        after = Scale(replicas={**asked, **replicas}, balanced=found.balanced, left=left)
+    after.write(run.scale)
 
 
 def set_left(run: RunDir, left: Mapping[str, int]) -> None:

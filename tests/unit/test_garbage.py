@@ -8,7 +8,7 @@ import sys
 import pytest
 
 PROGRAM = """\
-import atexit, logging, sys, threading, time
+import atexit, sys, threading, time
 from dni_runtime.garbage import run_program
 
 class Stays:
