@@ -153,7 +153,7 @@ def _matched(
                 location=at,
             )
         found[own] = one
-    if not found:
+    if not found and (needed or at[0] == "modules"):  # defaults are for all modules
         raise SpecError(
             f"{init.file!r} has nothing for module {worker.module!r}", location=(*at, "names")
         )

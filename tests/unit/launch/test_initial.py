@@ -120,6 +120,27 @@ def test_what_does_not_fit(
     assert "init" in str(caught.value)
 
 
+def test_a_module_without_parameters_needs_nothing(
+    tmp_path: Path, model: dict[str, torch.Tensor]
+) -> None:
+    """A part of a split network: ``defaults`` are for all; its own ``init`` is a mistake."""
+    names = '{"0": net.stem, "1.0": net.norm, "1": classifier}'
+    default = f"defaults: {{init: {{file: model.safetensors, names: {names}}}}}"
+    last = "layers: [{Linear: {in_features: 8, out_features: 10}}]"
+    text = CHAIN.replace(
+        last, "layers: [ReLU]\n    %s\n  - name: c\n    " + last.replace("[", "[Flatten, ")
+    )
+    path = tmp_path / "chain.yaml"
+    path.write_text(text % (default, "", ""))
+    found = prepare(path)
+    assert (len(found.initial["a"]), found.initial["b"], len(found.initial["c"])) == (7, {}, 2)
+    run = create_run(tmp_path / "run", found, backend="process")
+    load_initial(build_layers(found.workers[1].layers), run.initial("b"))
+    path.write_text(text % ("", "", "init: {file: model.safetensors}"))
+    with pytest.raises(SpecError, match="nothing for module 'b'"):
+        prepare(path)
+
+
 def test_what_is_not_there_may_be_drawn(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
     own = 'init: {file: model.safetensors, strict: false, names: {"0": net.stem, "1": net}}'
     assert list(prepared(tmp_path, own=own).initial["a"]) == ["0.weight", "0.bias"]
