@@ -82,7 +82,7 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     from dni_runtime.core.resolve import parameter_counts
     from dni_runtime.launch.host import exposure
 
-    warnings = [*advice(prepared.workers), *filter(None, [exposure(prepared.chain.links)])]
+    warnings = [*advice(prepared.workers), *filter(None, [exposure(prepared.chain)])]
     counts = parameter_counts(prepared.workers)
     given = prepared.chain.losses
     losses = " + ".join(one.loss.name for one in given) if given else prepared.chain.loss.name

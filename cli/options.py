@@ -149,7 +149,7 @@ def site_for(
     """Check what this host, or a cluster that shares its files, offers a chain."""
     from dni_runtime.launch.host import check_host, exposure
 
-    warning = exposure(prepared.chain.links, interface)
+    warning = exposure(prepared.chain, interface)
     if warning is not None:
         click.secho(f"warning: {warning}", err=True, fg="yellow")
     site = check_host(

@@ -10,6 +10,7 @@
       specs/MODULE.json             what each worker serves
       src/                          the user's source files
       endpoints/MODULE.json         where a worker listens, its public key (published atomically)
+      endpoints/MODULE.group/       how replicas find each other that form a process group
       keys/MODULE.key  .pub         a worker's key pair, its public key; only while it is needed
       workers/MODULE.json           a worker's own state
       state.json  events.jsonl      the supervisor's state and history
@@ -187,6 +188,13 @@ class RunDir:
 
     def endpoint(self, module: str) -> Path:
         return self.root / "endpoints" / f"{module}.json"
+
+    def group(self, module: str) -> Path:
+        return self.root / "endpoints" / f"{module}.group"
+
+    @property
+    def groups(self) -> list[Path]:
+        return [*(self.root / "endpoints").glob("*.group")]
 
     @property
     def keys(self) -> Path:

@@ -241,6 +241,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 elastic=elastic,
                 strategy=full.replication.strategy if module.most > 1 else None,
                 compression=full.replication.compression if module.most > 1 else None,
+                backend=full.replication.backend if module.most > 1 else None,
                 lr_scale=lr_scale(full.replication) if module.most > 1 else 1.0,
             )
         )

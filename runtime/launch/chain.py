@@ -265,7 +265,7 @@ class Chain:
             data=prepared.data,
             locate=prepared.locate,
         )
-        for notice in (exposure(prepared.chain.links), site.notice):
+        for notice in (exposure(prepared.chain), site.notice):
             if notice is not None:
                 _log.warning("%s", notice)
         root = Path(run_dir or Path(runs) / new_run_id(prepared.chain.name)).absolute()

@@ -17,7 +17,7 @@ from dni_runtime.image.check import inspect_image, verify_hash, verify_signature
 from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, read_lock
 from dni_runtime.launch.plan import Backend
-from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.data import own_path
 
 Locator = Callable[..., str]
@@ -110,19 +110,26 @@ def check_host(
     return replace(site, mounts=mounts)
 
 
-def exposure(links: LinksSpec, interface: str | None = None) -> str | None:
+def exposure(chain: ChainSpec, interface: str | None = None) -> str | None:
     """Return the warning for a chain without encryption; None if nothing is exposed.
 
     Args:
-        links: The chain's ``links``.
+        chain: The chain.
         interface: Interface of links between hosts if the chain names none.
     """
+    links, backend = chain.links, chain.replication.backend
     interface = links.interface or interface
-    if links.security != "none" or links.transport == "ipc" or interface is None:
+    if links.transport == "ipc" or interface is None:
+        return None
+    if links.security == "none":
+        cause, what = "'links.security: none'", "this chain's activations and labels"
+    elif backend is not None:
+        cause, what = f"'replication.backend: {backend}'", "the weights that replicas share"
+    else:
         return None
     return (
-        f"'links.security: none': anyone who can reach {interface!r} can read this chain's "
-        "activations and labels, and take part in its training"
+        f"{cause}: anyone who can reach {interface!r} can read {what}, and take part in its "
+        "training"
     )
 
 

@@ -81,10 +81,9 @@ def mpirun_argv(plan: LaunchPlan) -> list[str]:
 
 
 def mpirun_command(plan: LaunchPlan) -> str:
-    """Return it for a shell, with the number of the start if the workers need one."""
+    """Return it for a shell, with the number of the start, which replicas may need."""
     names = [worker.module for worker in plan.workers]
-    ends = {module_of(names[0]), module_of(names[-1])}
-    replicated = any(len(replicas_of(names)[one]) > 1 for one in ends)
+    replicated = len(replicas_of(names)) < len(names)
     return shlex.join(mpirun_argv(plan)) + (" --start $(date +%s)" if replicated else "")
 
 

@@ -240,7 +240,7 @@ def link_kinds(
     kinds: dict[str, tuple[str, str | None]] = {}
     links = _links(workers)
     for index, source in enumerate(crossing(links, nodes)):
-        if not links[index]:  # a head, to which nobody connects
+        if not links[index] and workers[index].backend is None:  # nobody connects to such a head
             continue
         tcp = source is not None or chain.links.transport == "tcp"
         kinds[workers[index].module] = ("tcp", interface) if tcp else ("ipc", None)

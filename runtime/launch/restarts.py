@@ -23,7 +23,8 @@ class RestartPlan:
         on_stall: Whether stalled modules (``launch/stall.py``) are restarted or only reported.
         stall_s: Seconds without progress after which a module may count as stalled.
         scope: The module that died, or the whole chain if a gradient interface waits for true
-            gradients, which are lost with the module.
+            gradients, which are lost with the module, or replicas form a process group, which does
+            not survive the loss of a process.
     """
 
     policy: Literal["on-failure", "never"] = "never"

@@ -26,6 +26,7 @@ from dni_runtime.launch.scaling import ask_for, wanted_replicas
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import write_json
+from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
 
 if TYPE_CHECKING:  # what starts and ends workers takes a while to import
@@ -230,6 +231,12 @@ class Run(Checkpointed):
             raise UsageError(
                 f"module {module!r} {does}: it cannot be restarted",
                 hint=f"see 'dnictl status {self.name}'",
+            )
+        backend = self.record.specs()[0].replication.backend
+        if backend is not None and module_of(module) != module:
+            raise UsageError(
+                f"{module!r} is in a process group ({backend}), which no replica can leave",
+                hint=f"'dnictl stop {self.name}' and 'dnictl resume' restart all modules",
             )
         request = self.directory.restart_request(module)
         write_json(request, {"time": time.time()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 from pathlib import Path, PurePosixPath
 
@@ -24,6 +25,7 @@ def prepare_runtime_files(run: RunDir, plan: LaunchPlan) -> None:
         for worker in plan.workers:
             keys.make(run, worker.module)
     _prepare_mounts(run, plan)
+    _forget_groups(run)
     for worker in plan.workers:
         run.endpoint(worker.module).unlink(missing_ok=True)
         run.worker(worker.module).unlink(missing_ok=True)
@@ -45,6 +47,12 @@ def _prepare_mounts(run: RunDir, plan: LaunchPlan) -> None:
             point.touch(mode=0o600)
 
 
+def _forget_groups(run: RunDir) -> None:
+    """Remove the files by which replicas have formed process groups."""
+    for folder in run.groups:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_runtime_files(run: RunDir, sockets: Path) -> None:
     """Remove the sockets and keys.
 
@@ -62,6 +70,7 @@ def remove_runtime_files(run: RunDir, sockets: Path) -> None:
                 sockets.rmdir()
         finally:
             os.close(folder)
+    _forget_groups(run)
     if run.keys.exists():
         from dni_runtime import keys  # zmq: only if links may be encrypted
 

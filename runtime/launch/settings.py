@@ -114,7 +114,8 @@ def make_plan(
             "'dnictl up' and 'dnictl submit' can do",
             hint="write a fixed number in the chain file, such as 'replicas: 2'",
         )
-    for worker in (workers[0], workers[-1]):
+    grouped = [worker for worker in workers if worker.backend is not None]
+    for worker in (workers[0], workers[-1], *grouped):
         if worker.replicas > 1 and not (settings.supervised or settings.by_rank):
             raise UsageError(
                 f"the replicas of {module_of(worker.module)!r} must be started together",
@@ -138,7 +139,7 @@ def make_plan(
         ),
         restart=RestartPlan(
             **chain.restart.model_dump(exclude={"snapshot_s"}),
-            scope="chain" if any(worker.exact for worker in workers) else "module",
+            scope="chain" if grouped or any(worker.exact for worker in workers) else "module",
         ),
     )
 

@@ -89,6 +89,17 @@ def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str
     return address
 
 
+def interface_name(interface: str) -> str:
+    """Return the name of the interface that ``links.interface`` means.
+
+    Raises:
+        UnavailableError: The interface or address is not there.
+        SpecError: That is no address to listen on.
+    """
+    ip = _resolve(interface)
+    return next(name for name, own in addresses() if own == ip)
+
+
 def interfaces() -> dict[str, str | None]:
     """This machine's network interfaces with their first IPv4 address."""
     return {name: _ipv4(name) for _, name in socket.if_nameindex()}

@@ -50,12 +50,15 @@ class ReplicationSpec(Frozen):
         scale_lr: How learning rates grow with the batches in a step, which are ``every``:
             ``linear`` (Goyal et al. 2017, arXiv:1706.02677, sec. 2.1), or ``sqrt``, their square
             root (Krizhevsky 2014, arXiv:1404.5997).
+        backend: The backend of torch.distributed by which replicas exchange what they share; None:
+            links of their own.
     """
 
     strategy: Choice = Choice(name="local-sgd")
     every: Annotated[int, Field(ge=1)] | None = None
     compression: Choice | None = None
     scale_lr: Literal["linear", "sqrt"] | None = None
+    backend: Literal["gloo", "nccl"] | None = None
 
 
 class RestartSpec(Frozen):

@@ -185,6 +185,7 @@ class WorkerSpec(Frozen):
         peers: The links by which they share their weights, from each to the first.
         strategy: How they do; see ``core/replication``.
         compression: How what they share is compressed; None: not at all.
+        backend: The backend of torch.distributed by which they do; None: the links of ``peers``.
         lr_scale: Factor of the learning rates of the module's optimizers.
     """
 
@@ -235,6 +236,7 @@ class WorkerSpec(Frozen):
     peers: tuple[LaneSpec, ...] = ()
     strategy: Choice | None = None
     compression: Choice | None = None
+    backend: Literal["gloo", "nccl"] | None = None
     lr_scale: float = 1.0
 
     def to_json(self) -> str:
@@ -318,7 +320,7 @@ class WorkerSpec(Frozen):
         document = self.of_module().model_dump(mode="json")
         for name in (
             "stop_grace_s", "on_nan", "late", "retain", "attends", "snapshot_s", "initial",
-            "replicas", "replica", "elastic", "peers", "lr_scale",
+            "replicas", "replica", "elastic", "peers", "backend", "lr_scale",
         ):  # fmt: skip
             document.pop(name)
         for name in ("strategy", "compression"):

@@ -53,6 +53,7 @@ def exchange_spec(spec: WorkerSpec, words: int) -> WorkerSpec:
             messages=True,
         )
         for lane in spec.peers
+        if spec.backend is None
     ]
     unchanged = {"dtype": None, "gradient_dtype": None, "window": _WINDOW}
     return spec.model_copy(

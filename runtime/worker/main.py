@@ -177,7 +177,14 @@ def _serve(
                 input.start_after(ledger.progress.counts.id)
             neighbours.callers.append(input)
         beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
-        if step.shared is not None:
+        if step.shared is not None and spec.backend is not None:
+            from dni_runtime.worker.collective import Collective  # some builds of torch lack it
+            from dni_runtime.worker.group import Group
+
+            shared, links_set = step.shared, _links(options, spec)
+            group = Group(shared, spec, run, begun=start.begun, device=device, links=links_set)
+            exchange = Collective(shared, group, done=start.cut, stop=stop)
+        elif step.shared is not None:
             exchange = (Exchange if step.shared.strategy.waits else Pushes)(
                 step.shared,
                 inputs=[listen(beside, edge) for edge in beside.sources],
@@ -186,6 +193,7 @@ def _serve(
                 members=members,
                 dial=(lambda id: to_peer(beside, next_id=id)) if beside.targets else None,
             )
+        if exchange is not None:
             neighbours.callers.append(exchange)
         if listening:
             publish(run, spec, options.attempt, _listen(listening, options, spec), keys)

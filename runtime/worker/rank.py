@@ -71,7 +71,8 @@ def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
 def start_of(spec: WorkerSpec, given: int | None) -> int:
     """Return which start of the whole chain this is.
 
-    Replicas of the head and of the tail agree by files, in which lines of earlier starts are left.
+    Replicas of the head and of the tail agree by files, in which lines of earlier starts are left,
+    and so do those that form a process group.
 
     Args:
         spec: The worker.
@@ -80,7 +81,8 @@ def start_of(spec: WorkerSpec, given: int | None) -> int:
     Raises:
         UsageError: The worker needs it, and it is not given.
     """
-    if given is None and spec.replicas > 1 and (spec.head is not None or spec.tail is not None):
+    agrees = spec.head is not None or spec.tail is not None or spec.backend is not None
+    if given is None and spec.replicas > 1 and agrees:
         raise UsageError(
             f"--by-rank: {spec.module!r} must know which start of the chain this is",
             hint="add --start $(date +%s) to the command of all ranks",

@@ -69,7 +69,7 @@ class StopRequest:
         if self._at_s is None or (self.alone and not alone):
             self.alone = alone
             self._at_s = time.monotonic()
-            self._wake()
+            self.wake()
 
     def obeying(self, path: Path, attempt: int) -> contextlib.AbstractContextManager[None]:
         """Do what the supervisor wants, in a thread.
@@ -101,7 +101,8 @@ class StopRequest:
         self._read.close()
         self._write.close()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Make the wake-up descriptor readable; from any thread."""
         with contextlib.suppress(BlockingIOError):
             self._write.send(b"!")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dni_runtime.cuts import complete_cuts
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.reports import Report
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.worker.checkpoint import read
 from tests.e2e.conftest import FOREVER, Dnictl, Site, eventually, need, processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -200,16 +204,21 @@ def test_the_page(
 @pytest.mark.slurm
 @pytest.mark.apptainer
 def test_the_page_in_a_slurm_job(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
-    """Its script for Slurm: four ranks on two hosts, whose links are encrypted."""
-    write(tmp_path, 6, f"links: {{interface: {slurm}}}")
+    """Its script for Slurm: four ranks on two hosts, whose links are encrypted.
+
+    The two replicas, one on each, form a process group, which is not.
+    """
+    write(tmp_path, 6, f"links: {{interface: {slurm}}}\nreplication: {{backend: gloo}}")
     dnictl = Dnictl(tmp_path)
     dnictl.run("build")
-    printed = dnictl.run("mpi", "--run-dir", "runs/a").stdout
-    assert printed.rstrip().endswith("--transport tcp")
+    printed = dnictl.run("mpi", "--run-dir", "runs/a")
+    assert printed.stdout.rstrip().endswith("--transport tcp --start $(date +%s)")
+    assert "'replication.backend: gloo': anyone who can reach" in printed.stderr
     (tmp_path / "job.sh").write_text(block("Several hosts"))
     done = subprocess.run(
         ["sbatch", "--wait", "--output=out.txt", "job.sh"],
         cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
+        env={**os.environ, "SLURM_DISTRIBUTION": "cyclic"},  # replicas: one on each host
     )  # fmt: skip
     said = (tmp_path / "out.txt").read_text() if (tmp_path / "out.txt").exists() else ""
     assert done.returncode == 0, done.stderr + said
@@ -221,4 +230,11 @@ def test_the_page_in_a_slurm_job(tool: Apptainer, slurm: str, tmp_path: Path) ->
     assert evals[-1]["accuracy"] > 0.85
     listens = r"listening on tcp://10\.77\.0\.\d:\d+, encrypted"
     assert re.search(listens, run.log("top", 1).read_text())
+    hosts = {json.loads(run.worker(f"middle.{one}").read_text())["host"] for one in (1, 2)}
+    assert hosts == {"n1", "n2"}
+    (group,) = run.group("middle").iterdir()
+    assert len(list(group.glob("host.*"))) == 2
+    cut = complete_cuts(run, ["middle.1", "middle.2"])[-1]
+    same = [read(run.checkpoint(cut, f"middle.{one}"))[0] for one in (1, 2)]
+    assert torch.equal(*(one["layers.0.weight"] for one in same))
     assert not run.keys.exists()

@@ -114,7 +114,7 @@ SMALL = """\
 name: small
 seed: 3
 data: {dataset: digits, flatten: true, batch_size: %(batch)d, drop_last: true}
-epochs: 3
+epochs: %(epochs)d
 replication: {strategy: %(strategy)s, every: 4}
 defaults: {interface: delayed, accumulate: %(accumulate)d, optimizer: {Adam: {lr: 0.005}}}
 modules:
@@ -124,23 +124,49 @@ modules:
 """  # noqa: E501
 
 
+def small(
+    strategy: str, *, batch: int = 32, accumulate: int = 1, replicas: int = 2, epochs: int = 3
+) -> str:
+    given = {"strategy": strategy, "batch": batch, "accumulate": accumulate, "replicas": replicas}
+    return SMALL % {**given, "epochs": epochs}
+
+
 def test_all_reduce_is_training_with_large_batches_in_one_process(site: Site) -> None:
     """Backpropagation through the whole chain: a point waits for all gradients before it."""
     path = site.folder / "chain.yaml"
-    given = {"strategy": "all-reduce", "batch": 32, "accumulate": 4, "replicas": 2}
-    path.write_text(SMALL % given)
+    path.write_text(small("all-reduce", accumulate=4))
     site.run("up", path, "--backend", "process")
-    run = Run.open(site.latest.root)
-    given = {"strategy": "local-sgd", "batch": 128, "accumulate": 1, "replicas": 1}
-    chain = parse_chain(SMALL % given)
+    same_as_large_batches(Run.open(site.latest.root))
+
+
+def same_as_large_batches(run: Run, epochs: int = 3) -> None:
+    chain = parse_chain(small("local-sgd", batch=128, replicas=1, epochs=epochs))
     wanted = reference_weights(chain, 11 * chain.epochs)
     assert largest_difference(run.model().state_dict(), wanted) < 1e-5
 
 
+def test_a_process_group_begins_again_without_a_trace(site: Site) -> None:
+    """A replica is killed in the middle: the weights are those of a run without that."""
+    path = site.folder / "chain.yaml"
+    path.write_text(small("all-reduce, backend: gloo", accumulate=4, epochs=30))
+    site.run("up", path, "--backend", "process", "-d")
+    run = Run.open(site.latest.root)
+    eventually("training", lambda: (run.status().step or 0) > 100)
+    said = site.run("restart", "wide.2", expect=64).stderr
+    assert "'wide.2' is in a process group (gloo), which no replica can leave" in said
+    assert len(list(site.latest.groups)) == 1
+    os.kill(int(RunState.read(site.latest).modules["wide.2"].pid or 0), signal.SIGKILL)
+    site.run("wait")
+    assert run.status().state == "finished"
+    assert {one.restarts for one in RunState.read(site.latest).modules.values()} == {1}
+    same_weights(run, 2)
+    same_as_large_batches(run, epochs=30)
+    assert not site.latest.groups
+
+
 def test_a_parameter_server_learns_and_nobody_waits_for_others(site: Site) -> None:
     path = site.folder / "chain.yaml"
-    given = {"strategy": "parameter-server", "batch": 32, "accumulate": 1, "replicas": 3}
-    path.write_text(SMALL % given)
+    path.write_text(small("parameter-server", replicas=3))
     site.run("up", path, "--backend", "process")
     run = Run.open(site.latest.root)
     same_weights(run, 3)

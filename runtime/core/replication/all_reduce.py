@@ -24,7 +24,7 @@ class AllReduce(Strategy):
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
         self._optimization = optimization
-        self._own = sum(p.numel() for p in optimization.parameters)
+        self.gradients = sum(p.numel() for p in optimization.parameters)
         optimization.holds = True
 
     def weight(self, samples: int) -> float:
@@ -35,11 +35,11 @@ class AllReduce(Strategy):
         if not batches:
             return None
         gradients = [
-            torch.zeros(p.numel()) if p.grad is None else p.grad.to("cpu", torch.float32).flatten()
+            own_P.new_zeros(p.numel()) if p.grad is None else p.grad.flatten().to(own_P)
             for p in self._optimization.parameters
         ]
         self._optimization.clear()
-        return torch.cat([*(one / batches for one in gradients), own_P[self._own :]])
+        return torch.cat([*(one / batches for one in gradients), own_P[self.gradients :]])
 
     def agree(self, mean_P: Tensor) -> Tensor:
         at, parameters = 0, self._optimization.parameters
@@ -47,8 +47,8 @@ class AllReduce(Strategy):
             p.grad = mean_P[at : at + p.numel()].view_as(p).to(p, copy=True)
             at += p.numel()
         self._optimization.step()
-        own = [p.detach().to("cpu", torch.float32).flatten() for p in parameters]
+        own = [p.detach().flatten().to(mean_P) for p in parameters]
         return torch.cat([*own, mean_P[at:]])
 
     def base(self, agreed_P: Tensor) -> Tensor:
-        return torch.cat([torch.zeros(self._own), agreed_P[self._own :]])
+        return torch.cat([agreed_P.new_zeros(self.gradients), agreed_P[self.gradients :]])

@@ -53,6 +53,7 @@ class Strategy(nn.Module):
         feedback: Whether what compression leaves out of an offer is added to the next one.
         asks: Whether this replica asks that all offer their rows at the next point.
         asked: Whether one has asked so at the last point.
+        gradients: How many numbers at the beginning of an offer are gradients.
     """
 
     class Options(Frozen):
@@ -67,6 +68,7 @@ class Strategy(nn.Module):
     def __init__(self, options: Frozen, start_P: Tensor) -> None:
         super().__init__()
         self.asks = self.asked = False
+        self.gradients = 0
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
         """Note which replica this is, and what updates its layers; called once, at the start."""
@@ -105,7 +107,7 @@ class Strategy(nn.Module):
         return own_P
 
     def agree(self, mean_P: Tensor) -> Tensor:
-        """Return what all take, at the first replica.
+        """Return what all take: at the first replica, or at each of a process group.
 
         Args:
             mean_P: The weighted mean of what was offered.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dni_runtime.core.checks import place
 from dni_runtime.core.interfaces import Resolved
+from dni_runtime.core.replication.base import Strategy
 from dni_runtime.core.replication.registry import check_replication, find_strategy
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec
@@ -17,11 +18,13 @@ def elastic_of(chain: ChainSpec) -> dict[str, int]:
 
     A number that the chain file fixes may, too: replicas that are lost are left out. But it stays
     where each replica has what nobody else can go on with (weights of its own), or should (the
-    batches of its own data).
+    batches of its own data), and where replicas form a group that needs all.
 
     Args:
         chain: The chain; its replicas have been checked.
     """
+    if chain.replication.backend is not None:
+        return {}
     fixed = chain.data.own or not find_strategy(chain.replication.strategy).common
     return {
         one.name: one.most if isinstance(one.replicas, int) else one.replicas.start
@@ -57,16 +60,12 @@ def check_replicas(
                 location=place(chain, index, "accumulate"),
                 hint="'replication.every' is the number of batches in a step",
             )
-        if not strategy.common and isinstance(chain.modules[index].replicas, ElasticSpec):
-            raise SpecError(
-                f"with {chain.replication.strategy.name!r} each replica has weights of its own, "
-                "which are lost if it leaves",
-                location=("modules", index, "replicas"),
-                hint=f"'replicas: {chain.modules[index].most}', or another strategy, such as "
-                "'local-sgd'",
-            )
+        if isinstance(chain.modules[index].replicas, ElasticSpec):
+            _check_elastic(chain, index, strategy)
     if 0 in replicated:
         _check_heads(chain)
+    if chain.replication.backend is not None:
+        _check_group(chain, replicated)
     if micro_batches > 1:
         raise SpecError(
             "'micro_batches' and 'replicas' exclude each other: a batch goes to one replica",
@@ -81,6 +80,43 @@ def check_replicas(
                 location=place(chain, index, "interface"),
                 hint="an interface without 'max_late', such as 'mixed', or 'replicas: 1'",
             )
+
+
+def _check_elastic(chain: ChainSpec, index: int, strategy: type[Strategy]) -> None:
+    """Refuse replicas that come and go where the number must stay."""
+    backend = chain.replication.backend
+    if backend is not None:
+        why, instead = f"a group of torch.distributed ({backend!r}) needs all", "no 'backend'"
+    elif not strategy.common:
+        name = chain.replication.strategy.name
+        why = f"with {name!r} each has weights of its own, which are lost if it leaves"
+        instead = "another strategy, such as 'local-sgd'"
+    else:
+        return
+    raise SpecError(
+        f"replicas cannot come and go: {why}",
+        location=("modules", index, "replicas"),
+        hint=f"'replicas: {chain.modules[index].most}', or {instead}",
+    )
+
+
+def _check_group(chain: ChainSpec, replicated: Sequence[int]) -> None:
+    """Refuse process groups where the chain asks for what they do not do."""
+    backend = chain.replication.backend
+    if chain.links.security == "curve":
+        raise SpecError(
+            f"'links.security: curve', but {backend!r} does not encrypt what replicas share",
+            location=("replication", "backend"),
+            hint="leave 'backend' out, or set 'security: auto', which encrypts all other links "
+            "between hosts",
+        )
+    on_cpu = [one for one in replicated if chain.setting(one, "device") == "cpu"]
+    if backend == "nccl" and on_cpu:
+        raise SpecError(
+            f"{backend!r} is for GPUs, and {chain.modules[on_cpu[0]].name!r} has 'device: cpu'",
+            location=place(chain, on_cpu[0], "device"),
+            hint="'backend: gloo', or 'device: cuda'",
+        )
 
 
 def _check_heads(chain: ChainSpec) -> None:

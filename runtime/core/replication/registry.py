@@ -44,6 +44,9 @@ COMPRESSIONS: dict[str, type[Compression]] = {
     "powersgd": PowerSgd,
 }
 
+HOOKED = ("bfloat16", "powersgd")
+"""The compressions for which torch has a communication hook (``hooks.py``)."""
+
 BATCHES = 32
 """Training batches of the chain from one point to the next, where nothing else is said."""
 
@@ -106,6 +109,27 @@ def check_replication(replication: ReplicationSpec) -> None:
                 hint="leave 'compression' out, or choose another strategy, such as 'local-sgd'",
             )
         build_compression(replication.compression, ())
+    if replication.backend is not None:
+        _check_backend(replication, strategy)
+
+
+def _check_backend(replication: ReplicationSpec, strategy: type[Strategy]) -> None:
+    """Refuse what a group of torch.distributed cannot do."""
+    backend, compression = replication.backend, replication.compression
+    if not (strategy.waits and strategy.common):
+        raise SpecError(
+            f"'backend: {backend}' averages what all offer at the same time, and "
+            f"{replication.strategy.name!r} has no such mean",
+            location=("replication", "backend"),
+            hint="leave 'backend' out, or choose another strategy, such as 'all-reduce'",
+        )
+    if compression is not None and not (strategy.per_step and compression.name in HOOKED):
+        raise SpecError(
+            f"with 'backend: {backend}' torch's communication hooks compress, which are for the "
+            f"gradients of 'all-reduce': {' and '.join(HOOKED)}",
+            location=_COMPRESSION,
+            hint="leave 'compression' or 'backend' out",
+        )
 
 
 def build_strategy(choice: Choice, start_P: Tensor) -> Strategy:

@@ -6,6 +6,7 @@ Shapes: P trained parameters, R numbers in a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,7 @@ class Shared:
         kept = [p for p in _tensors(rest) if id(p) not in known and p.is_floating_point()]
         self._learnt, self._tensors = sum(p.numel() for p in learnt), [*learnt, *kept]
         self._shapes = [p.shape for p in learnt]
+        self._device = torch.device("cpu") if step.spec.backend is None else step.device
         self.size = sum(p.numel() for p in self._tensors)
         self.begin()
         longest = self._learnt
@@ -65,7 +67,7 @@ class Shared:
         self.strategy = build_strategy(spec.strategy, row[: self._learnt])
         self.strategy.attach(spec, self._step.optimization)
         self.differences: Differences | None = None
-        if spec.compression is not None:
+        if spec.compression is not None and spec.backend is None:
             compression = build_compression(spec.compression, self._shapes)
             self.differences = Differences(compression, row[: self._learnt])
 
@@ -77,8 +79,15 @@ class Shared:
             self.differences.error.zero_()
 
     def row(self) -> Tensor:
-        """Return a copy of the tensors, float32 on the CPU, ``[R]``."""
-        return torch.cat([one.detach().to("cpu", torch.float32).flatten() for one in self._tensors])
+        """Return a copy of the tensors, float32, ``[R]``; on the CPU, but for a process group."""
+        parts = [one.detach().to(self._device, torch.float32).flatten() for one in self._tensors]
+        return torch.cat(parts)
+
+    @property
+    def gradients(self) -> list[torch.Size]:
+        """The sizes of the gradients at the beginning of an offer."""
+        ends, most = accumulate(shape.numel() for shape in self._shapes), self.strategy.gradients
+        return [shape for shape, end in zip(self._shapes, ends, strict=True) if end <= most]
 
     def read(self, words: Tensor) -> Message:
         """Return another replica's message.
@@ -138,11 +147,7 @@ class Shared:
             self.strategy.asked = asks
             return {who: Message(asks=asks) for who in offers}
         weights = [weight for _, weight in rows]
-        agreed = mean_of([row for row, _ in rows], weights)
-        if any(weights):
-            self._put(agreed, self._learnt)  # the average of weights follows a step
-            agreed_P = self.strategy.agree(agreed[: self._learnt])
-            agreed = torch.cat([agreed_P, self.row()[self._learnt :]])
+        agreed = self._agreed(mean_of([row for row, _ in rows], weights), moved=any(weights))
         packed = None
         if differences is not None:
             agreed_P, feedback = agreed[: self._learnt], self.strategy.feedback
@@ -152,6 +157,30 @@ class Shared:
         whole, short = Message(agreed), Message(agreed, packed=packed, tag=own.tag)
         self._take(agreed)
         return {who: short if one.tag == own.tag else whole for who, one in offers.items()}
+
+    def settle(self, mean: Message) -> None:
+        """Go on with what the strategy makes of a mean, as all others do, each by itself.
+
+        Args:
+            mean: The mean of all offers, with the sum of their weights.
+        """
+        row = mean.row
+        if row is not None:
+            row = self._agreed(row, moved=mean.weight > 0)
+        self.take(Message(row, asks=mean.asks))
+
+    def _agreed(self, mean: Tensor, *, moved: bool) -> Tensor:
+        """Return the row that all take.
+
+        Args:
+            mean: The mean of what was offered.
+            moved: Whether anybody has learnt anything.
+        """
+        if not moved:
+            return mean
+        self._put(mean, self._learnt)  # the average of weights follows a step
+        agreed_P = self.strategy.agree(mean[: self._learnt])
+        return torch.cat([agreed_P, self.row()[self._learnt :]])
 
     def _pass_on(self, own: Message, offers: Mapping[Any, Message]) -> dict[Any, Message]:
         """Give each replica, the first one too, the row of another one."""

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from dni_runtime.launch.host import (
     infiniband_mounts,
 )
 from dni_runtime.spec import ChainSpec, LinksSpec, WorkerSpec
+from dni_runtime.spec.running import ReplicationSpec
 
 MakeWorker = Callable[..., WorkerSpec]
 
@@ -244,12 +246,19 @@ def test_root_runs_no_containers(
         check(chain, workers, wanted="apptainer", images=tmp_path / "images")
 
 
-def test_what_is_exposed_where_the_site_names_the_interface() -> None:
+def test_what_is_exposed_where_the_site_names_the_interface(chain: ChainSpec) -> None:
+    def exposed(links: LinksSpec, interface: str | None = None, **given: Any) -> str:
+        replication = ReplicationSpec(**given)
+        changed = chain.model_copy(update={"links": links, "replication": replication})
+        return str(exposure(changed, interface))
+
     open_links = LinksSpec(security="none")
-    assert exposure(open_links) is None
-    assert "'ib0'" in str(exposure(open_links, "ib0"))
-    assert "'eth1'" in str(exposure(LinksSpec(security="none", interface="eth1"), "ib0"))
-    assert exposure(LinksSpec(), "ib0") is None
+    assert exposed(open_links) == "None"
+    assert "'ib0'" in exposed(open_links, "ib0")
+    assert "'eth1'" in exposed(LinksSpec(security="none", interface="eth1"), "ib0")
+    assert exposed(LinksSpec(), "ib0") == exposed(LinksSpec(), backend="gloo") == "None"
+    found = exposed(LinksSpec(), "ib0", backend="gloo")
+    assert found.startswith("'replication.backend: gloo': anyone who can reach 'ib0' can read the")
 
 
 @pytest.mark.usefixtures("apptainer")

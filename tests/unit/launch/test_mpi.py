@@ -49,14 +49,16 @@ def test_all_ranks_have_one_command(
     assert LaunchPlan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("place", [0, 1, -1])
 def test_replicas_that_agree_are_started_together(
     place: int, chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
 ) -> None:
     several = list(workers)
     name = several[place].module
     several[place : place + 1 or None] = [
-        several[place].model_copy(update={"module": f"{name}.{n}", "replica": n, "replicas": 2})
+        several[place].model_copy(
+            update={"module": f"{name}.{n}", "replica": n, "replicas": 2, "backend": "gloo"}
+        )
         for n in (1, 2)
     ]
     command = mpirun_command(plan_of(chain, several, tmp_path))
@@ -64,6 +66,7 @@ def test_replicas_that_agree_are_started_together(
     assert command.endswith(" --start $(date +%s)")
     with pytest.raises(UsageError, match=f"of '{name}' must be started together"):
         make_plan(chain, several, replace(SETTINGS, supervised=False))
+    assert make_plan(chain, several, SETTINGS).restart.scope == "chain"
 
 
 def test_ranks_have_no_data_of_their_own(

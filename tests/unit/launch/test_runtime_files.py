@@ -49,6 +49,17 @@ def test_what_containers_see_is_there_to_be_mounted(
         assert not run.keys.exists()
 
 
+def test_groups_of_a_start_before_are_forgotten(record: Record, plan: LaunchPlan) -> None:
+    run = record.run
+    for forget in (
+        lambda: prepare_runtime_files(run, plan),
+        lambda: remove_runtime_files(run, Path(plan.sockets)),
+    ):
+        (run.group("middle") / "1").mkdir(parents=True)
+        forget()
+        assert not run.groups
+
+
 def test_a_request_to_stop_that_is_newer_than_the_last_start_counts(
     record: Record, plan: LaunchPlan
 ) -> None:

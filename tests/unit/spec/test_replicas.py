@@ -23,6 +23,8 @@ INFO = DataInfo(
     classes=8,
 )
 OWN = "data: {path: 'x-{replica}'}"
+GROUP = "replication: {backend: gloo}"
+ALL_REDUCE = "replication: {strategy: all-reduce"
 LINEAR = "{Linear: {in_features: 8, out_features: 8}}"
 
 
@@ -113,6 +115,7 @@ def test_as_many_replicas_on_both_sides_are_linked_in_pairs_if_none_may_be_left_
         (OWN, "2221", {}),
         (OWN, ["2", "2", "{start: 2, most: 2}", "1"], {"c": 2}),
         ("replication: {strategy: codistillation}", "1231", {}),
+        (GROUP, "2321", {}),
     ],
 )
 def test_replicas_may_be_lost_where_the_others_can_go_on(
@@ -139,6 +142,14 @@ def test_the_modules_come_back() -> None:
         ("121", "replication: {strategy: best}", "unknown strategy 'best'"),
         (["1", "auto", "1"], "replication: {strategy: codistillation}", "lost if it leaves"),
         ("121", "replication: {strategy: {diloco: {rate: 1}}}", "rate"),
+        ("121", "replication: {backend: smoke}", "'gloo' or 'nccl'"),
+        ("121", "replication: {strategy: codistillation, backend: gloo}", "has no such mean"),
+        ("121", "replication: {strategy: parameter-server, backend: gloo}", "has no such mean"),
+        ("121", "replication: {compression: bfloat16, backend: gloo}", "for the gradients of"),
+        ("121", f"{ALL_REDUCE}, compression: int8, backend: gloo}}", "bfloat16 and powersgd"),
+        (["1", "{most: 2}", "1"], GROUP, "a group of torch.distributed .'gloo'. needs all"),
+        ("121", f"{GROUP}\nlinks: {{security: curve}}", "'gloo' does not encrypt"),
+        (["1", "2, device: cpu", "1"], f"{ALL_REDUCE}, backend: nccl}}", "'nccl' is for GPUs"),
     ],
 )
 def test_what_cannot_have_replicas(counts: Sequence[str], more: str, message: str) -> None:

@@ -1,0 +1,59 @@
+"""Sharing among the replicas of a module by torch.distributed (``replication.backend``).
+
+The process group's all-reduce computes the mean of what all offer, and each replica makes the
+result of it by itself. There are no links; if a replica is lost, all workers begin again at the
+newest cut (``launch/settings.py``).
+
+For use by one thread; the group has another one, so that a wait does not stop the worker's loop.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from dni_runtime.core.replication import Message, Shared
+from dni_runtime.link import Marker
+from dni_runtime.worker.exchange import Exchange, sync_at
+from dni_runtime.worker.group import Group
+from dni_runtime.worker.signals import StopRequest
+
+
+class Collective(Exchange):
+    """A replica's part in the sharing of a process group.
+
+    Args:
+        shared: What the replicas share.
+        group: The process group, not formed yet.
+        done: Markers up to this id are behind the replica.
+        stop: Whose wake-up descriptor says that a mean is there.
+    """
+
+    def __init__(self, shared: Shared, group: Group, *, done: int, stop: StopRequest) -> None:
+        super().__init__(shared, inputs=[], done=done, gone=lambda name: False)
+        self._group, self._stop = group, stop
+        self._thread = ThreadPoolExecutor(1, "replicas")
+        self._formed = self._thread.submit(group.form)
+        self._mean: Future[Message] | None = None
+
+    def begin(self, marker: Marker) -> None:
+        self._at = sync_at(marker)
+        self._mean = self._thread.submit(self._group.mean, self._shared.offer(self._at))
+        self._mean.add_done_callback(lambda _: self._stop.wake())
+
+    def done(self) -> bool:
+        if self._formed.done():
+            self._formed.result()
+        if self._at is None or self._mean is None or not self._mean.done():
+            return False
+        self._stop.drain()
+        self._shared.settle(self._mean.result())
+        self.sent = self._group.sent
+        self._done, self._at = self._at.id, None
+        return True
+
+    def finish(self, deadline_s: float) -> None:
+        self._group.part(deadline_s)
+
+    def close(self) -> None:
+        self._group.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,168 @@
+"""Replicas that form a process group of torch.distributed: processes, beside one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dni_runtime.core.replication import Sync
+from dni_runtime.core.step import ModuleStep
+from dni_runtime.errors import WorkerError
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec import LinksSpec
+from dni_runtime.worker.group import Group
+from tests.replicas import learn, replicas, share, shared
+
+REPLICAS, POINTS = 3, 12
+CPU = torch.device("cpu")
+STRATEGIES = (
+    "local-sgd", "all-reduce", "diloco", "admm",
+    "{federated: {share: 0.7}}", "{dynamic: {threshold: 0.05}}",
+)  # fmt: skip
+HOOKS = ("bfloat16", "{powersgd: {rank: 1}}")
+
+Weights = list[list[Tensor]]
+"""Of each replica, the layers' weights after each point."""
+
+
+def training(given: str, seed: int = 1) -> tuple[list[ModuleStep], Callable[[int, int], None]]:
+    """Replicas, and how one learns in the batches before a point: some get more than others."""
+    steps = [ModuleStep(spec) for spec in replicas(given, REPLICAS)]
+    truth = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+
+    def learns(place: int, point: int) -> None:
+        for batch in range((place + point) % 3):
+            draw = torch.Generator().manual_seed(100 * point + 10 * place + batch)
+            x = torch.randn(8, 8, generator=draw)
+            learn(steps[place], 10 * point + batch, x, x @ truth)
+
+    return steps, learns
+
+
+def weights(step: ModuleStep) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in step.layers.parameters()])
+
+
+def together(given: str) -> Weights:
+    """In one process, over messages."""
+    steps, learns = training(given)
+    found: Weights = [[] for _ in steps]
+    for point in range(1, POINTS + 1):
+        for place in range(REPLICAS):
+            learns(place, point)
+        share(steps, 10 * point, full=point % 4 == 0)
+        for own, step in zip(found, steps, strict=True):
+            own.append(weights(step))
+    return found
+
+
+def formed(step: ModuleStep, folder: Path, begun: int = 1) -> Group:
+    run, links = RunDir(folder), LinksSpec()
+    group = Group(shared(step), step.spec, run, begun=begun, device=CPU, links=links)
+    group.form()
+    return group
+
+
+def one_of_them(place: int, folder: Path, ways: list[str]) -> list[tuple[list[Tensor], int]]:
+    """In a process of its own, as a worker does it, one way to share after the other."""
+    torch.set_num_threads(1)
+    found = []
+    for begun, given in enumerate(ways):
+        steps, learns = training(f"{given}, backend: gloo")
+        step, own = steps[place], list[Tensor]()
+        group = formed(step, folder, begun)
+        for point in range(1, POINTS + 1):
+            learns(place, point)
+            offer = shared(step).offer(Sync(10 * point, point % 4 == 0))
+            shared(step).settle(group.mean(offer))
+            own.append(weights(step))
+        found.append((own, group.sent))
+        group.part(10)
+        dist.destroy_process_group()
+    return found
+
+
+def is_lost(place: int, folder: Path) -> str:
+    """All but the last one find the group broken: one ends before the second point."""
+    step = ModuleStep(replicas("all-reduce, backend: gloo", REPLICAS)[place])
+    group = formed(step, folder)
+    for id in (1, 2):
+        if id == 2 and place == REPLICAS - 1:
+            os._exit(1)
+        learn(step, id, torch.ones(2, 8), torch.ones(2, 6))
+        try:
+            group.mean(shared(step).offer(Sync(id, False)))
+        except WorkerError as error:
+            return str(error)
+    return "not broken"
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[ProcessPoolExecutor]]:
+    """One for each replica; a process that is forked where torch has been imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pools = [ProcessPoolExecutor(1, context) for _ in range(REPLICAS)]
+    yield pools
+    for pool in pools:
+        pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def found(
+    processes: list[ProcessPoolExecutor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Weights, list[int]]]:
+    """The weights and the bytes that were sent, of each way to share."""
+    ways = [*STRATEGIES, *(f"all-reduce, compression: {one}" for one in HOOKS)]
+    folder = tmp_path_factory.mktemp("run")
+    futures = [
+        pool.submit(one_of_them, place, folder, ways) for place, pool in enumerate(processes)
+    ]
+    results = [future.result(120) for future in futures]
+    return {
+        way: ([own[number][0] for own in results], [own[number][1] for own in results])
+        for number, way in enumerate(ways)
+    }
+
+
+Found = dict[str, tuple[Weights, list[int]]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_group_learns_as_replicas_do_over_links(strategy: str, found: Found) -> None:
+    for place, (own, wanted) in enumerate(zip(found[strategy][0], together(strategy), strict=True)):
+        assert not torch.equal(own[0], own[-1])
+        for point, (ours, theirs) in enumerate(zip(own, wanted, strict=True), 1):
+            assert torch.allclose(ours, theirs, atol=1e-6), (place, point)
+
+
+@pytest.mark.parametrize(
+    ("hook", "share_sent", "apart"), [(HOOKS[0], 0.6, 0.01), (HOOKS[1], 0.8, 0.5)]
+)
+def test_hooks_compress_gradients(hook: str, share_sent: float, apart: float, found: Found) -> None:
+    """Fewer bytes; all have the same weights in every bit, and not far from those without."""
+    (first, *others), sent = found[f"all-reduce, compression: {hook}"]
+    (plain, *_), sent_plain = found["all-reduce"]
+    assert all(one < share_sent * whole for one, whole in zip(sent, sent_plain, strict=True))
+    for own in others:
+        assert all(map(torch.equal, own, first))
+    assert 0 < (first[-1] - plain[-1]).norm() < apart * (plain[-1] - plain[0]).norm()
+
+
+def test_a_group_that_has_lost_a_replica_is_broken(
+    processes: list[ProcessPoolExecutor], tmp_path: Path
+) -> None:
+    """All others are told so at once. This ends a process of the pool: it comes last."""
+    futures = [pool.submit(is_lost, place, tmp_path) for place, pool in enumerate(processes)]
+    for future in futures[:-1]:
+        said = future.result(60)
+        assert said.startswith("the process group of 'b' is broken: "), said
+        assert "another replica has ended" in said
