@@ -188,7 +188,8 @@ class Group:
         Args:
             deadline_s: Seconds after which not to wait any longer.
         """
-        self._say("over", "")
+        with contextlib.suppress(OSError):  # a full disk is no reason to fail at the end
+            self._say("over", "")
         until_s, others = time.monotonic() + deadline_s, [self._key("over", it) for it in self._all]
         while not self._store.check(others) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
@@ -222,7 +223,7 @@ class Group:
     def _broken(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # torch.distributed.DistError is one
+        except (RuntimeError, OSError) as error:  # torch.distributed.DistError is the former
             # gloo: "[file:line] what. what may have caused it"
             what = str(error).splitlines()[0].partition(". ")[0].rpartition("] ")[2]
             raise WorkerError(

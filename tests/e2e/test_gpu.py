@@ -33,6 +33,16 @@ def test_a_chain_on_a_gpu(site: Site, interface: str) -> None:
     assert f"runs on {torch.device('cuda', 0)}" in site.latest.log("top", 1).read_text()
 
 
+def test_replicas_in_a_process_group_on_a_gpu(site: Site) -> None:
+    """Rows stay on it, of which gloo makes copies. NCCL needs a GPU for each replica."""
+    write(site, "mixed")
+    path = site.folder / "chain.yaml"
+    text = path.read_text().replace("device: cuda\n", "device: cuda\n    replicas: 2\n")
+    path.write_text(f"{text}\nreplication: {{strategy: all-reduce, backend: gloo}}\n")
+    figures = site.json("up", "--backend", "process")
+    assert (figures["state"], figures["accuracy"] > 0.9) == ("finished", True)
+
+
 def test_a_chain_in_containers_on_a_gpu(site: Site, tool: Apptainer) -> None:
     write(site, "mixed")
     site.run("build")
