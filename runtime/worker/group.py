@@ -107,10 +107,12 @@ class Group:
         self._shared = shared
         self._backend, self._module = spec.backend, module_of(spec.module)
         self._rank, self._size = spec.replica - 1, spec.replicas
-        self._device, self._links, self._compression = device, links, spec.compression
+        self._device, self._links = device, links
         self._over = threading.Event()
         self._store = FolderStore(run.group(self._module) / str(begun), self._over)
         self._hook: Callable[[Tensor], int] | None = None
+        if spec.compression is not None:
+            self._hook = hook_of(spec.compression, shared.gradients)
         if not dist.is_backend_available(self._backend):
             raise UnavailableError(
                 f"this torch ({torch.__version__}) has no backend {self._backend!r}",
@@ -149,8 +151,6 @@ class Group:
                 world_size=self._size,
                 timeout=_TIMEOUT,
             )
-        if self._compression is not None:
-            self._hook = hook_of(self._compression, self._shared.gradients)
 
     def mean(self, offer: Message) -> Message:
         """Return the mean of all replicas' offers, with the sum of their weights.

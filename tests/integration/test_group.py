@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dni_runtime.core.replication import Sync
@@ -64,36 +64,39 @@ def together(given: str) -> Weights:
     return found
 
 
-def formed(step: ModuleStep, folder: Path, begun: int = 1) -> Group:
+def group_of(step: ModuleStep, folder: Path) -> Group:
     run, links = RunDir(folder), LinksSpec()
-    group = Group(shared(step), step.spec, run, begun=begun, device=CPU, links=links)
-    group.form()
-    return group
+    return Group(shared(step), step.spec, run, begun=1, device=CPU, links=links)
 
 
-def one_of_them(place: int, folder: Path, ways: list[str]) -> list[tuple[list[Tensor], int]]:
-    """In a process of its own, as a worker does it, one way to share after the other."""
-    torch.set_num_threads(1)
-    found = []
-    for begun, given in enumerate(ways):
+def one_of_them(place: int, folder: Path, ways: list[str]) -> list[tuple[list[Any], int]]:
+    """In a process of its own, as a worker does it, one way to share after the other.
+
+    They share one process group: gloo may abort where one is destroyed.
+    """
+    found, formed = [], False
+    for given in ways:
         steps, learns = training(f"{given}, backend: gloo")
-        step, own = steps[place], list[Tensor]()
-        group = formed(step, folder, begun)
+        step, own = steps[place], []
+        group = group_of(step, folder)
+        if not formed:
+            group.form()
+            formed = True
         for point in range(1, POINTS + 1):
             learns(place, point)
             offer = shared(step).offer(Sync(10 * point, point % 4 == 0))
             shared(step).settle(group.mean(offer))
-            own.append(weights(step))
+            own.append(weights(step).numpy())
         found.append((own, group.sent))
-        group.part(10)
-        dist.destroy_process_group()
+    group.part(10)
     return found
 
 
 def is_lost(place: int, folder: Path) -> str:
-    """All but the last one find the group broken: one ends before the second point."""
+    """One ends before the second point: what the others are told."""
     step = ModuleStep(replicas("all-reduce, backend: gloo", REPLICAS)[place])
-    group = formed(step, folder)
+    group = group_of(step, folder)
+    group.form()
     for id in (1, 2):
         if id == 2 and place == REPLICAS - 1:
             os._exit(1)
@@ -105,30 +108,47 @@ def is_lost(place: int, folder: Path) -> str:
     return "not broken"
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[list[ProcessPoolExecutor]]:
-    """One for each replica; a process that is forked where torch has been imported."""
+def answer(to: Connection, work: Callable[..., Any], *given: Any) -> None:
+    torch.set_num_threads(1)
+    to.send(work(*given))
+
+
+def in_processes(work: Callable[..., Any], *given: Any) -> list[Any]:
+    """What each replica returns, in a process of its own; None if it ends without."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    pools = [ProcessPoolExecutor(1, context) for _ in range(REPLICAS)]
-    yield pools
-    for pool in pools:
-        pool.shutdown()
+    context.set_forkserver_preload([__name__])  # torch is imported once
+    answers, started = [], []
+    for place in range(REPLICAS):
+        here, there = context.Pipe(duplex=False)
+        started.append(context.Process(target=answer, args=(there, work, place, *given)))
+        started[-1].start()
+        there.close()
+        answers.append(here)
+    try:
+        found = []
+        for here in answers:
+            assert here.poll(90)
+            try:
+                found.append(here.recv())
+            except EOFError:
+                found.append(None)
+        return found
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
 
 
 @pytest.fixture(scope="module")
-def found(
-    processes: list[ProcessPoolExecutor], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Weights, list[int]]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Weights, list[int]]]:
     """The weights and the bytes that were sent, of each way to share."""
     ways = [*STRATEGIES, *(f"all-reduce, compression: {one}" for one in HOOKS)]
-    folder = tmp_path_factory.mktemp("run")
-    futures = [
-        pool.submit(one_of_them, place, folder, ways) for place, pool in enumerate(processes)
-    ]
-    results = [future.result(120) for future in futures]
+    results = in_processes(one_of_them, tmp_path_factory.mktemp("run"), ways)
     return {
-        way: ([own[number][0] for own in results], [own[number][1] for own in results])
+        way: (
+            [[torch.from_numpy(one) for one in own[number][0]] for own in results],
+            [own[number][1] for own in results],
+        )
         for number, way in enumerate(ways)
     }
 
@@ -157,12 +177,10 @@ def test_hooks_compress_gradients(hook: str, share_sent: float, apart: float, fo
     assert 0 < (first[-1] - plain[-1]).norm() < apart * (plain[-1] - plain[0]).norm()
 
 
-def test_a_group_that_has_lost_a_replica_is_broken(
-    processes: list[ProcessPoolExecutor], tmp_path: Path
-) -> None:
-    """All others are told so at once. This ends a process of the pool: it comes last."""
-    futures = [pool.submit(is_lost, place, tmp_path) for place, pool in enumerate(processes)]
-    for future in futures[:-1]:
-        said = future.result(60)
+def test_a_group_that_has_lost_a_replica_is_broken(tmp_path: Path) -> None:
+    """All others are told so at once."""
+    *told, lost = in_processes(is_lost, tmp_path)
+    assert lost is None
+    for said in told:
         assert said.startswith("the process group of 'b' is broken: "), said
         assert "another replica has ended" in said

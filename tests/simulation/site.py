@@ -399,7 +399,7 @@ class Stop(StopRequest):
     def drain(self) -> None:
         self._process.signalled = False
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         self._process.signalled = True
         self._world.wake(self._process)
 
