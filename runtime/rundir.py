@@ -48,7 +48,6 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -391,15 +390,3 @@ def append_line(path: Path, document: dict[str, Any]) -> int:
         return os.lseek(descriptor, 0, os.SEEK_CUR)
     finally:
         os.close(descriptor)
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of a file; incomplete and damaged lines are left out."""
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    with contextlib.suppress(ValueError):  # a full disk can cut a line short
-                        yield json.loads(line)
-    except FileNotFoundError:
-        return

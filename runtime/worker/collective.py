@@ -24,31 +24,30 @@ class Collective(Exchange):
     Args:
         shared: What the replicas share.
         group: The process group, not formed yet.
-        done: Markers up to this id are behind the replica.
         stop: Whose wake-up descriptor says that a mean is there.
     """
 
-    def __init__(self, shared: Shared, group: Group, *, done: int, stop: StopRequest) -> None:
-        super().__init__(shared, inputs=[], done=done, gone=lambda name: False)
+    def __init__(self, shared: Shared, group: Group, stop: StopRequest) -> None:
+        super().__init__(shared, inputs=[], done=0, gone=lambda name: False)
         self._group, self._stop = group, stop
         self._thread = ThreadPoolExecutor(1, "replicas")
         self._formed = self._thread.submit(group.form)
         self._mean: Future[Message] | None = None
 
     def begin(self, marker: Marker) -> None:
-        self._at = sync_at(marker)
-        self._mean = self._thread.submit(self._group.mean, self._shared.offer(self._at))
+        offer = self._shared.offer(sync_at(marker))
+        self._mean = self._thread.submit(self._group.mean, offer)
         self._mean.add_done_callback(lambda _: self._stop.wake())
 
     def done(self) -> bool:
         if self._formed.done():
             self._formed.result()
-        if self._at is None or self._mean is None or not self._mean.done():
+        if self._mean is None or not self._mean.done():
             return False
+        mean, self._mean = self._mean.result(), None
         self._stop.drain()
-        self._shared.settle(self._mean.result())
+        self._shared.settle(mean)
         self.sent = self._group.sent
-        self._done, self._at = self._at.id, None
         return True
 
     def finish(self, deadline_s: float) -> None:

@@ -181,9 +181,18 @@ def _serve(
             from dni_runtime.worker.collective import Collective  # some builds of torch lack it
             from dni_runtime.worker.group import Group
 
-            shared, links_set = step.shared, _links(options, spec)
-            group = Group(shared, spec, run, begun=start.begun, device=device, links=links_set)
-            exchange = Collective(shared, group, done=start.cut, stop=stop)
+            exchange = Collective(
+                step.shared,
+                Group(
+                    step.shared,
+                    spec,
+                    run,
+                    begun=start.begun,
+                    device=device,
+                    links=_links(options, spec),
+                ),
+                stop,
+            )
         elif step.shared is not None:
             exchange = (Exchange if step.shared.strategy.waits else Pushes)(
                 step.shared,

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 import dni_runtime
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.documents.state import RunState
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from tests.e2e.conftest import Site
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

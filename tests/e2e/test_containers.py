@@ -25,9 +25,10 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import describe, open_data
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import WORKER_FOLDERS, RunDir, read_lines
+from dni_runtime.rundir import WORKER_FOLDERS, RunDir
 from dni_runtime.spec import load_chain
 from tests.e2e.conftest import Site, eventually, processes_of
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.e2e, pytest.mark.timeout(900)]
 

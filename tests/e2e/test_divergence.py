@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dni_runtime.rundir import read_lines
 from tests.e2e.conftest import MODULES, Site
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

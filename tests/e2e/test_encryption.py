@@ -19,10 +19,11 @@ import zmq
 
 from dni_runtime import keys
 from dni_runtime.link.address import addresses
-from dni_runtime.rundir import RunDir, read_json, read_lines, write_atomic
+from dni_runtime.rundir import RunDir, read_json, write_atomic
 from dni_runtime.spec import parse_chain
 from tests.e2e.conftest import FOREVER, PAIR, Site, eventually, processes_of
 from tests.e2e.workers import workers_of
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -20,9 +20,10 @@ from dni_runtime.cuts import complete_cuts
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.reports import Report
 from dni_runtime.image.apptainer import Apptainer
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker.checkpoint import read
 from tests.e2e.conftest import FOREVER, Dnictl, Site, eventually, need, processes_of
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

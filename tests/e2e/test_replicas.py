@@ -19,7 +19,6 @@ from dni_runtime.data import open_data
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.rundir import read_lines
 from dni_runtime.spec import DataSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.replicas import workers_of
@@ -28,6 +27,7 @@ from dni_runtime.worker.checkpoint import read
 from dni_runtime.worker.stream import items
 from tests.e2e.conftest import PAUSE, PAUSES, Site, eventually
 from tests.e2e.workers import largest_difference, reference_weights
+from tests.lines import read_lines
 from tests.replicas import share
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -12,7 +12,7 @@ import pytest
 
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.figures import ModuleFigures
-from dni_runtime.rundir import read_json, read_lines, write_json
+from dni_runtime.rundir import read_json, write_json
 from tests.e2e.conftest import (
     CHAIN,
     ENDS,
@@ -24,6 +24,7 @@ from tests.e2e.conftest import (
     processes_of,
 )
 from tests.integration.link.tap import Tap
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -23,9 +23,10 @@ from dni_runtime.documents.state import RunState
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.reference import opened
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.rundir import RunDir, read_json
 from tests.e2e import conftest
 from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, command_of, run, state_of
+from tests.lines import read_lines
 
 eventually = partial(conftest.eventually, within_s=90)  # Slurm takes its time
 

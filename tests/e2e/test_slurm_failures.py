@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker.ledger import Counts
 from tests.e2e.conftest import Dnictl, command_of, processes_of, run
 from tests.e2e.test_slurm import (
@@ -22,6 +22,7 @@ from tests.e2e.test_slurm import (
     submitted,
     training,
 )
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(300)]
 

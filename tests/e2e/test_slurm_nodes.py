@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.rundir import RunDir, read_json
 from tests.e2e.conftest import FOREVER, PAUSE, PAUSES, Dnictl, run
 from tests.e2e.test_slurm import ROOT, eventually, is_requeued, started_again, submitted
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(500)]
 

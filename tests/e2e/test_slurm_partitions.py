@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dni_runtime.rundir import read_json, read_lines
+from dni_runtime.rundir import read_json
 from tests.e2e.conftest import Dnictl, run
 from tests.e2e.test_slurm import (
     eventually,
@@ -15,6 +15,7 @@ from tests.e2e.test_slurm import (
     submitted,
     training,
 )
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.timeout(280)]
 

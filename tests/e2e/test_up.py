@@ -19,9 +19,10 @@ from dni_runtime.data import open_data
 from dni_runtime.documents.state import RunState, process_birth
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.launch.child import session_of
-from dni_runtime.rundir import RunDir, read_lines, socket_path
+from dni_runtime.rundir import RunDir, socket_path
 from dni_runtime.spec import DataSpec
 from tests.e2e.conftest import ENDS, FOREVER, MODULES, PAIR, Site, eventually
+from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -21,7 +21,6 @@ from dni_runtime.documents.best import Best
 from dni_runtime.rundir import (
     RunDir,
     read_json,
-    read_lines,
     write_atomic,
 )
 from dni_runtime.spec import ChainSpec, parse_chain
@@ -30,6 +29,7 @@ from dni_runtime.worker.signals import REPEAT_S
 from tests.conftest import eventually
 from tests.e2e.workers import Chain, largest_difference, reference_weights, workers_of
 from tests.integration.link.relay import Relay
+from tests.lines import read_lines
 
 pytestmark = pytest.mark.e2e
 

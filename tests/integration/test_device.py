@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.wire import Mark
 from dni_runtime.worker import metrics, server
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.stream import Item, Position
 from tests.integration.test_counted_work import Served, specs, stream
+from tests.lines import read_lines
 
 BATCHES = 12
 COPY_S = 0.004

@@ -74,14 +74,13 @@ def one_of_them(place: int, folder: Path, ways: list[str]) -> list[tuple[list[An
 
     They share one process group: gloo may abort where one is destroyed.
     """
-    found, formed = [], False
-    for given in ways:
+    found = []
+    for number, given in enumerate(ways):
         steps, learns = training(f"{given}, backend: gloo")
         step, own = steps[place], []
         group = group_of(step, folder)
-        if not formed:
+        if number == 0:
             group.form()
-            formed = True
         for point in range(1, POINTS + 1):
             learns(place, point)
             offer = shared(step).offer(Sync(10 * point, point % 4 == 0))

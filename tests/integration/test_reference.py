@@ -9,7 +9,7 @@ import pytest
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.reference import REFERENCE, train_reference
-from dni_runtime.rundir import read_lines
+from tests.lines import read_lines
 
 CHAIN = """\
 name: small

@@ -19,7 +19,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DataError
 from dni_runtime.link import Batch, InputLink, Marker, OutputLink
-from dni_runtime.rundir import RunDir, read_json, read_lines
+from dni_runtime.rundir import RunDir, read_json
 from dni_runtime.spec import TailRole, parse_chain
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker import report
@@ -34,6 +34,7 @@ from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Stream, items
 from tests.conftest import MakeSpec
+from tests.lines import read_lines
 
 
 def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(

@@ -38,7 +38,7 @@ from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.scaling import Scaler, ask_for
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.packing import no_labels
-from dni_runtime.rundir import RunDir, peek_json, read_lines, write_atomic
+from dni_runtime.rundir import RunDir, peek_json, write_atomic
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.members import Members, first_replicas
 from dni_runtime.spec.named import module_of
@@ -60,6 +60,7 @@ from dni_runtime.worker import (
 from dni_runtime.worker.ledger import Counts
 from dni_runtime.worker.options import Options
 from dni_runtime.worker.signals import StopRequest
+from tests.lines import read_lines
 from tests.simulation.disk import Disk
 from tests.simulation.network import Context, Network, Poller
 from tests.simulation.supervision import Supervision, Worker

@@ -14,9 +14,9 @@ from dni_runtime.rundir import (
     overwrite_json,
     peek_json,
     read_json,
-    read_lines,
     write_json,
 )
+from tests.lines import read_lines
 
 
 def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:

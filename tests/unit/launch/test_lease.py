@@ -15,7 +15,8 @@ from dni_runtime.errors import DataError, UsageError
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.lease import SILENCE_S, TOKEN_VARIABLE, Lease, LeaseError, Owner
 from dni_runtime.launch.runtime_files import remove_runtime_files
-from dni_runtime.rundir import RunDir, read_lines, socket_path
+from dni_runtime.rundir import RunDir, socket_path
+from tests.lines import read_lines
 
 TAKER = """\
 import sys, time

@@ -23,7 +23,8 @@ from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import read_json, read_lines, write_json
+from dni_runtime.rundir import read_json, write_json
+from tests.lines import read_lines
 
 
 class World:

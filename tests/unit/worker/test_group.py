@@ -103,7 +103,7 @@ def stop() -> Iterator[StopRequest]:
 
 def test_a_mean_wakes_the_worker_up(stop: StopRequest) -> None:
     group, step = Alone(), ModuleStep(spec())
-    exchange = Collective(shared(step), group, done=0, stop=stop)
+    exchange = Collective(shared(step), group, stop)
     assert not exchange.done(), "nothing is shared yet"
     exchange.begin(Marker(4, 1, Mark.SYNC, {}))
     assert not exchange.done()
@@ -119,7 +119,7 @@ def test_a_mean_wakes_the_worker_up(stop: StopRequest) -> None:
 
 def test_a_group_that_cannot_be_formed_ends_the_worker_at_once(stop: StopRequest) -> None:
     group = Alone(error=UnavailableError("no interface"))
-    exchange = Collective(shared(ModuleStep(spec())), group, done=0, stop=stop)
+    exchange = Collective(shared(ModuleStep(spec())), group, stop)
     with pytest.raises(UnavailableError, match="no interface"):
         eventually("an error", exchange.done)
     exchange.close()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dni_runtime.documents.metrics import parse_line
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker import metrics_file
 from dni_runtime.worker.metrics_file import MetricsFile
+from tests.lines import read_lines
 
 LIMIT = 20_000
 

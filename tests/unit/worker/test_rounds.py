@@ -15,7 +15,7 @@ from dni_runtime.data import describe, open_data
 from dni_runtime.documents.requests import Replicas
 from dni_runtime.errors import DataError
 from dni_runtime.link import Batch, Marker, change_of
-from dni_runtime.rundir import RunDir, read_lines
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.members import Members, first_replicas
@@ -28,6 +28,7 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.rounds import Insertion, Rounds
 from dni_runtime.worker.stream import Position, Stream
+from tests.lines import read_lines
 
 CHAIN = """\
 name: net
