@@ -172,7 +172,7 @@ def test_a_slow_host_gets_less(site: Site, monkeypatch: pytest.MonkeyPatch) -> N
     first, second = told["modules"]
     assert (first["until"], second["until"]) == ("stages.0", None)
     assert first["better_parameters"] > first["parameters"], "the fast host gets more"
-    assert first["better_seconds"] > first["seconds"]
+    # The first module's own time tells nothing: where it ends later, its interface is smaller.
     assert second["better_seconds"] < second["seconds"]
     assert first["host"] == second["host"] == socket.gethostname()
 
