@@ -59,7 +59,7 @@ test-here: $(VENV)/ready
 
 gpu-here: $(VENV)/ready
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"torch {torch.__version__} sees no GPU")'
-	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest tests/e2e/test_gpu.py
+	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest -m gpu tests
 
 check-here: $(VENV)/ready build/typed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

@@ -21,10 +21,16 @@ os.environ["MKL_CBWR"] = "AUTO"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # Thousands of workers start: none imports what only torch.compile needs, but in its own test.
 os.environ["DNI_QUICK_START"] = "1"
+# Whether there is a GPU is asked so that forks can use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 collect_seldom()  # thousands of tests beside what torch has brought
 torch.set_num_threads(1)  # tests run beside each other; more threads only fight for cores
 
 MakeSpec = Callable[..., WorkerSpec]
+
+_NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: see 'make gpu'")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU])]
+"""Where a test runs: ``@pytest.mark.parametrize("device", DEVICES)``."""
 
 
 def needs_slurm(nodeid: str) -> bool:

@@ -45,7 +45,7 @@ def replicas(
 def learn(step: ModuleStep, id: int, x_BX: Tensor, target_BH: Tensor) -> None:
     """Train on a batch, with half the squared distance to the target as each sample's loss."""
     h_BH = step.forward(id, x_BX)
-    step.update(torch.zeros(len(x_BX), dtype=torch.int64))
+    step.update(torch.zeros(len(x_BX), dtype=torch.int64, device=step.device))
     step.late_gradient(id, h_BH - target_BH)
 
 

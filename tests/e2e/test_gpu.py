@@ -19,26 +19,43 @@ pytestmark = [
 ON_GPU = (CHAIN % 8).replace("\n    layers:", "\n    device: cuda\n    layers:")
 
 
-def write(site: Site, interface: str) -> None:
-    chain = ON_GPU.replace("defaults: {", f"defaults: {{interface: {interface}, ")
-    (site.folder / "chain.yaml").write_text(chain)
+ALONE = """\
+import os
+from torch import nn
+
+class Alone(nn.ReLU):
+    def __init__(self):
+        super().__init__()
+        os.environ["NCCL_HOSTID"] = str(os.getpid())
+"""
+"""A layer for replicas that share one GPU: NCCL allows that if they seem to be on several hosts."""
 
 
-@pytest.mark.parametrize("interface", ["exact", "delayed", "mixed"])
-def test_a_chain_on_a_gpu(site: Site, interface: str) -> None:
-    write(site, interface)
+def write(site: Site, defaults: str, *more: str) -> None:
+    chain = ON_GPU.replace("defaults: {", f"defaults: {{interface: {defaults}, ")
+    (site.folder / "chain.yaml").write_text("\n".join([chain, *more, ""]))
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    ["exact", "delayed", "mixed", *(f"{one}, precision: float16" for one in ("exact", "mixed"))],
+)
+def test_a_chain_on_a_gpu(site: Site, defaults: str) -> None:
+    write(site, defaults, "on_nan: skip")
     figures = site.json("up", "--backend", "process")
     assert (figures["state"], figures["exit_code"]) == ("finished", 0)
     assert figures["accuracy"] > 0.9
     assert f"runs on {torch.device('cuda', 0)}" in site.latest.log("top", 1).read_text()
 
 
-def test_replicas_in_a_process_group_on_a_gpu(site: Site) -> None:
-    """Rows stay on it, of which gloo makes copies. NCCL needs a GPU for each replica."""
-    write(site, "mixed")
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_replicas_in_a_process_group_on_a_gpu(site: Site, backend: str) -> None:
+    """Rows stay on it; gloo makes copies of them."""
+    write(site, "mixed", f"replication: {{strategy: all-reduce, backend: {backend}}}")
+    (site.folder / "alone.py").write_text(ALONE)
     path = site.folder / "chain.yaml"
-    text = path.read_text().replace("device: cuda\n", "device: cuda\n    replicas: 2\n")
-    path.write_text(f"{text}\nreplication: {{strategy: all-reduce, backend: gloo}}\n")
+    text = path.read_text().replace("ReLU]", "{import: 'alone:Alone'}]")
+    path.write_text(text.replace("- name: middle", "- name: middle\n    replicas: 2"))
     figures = site.json("up", "--backend", "process")
     assert (figures["state"], figures["accuracy"] > 0.9) == ("finished", True)
 

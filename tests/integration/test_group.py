@@ -19,41 +19,44 @@ from dni_runtime.errors import WorkerError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import LinksSpec
 from dni_runtime.worker.group import Group
+from tests.conftest import DEVICES
 from tests.replicas import learn, replicas, share, shared
 
 REPLICAS, POINTS = 3, 12
-CPU = torch.device("cpu")
 STRATEGIES = (
     "local-sgd", "all-reduce", "diloco", "admm",
     "{federated: {share: 0.7}}", "{dynamic: {threshold: 0.05}}",
 )  # fmt: skip
 HOOKS = ("bfloat16", "{powersgd: {rank: 1}}")
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
 Weights = list[list[Tensor]]
 """Of each replica, the layers' weights after each point."""
+Found = dict[str, tuple[Weights, list[int]]]
 
 
-def training(given: str) -> tuple[list[ModuleStep], Callable[[int, int], None]]:
+def training(given: str, device: str) -> tuple[list[ModuleStep], Callable[[int, int], None]]:
     """Replicas, and how one learns in the batches before a point: some get more than others."""
-    steps = [ModuleStep(spec) for spec in replicas(given, REPLICAS)]
+    steps = [ModuleStep(spec, device) for spec in replicas(given, REPLICAS)]
     truth = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
     def learns(place: int, point: int) -> None:
         for batch in range((place + point) % 3):
             draw = torch.Generator().manual_seed(100 * point + 10 * place + batch)
             x = torch.randn(8, 8, generator=draw)
-            learn(steps[place], 10 * point + batch, x, x @ truth)
+            learn(steps[place], 10 * point + batch, x.to(device), (x @ truth).to(device))
 
     return steps, learns
 
 
 def weights(step: ModuleStep) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in step.layers.parameters()])
+    return torch.cat([p.detach().flatten() for p in step.layers.parameters()]).cpu()
 
 
-def together(given: str) -> Weights:
+def together(given: str, device: str) -> Weights:
     """In one process, over messages."""
-    steps, learns = training(given)
+    steps, learns = training(given, device)
     found: Weights = [[] for _ in steps]
     for point in range(1, POINTS + 1):
         for place in range(REPLICAS):
@@ -66,17 +69,20 @@ def together(given: str) -> Weights:
 
 def group_of(step: ModuleStep, folder: Path) -> Group:
     run, links = RunDir(folder), LinksSpec()
-    return Group(shared(step), step.spec, run, begun=1, device=CPU, links=links)
+    return Group(shared(step), step.spec, run, begun=1, device=step.device, links=links)
 
 
-def one_of_them(place: int, folder: Path, ways: list[str]) -> list[tuple[list[Any], int]]:
+def one_of_them(
+    place: int, folder: Path, ways: list[str], device: str
+) -> list[tuple[list[Any], int]]:
     """In a process of its own, as a worker does it, one way to share after the other.
 
     They share one process group: gloo may abort where one is destroyed.
     """
+    os.environ["NCCL_HOSTID"] = str(place)  # else NCCL refuses replicas that share a GPU
     found = []
     for number, given in enumerate(ways):
-        steps, learns = training(f"{given}, backend: gloo")
+        steps, learns = training(f"{given}, backend: {BACKENDS[device]}", device)
         step, own = steps[place], []
         group = group_of(step, folder)
         if number == 0:
@@ -138,11 +144,17 @@ def in_processes(work: Callable[..., Any], *given: Any) -> list[Any]:
             process.join()
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where rows lie: with gloo on the CPU, with NCCL on a GPU."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Weights, list[int]]]:
+def found(device: str, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The weights and the bytes that were sent, of each way to share."""
     ways = [*STRATEGIES, *(f"all-reduce, compression: {one}" for one in HOOKS)]
-    results = in_processes(one_of_them, tmp_path_factory.mktemp("run"), ways)
+    results = in_processes(one_of_them, tmp_path_factory.mktemp("run"), ways, device)
     return {
         way: (
             [[torch.from_numpy(one) for one in own[number][0]] for own in results],
@@ -152,15 +164,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Weights, 
     }
 
 
-Found = dict[str, tuple[Weights, list[int]]]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_group_learns_as_replicas_do_over_links(strategy: str, found: Found) -> None:
-    for place, (own, wanted) in enumerate(zip(found[strategy][0], together(strategy), strict=True)):
+def test_a_group_learns_as_replicas_do_over_links(strategy: str, device: str, found: Found) -> None:
+    wanted = together(strategy, device)
+    for place, (own, theirs) in enumerate(zip(found[strategy][0], wanted, strict=True)):
         assert not torch.equal(own[0], own[-1])
-        for point, (ours, theirs) in enumerate(zip(own, wanted, strict=True), 1):
-            assert torch.allclose(ours, theirs, atol=1e-6), (place, point)
+        for point, (one, other) in enumerate(zip(own, theirs, strict=True), 1):
+            assert torch.allclose(one, other, atol=1e-6), (place, point)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Loss scaling in float16, beside ``torch.amp.GradScaler``; on the CPU, which has float16, too."""
+"""Loss scaling in float16, beside ``torch.amp.GradScaler``: on a GPU, and on the CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.conftest import DEVICES
 from tests.replicas import replicas
 from tests.unit.core.conftest import CHAIN, INFO
 
@@ -38,21 +39,22 @@ def batch(draw: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(16, 8, generator=draw), torch.randint(0, 3, (16,), generator=draw)
 
 
-def test_it_is_torchs_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_torchs_grad_scaler(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail, whose factor falls until nothing overflows, and grows after four good updates."""
     monkeypatch.setattr(loss_scale, "_GROWTH_STEPS", 4)
-    step = ModuleStep(specs("exact")[2])
+    step = ModuleStep(specs("exact")[2], device)
     scale_of(step).value = START
     model = copy.deepcopy(step.layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=START, growth_interval=4)
+    scaler = torch.amp.GradScaler(device, init_scale=START, growth_interval=4)
     draw, values = torch.Generator().manual_seed(1), []
     for id in range(1, 31):
-        x, y = batch(draw)
+        x, y = (one.to(device) for one in batch(draw))
         step.forward(id, x)
         step.update(y)
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(device, dtype=torch.float16):
             p = model(x).float()
         scaler.scale(nn.functional.cross_entropy(p, y)).backward()
         scaler.step(optimizer)
@@ -66,17 +68,20 @@ def test_it_is_torchs_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.optimization.skipped > 4
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "interface", ["exact", "{delayed: {keep: input}}", "{delayed: {keep: weights}}"]
 )
-def test_small_gradients_arrive_at_weights_and_at_the_module_upstream(interface: str) -> None:
+def test_small_gradients_arrive_at_weights_and_at_the_module_upstream(
+    interface: str, device: str
+) -> None:
     """As in float32; the type's smallest number is 6e-8, so that none would be left."""
     draw = torch.Generator().manual_seed(1)
-    x, y = batch(draw)
-    g = torch.randn(16, 8, generator=draw) * 1e-7
+    x, y = (one.to(device) for one in batch(draw))
+    g = torch.randn(16, 8, generator=draw).to(device) * 1e-7
     found: list[list[Tensor]] = []
     for settings in (f"accumulate: 2, {FLOAT16}", "accumulate: 2"):
-        step = ModuleStep(specs(interface, settings)[1])
+        step = ModuleStep(specs(interface, settings)[1], device)
         step.forward(1, x)
         step.update(y)
         (upstream,) = step.late_gradient(1, g)
