@@ -13,6 +13,7 @@ from typing import NoReturn
 
 _USUAL = gc.get_threshold()
 _SELDOM = 100_000
+_in_order = False
 
 
 def collect_seldom() -> None:
@@ -32,6 +33,12 @@ def collect_as_usual() -> None:
     gc.set_threshold(*_USUAL)
 
 
+def end_in_order() -> None:
+    """Let what succeeds end as Python ends it by default: C libraries have the last word (MPI)."""
+    global _in_order
+    _in_order = True
+
+
 def run_program(main: Callable[[], object]) -> NoReturn:
     """Run a program's main function, and end the process with the number that it exits with.
 
@@ -44,6 +51,8 @@ def run_program(main: Callable[[], object]) -> NoReturn:
         main()
     except SystemExit as error:
         code = int(error.code or 0)
+    if _in_order and code == 0:
+        sys.exit()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -58,7 +58,7 @@ class ReplicationSpec(Frozen):
     every: Annotated[int, Field(ge=1)] | None = None
     compression: Choice | None = None
     scale_lr: Literal["linear", "sqrt"] | None = None
-    backend: Literal["gloo", "nccl"] | None = None
+    backend: Literal["gloo", "nccl", "mpi"] | None = None
 
 
 class RestartSpec(Frozen):

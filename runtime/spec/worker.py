@@ -236,7 +236,7 @@ class WorkerSpec(Frozen):
     peers: tuple[LaneSpec, ...] = ()
     strategy: Choice | None = None
     compression: Choice | None = None
-    backend: Literal["gloo", "nccl"] | None = None
+    backend: Literal["gloo", "nccl", "mpi"] | None = None
     lr_scale: float = 1.0
 
     def to_json(self) -> str:

@@ -84,6 +84,7 @@ class Group:
         begun: Which start of the whole chain this is: each has a group of its own.
         device: Where rows lie.
         links: Its links, whose interface the group takes if it is on several hosts.
+        add: Replaces numbers by their sums over all replicas, if MPI does that.
 
     Attributes:
         sent: Bytes that this replica has sent, if messages go round in a ring.
@@ -101,13 +102,14 @@ class Group:
         begun: int,
         device: torch.device,
         links: LinksSpec,
+        add: Callable[[Tensor], object] | None = None,
     ) -> None:
         assert spec.backend is not None
         self.sent = 0
         self._shared = shared
         self._backend, self._module = spec.backend, module_of(spec.module)
         self._rank, self._size = spec.replica - 1, spec.replicas
-        self._device, self._links = device, links
+        self._device, self._links, self._add = device, links, add or dist.all_reduce
         self._over = threading.Event()
         self._store = FolderStore(run.group(self._module) / str(begun), self._over)
         self._hook: Callable[[Tensor], int] | None = None
@@ -132,6 +134,8 @@ class Group:
             WorkerError: Another one has ended meanwhile, or this one is to end.
             UnavailableError: They are on several hosts, and the interface is not there.
         """
+        if self._backend == "mpi":
+            return
         with self._broken():
             self._say("host", _host())
             one_host = len({self._store.get(self._key("host", rank)) for rank in self._all}) == 1
@@ -165,7 +169,7 @@ class Group:
         counts = [weight, float(row is not None), float(offer.asks)]
         with self._broken():
             sums = torch.tensor(counts, dtype=torch.float64, device=self._device)
-            self._add(sums)
+            self._sum_up(sums)
             total, rows, asks = sums.tolist()
             if not rows:
                 return Message(asks=asks > 0)
@@ -177,7 +181,7 @@ class Group:
             if self._hook is not None and split:
                 row[:split] *= self._size  # hooks divide by it
                 self._count(self._hook(row[:split]))
-            self._add(row[split:])
+            self._sum_up(row[split:])
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         return Message(row, total, asks=asks > 0)
@@ -211,9 +215,8 @@ class Group:
     def _say(self, what: str, value: str) -> None:
         self._store.set(self._key(what, self._rank), value)
 
-    def _add(self, numbers: Tensor) -> None:
-        """Replace numbers by their sums over all replicas."""
-        dist.all_reduce(numbers)
+    def _sum_up(self, numbers: Tensor) -> None:
+        self._add(numbers)
         self._count(numbers.nbytes)
 
     def _count(self, size: int) -> None:
