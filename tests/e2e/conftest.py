@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from dni_runtime.launch.records import Record
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec
 from tests.conftest import eventually
+from tests.e2e.programs import Program
 from tests.e2e.workers import Chain
 
 MODULES = ["bottom", "middle", "top"]
@@ -123,7 +123,10 @@ def slurm() -> str:
 @pytest.fixture
 def dnictl(slurm: str, tmp_path: Path) -> Iterator[Dnictl]:
     """dnictl in a folder of its own, beside a Slurm; jobs that a test leaves are cancelled."""
-    yield Dnictl(tmp_path)
+    made = Dnictl(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
     for record in tmp_path.glob("runs/*/job.json"):
         job = json.loads(record.read_text())["job"]
         if job is not None:
@@ -180,20 +183,12 @@ class Dnictl:
 
     folder: Path
     environ: Mapping[str, str] = field(default_factory=dict)
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: list[Program] = field(default_factory=list)
 
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+    def start(self, *arguments: str | Path) -> Program:
         """Start it."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dnictl", *map(str, arguments)],
-            cwd=self.folder,
-            env={**os.environ, **self.environ},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        environ = {**os.environ, **self.environ}
+        process = Program("dnictl", [*map(str, arguments)], self.folder, environ)
         self.started.append(process)
         return process
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice
@@ -21,6 +19,7 @@ from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import Report
 from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec, WorkerSpec
+from tests.e2e.programs import Program
 
 
 def workers_of(chain: ChainSpec) -> tuple[WorkerSpec, ...]:
@@ -34,7 +33,7 @@ class Chain:
         self.run = RunDir(root)
         self.workers = workers_of(chain)
         self.names = [worker.module for worker in self.workers]
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Program] = {}
         self.run.create()
         RunRecord(
             run="test", chain="c", modules=tuple(self.names), backend="process", epochs=1,
@@ -49,17 +48,11 @@ class Chain:
             self.start_one(name, *options.get(name, ()), attempt=attempt)
 
     def start_one(self, name: str, *options: str, attempt: int = 1) -> None:
-        with self.run.log(name, attempt).open("wb") as log:
-            self.processes[name] = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "dni_runtime.worker", "--run", str(self.run.root)),
-                    *("--module", name, "--attempt", str(attempt), *options),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+        log = self.run.log(name, attempt)
+        arguments = ["--run", str(self.run.root), "--module", name, "--attempt", str(attempt)]
+        self.processes[name] = Program(
+            "dni_runtime.worker", [*arguments, *options], Path(), os.environ, log
+        )
 
     def wait(self, deadline_s: float = 90) -> dict[str, int]:
         end = time.monotonic() + deadline_s
