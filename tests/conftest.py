@@ -49,11 +49,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with Slurm's tests: one after the other they take longest."""
+    """Begin with what takes longest, one test after the other: Slurm's and the simulation's."""
     for item in items:
         if item.get_closest_marker("slurm") is not None and not needs_slurm(item.nodeid):
             raise pytest.UsageError(f"it needs Slurm, so name it after that: {item.nodeid}")
-    items.sort(key=lambda item: not needs_slurm(item.nodeid))
+    items.sort(key=lambda item: (not needs_slurm(item.nodeid), "simulation" not in item.nodeid))
 
 
 def eventually(

@@ -216,6 +216,7 @@ class Group:
         self._store.set(self._key(what, self._rank), value)
 
     def _sum_up(self, numbers: Tensor) -> None:
+        """Replace numbers by their sums over all replicas."""
         self._add(numbers)
         self._count(numbers.nbytes)
 
