@@ -166,6 +166,7 @@ def test_a_run_is_stopped_killed_and_continued(
     assert victim is not None
     os.kill(victim, signal.SIGKILL)
     assert process.wait(60) not in (0, 75)
+    eventually("the ranks have ended", lambda: states(site)["run"] != "stopping")
     figures = site.json("status")
     assert figures["state"] == "lost"
     assert "middle.2" in figures["error"]
