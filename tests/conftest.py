@@ -49,14 +49,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, as its tests run one after the other."""
+    """Begin with what takes longest, one test after the other: Slurm's and the simulation's."""
     for item in items:
         if item.get_closest_marker("slurm") is not None and not needs_slurm(item.nodeid):
             raise pytest.UsageError(f"it needs Slurm, so name it after that: {item.nodeid}")
-    long = ("simulation", "e2e/test_split", "e2e/test_paper", "e2e/test_images", "e2e/test_mpi")
-    items.sort(
-        key=lambda item: (not needs_slurm(item.nodeid), not any(one in item.nodeid for one in long))
-    )
+    items.sort(key=lambda item: (not needs_slurm(item.nodeid), "simulation" not in item.nodeid))
 
 
 def eventually(
