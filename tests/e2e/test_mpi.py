@@ -225,10 +225,14 @@ def test_the_page(
 
 @pytest.mark.slurm
 @pytest.mark.apptainer
-def test_the_page_in_a_slurm_job(tool: Apptainer, slurm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "hosts"), [("none", {"n1", "n2"}), ("pmix", {"n1"})])
+def test_the_page_in_a_slurm_job(
+    kind: str, hosts: set[str], tool: Apptainer, slurm: str, tmp_path: Path
+) -> None:
     """Its script for Slurm: four ranks on two hosts, whose links are encrypted.
 
-    The two replicas, one on each, form a process group, which is not.
+    The two replicas, one on each, form a process group, which is not. PMIx's files lie in /tmp,
+    which the testbed's hosts share, so there it is for one host.
     """
     write(tmp_path, 6, f"links: {{interface: {slurm}}}\nreplication: {{backend: gloo}}")
     dnictl = Dnictl(tmp_path)
@@ -236,7 +240,8 @@ def test_the_page_in_a_slurm_job(tool: Apptainer, slurm: str, tmp_path: Path) ->
     printed = dnictl.run("mpi", "--run-dir", "runs/a")
     assert printed.stdout.rstrip().endswith("--transport tcp --start $(date +%s)")
     assert "'replication.backend: gloo': anyone who can reach" in printed.stderr
-    (tmp_path / "job.sh").write_text(block("Several hosts"))
+    script = block("Several hosts").replace("--mpi=none", f"--mpi={kind}")
+    (tmp_path / "job.sh").write_text(script.replace("--nodes=2", f"--nodes={len(hosts)}"))
     done = subprocess.run(
         ["sbatch", "--wait", "--output=out.txt", "job.sh"],
         cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
@@ -246,14 +251,14 @@ def test_the_page_in_a_slurm_job(tool: Apptainer, slurm: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr + said
     figures = dnictl.json("status")
     assert (figures["state"], figures["epoch"]) == ("finished", 6)
-    assert len({module["host"] for module in figures["modules"]}) == 2
+    assert {module["host"] for module in figures["modules"]} == hosts
     run = RunDir(tmp_path / "runs" / "a")
     evals = [line for line in read_lines(run.metrics("top")) if line["kind"] == "eval"]
     assert evals[-1]["accuracy"] > 0.85
     listens = r"listening on tcp://10\.77\.0\.\d:\d+, encrypted"
     assert re.search(listens, run.log("top", 1).read_text())
-    hosts = {json.loads(run.worker(f"middle.{one}").read_text())["host"] for one in (1, 2)}
-    assert hosts == {"n1", "n2"}
+    replicas = {json.loads(run.worker(f"middle.{one}").read_text())["host"] for one in (1, 2)}
+    assert replicas == hosts
     (group,) = run.group("middle").iterdir()
     assert len(list(group.glob("host.*"))) == 2
     cut = complete_cuts(run, ["middle.1", "middle.2"])[-1]
