@@ -156,10 +156,10 @@ class Supervisor:
             for worker in self._pool.workers.values():
                 bound_log(Path(worker.log))
         self._reap()
-        for name, error in self._pool.start_due().items():
-            self._could_not_start(name, error)
         if self.state.anew is not None and self._stop_reason is None:
             self._begin_anew(0.0, self.state.anew)
+        for name, error in self._pool.start_due().items():
+            self._could_not_start(name, error)
         if self._linger_until is not None and self._clock() >= self._linger_until:
             self._stop("the tail has finished, other modules have not")
         if self._clock() >= self._kill_at:

@@ -506,6 +506,19 @@ def test_who_takes_over_begins_anew_where_the_former_supervisor_was_about_to(
     assert all(process.worker.resume == "0" for process in world.processes.values())
 
 
+def test_where_all_begin_anew_nobody_is_started_before(
+    world: World, record: Record, plan: LaunchPlan
+) -> None:
+    state = left(record, world)
+    state.anew = "a replica of the first module is lost"
+    world.ended_meanwhile.add("bottom")
+    world.exits(3, bottom=0, middle=0, top=0)
+    rules = replace(plan, restart=RestartPlan("on-failure", backoff_s=0))
+    assert adopting(record, rules, world, state).run().phase == "finished"
+    started = [one["module"] for one in events(record) if one["event"] == "worker_started"]
+    assert started == ["bottom", "middle", "top"]
+
+
 def test_one_that_has_finished_before_is_left_alone(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
