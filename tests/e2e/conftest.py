@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 import pytest
 
 from dni_runtime.cuts import complete_cuts
-from dni_runtime.documents.state import process_birth
+from dni_runtime.documents.state import RunState, lives, process_birth
 from dni_runtime.errors import UnavailableError
 from dni_runtime.image.apptainer import Apptainer, find_apptainer
+from dni_runtime.launch.child import session_of
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import RunDir
@@ -166,6 +167,18 @@ def processes_of(folder: Path) -> list[int]:
     return [pid for pid in pids if pid != os.getpid() and name in command_of(pid)]
 
 
+def sessions_of(folder: Path) -> list[int]:
+    """Processes in the sessions of the workers of a folder's runs: a container's, too."""
+    leaders = {
+        module.pid
+        for run in folder.glob("runs/*")
+        for module in RunState.read(RunDir(run)).modules.values()
+        if lives(module) or process_birth(module.pid or 0) is None  # its helpers may be left
+    }
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if session_of(pid) in leaders and process_birth(pid) is not None]
+
+
 def figures_of(run: Path) -> RunFigures:
     """The figures of a run."""
     return MetricsReader(Record.read(run)).read()
@@ -254,9 +267,13 @@ def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)
     try:
         yield made
-        eventually("no process is left behind", lambda: not processes_of(tmp_path), 15)
+        eventually(
+            "no process is left behind",
+            lambda: not processes_of(tmp_path) and not sessions_of(tmp_path),
+            15,
+        )
     finally:
-        for pid in processes_of(tmp_path):
+        for pid in {*processes_of(tmp_path), *sessions_of(tmp_path)}:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
