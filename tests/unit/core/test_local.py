@@ -230,7 +230,7 @@ def test_an_image_depends_on_the_layers_that_its_head_looks_at() -> None:
 def test_chains_of_maps_learn(interface: str, options: str) -> None:
     local = f"{{local: {{{options}}}}}"
     chain = LocalChain(workers(local if interface == "local" else f"{{mixed: {local}}}"), delay=2)
-    data = batches(60)
+    data = batches(40)
     for x, y in data:
         chain.train_batch(x, y)
     ((x, y),) = batches(1, seed=1)

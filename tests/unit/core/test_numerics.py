@@ -102,7 +102,7 @@ def test_delayed_updates_only_when_the_gradient_comes(small: Any) -> None:
 @pytest.mark.parametrize("interface", ["mixed", "synthetic", "local", "delayed", "corrected"])
 def test_every_interface_learns(small: Any, interface: str) -> None:
     chain = LocalChain(small(interface), delay=2)
-    data = batches(300)
+    data = batches(200)
     for x, y in data:
         chain.train_batch(x, y)
     correct = sum(int((chain.predict(x).argmax(1) == y).sum()) for x, y in batches(20, seed=1))

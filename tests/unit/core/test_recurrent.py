@@ -242,7 +242,7 @@ def test_the_synthesizer_begins_as_truncation_and_learns(name: str) -> None:
         assert torch.equal(ours, theirs)
 
     errors = []
-    for inputs in itertools.islice(itertools.cycle(chunks(7)), 600):
+    for inputs in itertools.islice(itertools.cycle(chunks(7)), 350):
         loss_of(recurrent(inputs)).backward()
         ((state, target),) = recurrent._lessons.values()
         predicted = recurrent._predict(state)

@@ -150,7 +150,7 @@ def test_replicas_learn_by_compressed_rows(strategy: str, compression: str) -> N
     plain = [ModuleStep(spec) for spec in replicas(f"{strategy}, every: 4", 3)]
     draw = torch.Generator().manual_seed(1)
     truth = torch.randn(8, 6, generator=draw)
-    for id in range(1, 481):
+    for id in range(1, 321):
         x = torch.randn(8, 8, generator=draw)
         for some in (steps, plain):
             learn(some[id % 3], id, x, x @ truth)
