@@ -66,7 +66,8 @@ class Mover:
         present = self._present(ended)
         at: dict[str, list[str]] = {}
         for worker in present:
-            if worker.module not in self.lost and worker.node is not None:
+            settled = worker.module in (*self.lost, *self._pool.parking)
+            if not settled and worker.node is not None:
                 at.setdefault(worker.node, []).append(worker.module)
         gone = self._hosts.lost(at, at_once=bool(ended))
         if not gone:

@@ -237,20 +237,24 @@ def test_what_fails_anywhere_costs_no_replica(
     assert not [event for event in events(record) if event["event"] == "replica_lost"]
 
 
+@pytest.mark.parametrize("ends", [True, False])
 def test_a_replica_that_ended_with_its_node_is_not_restarted(
-    world: World, plan: LaunchPlan, record: Record
+    world: World, plan: LaunchPlan, record: Record, ends: bool
 ) -> None:
+    """Or that the supervisor has ended, who has seen the loss first; once is enough."""
     nodes = ["n1", "n2", "n3"]
     placed = SHARED | {"middle.1": "n1", "middle.3": "n2"}
     world.at.append((2, lambda: begun(world, *placed)))
     world.at.append((4, lambda: nodes.remove("n2")))
-    world.exits(4, **{"middle.3": 1})
+    if ends:
+        world.exits(4, **{"middle.3": 1})
     finish(world, 40, "bottom", "middle.1", "middle.2", "top")
     state = with_replicas(world, plan, nodes, placed, 3).run()
     assert (state.phase, state.modules["middle.3"].state) == ("finished", "parked")
     assert attempts(record, "middle.3") == [1]
     (lost,) = [event for event in events(record) if event["event"] == "replica_lost"]
     assert (lost["module"], lost["reason"]) == ("middle.3", "node n2 lost")
+    assert [event["event"] for event in events(record)].count("node_lost") == 1
 
 
 def test_without_a_replica_of_the_head_all_begin_again(
