@@ -65,9 +65,9 @@ class Mover:
             return None
         present = self._present(ended)
         at: dict[str, list[str]] = {}
+        settled = {*self.lost, *self._pool.parking}
         for worker in present:
-            settled = worker.module in (*self.lost, *self._pool.parking)
-            if not settled and worker.node is not None:
+            if worker.module not in settled and worker.node is not None:
                 at.setdefault(worker.node, []).append(worker.module)
         gone = self._hosts.lost(at, at_once=bool(ended))
         if not gone:

@@ -173,7 +173,7 @@ def sessions_of(folder: Path) -> list[int]:
         module.pid
         for run in folder.glob("runs/*")
         for module in RunState.read(RunDir(run)).modules.values()
-        if lives(module) or process_birth(module.pid or 0) is None  # its helpers may be left
+        if module.pid and (lives(module) or process_birth(module.pid) is None)  # helpers stay
     }
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if session_of(pid) in leaders and process_birth(pid) is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -54,11 +53,11 @@ def test_a_chain_is_trained_and_taken_home(tmp_path: Path, monkeypatch: pytest.M
     """In a folder with an odd name, with a layer of the user's that the run takes along."""
     folder = tmp_path / 'it\'s a, folder: "quoted"'
     folder.mkdir()
-    (folder / "mine.py").write_text(TWICE)
+    (folder / "twice.py").write_text(TWICE)
     site = Site(folder)
     chain = site.write(epochs=8)
     twice = (
-        "[{import: 'mine:Twice', args: {factor: 2}}, {Linear: {in_features: 64, out_features: 10"
+        "[{import: 'twice:Twice', args: {factor: 2}}, {Linear: {in_features: 64, out_features: 10"
     )
     text = chain.read_text().replace("[{Linear: {in_features: 64, out_features: 10", twice)
     chain.write_text(text)
@@ -76,10 +75,9 @@ def test_a_chain_is_trained_and_taken_home(tmp_path: Path, monkeypatch: pytest.M
     assert [module["state"] for module in figures["modules"]] == ["finished"] * 3
     assert all(module["exit_code"] == 0 for module in figures["modules"])
 
-    assert (site.latest.sources / "mine.py").is_file()
-    (folder / "mine.py").unlink()
+    assert (site.latest.sources / "twice.py").is_file()
+    (folder / "twice.py").unlink()
     monkeypatch.syspath_prepend(site.latest.sources)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     for name in ("model.safetensors", "model.pt2"):
         site.run("export", "-o", name)
         model = dni_runtime.load(folder / name)
