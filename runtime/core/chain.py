@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
-from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.step import Gradients, ModuleStep
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.packing import given_back, taken
@@ -26,7 +24,29 @@ def _unchanged(cut: int, tensor: Tensor) -> Tensor:
     return tensor
 
 
-class LocalChain:
+class _OneProcess:
+    """What both trainings in one process have: the modules, and how they are evaluated."""
+
+    steps: list[ModuleStep]
+    _down: Carry
+
+    def end_epoch(self) -> None:
+        """Step the schedules that count epochs."""
+        for step in self.steps:
+            step.optimization.end_epoch()
+
+    def predict(self, x: Inputs) -> Tensor:
+        """Return the network's output in eval mode, on the batch's device."""
+        xs, device = as_inputs(x), self.steps[0].device
+        return predict(self.steps, tuple(x.to(device) for x in xs), self._down).to(xs[0].device)
+
+    def end_evaluation(self) -> None:
+        """End an evaluation: recurrent layers start the next one with zeros."""
+        for step in self.steps:
+            step.end_evaluation()
+
+
+class LocalChain(_OneProcess):
     """Modules that hand their tensors to each other directly.
 
     Args:
@@ -95,15 +115,6 @@ class LocalChain:
             self._now += 1
             self._deliver()
         return loss
-
-    def end_epoch(self) -> None:
-        """Step the schedules that count epochs."""
-        for step in self.steps:
-            step.optimization.end_epoch()
-
-    def predict(self, x: Inputs) -> Tensor:
-        """Return the chain's output in eval mode."""
-        return predict(self.steps, x, self._down)
 
     def _pass_up(self, index: int, id: int, gradients: Gradients) -> None:
         edges = self.steps[index].spec.sources
@@ -195,26 +206,24 @@ def parts_of(x: Inputs, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Inputs
         first = end
 
 
-class Backprop:
+class Backprop(_OneProcess):
     """Plain backpropagation of the concatenated network, from the chain's own initial weights.
 
+    Each module has the settings that it has in the chain, but for its gradient interface: what is
+    trained, optimizers, averages, precision.
+
     Args:
-        workers: The modules' specs, head first; each keeps its own optimizer and schedule.
-        device: Its device; batches may be on another one.
+        workers: The modules' specs, head first.
+        device: The device of all; batches may be on another one.
     """
 
     def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        built = [ModuleForward(worker, self.device) for worker in workers]
-        self._random_states = [one.random_state for one in built]
-        modules = [one.layers.requires_grad_(not one.spec.freeze) for one in built]
-        self.model = nn.ModuleList(modules)
-        self._workers = workers
-        tail = workers[-1]
-        self.loss = ChainLoss(tail.loss, tail.prediction, tail.label).to(self.device)
-        self._optimizations = [
-            Optimization(worker, module) for worker, module in zip(workers, modules, strict=True)
-        ]
+        alone = {"interface": None, "strategy": None}
+        self.steps = [ModuleStep(one.model_copy(update=alone), self.device) for one in workers]
+        self.model = nn.ModuleList(step.layers for step in self.steps)
+        self.loss = self.steps[-1].loss
+        self._workers, self._down = workers, _unchanged
         self._micro_batches = 1 if workers[0].head is None else workers[0].head.micro_batches
 
     def train_batch(self, x: Inputs, y_BY: Tensor) -> Tensor:
@@ -227,9 +236,9 @@ class Backprop:
                 loss = loss * (len(y) / part.samples)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
             total += loss.detach()
-        for optimization in self._optimizations:
-            optimization.update()
-            optimization.end_batch()
+        for step in self.steps:
+            step.optimization.update()
+            step.optimization.end_batch()
         return total
 
     def _forward(self, x: Inputs) -> Tensor:
@@ -237,24 +246,11 @@ class Backprop:
         data = as_inputs(x)
         before = torch.get_rng_state()
         outputs: list[Tensor] = []
-        for index, module in enumerate(self.model):
-            torch.set_rng_state(self._random_states[index])
-            outputs.append(module(*inputs_of(self._workers, index, outputs, data)))
-            self._random_states[index] = torch.get_rng_state()
+        for index, step in enumerate(self.steps):
+            torch.set_rng_state(step.random_state)
+            given = inputs_of(self._workers, index, outputs, data)
+            # Views: a loss scale is divided out at each module's own input.
+            outputs.append(step.activation(tuple(one.view_as(one) for one in given)))
+            step.random_state = torch.get_rng_state()
         torch.set_rng_state(before)
         return outputs[-1]
-
-    def end_epoch(self) -> None:
-        """Step the schedules that count epochs."""
-        for optimization in self._optimizations:
-            optimization.end_epoch()
-
-    def predict(self, x: Inputs) -> Tensor:
-        """Return the network's output in eval mode, on the batch's device."""
-        xs = as_inputs(x)
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                return self._forward(tuple(one.to(self.device) for one in xs)).to(xs[0].device)
-        finally:
-            self.model.train()

@@ -77,7 +77,7 @@ def opened(
 ) -> Iterator[tuple[ChainSpec, tuple[WorkerSpec, ...], Backprop, DataSource]]:
     """Open a run's chain, its workers' specs, their network in one piece, and the data.
 
-    The network is on the first module's device and computes in float32.
+    The network is on the first module's device.
     """
     torch.set_num_threads(threads)
     chain, workers = record.specs()
@@ -132,6 +132,7 @@ def train_reference(record: Record, threads: int) -> None:
                     selection.checkpoint(step)
                     last = selection.evaluated(result, epoch) or last
                 if last and source.has_test:
+                    reference.end_evaluation()
                     result = evaluate(reference.predict, source.test_batches(), workers[-1])
                     tell(EvaluationLine(kind="test", **place | result))
             if last:

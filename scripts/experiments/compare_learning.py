@@ -143,10 +143,11 @@ def train(chains: Mapping[str, ChainSpec], base: Path, one: Training) -> dict[st
         left = None if left is None else max(left - source.train_batch_count, 0)
     name = chain.metrics[0].name
     parts = {"validation": source.eval_batches, "test": source.test_batches}
-    return {
-        part: evaluate(trained.predict, batches(), workers[-1])[name]
-        for part, batches in parts.items()
-    }
+    found = {}
+    for part, batches in parts.items():
+        found[part] = evaluate(trained.predict, batches(), workers[-1])[name]
+        trained.end_evaluation()
+    return found
 
 
 def time_over_backprop(
