@@ -34,19 +34,23 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def load(path: str | os.PathLike[str]) -> nn.Module:
+def load(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Module:
     """Load an exported model.
 
     Args:
         path: A ``.safetensors`` or ``.pt2`` file written by ``dnictl export``.
+        trust: Whether the file may run code: import the classes and functions that it names, as of
+            a network that was split, or unpickle, as ``.pt2`` does. Without it the layers of
+            ``torch.nn`` and of this package are built, and nothing is imported.
 
     Returns:
         The whole network as one module in eval mode: ``nn.Sequential`` for ``.safetensors``, the
         exported program's module for ``.pt2``.
 
     Raises:
-        DataError: The file is missing or was not written by ``dnictl export``.
+        DataError: The file is missing, damaged, or was not written by ``dnictl export``.
+        UsageError: It needs ``trust=True``.
     """
     from dni_runtime.core.export import load_model  # torch is slow to import: only on use
 
-    return load_model(path)
+    return load_model(path, trust=trust)

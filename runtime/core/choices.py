@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.spec import Choice
 from dni_runtime.spec.load import explain_details, suggestion
 
 Location = tuple[str | int, ...]
 Options = TypeVar("Options", bound=BaseModel)
+
+_TRUST = ContextVar("_TRUST", default=True)
+
+
+@contextmanager
+def trusting(trust: bool) -> Iterator[None]:
+    """Within it, import paths of specs are imported only if the specs are trusted."""
+    token = _TRUST.set(trust)
+    try:
+        yield
+    finally:
+        _TRUST.reset(token)
 
 
 def find_class(
@@ -47,7 +61,15 @@ def find_class(
 
 
 def find_attribute(name: str, kind: str, location: Location) -> Any:
-    """Import what an import path ``package.module:name`` means; see :func:`find_class`."""
+    """Import what an import path ``package.module:name`` means; see :func:`find_class`.
+
+    Nothing else in ``core`` imports what a spec names.
+
+    Raises:
+        UsageError: The spec is not trusted (:func:`trusting`).
+    """
+    if not _TRUST.get():
+        raise UsageError(f"{kind} {name!r} would be imported, which runs code")
     module_name, attribute = name.split(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dni_runtime.core.chain import data_of
+from dni_runtime.core.choices import trusting
 from dni_runtime.core.finite import state_finite
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.network import connect
 from dni_runtime.core.training import empty_batch
-from dni_runtime.errors import DataError, DivergedError, DniError, UnavailableError, UsageError
+from dni_runtime.errors import DataError, DivergedError, SpecError, UnavailableError, UsageError
 from dni_runtime.rundir import write_atomic
-from dni_runtime.spec import LayerSpec, WorkerSpec
+from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.named import Frozen, Name
 
 LAYERS_PREFIX = "layers."
 """Prefix of a module's own tensors in its checkpoint."""
@@ -33,6 +36,31 @@ AVERAGE_PREFIX = "average.module."
 """Prefix of the average of its weights, if one is kept (``AveragedModel.state_dict``)."""
 
 METADATA = "dni-runtime"
+
+
+class ExportedModule(Frozen):
+    """A module in a ``.safetensors`` file.
+
+    Attributes:
+        name: Its name.
+        inputs: What it takes of others; None: the module before, in files of earlier versions.
+        data: Numbers of the data's inputs that it takes; None: the first one has it.
+        layers: Its layers.
+    """
+
+    name: Name
+    inputs: tuple[str, ...] | None = None
+    data: tuple[Annotated[int, Field(ge=0, lt=1000)], ...] | None = None
+    layers: tuple[LayerSpec, ...]
+
+
+class Exported(Frozen):
+    """What the metadata of a ``.safetensors`` file say of the network."""
+
+    format: Literal[1] = 1
+    chain: str
+    input: TensorSpec
+    modules: tuple[ExportedModule, ...]
 
 
 def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Module:
@@ -168,22 +196,21 @@ def export_model(
             content.write(_onnx(program))
         write_atomic(output, content.getvalue(), mode=0o644)
         return model
-    description = {
-        "format": 1,
-        "chain": first.chain,
-        "input": first.inputs[0].model_dump(mode="json"),
-        "modules": [
-            {
-                "name": worker.module,
-                "inputs": _inputs(worker, workers),
-                "data": data_of(worker),
-                "layers": [exported(layer).model_dump(mode="json") for layer in worker.layers],
-            }
+    description = Exported(
+        chain=first.chain,
+        input=first.inputs[0],
+        modules=tuple(
+            ExportedModule(
+                name=worker.module,
+                inputs=tuple(_inputs(worker, workers)),
+                data=tuple(data_of(worker)),
+                layers=tuple(map(exported, worker.layers)),
+            )
             for worker in workers
-        ],
-    }
+        ),
+    )
     tensors = separate(model.state_dict())
-    data = save(tensors, metadata={METADATA: json.dumps(description), "format": "pt"})
+    data = save(tensors, metadata={METADATA: description.model_dump_json(), "format": "pt"})
     write_atomic(output, data, mode=0o644)
     return model
 
@@ -238,39 +265,65 @@ def separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def load_model(path: str | os.PathLike[str]) -> nn.Module:
+def load_model(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Module:
     """Load what :func:`export_model` wrote; see :func:`dni_runtime.load`."""
     file = Path(path)
     if not file.is_file():
         raise DataError(f"there is no file {str(file)!r}")
+    hint = f"if you trust those who wrote it: load({str(file)!r}, trust=True)"
     if file.suffix == ".pt2":
+        if not trust:  # torch.export.load unpickles
+            raise UsageError(f"{str(file)!r} is a program, which can run any code", hint=hint)
         return cast("nn.Module", torch.export.load(file).module())
     try:
         with safe_open(file, framework="pt") as reader:
-            description = json.loads((reader.metadata() or {})[METADATA])
-    except (SafetensorError, KeyError, ValueError) as error:
+            description = Exported.model_validate_json((reader.metadata() or {})[METADATA])
+    except (OSError, SafetensorError, KeyError, ValidationError) as error:
         raise DataError(
             f"{str(file)!r} was not written by 'dnictl export': {error}",
         ) from None
+    tensors = _read(file, "")
+    try:
+        with trusting(trust):
+            if not trust:
+                with torch.device("meta"):  # what it takes no memory for
+                    _check_fit(_build(description), tensors)
+            model = _build(description)
+        model.load_state_dict(tensors)
+    except UsageError as error:
+        raise UsageError(f"{str(file)!r}: {error.message}", hint=hint) from None
+    except SpecError as error:
+        own = "the model uses classes of its own: put their source file on PYTHONPATH"
+        raise DataError(f"{str(file)!r}: {error.message}", hint=own if trust else None) from None
+    except (ValueError, RuntimeError) as error:
+        raise DataError(f"{str(file)!r} is damaged: {error}") from None
+    return model.eval()
+
+
+def _build(description: Exported) -> nn.Module:
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     sources: list[list[tuple[int, int | None]]] = []
     data: list[list[int]] = []
-    try:
-        for index, entry in enumerate(description["modules"]):
-            names = list(modules)
-            before = names[-1:]  # as written before modules had inputs
-            sources.append([_source(one, names) for one in entry.get("inputs", before)])
-            data.append(entry.get("data", [] if index else [0]))
-            layers = [LayerSpec.model_validate(one) for one in entry["layers"]]
-            modules[entry["name"]] = build_layers(layers)
-    except DniError as error:
-        raise DataError(
-            f"{str(file)!r}: {error.message}",
-            hint="the model uses classes of its own: put their source file on PYTHONPATH",
-        ) from None
-    model = connect(modules, sources, data)
-    model.load_state_dict(_read(file, ""))
-    return model.eval()
+    for index, one in enumerate(description.modules):
+        names = list(modules)
+        inputs = names[-1:] if one.inputs is None else one.inputs
+        sources.append([_source(input, names) for input in inputs])
+        data.append(([] if index else [0]) if one.data is None else list(one.data))
+        modules[one.name] = build_layers(one.layers)
+    return connect(modules, sources, data)
+
+
+def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a network that is larger than the tensors that come with it.
+
+    Raises:
+        ValueError: It is.
+    """
+    for name, value in model.state_dict().items():
+        given = tensors.get(name)
+        if not is_lazy(value) and (given is None or given.shape != value.shape):
+            there = "missing" if given is None else f"of shape {list(given.shape)}"
+            raise ValueError(f"{name!r} has shape {list(value.shape)} and is {there}")
 
 
 def _read(file: Path, prefix: str) -> dict[str, Tensor]:

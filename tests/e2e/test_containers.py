@@ -138,7 +138,7 @@ def test_up_trains_in_containers(site: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert all(worker["image"] for worker in plan["workers"])
     dnictl(site, "export", "-o", "model.safetensors")
     monkeypatch.syspath_prepend(str(site))
-    model = load(site / "model.safetensors")
+    model = load(site / "model.safetensors", trust=True)
     chain = load_chain(site / "chain.yaml")
     with torch.no_grad():
         pairs = [

@@ -80,7 +80,7 @@ def test_a_chain_is_trained_and_taken_home(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(site.latest.sources)
     for name in ("model.safetensors", "model.pt2"):
         site.run("export", "-o", name)
-        model = dni_runtime.load(folder / name)
+        model = dni_runtime.load(folder / name, trust=True)
         assert accuracy_of(model) == pytest.approx(figures["accuracy"], abs=1e-6)
 
     assert [run["state"] for run in site.json("ps")] == ["finished"]

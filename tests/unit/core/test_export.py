@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -13,9 +16,9 @@ from torch import Tensor, nn
 
 from dni_runtime import load
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.export import export_model
+from dni_runtime.core.export import METADATA, export_model
 from dni_runtime.core.resolve import worker_specs
-from dni_runtime.errors import UnavailableError
+from dni_runtime.errors import DataError, UnavailableError, UsageError
 from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
 from dni_runtime.worker.checkpoint import snapshot
 
@@ -82,7 +85,7 @@ def test_averages_of_weights_are_exported(tmp_path: Path, ending: str) -> None:
         seen.append({k: v.clone() for k, v in chain.steps[0].layers.state_dict().items()})
     output = tmp_path / f"net.{ending}"
     export_model(workers, saved(chain, tmp_path), output)
-    model = load(output)
+    model = load(output, trust=ending == "pt2")
     x = torch.randn(8, 4)
     torch.testing.assert_close(model(x), chain.predict(x))
     if ending == "safetensors":
@@ -100,7 +103,7 @@ def test_tied_weights_come_back(tmp_path: Path, ending: str) -> None:
     chain.train_batch(x, y)
     output = tmp_path / f"net.{ending}"
     export_model(workers, saved(chain, tmp_path), output)
-    model = load(output)
+    model = load(output, trust=True)
     assert torch.equal(model(x), chain.predict(x))
     if ending == "safetensors":
         tied = model.get_submodule("a.0")
@@ -135,3 +138,75 @@ def test_onnx_may_not_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("dni_runtime.core.export.find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="onnx and onnxscript are not installed"):
         export_model((), {}, tmp_path / "net.onnx")
+
+
+def written(path: Path, *layers: Any, name: str = "a", **more: Any) -> Path:
+    """A file as somebody else may have made it."""
+    modules = [{"name": name, "layers": layers, **more}]
+    sample = {"shape": [4], "dtype": "float32"}
+    description = {"format": 1, "chain": "c", "input": sample, "modules": modules}
+    save_file({"x": torch.zeros(1)}, path, {METADATA: json.dumps(description)})
+    return path
+
+
+NETWORK = {"import": "planted:build", "args": {}, "example": ["float32[4]"]}
+OPTIMIZED = {
+    "cell": "RNN",
+    "input_size": 4,
+    "hidden_size": 4,
+    "synthetic": {"optimizer": {"import": "planted:build"}},
+}
+PLANTED: dict[str, Any] = {
+    "layer": {"import": "planted:build"},
+    "inner": {"Residual": {"layers": ["ReLU"], "shortcut": [{"import": "planted:build"}]}},
+    "piece": {"Piece": {"network": NETWORK}},
+    "optimizer": {"Recurrent": OPTIMIZED},
+    "inner piece": {"Sequential": [{"Sequential": [{"Piece": {"network": NETWORK}}]}]},
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_nothing_of_a_file_is_imported(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless that is asked for: then it is."""
+    (tmp_path / "planted.py").write_text("def build(**args):\n    raise SystemError('it ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = written(tmp_path / "model.safetensors", PLANTED[kind])
+    with pytest.raises(UsageError, match=r"'planted:build' would be imported") as caught:
+        load(file)
+    assert "trust=True" in str(caught.value)
+    assert "planted" not in sys.modules
+    with pytest.raises(DataError):
+        load(file, trust=True)
+    assert sys.modules.pop("planted", None) is not None
+
+
+def test_a_program_is_a_pickle(tmp_path: Path) -> None:
+    """``torch.export.load`` unpickles what it does not know."""
+    (tmp_path / "model.pt2").write_bytes(b"")
+    with pytest.raises(UsageError, match="trust=True"):
+        load(tmp_path / "model.pt2")
+
+
+def test_names_of_modules_are_no_code(tmp_path: Path) -> None:
+    """Torch's graphs write them into Python code."""
+    code = 'a", exec("import planted")) #'
+    with pytest.raises(DataError, match="was not written by"):
+        load(written(tmp_path / "model.safetensors", "ReLU", name=code, inputs=(), data=(0, 1)))
+
+
+def test_a_network_is_not_larger_than_its_tensors(tmp_path: Path) -> None:
+    """4 TB here, for which there is no memory."""
+    large = {"Linear": {"in_features": 1_000_000, "out_features": 1_000_000}}
+    with pytest.raises(DataError, match=r"'a\.0\.weight' has shape .* and is missing"):
+        load(written(tmp_path / "model.safetensors", large))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "{}", "[]", '{"modules": 1}', '{"modules": [{"layers": ["Pieces"]}]}']
+)
+def test_a_file_that_says_something_else(text: str, tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {METADATA: text})
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        load(tmp_path / "model.safetensors")
