@@ -80,6 +80,17 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
     return found
 
 
+def is_over(run: RunDir, modules: Sequence[str]) -> bool:
+    """Whether the newest written cut is the one at the end of the stream."""
+    cuts = written_cuts(run, modules)
+    with contextlib.suppress(CheckpointError):  # a part is damaged, or has just been removed
+        return bool(cuts) and all(
+            read_document(run.checkpoint(cuts[-1], one)).get("over")
+            for one in parts_of(run, cuts[-1], modules)
+        )
+    return False
+
+
 def complete_cuts(run: RunDir, modules: Sequence[str], known: Collection[int] = ()) -> list[int]:
     """Return the cuts at which every module's part is finite and of the right size, oldest first.
 

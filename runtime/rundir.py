@@ -48,6 +48,7 @@ import secrets
 import socket
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots",
 
 _RESTART = "restart-"
 _IN_PLACE_BYTES = 256
+_PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,14 @@ def hash_name(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+def write_atomic(
+    path: Path,
+    data: str | bytes,
+    *,
+    mode: int = 0o600,
+    durable: bool = True,
+    progress: Callable[[int], None] = lambda count: None,
+) -> None:
     """Write a file so that readers see either the old content or the complete new content.
 
     Args:
@@ -288,15 +297,20 @@ def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o600, durable: b
         mode: Its permissions.
         durable: Wait until it is on disk. Otherwise the file may be empty after the host crashes,
             but the calling thread does not wait for the disk.
+        progress: Told of each piece that is on disk, in bytes.
     """
+    whole = memoryview(data.encode() if isinstance(data, str) else data)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+            for begin in range(0, max(len(whole), 1), _PIECE_BYTES):
+                piece = whole[begin : begin + _PIECE_BYTES]
+                file.write(piece)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+                progress(len(piece))
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

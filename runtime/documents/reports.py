@@ -70,6 +70,7 @@ class Report(_OfWorker):
         samples: Training samples so far.
         doing: What its computing thread does or waits for (``launch/stall.py``).
         doing_s: Seconds since that began.
+        saving: Bytes that it has saved so far while it saves its state; None: it does not.
         connected: Whether the links downstream are open; None for the tail.
         in_flight: Unacknowledged messages there.
         evaluation: Its newest evaluation.
@@ -90,6 +91,7 @@ class Report(_OfWorker):
     samples: int | None = None
     doing: str = ""
     doing_s: float = 0.0
+    saving: int | None = None
     connected: bool | None = None
     in_flight: int = 0
     evaluation: Evaluation | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -23,7 +23,6 @@ class Action(Enum):
     RESTART = "restart it, or all modules with it, after a pause"
     FAIL = "stop all workers: the run fails"
     STOP = "stop all workers"
-    LINGER = "stop the others if they do not finish by themselves"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Exit:
         due: Whether a restart of all modules is due.
         older_cut: Whether there may be an older checkpoint to start from.
         may_restart: Whether the rules allow another restart (``launch/restarts.py``).
-        tail: Whether it is the last one of the last module's workers, and others still run.
     """
 
     exit_code: int
@@ -52,7 +50,6 @@ class Exit:
     due: bool = False
     older_cut: bool = False
     may_restart: bool = False
-    tail: bool = False
 
     def ending(self, *, stopping: bool) -> Ending:
         """Return how the worker has ended.
@@ -88,23 +85,23 @@ def decide(worker: Exit, *, stopping: bool) -> Action:
         (goes_on and ending == "failed" and worker.reported and worker.may_restart, Action.RESTART),
         (ending == "failed", Action.FAIL),
         (ending == "stopped", Action.STOP),
-        (worker.tail, Action.LINGER),
     )
     return next((action for applies, action in rules if applies), Action.NOTHING)
 
 
 def conclusion(
-    failed: int | None, tails: Sequence[str], killed_by: int | None
+    failed: int | None, workers: Iterable[str], killed_by: int | None, *, whole: Callable[[], bool]
 ) -> tuple[Literal["finished", "stopped", "failed"], int]:
     """Return a run's last phase and exit code.
 
     Args:
         failed: Exit code of the module that failed first; None: no module failed.
-        tails: States of the last module's workers.
+        workers: States of the workers that take batches.
         killed_by: The second signal, which killed all workers; None: there was none.
+        whole: Asked if all have finished: whether their last checkpoint is there.
     """
     if failed is not None:
         return "failed", failed if failed == DivergedError.exit_code else DniError.exit_code
-    if all(state == "finished" for state in tails):
+    if all(state == "finished" for state in workers) and whole():
         return "finished", 0
     return "stopped", StoppedError.exit_code if killed_by is None else 128 + killed_by

@@ -34,7 +34,7 @@ LEAVE_S = 15.0
 LOGS = 20
 """Number of newest logs kept per module, besides its first one."""
 
-_REPORT_S = 5.0
+REPORT_S = 5.0
 """Seconds until what a worker has written last must be visible here (nfs(5), "lookupcache")."""
 
 _REMIND_S = 5.0
@@ -324,9 +324,18 @@ class WorkerPool:
         """Return whether an exited worker was told to exit; clear the request."""
         return self._shutdown.pop(name, None) is not None
 
-    def kill_late(self) -> None:
-        """Kill the workers that did not exit in time."""
+    def kill_late(self, saves: Callable[[str], bool]) -> None:
+        """Kill the workers that did not exit in time.
+
+        Args:
+            saves: Whether a worker still saves something: it gets more time.
+        """
         now = self._clock()
+        self._shutdown |= {
+            name: max(kill_at, now + LEAVE_S)
+            for name, kill_at in self._shutdown.items()
+            if saves(name)
+        }
         late = [name for name, kill_at in self._shutdown.items() if now >= kill_at]
         self.kill([name for name in late if name in self.processes], "it did not exit in time")
 
@@ -391,7 +400,7 @@ class WorkerPool:
             self._ended_s.pop(name, None)
             return False
         since_s = self._ended_s.setdefault(name, self._clock())
-        if self._clock() < since_s + _REPORT_S:
+        if self._clock() < since_s + REPORT_S:
             return True
         del self._ended_s[name]
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from dni_runtime.cuts import check_cut, newest_cut
+from dni_runtime.cuts import check_cut, newest_cut, written_cuts
 from dni_runtime.documents.events import Event
 from dni_runtime.documents.records import JobRecord, Planned
 from dni_runtime.documents.requests import Stop
@@ -180,8 +180,14 @@ class Run(Checkpointed):
         Stop(time=time.time(), timeout_s=timeout_s).write(self.directory.stop_request)
         if state.phase == "queued":
             self.scheduler.cancel(self.directory)  # there is no supervisor to read the request
-        # The supervisor looks a few times a second, and kills late workers itself.
-        state = self.wait(grace_s + _STOP_TIMEOUT_S)
+        # The supervisor looks a few times a second, and kills late workers itself: as long as it
+        # lives, some still save something.
+        until, updated = time.monotonic() + grace_s + _STOP_TIMEOUT_S, state.updated
+        for state in self.states():
+            if state.phase == "stopping" and state.updated != updated:
+                updated, until = state.updated, max(until, time.monotonic() + _STOP_TIMEOUT_S)
+            if time.monotonic() >= until:
+                break
         if state.active:
             if not state.pid:
                 raise UsageError(
@@ -383,7 +389,9 @@ class Run(Checkpointed):
         if state.phase == "finished":
             raise UsageError(
                 f"run {self.name!r} has finished",
-                hint=f"take its model home: dnictl export {self.name} -o model.safetensors",
+                hint=f"take its model home: dnictl export {self.name} -o model.safetensors"
+                if written_cuts(self.directory, self.modules)
+                else "its checkpoints are gone: start a new run with 'dnictl up'",
             )
         if job is not None and not self.directory.script.exists():
             raise UsageError(

@@ -38,7 +38,7 @@ from dni_runtime.launch.pace import balance_of
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import Active, as_body, first_replicas, number_of
 from dni_runtime.spec.named import module_of
-from dni_runtime.spec.replicas import replicas_of, tails_of
+from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.worker.ledger import Counts, give_up, rest
 
 if TYPE_CHECKING:  # which needs what is here
@@ -191,16 +191,6 @@ class Scaler:
             give_up(run, name)
         self._journal.event("replica_lost", module=name, reason=how)
         return True
-
-    def tails(self) -> list[str]:
-        """Return the workers of the last module that take batches."""
-        found = tails_of(list(self._journal.state.modules))
-        if (module := module_of(found[0])) not in self._elastic:
-            return found
-        numbers = replicas_now(self._run, self._elastic).active[module]
-        there = [one for one in found if number_of(one) in numbers]
-        counted = {one: Counts.read(self._run.ledger(one)) for one in there}
-        return [one for one, own in counted.items() if own is None or not own.waits]
 
     def parked(self, name: str) -> bool:
         """Whether a worker that has exited takes no batches any more; note it."""

@@ -40,7 +40,7 @@ GAP_S = 5.0
 
 _RARE = {
     "start": "has been starting",
-    "checkpoint": "has been writing a checkpoint",
+    "checkpoint": "has made no progress with its checkpoint",
     "evaluation": "has been at the end of an evaluation",
 }
 _WAITS = {
@@ -78,12 +78,14 @@ class _Seen:
         moves: Number of changes of its position.
         longest_s: Duration of its longest batch, except the first.
         passed_s: Time when the modules upstream had moved past the position of this one.
+        saved_s: Time of the last progress with saving its state.
     """
 
     report: Report
     changed_s: float
     moved_s: float
     began_s: float
+    saved_s: float
     moves: int = 0
     longest_s: float = 0.0
     passed_s: float | None = None
@@ -96,6 +98,10 @@ class _Seen:
     def doing(self) -> str:
         # reports from an image of an older version lack it
         return self.report.doing if self.report else "start"
+
+    @property
+    def saves(self) -> bool:
+        return self.report.saving is not None or self.doing == "checkpoint"
 
     @property
     def id(self) -> int:
@@ -163,13 +169,24 @@ class StallRule:
         seen = self._seen.get(name)
         return 0.0 if seen is None else self._now_s - seen.moved_s
 
+    def saves(self, name: str) -> bool:
+        """Whether a worker saves its state, and makes progress with it."""
+        seen = self._seen.get(name)
+        return (
+            seen is not None
+            and seen.saves
+            and self._now_s - seen.changed_s < self._stall_s
+            and self._now_s - seen.saved_s < PATIENT * self._stall_s
+        )
+
     def _note(self, name: str, report: Report | None) -> None:
         if report is None:
             self._seen.pop(name, None)
             return
         seen = self._seen.get(name)
         if seen is None or report.attempt != seen.report.attempt:
-            self._seen[name] = _Seen(report, self._now_s, self._now_s, self._now_s)
+            now_s = self._now_s
+            self._seen[name] = _Seen(report, now_s, now_s, now_s, now_s)
             return
         if report == seen.report:
             return
@@ -177,6 +194,8 @@ class StallRule:
         seen.report, seen.changed_s = report, self._now_s
         if report.doing != before.doing or report.doing_s < before.report.doing_s:
             seen.began_s = self._now_s
+        if seen.saves and (report.saving != before.report.saving or not before.saves):
+            seen.saved_s = self._now_s
         if (seen.phase, seen.id) == (before.phase, before.id):
             return
         seen.moved_s, seen.passed_s = self._now_s, None
@@ -216,7 +235,8 @@ class StallRule:
             return self._one(name, message, still_s >= limit_s)
         if seen.phase in ("connecting", "joining"):  # it gives up by itself, or waits for the head
             return None
-        busy_s = min(still_s, self._now_s - seen.began_s)
+        saved_s = seen.saved_s if seen.doing == "checkpoint" else 0.0
+        busy_s = min(still_s, self._now_s - max(seen.began_s, saved_s))
         busy = f"for {busy_s:.0f} s, at {seen.id} of the stream"
         if seen.doing == "batch":
             message = f"module {name!r} has been busy with one batch {busy}"

@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from dni_runtime.documents.reports import ENDED
+from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.documents.state import ModuleState, RunState, lives
 from dni_runtime.errors import UsageError, WorkerError
 from dni_runtime.image.apptainer import host_environment
@@ -22,9 +22,12 @@ from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.plan import LaunchPlan
+from dni_runtime.launch.pool import LEAVE_S
+from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.runtime_files import remove_runtime_files
 from dni_runtime.launch.schedulers import SCHEDULERS
 from dni_runtime.launch.slurm.commands import own_job
+from dni_runtime.launch.stall import StallRule
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import last_lines
 from dni_runtime.rundir import RunDir, socket_path, write_json
@@ -152,7 +155,7 @@ class Launch:
 def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
     """Stop workers that have no supervisor, after a common checkpoint.
 
-    Those that take too long are killed.
+    Those that take too long are killed, unless they save something.
 
     Args:
         run: The run directory.
@@ -172,22 +175,39 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
             f"run {run.root.name!r} was started on {state.host}; its supervisor does not respond",
             hint=f"make sure that no process of it runs there, then remove {str(run.state)!r}",
         )
-    left = [module for module in state.modules.values() if lives(module)]
-    for module in left:
+    left = {name: module for name, module in state.modules.items() if lives(module)}
+    for module in left.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(module.pid or 0), signal.SIGTERM)
-    left = _after(grace_s, left)
-    for module in left:
+    rule = StallRule(list(left), RestartPlan.stall_s)
+
+    def save(names: Iterable[str]) -> bool:
+        """Whether any of these still saves something."""
+        reports = {name: Report.read(run.worker(name)).of(left[name].attempt) for name in names}
+        rule.look(time.monotonic(), reports)
+        return any(map(rule.saves, reports))
+
+    left = _after(grace_s, left, save)
+    for module in left.values():
         kill_session(int(module.pid or 0))
     _after(_KILLED_S, left)
     remove_runtime_files(run, socket_path(run.root))
     return RunState.read(run)
 
 
-def _after(within_s: float, modules: list[ModuleState]) -> list[ModuleState]:
-    """Wait until the workers have exited; return those that still run after ``within_s``."""
+def _after(
+    within_s: float,
+    modules: dict[str, ModuleState],
+    save: Callable[[Iterable[str]], bool] = lambda names: False,
+) -> dict[str, ModuleState]:
+    """Wait until the workers have exited; return those that still run after ``within_s``.
+
+    While some of them save something, all get more time.
+    """
     until = time.monotonic() + within_s
     while modules and time.monotonic() < until:
         time.sleep(0.1)
-        modules = [module for module in modules if lives(module)]
+        modules = {name: module for name, module in modules.items() if lives(module)}
+        if save(modules):
+            until = max(until, time.monotonic() + LEAVE_S)
     return modules

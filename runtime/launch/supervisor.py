@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.cuts import remove_temporaries
+from dni_runtime.cuts import is_over, remove_temporaries
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import COMING, ModuleState, RunState
@@ -25,7 +25,7 @@ from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.moving import Mover
 from dni_runtime.launch.plan import LaunchPlan
-from dni_runtime.launch.pool import LEAVE_S, TICK_S, WorkerPool
+from dni_runtime.launch.pool import LEAVE_S, REPORT_S, TICK_S, WorkerPool
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Backoff
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
@@ -78,8 +78,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._stop_reason: str | None = None
         self._asked_to_stop = False
-        self._linger_until: float | None = None
-        self._kill_at = math.inf
+        self._kill_at = self._kill_at_last = math.inf
         self._killed_by: int | None = None
         self._backoff = {worker.module: Backoff() for worker in plan.workers}
         self._reported: dict[tuple[str, str], Any] = {}
@@ -160,11 +159,7 @@ class Supervisor:
             self._begin_anew(0.0, self.state.anew)
         for name, error in self._pool.start_due().items():
             self._could_not_start(name, error)
-        if self._linger_until is not None and self._clock() >= self._linger_until:
-            self._stop("the tail has finished, other modules have not")
-        if self._clock() >= self._kill_at:
-            self._pool.kill_all("it did not exit in time")
-        self._pool.kill_late()
+        self._kill_late()
         self._pool.remind()
         self._journal.heartbeat()
 
@@ -238,6 +233,14 @@ class Supervisor:
                 if name in self._pool.processes and self._stop_reason is None:
                     self._pool.ask_to_leave(name)
 
+    def _kill_late(self) -> None:
+        """Kill workers that do not exit in time; who still saves something gets more."""
+        if any(map(self._watchdog.saves, self._pool.processes)):
+            self._kill_at = max(self._kill_at, self._clock() + LEAVE_S)
+        if self._clock() >= min(self._kill_at, self._kill_at_last):
+            self._pool.kill_all("it did not exit in time")
+        self._pool.kill_late(self._watchdog.saves)
+
     def _reap(self) -> None:
         ended = self._pool.reap()
         torn = [name for name in ended if not self._complete(name)]
@@ -262,7 +265,6 @@ class Supervisor:
         """Record the exit of one worker, and do what ``decide`` says."""
         stopping, pool = self._stop_reason is not None, self._pool
         node, code = self._mover.lost.pop(name, None), module.exit_code
-        tails = self._scaler.tails()
         assert code is not None
         exited = Exit(
             code,
@@ -275,7 +277,6 @@ class Supervisor:
             due=name in pool.due,
             older_cut=pool.may_fall_back(name),
             may_restart=self._backoff[name].allows(self._plan.restart, code, self._clock()),
-            tail=name in tails and bool(pool) and not {*pool.processes, *pool.due} & {*tails},
         )
         module.state = exited.ending(stopping=stopping)
         self._journal.event(
@@ -304,8 +305,6 @@ class Supervisor:
                 self._fail(name, code, how)
             case Action.STOP:
                 self._stop(how)
-            case Action.LINGER:  # the tail has seen the end of the stream
-                self._linger_until = self._clock() + self._plan.stop_grace_s
 
     def _could_not_start(self, name: str, error: DniError) -> None:
         """Retry later: the disk may be full, or the host's limit of processes reached."""
@@ -337,7 +336,6 @@ class Supervisor:
         self._restart(name, 0.0, reason)
 
     def _restart(self, name: str, delay_s: float, reason: str) -> None:
-        self._linger_until = None
         if self._plan.restart.scope == "module":
             self._pool.restart(name, delay_s, reason)
         else:  # its neighbours wait for gradients of batches that it has lost
@@ -364,6 +362,8 @@ class Supervisor:
         else:
             return
         self._kill_at = min(self._kill_at, self._clock() + patience_s)
+        if grace_s is not None:  # somebody's own limit
+            self._kill_at_last = min(self._kill_at_last, self._clock() + patience_s)
         if not first:
             return
         self._pool.give_up_restarts()
@@ -377,16 +377,26 @@ class Supervisor:
         failed = None if self.state.failed is None else self.state.modules[self.state.failed]
         self.state.phase, self.state.exit_code = conclusion(
             None if failed is None else failed.exit_code,
-            [self.state.modules[name].state for name in self._scaler.tails()],
+            [one.state for one in self.state.modules.values() if one.state != "parked"],
             self._killed_by,
+            whole=self._is_whole,
         )
         if self.state.phase == "finished":
             self.state.error = None
         elif self.state.phase == "stopped":
-            self.state.error = self._stop_reason
+            self.state.error = self._stop_reason or "the last checkpoint is not complete"
         self.state.ended = time.time()
         self._journal.event("run_ended", state=self.state.phase, exit_code=self.state.exit_code)
         self._journal.write()
+
+    def _is_whole(self) -> bool:
+        """Whether the checkpoint at the end of the stream is complete; it may show late."""
+        until_s = self._clock() + REPORT_S
+        while not is_over(self._run, list(self.state.modules)):
+            if self._clock() >= until_s:
+                return False
+            self._sleep(TICK_S)
+        return True
 
     def _abandon(self, error: BaseException) -> None:
         """Kill all workers after an error of the supervisor itself."""

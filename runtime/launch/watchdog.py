@@ -81,6 +81,10 @@ class Watchdog:
         """Return modules whose workers have not reported for ``seconds``."""
         return self._rule.silent(seconds)
 
+    def saves(self, name: str) -> bool:
+        """Whether a worker saves its state, and makes progress with it."""
+        return self._rule.saves(name)
+
     def _show(self) -> None:
         state, stalled = self._journal.state, self._journal.state.phase == "stalled"
         if self._open:

@@ -274,7 +274,13 @@ def _parsing(path: Path) -> Iterator[None]:
         raise DamagedError(f"{named(path)} is damaged: {error}") from None
 
 
-def write_part(run: RunDir, module: str, state: State, parked: Iterable[str] = ()) -> None:
+def write_part(
+    run: RunDir,
+    module: str,
+    state: State,
+    parked: Iterable[str] = (),
+    progress: Callable[[int], None] = lambda count: None,
+) -> None:
     """Write a module's part of a checkpoint.
 
     Args:
@@ -282,6 +288,7 @@ def write_part(run: RunDir, module: str, state: State, parked: Iterable[str] = (
         module: The module's name.
         state: Its state; the document says at which ``cut``.
         parked: Other replicas of it, which have no part of that cut.
+        progress: Told of bytes that are on disk.
     """
     tensors, document = state
     path = run.checkpoint(document["cut"], module)
@@ -289,7 +296,7 @@ def write_part(run: RunDir, module: str, state: State, parked: Iterable[str] = (
     for name in parked:
         parked_file(run.checkpoint(document["cut"], name)).touch(mode=0o600)
     data = save(tensors)
-    write_atomic(tensors_file(path), data)
+    write_atomic(tensors_file(path), data, progress=progress)
     # The JSON comes last: if it exists, the checkpoint is whole.
     text = sealed(data, document | {"bytes": len(data)})
     write_atomic(document_file(path), text + "\n")
@@ -311,6 +318,7 @@ class CheckpointWriter:
 
     Attributes:
         failure: Why the newest checkpoint could not be written; None if it was.
+        saved_bytes: What it has written so far, also of a file that is not complete yet.
     """
 
     def __init__(
@@ -330,6 +338,7 @@ class CheckpointWriter:
         self._on_written = on_written
         self._complete: list[int] = []
         self.failure: CheckpointError | None = None
+        self.saved_bytes = 0
         self._queue: queue.Queue[tuple[State, bool, tuple[str, ...]] | None]
         self._queue = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
@@ -366,19 +375,23 @@ class CheckpointWriter:
         self._thread.join()
         self._drop_old()
 
+    def _count(self, written: int) -> None:
+        self.saved_bytes += written
+
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             (tensors, document), is_cut, parked = job
             cut = document["cut"]
             try:
                 if is_cut:
-                    write_part(self._run, self._module, (tensors, document), parked)
+                    write_part(self._run, self._module, (tensors, document), parked, self._count)
                     self.failure = None
                     log.info("checkpoint at %d written", cut)
                     self._drop_old()
                 else:
                     metadata = {"document": sealed(save(tensors), document)}
-                    write_atomic(self._run.snapshot(self._module), save(tensors, metadata))
+                    data = save(tensors, metadata)
+                    write_atomic(self._run.snapshot(self._module), data, progress=self._count)
                 if self.failure is None:  # a snapshot does not replace a failed checkpoint
                     self._on_written()
             except Exception as error:  # without this thread the worker would wait for ever
@@ -393,6 +406,7 @@ class CheckpointWriter:
                 self._on_error(failure)
             finally:
                 self._queue.task_done()
+        self._queue.task_done()
 
     def _drop_old(self) -> None:
         if not self._chain:

@@ -263,6 +263,7 @@ def _serve(
         writer = checkpoint.CheckpointWriter(
             run, spec.module, prunes, spec.keep, metrics.warn, metrics.all_is_well
         )
+        metrics.saving = lambda: writer.saved_bytes if writer.busy else None
         stream = None
         if source is not None and spec.head is not None:
             stream = Stream(source, spec.head, start.position, shared=spec.replicas > 1)

@@ -12,6 +12,7 @@ import resource
 import socket
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -67,6 +68,7 @@ class MetricsWriter:
         error: The error that ended it.
         warning: The newest problem that did not end it.
         diverged: What was not finite, if anything was; see ``worker/divergence.py``.
+        saving: Returns the bytes that it has saved while it saves its state, else None.
         report: Writes the report.
     """
 
@@ -82,6 +84,7 @@ class MetricsWriter:
     error: str | None = None
     warning: str | None = None
     diverged: Diverged | None = None
+    saving: Callable[[], int | None] = lambda: None
     report: ReportWriter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -295,6 +298,7 @@ class MetricsWriter:
             **self._position(),
             doing=self.doing,
             doing_s=round(time.monotonic() - self._doing_since_s, 1),
+            saving=self.saving(),
             connected=self._link[0],
             in_flight=self._link[1],
             evaluation=self._evaluation,

@@ -34,6 +34,7 @@ a batch script's ``mpirun`` inherits Slurm's variables."""
 
 _LOOK_S = 1.0
 _END_LOOK_S = 0.1
+_SAVES = 10  # times the limit, without progress
 
 
 def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
@@ -117,10 +118,15 @@ def wait_for_others(run: RunDir, workers: Sequence[str], within_s: float) -> Non
     Args:
         run: The run directory.
         workers: Its workers.
-        within_s: Time limit in seconds.
+        within_s: Time limit in seconds; more while one makes progress with its checkpoint.
     """
-    until_s = time.monotonic() + within_s
-    while any(Report.read(run.worker(name)).state not in ENDED for name in workers):
+    until_s, saved = time.monotonic() + within_s, None
+    while left := [
+        one for one in map(Report.read, map(run.worker, workers)) if one.state not in ENDED
+    ]:
+        saving = [one.saving for one in left if one.saving is not None]
+        if saving and saving != saved:
+            saved, until_s = saving, time.monotonic() + _SAVES * within_s
         if time.monotonic() >= until_s:
             return
         time.sleep(_END_LOOK_S)

@@ -15,7 +15,7 @@ import dni_runtime
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.documents.state import RunState
 from dni_runtime.rundir import RunDir
-from tests.e2e.conftest import Site
+from tests.e2e.conftest import CHAIN, Site
 from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -40,6 +40,45 @@ def earlier(site: Site) -> RunDir:
 
 def events(run: RunDir, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run.events) if event["event"] == kind]
+
+
+SLOW = """\
+import os, time
+from torch import nn
+
+fsync = os.fsync
+
+def slow(file):
+    if "/checkpoints/" in (name := os.readlink(f"/proc/self/fd/{file}")) and "safetensors" in name:
+        time.sleep(20)
+    fsync(file)
+
+os.fsync = slow
+
+class Same(nn.Module):
+    def forward(self, h):
+        return h
+"""
+"""A layer of a worker to whose disk nothing gets in less than 20 seconds."""
+
+
+def test_a_slow_last_checkpoint_is_part_of_the_run(site: Site) -> None:
+    """Longer than twice ``stop_grace_s`` and what a worker has to exit: the tail is long gone."""
+    chain = CHAIN.replace("stop_grace_s: 20", "stop_grace_s: 1\ncheckpoint: {every_epochs: 0}")
+    slow = site.write(
+        2,
+        chain=chain.replace("ReLU]\n  - name: top", "ReLU, {import: 'slow:Same'}]\n  - name: top"),
+    )
+    (site.folder / "slow.py").write_text(SLOW)
+    done = site.run("up", slow, "--backend", "process")
+    assert ": finished after" in done.stdout
+    assert site.figures.state == "finished"
+    assert [module.state for module in site.figures.modules] == ["finished"] * 3
+    assert not events(site.latest, "worker_killed")
+    ended = {event["module"]: event["time"] for event in events(site.latest, "worker_ended")}
+    assert ended["middle"] - ended["top"] > 17
+    site.run("export", "-o", "model.safetensors")
+    assert load_file(site.folder / "model.safetensors")
 
 
 def test_a_run_of_an_earlier_version_goes_on(site: Site, earlier: RunDir) -> None:

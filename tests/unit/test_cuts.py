@@ -56,6 +56,20 @@ def test_whole_cuts_are_complete(run: RunDir) -> None:
 
 def test_no_cut_at_all(tmp_path: Path) -> None:
     assert cuts.newest_cut(RunDir(tmp_path), MODULES) == (0, [])
+    assert not cuts.is_over(RunDir(tmp_path), MODULES)
+
+
+def test_the_cut_at_the_end_is_known_by_all_its_parts(run: RunDir) -> None:
+    assert not cuts.is_over(run, MODULES)
+    for module in MODULES:
+        assert not cuts.is_over(run, MODULES)
+        document = cuts.document_file(run.checkpoint(30, module))
+        document.write_text(json.dumps(json.loads(document.read_text()) | {"over": True}))
+    assert cuts.is_over(run, MODULES)
+    cuts.parked_file(run.checkpoint(30, "c")).touch()
+    assert cuts.is_over(run, [*MODULES, "c"])
+    document.write_text("{")
+    assert not cuts.is_over(run, MODULES)
 
 
 def test_a_part_that_is_still_to_come_is_no_damage(run: RunDir) -> None:

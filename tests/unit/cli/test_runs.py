@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 from dni_runtime import __version__
-from dni_runtime.cuts import sealed
+from dni_runtime.cuts import document_file, sealed
 from dni_runtime.documents.state import RunState
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import append_line, read_json, write_json
@@ -119,7 +119,12 @@ def test_resume_of_a_run_that_has_no_need(dnictl: Dnictl, record: Record) -> Non
     ended(record, "finished", 0)
     result = dnictl("resume")
     assert result.code == 64
-    assert "dnictl export" in result.err
+    assert "its checkpoints are gone: start a new run" in result.err
+    for name in record.modules:
+        part = record.run.checkpoint(10, name)
+        part.parent.mkdir(exist_ok=True)
+        document_file(part).touch()
+    assert "dnictl export" in dnictl("resume").err
     ended(record, "running", 0)
     result = dnictl("resume")
     assert result.code == 64

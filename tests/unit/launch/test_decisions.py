@@ -40,7 +40,6 @@ TERM = 128 + signal.SIGTERM
         ({"exit_code": 0}, True, Action.STOP, "stopped"),
         ({"exit_code": 0, "may_restart": True}, False, Action.RESTART, "failed"),
         ({"exit_code": STOPPED}, False, Action.STOP, "stopped"),
-        ({"exit_code": 0, "finished": True, "tail": True}, False, Action.LINGER, "finished"),
         ({"exit_code": 0, "finished": True}, False, Action.NOTHING, "finished"),
         ({"exit_code": 0, "finished": True}, True, Action.NOTHING, "finished"),
     ],
@@ -61,17 +60,22 @@ def test_the_page_lists_every_action_in_this_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "tails", "killed_by", "expected"),
+    ("failed", "workers", "killed_by", "whole", "expected"),
     [
-        (None, ["finished"], None, ("finished", 0)),
-        (None, ["stopped"], None, ("stopped", STOPPED)),
-        (None, ["finished", "stopped"], None, ("stopped", STOPPED)),
-        (None, ["stopped"], signal.SIGINT, ("stopped", 130)),
-        (137, ["finished"], None, ("failed", FAILED)),
-        (DivergedError.exit_code, ["stopped"], None, ("failed", DivergedError.exit_code)),
+        (None, ["finished", "finished"], None, True, ("finished", 0)),
+        (None, ["finished", "finished"], None, False, ("stopped", STOPPED)),
+        (None, ["stopped", "finished"], None, True, ("stopped", STOPPED)),
+        (None, ["finished", "stopped"], None, True, ("stopped", STOPPED)),
+        (None, ["finished", "stopped"], signal.SIGINT, True, ("stopped", 130)),
+        (137, ["finished", "finished"], None, True, ("failed", FAILED)),
+        (DivergedError.exit_code, ["stopped"], None, True, ("failed", DivergedError.exit_code)),
     ],
 )
 def test_how_a_run_ends(
-    failed: int | None, tails: list[str], killed_by: int | None, expected: tuple[str, int]
+    failed: int | None,
+    workers: list[str],
+    killed_by: int | None,
+    whole: bool,
+    expected: tuple[str, int],
 ) -> None:
-    assert conclusion(failed, tails, killed_by) == expected
+    assert conclusion(failed, workers, killed_by, whole=lambda: whole) == expected

@@ -93,7 +93,7 @@ def goes_past(s: int) -> Reports:
         pytest.param(goes_past, ("middle", "bottom"), STALL_S, "link is down", id="gone past"),
         pytest.param(
             still(bottom=(116, "window"), middle=(108, "checkpoint"), top=(108, "input")),
-            ("middle",), PATIENT * STALL_S, "writing a checkpoint", id="a checkpoint",
+            ("middle",), PATIENT * STALL_S, "no progress with its", id="a checkpoint",
         ),
         pytest.param(
             lambda s: {**still(bottom=(108, "window"), top=(100, "input"))(s), "middle": {}},
@@ -120,6 +120,39 @@ def test_whoever_waits_for_one_that_has_finished_has_stalled() -> None:
     assert found is not None
     assert found[1].modules == ("middle",)
     assert "which has finished" in found[1].message
+
+
+def test_progress_with_a_checkpoint_is_what_reaches_the_disk() -> None:
+    """However long it takes: neither a stall, nor a reason to kill its worker."""
+
+    def seen(every_s: int, *, silent_s: int = 10_000) -> tuple[int, int]:
+        """When it is said to have stalled, and to save nothing any more."""
+        rule, stalled_s = StallRule(NAMES, STALL_S), 0
+        for s in range(10_000):
+            waits = {"bottom": report(108, "window", time=s), "top": report(108, "input", time=s)}
+            saves = report(108, "checkpoint", saving=s // every_s, time=min(s, silent_s))
+            found = rule.look(float(s), read(waits | {"middle": saves}))
+            stalled_s = stalled_s or (s if found else 0)
+            if not rule.saves("middle"):
+                return stalled_s, s
+        return stalled_s, 0
+
+    limit_s = int(PATIENT * STALL_S)
+    assert seen(limit_s - 1) == (0, 0)
+    assert seen(limit_s + 100) == (limit_s, limit_s)
+    assert seen(1, silent_s=0) == (0, 0)  # its bytes show that it lives
+    assert seen(10_000, silent_s=50)[1] == 50 + int(STALL_S)
+
+
+def test_who_saves_nothing_is_not_said_to() -> None:
+    rule = StallRule(NAMES, STALL_S)
+    reports = read({name: report(108, "window") for name in NAMES})
+    for s in range(5):
+        rule.look(float(s), reports)
+        assert not any(map(rule.saves, (*NAMES, "unknown")))
+    beside = read({"top": report(108, "batch", saving=0)})  # its thread writes, and it trains
+    rule.look(5.0, reports | beside)
+    assert rule.saves("top")
 
 
 def slow(every_s: int) -> Situation:

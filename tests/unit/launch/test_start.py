@@ -66,6 +66,39 @@ def test_a_run_that_ends_is_waited_for(record: Record, phase: RunPhase) -> None:
     releasing.join()
 
 
+def test_a_leftover_that_still_saves_something_is_waited_for(tmp_path: Path) -> None:
+    """It takes ten times the grace, and is not killed: more and more of its state is on disk."""
+    code = """\
+import json, signal, sys, time
+from pathlib import Path
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+print("ready", flush=True)
+while not stopped:
+    time.sleep(0.01)
+report = Path(sys.argv[1])
+for saved in range(20):
+    written = report.with_name("new")
+    written.write_text(json.dumps(
+        {"attempt": 1, "state": "stopping", "doing": "input", "saving": saved}
+    ))
+    written.replace(report)
+    time.sleep(0.1)
+"""
+    run = RunDir(tmp_path)
+    run.create()
+    state = RunState.begin("process", 1, ["a"])
+    state.phase, state.born = "running", 1
+    argv = [sys.executable, "-I", "-S", "-c", code, str(run.worker("a"))]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        state.modules["a"].pid, state.modules["a"].born = process.pid, process_birth(process.pid)
+        state.write(run)
+        end_leftovers(run, RunState.read(run), 0.2)
+        assert process.poll() == 0
+
+
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {OBEDIENT}"
 

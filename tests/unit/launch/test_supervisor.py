@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.documents.reports import Control, Wanted
+from dni_runtime.cuts import document_file, parked_file
+from dni_runtime.documents.reports import Control, Report, Wanted
 from dni_runtime.documents.state import ModuleState, RunState
 from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import journal
@@ -38,6 +39,7 @@ class World:
         self.refuse: str | None = None
         self.ended_meanwhile: set[str] = set()
         self.srun_lies = False
+        self.saves_at_end = True
         self.gone_elsewhere: set[str] = set()
         self.on_stop: dict[str, Callable[[FakeProcess], None]] = {}
         self.on_start: Callable[[FakeProcess], None] = lambda process: None
@@ -89,6 +91,19 @@ class World:
             if code == 0 and not self.srun_lies:
                 document = {"attempt": process.worker.attempt, "state": "finished"}
                 write_json(self.record.run.worker(name), document)
+            if code == 0 and self.saves_at_end:
+                self.save_at_end({"over": True})
+
+    def save_at_end(self, document: dict[str, bool]) -> None:
+        """Write the parts, at the end of the stream, of the workers that have finished."""
+        run = self.record.run
+        for name, module in RunState.peek(run).modules.items():
+            part = run.checkpoint(999, name)
+            part.parent.mkdir(exist_ok=True)
+            if module.state == "parked":
+                parked_file(part).touch()
+            elif Report.read(run.worker(name)).state == "finished":
+                write_json(document_file(part), document)
 
     def reports(self, after_s: float, state: str) -> None:
         """All workers say that they are in a state."""
@@ -342,14 +357,108 @@ def test_a_failure_while_stopping_is_no_success(world: World, supervisor: Superv
     assert (state.phase, state.exit_code, state.failed) == ("failed", 70, "middle")
 
 
-def test_a_straggler_after_the_tail(world: World, supervisor: Supervisor) -> None:
-    world.exits(4, middle=0, top=0)
+def saving(world: World, name: str, from_s: float, to_s: float, *, every_s: float = 1) -> None:
+    """A worker reports once a second, and every few seconds that more of its state is on disk."""
+
+    def report(at_s: float) -> None:
+        process = world.processes[name]
+        if process.returncode is None:
+            document = {
+                "attempt": process.worker.attempt, "state": "running", "time": at_s,
+                "doing": "checkpoint", "saving": int(at_s // every_s),
+            }  # fmt: skip
+            write_json(world.record.run.worker(name), document)
+
+    for at_s in range(int(from_s), int(to_s)):
+        world.at.append((at_s, lambda at_s=at_s: report(at_s)))
+
+
+def test_a_module_may_take_long_for_its_last_checkpoint(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    """It ends long after the tail has: nobody tells it to stop, and the run has finished."""
+    world.exits(4, bottom=0, top=0)
+    saving(world, "middle", 4, 190, every_s=60)
+    world.exits(190, middle=0)
     state = supervisor.run()
     assert (state.phase, state.exit_code) == ("finished", 0)
-    assert states(state) == ["stopped", "finished", "finished"]
-    (at, wanted) = world.processes["bottom"].told[0]
-    assert wanted == "stop"
-    assert at == pytest.approx(34, abs=2 * TICK_S)
+    assert states(state) == ["finished"] * 3
+    assert not any(process.told for process in world.processes.values())
+    assert not any(event["event"] == "run_stalled" for event in events(record))
+
+
+@pytest.mark.parametrize(
+    ("saves_s", "killed_s"), [(190, None), (0, 49)], ids=["with progress", "without"]
+)
+def test_who_saves_its_state_may_take_longer_than_the_others_to_stop(
+    world: World, supervisor: Supervisor, saves_s: float, killed_s: float | None
+) -> None:
+    world.on_stop = {"middle": stubborn}
+    world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
+    saving(world, "middle", 2, saves_s)
+    world.exits(193, middle=75)
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    killed_at = world.processes["middle"].killed_at
+    assert killed_at == (killed_s and pytest.approx(killed_s, abs=2 * TICK_S))
+    assert state.modules["middle"].exit_code == (75 if killed_s is None else 137)
+
+
+def test_a_checkpoint_that_has_begun_is_written_in_a_broken_chain_too(
+    world: World, supervisor: Supervisor
+) -> None:
+    world.on_stop = {"bottom": stubborn, "top": stubborn}
+    saving(world, "top", 2, 30)
+    world.exits(4, middle=-9)
+    world.exits(30, top=75)
+    state = supervisor.run()
+    assert state.failed == "middle"
+    assert world.processes["top"].killed_at is None
+    bottom = world.processes["bottom"].killed_at
+    assert bottom is not None
+    assert bottom > 30
+
+
+def test_who_saves_without_progress_is_killed(
+    world: World, record: Record, plan: LaunchPlan
+) -> None:
+    """Its reports come, but nothing more reaches the disk: for ten times stall_s."""
+    rules = RestartPlan(stall_s=20)
+    supervisor = Supervisor(
+        record.run, replace(plan, restart=rules), world, clock=world.clock, sleep=world.sleep
+    )
+    world.on_stop = {"middle": stubborn}
+    world.at.append((4.0, lambda: supervisor.interrupt(signal.SIGTERM)))
+    saving(world, "middle", 2, 500, every_s=1000)
+    assert supervisor.run().phase == "stopped"
+    killed_at = world.processes["middle"].killed_at
+    assert killed_at is not None
+    assert 200 < killed_at < 225
+
+
+def test_somebodys_own_limit_holds_for_who_saves_too(
+    world: World, supervisor: Supervisor, record: Record
+) -> None:
+    world.on_stop = {"middle": stubborn}
+    request = {"time": 0, "timeout_s": 2}
+    world.at.append((4.0, lambda: write_json(record.run.stop_request, request)))
+    saving(world, "middle", 2, 300)
+    assert supervisor.run().phase == "stopped"
+    assert world.processes["middle"].killed_at == pytest.approx(4 + 2 + 15, abs=2 * TICK_S)
+
+
+@pytest.mark.parametrize("part", [None, {"over": False}, {}])
+def test_a_run_whose_last_checkpoint_is_not_complete_has_not_finished(
+    world: World, supervisor: Supervisor, part: dict[str, bool] | None
+) -> None:
+    """All workers say so; but what they have learnt is not there: resume can go on."""
+    world.saves_at_end = False
+    world.exits(4, bottom=0, middle=0, top=0)
+    if part is not None:
+        world.at.append((4.0, lambda: world.save_at_end(part)))
+    state = supervisor.run()
+    assert (state.phase, state.exit_code) == ("stopped", 75)
+    assert state.error == "the last checkpoint is not complete"
 
 
 def test_a_program_that_cannot_be_started(
@@ -523,6 +632,7 @@ def test_one_that_has_finished_before_is_left_alone(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
     state = left(record, world, top=ModuleState("finished", attempt=1, exit_code=0))
+    write_json(record.run.worker("top"), {"attempt": 1, "state": "finished"})
     world.exits(3, bottom=0, middle=0)
     assert adopting(record, plan, world, state).run().phase == "finished"
     assert "top" not in world.processes

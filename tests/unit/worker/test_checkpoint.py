@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from dni_runtime import __version__
+from dni_runtime import __version__, rundir
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import complete_cuts, forget
+from dni_runtime.cuts import complete_cuts, forget, tensors_file
 from dni_runtime.errors import CheckpointError, DamagedError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec, parse_chain
@@ -195,6 +196,35 @@ def test_a_failed_write_is_reported_and_leaves_the_last(
     writer.close()
     assert len(errors) == 1
     assert "at 2" in str(errors[0])
+    assert complete_cuts(run, ["a"]) == [1]
+
+
+def test_what_is_on_disk_of_a_part_is_counted(
+    worker: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece, so that one that is written slowly shows progress."""
+    run = RunDir(tmp_path)
+    run.create()
+    monkeypatch.setattr(rundir, "_PIECE_BYTES", 100)
+    writer = checkpoint.CheckpointWriter(run, "a", ["a"], 2, lambda error: None)
+    seen: list[tuple[bool, int]] = []
+    fsync = os.fsync
+
+    def sync(file: int) -> None:
+        seen.append((writer.busy, writer.saved_bytes))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert not writer.busy
+    writer.write(1, *checkpoint.snapshot(ModuleStep(worker)))
+    writer.flush()
+    size = tensors_file(run.checkpoint(1, "a")).stat().st_size
+    pieces = -(-size // 100)
+    assert seen[:pieces] == [(True, 100 * number) for number in range(pieces)]
+    assert (writer.busy, writer.saved_bytes) == (False, size)
+    writer.write_snapshot(2, *checkpoint.snapshot(ModuleStep(worker)))
+    writer.close()
+    assert (writer.busy, writer.saved_bytes) == (False, size + run.snapshot("a").stat().st_size)
     assert complete_cuts(run, ["a"]) == [1]
 
 

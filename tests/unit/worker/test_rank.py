@@ -14,6 +14,7 @@ from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DataError, ImageError, UsageError
 from dni_runtime.rundir import RunDir, write_atomic, write_json
 from dni_runtime.worker import rank
+from dni_runtime.worker.background import repeating
 from dni_runtime.worker.options import Options, by_rank, load_spec
 from dni_runtime.worker.rank import wait_for_others, worker_of_rank
 from dni_runtime.worker.signals import StopRequest
@@ -126,6 +127,20 @@ def test_a_request_to_stop_is_heeded(run: RunDir, monkeypatch: pytest.MonkeyPatc
         eventually("it stops", stop, 10)
     assert not stop.alone
     stop.close()
+
+
+def test_who_still_saves_something_is_waited_for(run: RunDir) -> None:
+    """For as long as more of it reaches the disk, and a while after."""
+    began, until_s = time.monotonic(), 1.0
+
+    def saves() -> None:
+        saved = int(20 * min(time.monotonic() - began, until_s))
+        Report(module="b", attempt=1, state="stopping", saving=saved).write(run.worker("b"))
+
+    saves()
+    with repeating("saves", 0.02, saves):
+        wait_for_others(run, ["b"], 0.05)
+    assert 1.0 <= time.monotonic() - began < 5.0
 
 
 def test_the_last_one_is_waited_for(run: RunDir) -> None:
