@@ -7,13 +7,15 @@ come down to these, so watching them finds attention in any form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Flag, auto
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _PRODUCTS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "dot", "mv", "_cdist_forward"}
@@ -34,17 +36,22 @@ class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     """Watches the operations inside the block for attention.
 
     Args:
-        x: The layers' input, an activation.
+        activations: The layers' inputs.
 
     Attributes:
         found: Whether there was attention.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, activations: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self.found = False
-        # The tensors are kept, so that their ids are not reused.
-        self._kinds: dict[int, tuple[Tensor, _Kind]] = {id(x): (x, _Kind.ACTIVATION)}
+        self._kinds: Any = WeakTensorKeyDictionary()
+        self.take(activations)
+
+    def take(self, activations: Iterable[Tensor]) -> None:
+        """Learn of further inputs of the layers; what they have computed stays what it is."""
+        for one in activations:
+            self._kinds.setdefault(one, _Kind.ACTIVATION)
 
     def __torch_dispatch__(
         self,
@@ -69,14 +76,35 @@ class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             together |= _Kind.SHARES
         for one in tree_leaves(output):
             if isinstance(one, Tensor):
-                self._kinds[id(one)] = one, together | self._kind(one)
+                self._kinds[one] = together | self._kind(one)
         return output
 
     def _kind(self, tensor: Tensor) -> _Kind:
-        known = self._kinds.get(id(tensor))
-        return _Kind.CONSTANT if known is None else known[1]
+        kind: _Kind = self._kinds.get(tensor, _Kind.CONSTANT)
+        return kind
 
 
-def has_attention_layer(layers: nn.Module) -> bool:
-    """Whether torch's attention layer is used, whose queries may also be parameters."""
-    return any(isinstance(one, nn.MultiheadAttention) for one in layers.modules())
+def run_watched(
+    run: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    watch: AttentionWatch,
+    modules: Iterable[nn.Module],
+) -> Any:
+    """Run layers without gradients, and let a watch find attention in them.
+
+    Args:
+        run: The layers, or operations of them.
+        inputs: Their inputs.
+        watch: What knows which of these are activations.
+        modules: The layers, and all that is in them.
+    """
+    # torch's attention layer is attention, too, if its queries are parameters.
+    watch.found |= any(isinstance(one, nn.MultiheadAttention) for one in modules)
+    with torch.no_grad():
+        try:
+            with watch:
+                return run(*inputs)
+        except NotImplementedError:
+            raise
+        except Exception:  # of the layers, or of an operation that cannot be watched
+            return run(*inputs)

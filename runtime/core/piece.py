@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, fx, nn
 
 from dni_runtime.core.program import Trace, alias_of, in_place
-from dni_runtime.core.source import NetworkSpec, build_network, without_memory
+from dni_runtime.core.source import WRAPPED, NetworkSpec, build_network, without_memory
 from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError
 from dni_runtime.spec.load import explain_details
@@ -72,6 +72,13 @@ class Section:
             gives=gives,
             own=own,
         )
+
+    @property
+    def paths(self) -> set[str]:
+        """Names of the network's modules that have its operations."""
+        stacks = (node.meta.get("nn_module_stack", {}) for node in self.own)
+        paths = {f"{path}." for stack in stacks for path, _ in stack.values()}
+        return {path.removeprefix(WRAPPED).removesuffix(".") for path in paths}
 
 
 class Borrowed:

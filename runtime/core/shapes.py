@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.attention import AttentionWatch, has_attention_layer
+from dni_runtime.core.attention import AttentionWatch, run_watched
 from dni_runtime.core.choices import Location
 from dni_runtime.core.layers import build_layer
 from dni_runtime.core.recurrent import CELLS
@@ -199,15 +199,8 @@ def _infer_layer(
 
 def _run(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, bool]:
     """Return a layer's output, and whether it attends."""
-    watch = AttentionWatch(inputs[0])
-    with torch.no_grad():
-        try:
-            with watch:
-                return layer(*inputs), watch.found or has_attention_layer(layer)
-        except NotImplementedError:
-            raise
-        except Exception:  # of the layer, or of an operation that cannot be watched
-            return layer(*inputs), watch.found or has_attention_layer(layer)
+    watch = AttentionWatch(inputs)
+    return run_watched(layer, inputs, watch, layer.modules()), watch.found
 
 
 def _infer_on_cpu(layer: LayerSpec, given: Sequence[TensorSpec], at: Location) -> tuple[Any, bool]:

@@ -124,7 +124,7 @@ def _export(spec: NetworkSpec, wrapped: nn.Module, example: tuple[Tensor, ...]) 
             raise SpecError(
                 f"{spec.target} works for batches of {_BATCH} samples only: its code takes the "
                 "batch's size as a constant",
-                hint="write x.shape[0] where forward has a number, or -1 in view and reshape",
+                hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
             )
     return Trace(graph, names, constants, tuple(data))
 

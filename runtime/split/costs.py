@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dni_runtime.core.attention import AttentionWatch
+from dni_runtime.core.attention import AttentionWatch, run_watched
 from dni_runtime.core.interfaces import Boundary, build_interface, resolve_interface
 from dni_runtime.core.piece import Operations, Section
 from dni_runtime.core.program import Cut, Program
@@ -35,14 +36,15 @@ class Segment:
         seconds: Time of one training batch: forward, backward, and a step of Adam.
         parameters: Its parameters by name.
         saved: Bytes that autograd keeps of a batch.
-        attends: Whether there is attention.
+        attends: Number of the segment in which a module that begins with this one meets attention;
+            infinite if it never does.
     """
 
     end: Cut | None
     seconds: float
     parameters: dict[str, nn.Parameter]
     saved: int
-    attends: bool
+    attends: float
 
 
 class Costs:
@@ -94,7 +96,7 @@ class Costs:
 
     def attends(self, i: int, j: int) -> bool:
         """Whether there is attention in that module."""
-        return any(segment.attends for segment in self.segments[i:j])
+        return self.segments[i].attends < j
 
     def outputs(self, i: int, j: int) -> tuple[TensorSpec, ...]:
         """One sample of each value that that module computes and others take."""
@@ -133,7 +135,7 @@ def measure(
         for trained in ([p for p in one.values() if p.requires_grad] for one in own)
     ]
     times: list[list[float]] = [[] for _ in runs]
-    saved, attends = [0] * len(runs), [False] * len(runs)
+    saved = [0] * len(runs)
     weights = {one.untyped_storage().data_ptr() for one in parameters.values()}
     for repeat in range(repeats + 1):  # the first one warms up
         values: dict[Any, Tensor] = {}
@@ -152,9 +154,6 @@ def measure(
                 with saved_tensors_hooks(keep, lambda one: one):
                     outputs = run(*given)
                 saved[number] = sum(kept.values())
-                with torch.no_grad(), AttentionWatch(given[0]) as watch:
-                    run(*given)
-                attends[number] = watch.found
             began = time.perf_counter()
             outputs = run(*given)
             learnt = [one for one in outputs if one.requires_grad]
@@ -166,10 +165,41 @@ def measure(
             times[number].append(time.perf_counter() - began)
             values |= zip(section.gives, (one.detach() for one in outputs), strict=True)
     network.zero_grad(set_to_none=True)
+    attends = _attending(network, sections, runs, values, batch)
     return [
         Segment(end, min(times[number][1:]), own[number], saved[number], attends[number])
         for number, end in enumerate(ends)
     ]
+
+
+def _attending(
+    network: nn.Module,
+    sections: Sequence[Section],
+    runs: Sequence[Operations],
+    values: Mapping[Any, Tensor],
+    batch: Sequence[Tensor],
+) -> list[float]:
+    """For each segment, return in which one a module that begins with it meets attention.
+
+    A module's inputs are activations, whatever they come from, as when it is built.
+    """
+    found: list[float] = []
+    for first in range(len(runs)):
+        found.append(math.inf)
+        if first and found[first - 1] == math.inf:
+            continue  # nor is there any later
+        watch, own = AttentionWatch(batch), dict[Any, Tensor]()
+        for number in range(first, len(runs)):
+            section = sections[number]
+            given = [own.get(node, values[node]) for node in section.takes]
+            watch.take(given)
+            given += [batch[place] for place in section.data]
+            modules = (network.get_submodule(path) for path in section.paths)
+            own |= zip(section.gives, run_watched(runs[number], given, watch, modules), strict=True)
+            if watch.found:
+                found[first] = number
+                break
+    return found
 
 
 def _parameters(
