@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -80,7 +81,7 @@ class Optimization:
         ]
         self.average: AveragedModel | None = None
         if spec.ema is not None and self.parameters:
-            self.average = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(spec.ema))  # type: ignore[no-untyped-call]  # torch has none
+            self.average = _average(layers, spec.ema)
         self.gathered = self.skipped = self.version = 0
         self.scale = LossScale(self.parameters) if spec.precision == "float16" else None
         self._predicts = predicts
@@ -192,9 +193,9 @@ class Optimization:
                     p.copy_(own)
 
     def _follow(self, average: AveragedModel) -> None:
-        for copy, own in zip(average.module.modules(), self._layers.modules(), strict=True):
-            if isinstance(own, Recurrent) and isinstance(copy, Recurrent):
-                copy.take_state(own)  # its size varies, which torch's copying does not expect
+        for mean, own in zip(average.module.modules(), self._layers.modules(), strict=True):
+            if isinstance(own, Recurrent) and isinstance(mean, Recurrent):
+                mean.take_state(own)  # its size varies, which torch's copying does not expect
         average.update_parameters(self._layers)
 
     def _remember(self) -> None:
@@ -213,6 +214,25 @@ class Optimization:
                 for _ in range(count):
                     if schedule.last_epoch + 1 != getattr(schedule, "total_steps", None):
                         schedule.step()  # OneCycleLR raises an error after its end
+
+
+def _average(layers: nn.Module, decay: float) -> AveragedModel:
+    """Return a copy of a module that follows its weights.
+
+    Tensors that layers compute from their weights and keep, as ``torch.nn.utils.weight_norm`` does,
+    are results, which torch does not copy; the copy computes its own.
+    """
+    kept = [one for layer in layers.modules() for one in vars(layer).values()]
+    results = [one for one in kept if isinstance(one, Tensor) and not one.is_leaf]
+    try:
+        copied = copy.deepcopy(layers, {id(one): one.detach().clone() for one in results})
+    except Exception as error:
+        raise SpecError(
+            f"an average of the weights needs a copy of the layers, which fails: {error}",
+            location=("ema",),
+            hint="leave 'ema' out, or keep no results with gradients in attributes",
+        ) from None
+    return AveragedModel(copied, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]  # torch has none
 
 
 def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer]:

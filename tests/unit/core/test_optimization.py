@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,6 +192,62 @@ def test_the_average_of_the_weights_is_evaluated(small: Any) -> None:
     torch.testing.assert_close(step.evaluate(x), expected)
     assert not torch.equal(start[0], first[0])
     assert step.layers.training
+
+
+class Normed(nn.Sequential):
+    """A layer with one of torch's norms of weights, old or new."""
+
+    def __init__(self, norm: str) -> None:
+        where = nn.utils if norm in ("weight_norm", "spectral_norm") else nn.utils.parametrizations
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(getattr(where, norm.removeprefix("new_"))(nn.Linear(8, 8)))
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm", "new_weight_norm"])
+def test_the_average_of_weights_that_a_norm_computes_from(norm: str) -> None:
+    text = CHAIN % ("exact, ema: 0.5", "{SGD: {lr: 0.5}}")
+    own = f"layers: [{{import: '{__name__}:Normed', args: {{norm: {norm}}}}}, "
+    text = own.join(text.rsplit("layers: [", 1))
+    step = ModuleStep(worker_specs(parse_chain(text), INFO)[2])
+    torch.manual_seed(1)
+    plain = nn.Sequential(Normed(norm), nn.Linear(8, 3))
+    plain.load_state_dict(step.layers.state_dict())
+    average = nn.Sequential(Normed(norm), nn.Linear(8, 3))
+    for id in range(1, 5):
+        x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+        step.forward(id, x)
+        step.update(y)
+        nn.functional.cross_entropy(plain(x), y).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                assert p.grad is not None
+                p -= 0.5 * p.grad
+                p.grad = None
+            if id == 1:
+                average.load_state_dict(plain.state_dict())
+            for mean, p in zip(average.parameters(), plain.parameters(), strict=True):
+                mean.copy_((mean + p) / 2)
+            for mean, p in zip(average.buffers(), plain.buffers(), strict=True):
+                mean.copy_(p)
+    torch.testing.assert_close(step.evaluate(x), average.eval()(x).detach())
+    assert float((average(x) - plain.eval()(x)).detach().abs().max()) > 1e-2
+
+
+class Keeping(nn.Linear):
+    """A layer that keeps a result where no copy finds it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.kept = [self.weight * 2]
+
+
+def test_an_average_of_what_cannot_be_copied_is_refused() -> None:
+    text = CHAIN % ("exact, ema: 0.5", "{SGD: {lr: 0.5}}")
+    text = f"layers: [{{import: '{__name__}:Keeping'}}, ".join(text.rsplit("layers: [", 1))
+    with pytest.raises(SpecError, match="needs a copy of the layers") as caught:
+        worker_specs(parse_chain(text), INFO)
+    assert caught.value.location[-1] == "ema"
 
 
 @pytest.mark.parametrize("interface", ["mixed", "delayed", "exact", "synthetic"])
