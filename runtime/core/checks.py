@@ -43,6 +43,7 @@ def check_loss(
     """
     at = ("loss",) if chain.losses is None else ("losses",)
     loss = ChainLoss(choice, prediction, info.label, at)
+    before = {name: one.clone() for name, one in loss.named_buffers()}
     y_BY = empty_batch(info.label, BATCH, "cpu")
     hint = f"the tail's output is {prediction}, labels are {info.label}"
     try:
@@ -63,6 +64,20 @@ def check_loss(
             location=at,
             hint=hint,
         )
+    trained = [name for name, p in loss.named_parameters() if p.requires_grad]
+    buffers = dict(loss.named_buffers())
+    changed = [name for name, one in before.items() if not torch.equal(one, buffers[name])]
+    for names, wrong in (
+        (trained, "has a parameter {!r}, which would not be trained"),
+        (changed, "changes its buffer {!r}, which is in no checkpoint"),
+    ):
+        if names:
+            raise SpecError(
+                "the loss " + wrong.format(names[0].rpartition("function.")[2]),
+                location=at,
+                hint="move it into the last module, whose outputs may hold what the loss needs"
+                + ("; or set requires_grad_(False), if it is to stay" if names is trained else ""),
+            )
     if adds_up:
         raise SpecError(
             f"{choice.name} is a sum over the batch: for twice the samples it is twice as high",
@@ -81,8 +96,8 @@ def check_loss(
 def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
     """Whether a loss is a sum over the batch instead of a mean."""
     p_BP = torch.rand(p_BP.shape, generator=torch.Generator().manual_seed(0)).to(p_BP.dtype)
-    once = float(loss(p_BP, y_BY))
-    twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])))
+    once = float(loss(p_BP, y_BY).detach())
+    twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])).detach())
     return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
 
 

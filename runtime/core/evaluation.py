@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ class Evaluation:
     """Sums of a loss and metrics over one evaluation, on the predictions' device.
 
     Means are over valid labels, as the loss of one large batch would be: batches weigh by their
-    labels, not by their samples.
+    labels, not by their samples. Of several losses each counts its own.
 
     Args:
         loss: The chain's loss.
@@ -80,8 +81,8 @@ class Evaluation:
     @torch.no_grad()
     def add(self, p_BP: Tensor, y_BY: Tensor) -> None:
         """Count one batch of predictions; only torchmetrics waits for the device."""
-        count = self._loss.count(y_BY)
-        self._add("loss", self._loss(p_BP, y_BY).double() * count.double(), count)
+        for number, (mean, count) in enumerate(self._loss.means(p_BP, y_BY)):
+            self._add(f"loss.{number}" if number else "loss", mean.double() * count.double(), count)
         for name in self._names:
             if name in self._others:
                 self._others[name].add(p_BP, y_BY)
@@ -96,7 +97,10 @@ class Evaluation:
         if not self.samples:
             return {}
         nats = "loss" if self._loss.is_plain else _NATS
-        found = {"loss": self._mean("loss")}
+        losses = [name for name in self._sums if name.partition(".")[0] == "loss"]
+        # As in training, a loss without a valid label adds nothing to the others.
+        counted = [name for name in losses if len(losses) == 1 or self._sums[name][1]]
+        found = {"loss": sum(map(self._mean, counted)) if counted else math.nan}
         for name in self._names:
             if name in self._others:
                 found[name] = self._others[name].result()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -134,6 +134,15 @@ class ChainLoss(nn.Module):
             return valid_BY.sum().float()
         return (self.weight[y_BY.masked_fill(~valid_BY, 0)] * valid_BY).sum()
 
+    def means(self, p_BP: Tensor, y_BY: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the mean of each loss of a sum, or this one's, each with its divisor.
+
+        Means of several batches are to be weighed by these: each loss counts labels of its own.
+        """
+        if isinstance(self.function, SumOfLosses):
+            return self.function.means(p_BP, y_BY)
+        return [(self(p_BP, y_BY), self.count(y_BY))]
+
     def rows(self, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores ``[N, C]`` and class indices ``[N]`` of all labels in a row."""
         if p_BP.dim() == 2:
@@ -207,11 +216,22 @@ class SumOfLosses(nn.Module):
             y_BY: Labels, all in a row.
         """
         total = p_BP.new_zeros(())
+        for weight, loss, p, y in self._parts(p_BP, y_BY):
+            total = total + weight * loss(p, y)
+        return total
+
+    def means(self, p_BP: Tensor, y_BY: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what is summed up; see :meth:`ChainLoss.means`."""
+        parts = self._parts(p_BP, y_BY)
+        return [(weight * loss(p, y), loss.count(y)) for weight, loss, p, y in parts]
+
+    def _parts(
+        self, p_BP: Tensor, y_BY: Tensor
+    ) -> Iterator[tuple[float, ChainLoss, Tensor, Tensor]]:
         for one, loss in zip(self._terms, self.losses, strict=True):
             p = _part(p_BP, one.prediction, one.prediction_at)
             y = _part(y_BY, one.label, one.label_at).to(torch_dtype(one.label.dtype))
-            total = total + one.weight * loss(p, y)
-        return total
+            yield one.weight, cast("ChainLoss", loss), p, y
 
 
 class _Term(Frozen):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dni_runtime.core.chain import Backprop, LocalChain
+from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
@@ -257,3 +258,90 @@ def test_losses_that_do_not_fit(old: str, new: str, message: str, at: tuple[Any,
 def test_loss_and_losses() -> None:
     with pytest.raises(SpecError, match="'loss' and 'losses' exclude each other"):
         parse_chain("loss: MSELoss\n" + SEVERAL % "mixed")
+
+
+class Tokens(torch.nn.Linear):
+    """Scores of 4 classes for each of 5 tokens, and 2 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 22)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y[:, :20].unflatten(1, (4, 5)), y[:, 20:]
+
+
+def test_each_loss_of_a_sum_weighs_batches_by_its_own_labels() -> None:
+    """As one batch of all samples would be; also when parts are merged, as those of replicas."""
+    classes = TensorSpec(shape=(5,), dtype="int64")
+    labels = DataInfo(
+        sample=TensorSpec(shape=(12,), dtype="float32"),
+        label=TensorSpec(shape=(7,), dtype="float32"),
+        labels=(classes, TensorSpec(shape=(2,), dtype="float32")),
+    )
+    text = SEVERAL.replace(
+        "{CrossEntropyLoss: {label_smoothing: 0.1}}", "{CrossEntropyLoss: {weight: [1, 2, 3, 4]}}"
+    )
+    text = text.replace(
+        "tests.unit.core.outputs:Fork', args: {features: 8, right: 2}", f"{__name__}:Tokens'"
+    )
+    tail = worker_specs(parse_chain(text % "exact"), labels)[1]
+    loss = ChainLoss(tail.loss, tail.prediction, tail.label)
+    torch.manual_seed(0)
+    scores, numbers = torch.randn(12, 4, 5), torch.randn(12, 2, 2)
+    y = torch.randint(0, 4, (12, 5))
+    y[torch.rand(12, 5) < torch.linspace(0, 1, 12)[:, None]] = -100
+    y[8:] = -100
+    assert (y[4:8] == -100).any()
+    expected = F.cross_entropy(scores, y, weight=torch.arange(1.0, 5)) + 0.5 * F.mse_loss(
+        *numbers.unbind(1)
+    )
+    rows = torch.cat([scores.flatten(1), numbers[:, 0]], 1)
+    targets = torch.cat([y.float(), numbers[:, 1]], 1)
+    one, other = Evaluation(loss, ()), Evaluation(loss, ())
+    for number, (p, part) in enumerate(zip(rows.split(4), targets.split(4), strict=True)):
+        (one if number % 2 else other).add(p, part)
+    one.merge(other.to_dict())
+    assert one.result() == {"loss": pytest.approx(float(expected))}
+
+
+class Margin(torch.nn.Module):
+    """A loss with a scale, which may be trained, and the mean of what it has seen."""
+
+    def __init__(self, trained: bool = False, follows: bool = False) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0), requires_grad=trained)
+        self.register_buffer("seen", torch.ones(()))
+        self.follows = follows
+
+    def forward(self, p: Tensor, y: Tensor) -> Tensor:
+        if self.follows:
+            self.seen += 1
+        return F.cross_entropy(self.scale * p, y)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("{}", None),
+        ("{trained: true}", "'scale', which would not be trained"),
+        ("{follows: true}", "'seen', which is in no checkpoint"),
+    ],
+)
+def test_a_loss_has_no_state(args: str, message: str | None, several: bool) -> None:
+    own = f"{{import: '{__name__}:Margin', args: {args}}}"
+    text = f"""\
+name: own
+{f"losses: [{{loss: {own}, weight: 2.0}}]" if several else f"loss: {own}"}
+modules:
+  - {{name: a, layers: [{{Linear: {{in_features: 4, out_features: 3}}}}]}}
+"""
+    info = DataInfo(sample=TensorSpec(shape=(4,), dtype="float32"), label=_labels(()), classes=3)
+    if message is None:
+        worker_specs(parse_chain(text), info)
+        return
+    with pytest.raises(SpecError, match=message) as caught:
+        worker_specs(parse_chain(text), info)
+    assert caught.value.location == ("losses" if several else "loss",)
+    assert "move it into the last module" in str(caught.value)
