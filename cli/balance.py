@@ -8,7 +8,14 @@ from typing import Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chosen_run, complete_runs, json_option, print_json, runs_option
+from dnictl.options import (
+    chosen_run,
+    complete_runs,
+    json_option,
+    print_json,
+    runs_option,
+    trust_option,
+)
 
 
 @click.command()
@@ -22,6 +29,7 @@ from dnictl.options import chosen_run, complete_runs, json_option, print_json, r
 @click.option("--output", "-o", type=click.Path(path_type=Path), metavar="PATH",
               help="Write them to this file beside it.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
+@trust_option
 @json_option
 def balance(
     target: str | None,
@@ -43,7 +51,7 @@ def balance(
       dnictl balance                       # how good the cuts of the latest run are
       dnictl stop && dnictl balance --apply && dnictl up --carry RUN
     """
-    from dni_runtime.launch.balancing import balance_chain, balance_run
+    from dni_runtime.launch.balancing import balance_chain
 
     if apply_it and output is not None:
         raise UsageError("--apply and --output exclude each other", hint="give one of them")
@@ -51,8 +59,8 @@ def balance(
     if target is not None and Path(target).is_file():
         found = balance_chain(Path(target), balance, links)
     else:
-        run = chosen_run(target, runs).record
-        found = balance_run(run, balance, links)
+        run = chosen_run(target, runs)
+        found = run.balance(balance, links)
     wanted = output is not None or (apply_it and found.worthwhile)
     written = found.write(output, force=force) if wanted else None
     recut, parts = found.recut, zip(found.recut.parts, found.recut.better, strict=True)

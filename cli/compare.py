@@ -169,7 +169,9 @@ def reference(run: Path, threads: int) -> None:
     from dni_runtime.launch.records import Record
     from dni_runtime.launch.reference import train_reference
 
-    train_reference(Record.read(run), threads)
+    record = Record.read(run)
+    record.check_trusted()
+    train_reference(record, threads)
 
 
 def _train(

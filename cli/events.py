@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+from dnictl.options import (
+    chosen_run,
+    json_option,
+    print_json,
+    run_argument,
+    runs_option,
+    trust_option,
+)
 
 if TYPE_CHECKING:
     from dni_runtime.documents.events import Event
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 @click.argument("module")
 @run_argument
 @runs_option
+@trust_option
 @json_option
 def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
     """Restart one module of a run.

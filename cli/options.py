@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,8 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
     folder = Path(context.params.get("runs") or "runs")
     if not folder.is_dir():
         return []
-    names = (entry.name for entry in folder.iterdir() if (entry / "run.json").is_file())
-    return sorted(name for name in names if name.startswith(incomplete))
+    found = [entry.name for entry in folder.iterdir() if os.path.isfile(entry / "run.json")]
+    return sorted(name for name in found if name.startswith(incomplete) and name.isprintable())
 
 
 def complete_profiles(
@@ -93,6 +94,18 @@ level_option = click.option(
     show_default=True,
     help="How much the workers log.",
 )
+_TRUST = "dnictl.trust"
+
+
+def _note_trust(context: click.Context, parameter: click.Parameter, trust: bool) -> None:
+    if trust:
+        context.meta[_TRUST] = True
+
+
+trust_option = click.option(
+    "--trust", is_flag=True, expose_value=False, callback=_note_trust,
+    help="Also with a run of somebody else's, whose code then runs as you.",
+)  # fmt: skip
 run_dir_option = click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
@@ -101,10 +114,10 @@ run_dir_option = click.option(
 
 
 def chosen_run(name: str | None, runs: Path) -> Run:
-    """Return the run of this name; by default the latest."""
+    """Return the run of this name, trusted with --trust; by default the user's latest."""
     from dni_runtime.launch.run import Run
 
-    return Run.find(name, runs)
+    return Run.find(name, runs, trust=_TRUST in click.get_current_context().meta)
 
 
 def chosen_chain(
@@ -125,7 +138,9 @@ def chosen_chain(
         return prepared
     from dni_runtime.launch.carrying import carry_over
 
-    return carry_over(prepared, chosen_run(carry, runs).record)
+    its = chosen_run(carry, runs)
+    its.check_trusted()
+    return carry_over(prepared, its.record)
 
 
 def tell(line: str) -> None:

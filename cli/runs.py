@@ -10,7 +10,15 @@ from typing import Any
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option, tell
+from dnictl.options import (
+    chosen_run,
+    json_option,
+    print_json,
+    run_argument,
+    runs_option,
+    tell,
+    trust_option,
+)
 
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as in timeout(1)."""
@@ -124,6 +132,7 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     "--timeout", type=click.FloatRange(min=0), metavar="SECONDS",
     help="Time limit for the workers' checkpoint (default: the chain's stop_grace_s).",
 )  # fmt: skip
+@trust_option
 @json_option
 def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> None:
     """Stop a run after a checkpoint.
@@ -188,6 +197,7 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     "--force", is_flag=True,
     help="Replace an existing file; also write weights that are not finite.",
 )  # fmt: skip
+@trust_option
 @json_option
 def export(
     run: str | None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chosen_run, json_option, print_json, runs_option
+from dnictl.options import chosen_run, json_option, print_json, runs_option, trust_option
 
 AUTO = "auto"
 
@@ -15,6 +15,7 @@ AUTO = "auto"
 @click.command()
 @click.argument("changes", nargs=-1, required=True, metavar="MODULE=N...|auto [RUN]")
 @runs_option
+@trust_option
 @json_option
 def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
     """Change how many replicas of a module take batches, while the run goes on.

@@ -33,6 +33,7 @@ from dnictl.options import (
     runs_option,
     site_for,
     tell,
+    trust_option,
 )
 from dnictl.supervise import go
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 @run_dir_option
 @runs_option
 @carry_option
+@trust_option
 @images_option
 @data_option
 @level_option
@@ -137,6 +139,7 @@ def up(
     metavar="CUT",
     help="Stream position of the checkpoint to resume from (default: the newest).",
 )
+@trust_option
 @level_option
 @dry_run_option
 @json_option
@@ -280,6 +283,7 @@ def _same_spec(prepared: Prepared, run_dir: Path, module: str) -> None:
     from dni_runtime.launch.records import Record
 
     record = Record.read(run_dir)
+    record.check_trusted()
     hashes = {worker.module: worker.hash for worker in prepared.workers}
     if {worker.module: worker.hash for worker in record.specs()[1]} != hashes:
         raise UsageError(

@@ -26,6 +26,7 @@ from dnictl.options import (
     run_dir_option,
     runs_option,
     site_for,
+    trust_option,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ costs_option = click.option(
 @run_dir_option
 @runs_option
 @carry_option
+@trust_option
 @images_option
 @data_option
 @level_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dnictl.ending import conclude
-from dnictl.options import print_json, tell
+from dnictl.options import chosen_run, print_json, tell, trust_option
 
 if TYPE_CHECKING:
     from dni_runtime.launch.start import Launch
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
 @click.command(hidden=True)
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@trust_option
 def supervise(path: Path) -> None:
     """Start and supervise the plan in a run directory, for --detach and batch scripts.
 
     Workers that still run without a supervisor are taken over.
     """
-    from dni_runtime.launch.run import Run
-
-    run = Run.open(path)
+    run = chosen_run(str(path), path)
     launch = run.take_over()
     if launch is None:
         conclude(run, as_json=False)

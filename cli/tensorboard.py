@@ -7,7 +7,14 @@ from pathlib import Path
 
 import click
 
-from dnictl.options import chosen_run, json_option, print_json, run_argument, runs_option
+from dnictl.options import (
+    chosen_run,
+    json_option,
+    print_json,
+    run_argument,
+    runs_option,
+    trust_option,
+)
 
 _POLL_S = 2.0
 
@@ -20,6 +27,7 @@ _POLL_S = 2.0
     help="Write below DIRECTORY/RUN instead of the run's own folder.",
 )  # fmt: skip
 @click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
+@trust_option
 @json_option
 def tensorboard(
     run: str | None, runs: Path, logdir: Path | None, follow: bool, as_json: bool
@@ -39,6 +47,8 @@ def tensorboard(
 
     its = chosen_run(run, runs)
     folder = its.directory.tensorboard if logdir is None else logdir / its.name
+    if logdir is None:  # it writes into the run
+        its.check_trusted()
     board = Board(its.record, folder)
     events: Counter[str] = Counter()
     for _ in its.states(_POLL_S):

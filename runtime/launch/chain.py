@@ -256,6 +256,7 @@ class Chain:
         if carry is not None:
             from dni_runtime.launch.carrying import carry_over
 
+            carry.check_trusted()
             prepared = carry_over(prepared, carry.record)
         site = check_host(
             prepared.written,

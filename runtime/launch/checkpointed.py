@@ -20,6 +20,7 @@ class Checkpointed:
 
     Args:
         record: What the run directory says of the run.
+        trust: Whether it may be executed, too, if it belongs to somebody else.
 
     Attributes:
         record: The same.
@@ -28,11 +29,20 @@ class Checkpointed:
         modules: Its workers, head first.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, *, trust: bool = False) -> None:
         self.record = record
+        self._trust = trust
         self.directory: RunDir = record.run
         self.name = record.name
         self.modules = record.modules
+
+    def check_trusted(self) -> None:
+        """Refuse to execute a run of somebody else's that is not trusted.
+
+        Raises:
+            UsageError: It is one.
+        """
+        self.record.check_trusted(self._trust)
 
     def choose_cut(
         self, wanted: str | None = None, *, force: bool = False
@@ -65,6 +75,7 @@ class Checkpointed:
 
         if state_dict:
             return write_state_dict(self.state_dict(cut, force=force), Path(output))
+        self.check_trusted()
         states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
         with importing_from(self.directory.sources):
             export_model(self.record.specs()[1], states, Path(output), force=force)
@@ -126,6 +137,7 @@ class Checkpointed:
         from dni_runtime.core.export import assemble
         from dni_runtime.launch.prepare import importing_from
 
+        self.check_trusted()
         states = self._states_of(self.choose_cut()[0] if cut is None else cut)
         with importing_from(self.directory.sources):
             return assemble(self.record.specs()[1], states)
@@ -149,6 +161,7 @@ class Checkpointed:
         from dni_runtime.data import open_data
         from dni_runtime.launch.prepare import importing_from
 
+        self.check_trusted()
         states = self._states_of(self.choose_cut()[0] if cut is None else cut)
         (chain, workers), sources = self.record.specs(), self.directory.sources
         with importing_from(sources):

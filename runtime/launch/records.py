@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import platform
+import pwd
 import secrets
 import shutil
 import socket
@@ -146,6 +148,43 @@ class Record(RunRecord):
         record._run = run
         return record
 
+    @property
+    def owners(self) -> set[int]:
+        """The users to whom its folder, a link to that, and its ``run.json`` belong.
+
+        Raises:
+            OSError: It is gone.
+        """
+        root = self.run.root
+        return {one.st_uid for one in (root.lstat(), root.stat(), self.run.record.lstat())}
+
+    @property
+    def own(self) -> bool:
+        """Whether it belongs to the caller, as far as it is there."""
+        with contextlib.suppress(OSError):
+            return self.owners == {os.geteuid()}
+        return False
+
+    def check_trusted(self, trust: bool = False) -> None:
+        """Refuse to execute what somebody else has written, other than root.
+
+        A run names what is imported and what is started: its specs, its sources, its plan.
+
+        Args:
+            trust: Whether the caller trusts it.
+
+        Raises:
+            UsageError: It is not trusted.
+        """
+        others = self.owners - {os.geteuid(), 0}
+        if others and not trust:
+            raise UsageError(
+                f"run {str(self.run.root)!r} belongs to {' and '.join(map(_user, others))}: this "
+                "would run their code as you",
+                hint="it can be looked at ('dnictl status', 'logs', 'events'); if you trust them: "
+                "--trust, in Python trust=True",
+            )
+
     def specs(self) -> tuple[ChainSpec, tuple[WorkerSpec, ...]]:
         """Return the chain and the modules' specs, as of the run's creation.
 
@@ -188,16 +227,14 @@ def list_runs(folder: Path) -> list[Record]:
     records = []
     if folder.is_dir():
         for entry in folder.iterdir():
-            if (entry / "run.json").is_file():
-                try:
+            with contextlib.suppress(DataError, OSError):  # OSError: those of others, mostly
+                if (entry / "run.json").is_file():
                     records.append(Record.read(entry))
-                except DataError:
-                    continue
     return sorted(records, key=lambda record: (record.created, record.name))
 
 
 def find_run(name: str | None, folder: Path) -> Record:
-    """Find a run by path, name or beginning of its name; by default the latest.
+    """Find a run by path, name or beginning of its name; by default the caller's latest.
 
     Args:
         name: Text from the user.
@@ -214,12 +251,15 @@ def find_run(name: str | None, folder: Path) -> Record:
             raise UsageError(f"{name!r} is not a run directory: it has no run.json")
     runs = list_runs(folder)
     if name is None:
-        if not runs:
+        own = [record for record in runs if record.own]
+        if not own:
             raise UsageError(
-                f"there are no runs in {str(folder)!r}",
-                hint="start one with 'dnictl up', or name the folder with --runs or DNICTL_RUNS",
+                f"there are no runs{' of yours' if runs else ''} in {str(folder)!r}",
+                hint=f"name one of others: {', '.join(record.name for record in runs)}"
+                if runs
+                else "start one with 'dnictl up', or name the folder with --runs or DNICTL_RUNS",
             )
-        return runs[-1]
+        return own[-1]
     found = [record for record in runs if record.name.startswith(name)]
     if len(found) == 1:
         return found[0]
@@ -228,3 +268,10 @@ def find_run(name: str | None, folder: Path) -> Record:
     raise UsageError(
         f"{problem} in {str(folder)!r}", hint=f"runs: {names}" if names else "see 'dnictl ps'"
     )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -46,32 +46,43 @@ _STOP_TIMEOUT_S = 30.0  # beyond the workers' own time
 
 
 class Run(Checkpointed):
-    """A run, by its directory; any process that can read the directory may look at it."""
+    """A run, by its directory; any process that can read the directory may look at it.
+
+    What imports, starts or ends something refuses a run of somebody else's with a ``UsageError``,
+    unless ``trust`` is given.
+    """
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory.root)!r})"
 
     @classmethod
-    def open(cls, path: Path | str) -> Run:
+    def open(cls, path: Path | str, *, trust: bool = False) -> Run:
         """The run in a directory.
+
+        Args:
+            path: The directory.
+            trust: Whether it may be executed if it belongs to somebody else.
 
         Raises:
             DataError: There is no run.
         """
-        return cls(Record.read(Path(path)))
+        return cls(Record.read(Path(path)), trust=trust)
 
     @classmethod
-    def find(cls, name: str | None = None, runs: Path | str = "runs") -> Run:
-        """A run by path, by name or by the beginning of its name; the latest by default.
+    def find(
+        cls, name: str | None = None, runs: Path | str = "runs", *, trust: bool = False
+    ) -> Run:
+        """A run by path, by name or by the beginning of its name; your latest by default.
 
         Args:
             name: The path or name.
             runs: The folder of the runs.
+            trust: Whether it may be executed if it belongs to somebody else.
 
         Raises:
             UsageError: There is none, or more than one.
         """
-        return cls(find_run(name, Path(runs)))
+        return cls(find_run(name, Path(runs)), trust=trust)
 
     @property
     def job(self) -> JobRecord | None:
@@ -167,6 +178,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: It is active still: its supervisor does not answer.
         """
+        self.check_trusted()
         from dni_runtime.launch.start import end_leftovers
 
         job, state = self.job, self.state()
@@ -226,6 +238,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: It has no such module, or no supervisor that answers.
         """
+        self.check_trusted()
         for worker in self.workers_of(module):
             self._restart(worker)
 
@@ -302,6 +315,7 @@ class Run(Checkpointed):
             UsageError: A number of replicas cannot change, or is too large or too small; or the run
                 has no supervisor that answers.
         """
+        self.check_trusted()
         workers, elastic = replicas_of(self.modules), self.record.specs()[1][0].elastic
         for module, count in replicas.items():
             self.workers_of(module)
@@ -352,6 +366,7 @@ class Run(Checkpointed):
             UsageError: It is not one network that has been taken apart.
             SpecError: The network cannot be cut so.
         """
+        self.check_trusted()
         from dni_runtime.launch.balancing import balance_run
 
         return balance_run(self.record, balance, links)
@@ -380,6 +395,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: It is active, has finished, or has no such checkpoint.
         """
+        self.check_trusted()
         job, state = self.job, self.state()
         if state.active and (state.phase != "unsupervised" or job is not None):
             raise UsageError(
@@ -408,6 +424,7 @@ class Run(Checkpointed):
 
     def resubmit(self, log_level: str | None = None) -> str:
         """Submit its batch script once more; gives the new job's id."""
+        self.check_trusted()
         from dni_runtime.launch.slurm.submit import submit_again
 
         assert self.job is not None
@@ -419,6 +436,7 @@ class Run(Checkpointed):
         Raises:
             DniError: This host lacks something: data, images, devices.
         """
+        self.check_trusted()
         from dni_runtime.launch.planning import plan_again
 
         attempt = self.state().last_attempt + 1
@@ -442,6 +460,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: Another process owns it, or it has no such checkpoint.
         """
+        self.check_trusted()
         from dni_runtime.launch.start import Launch, end_leftovers, take
 
         chain, _ = self.record.specs()
@@ -472,6 +491,7 @@ class Run(Checkpointed):
         Raises:
             UsageError: Another process supervises it, or this process is outside its job.
         """
+        self.check_trusted()
         from dni_runtime.launch.plan import LaunchPlan
         from dni_runtime.launch.start import Launch, take
 

@@ -125,7 +125,7 @@ class Launch:
         self.run.supervisor_log.parent.mkdir(parents=True, exist_ok=True)
         with self.run.supervisor_log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dnictl", "supervise", str(self.run.root)],
+                [sys.executable, "-P", "-m", "dnictl", "supervise", "--trust", str(self.run.root)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from dni_runtime import __version__
+from dni_runtime import Run, __version__
 from dni_runtime.cuts import document_file, sealed
 from dni_runtime.documents.state import RunState
-from dni_runtime.launch.records import Record
+from dni_runtime.errors import CheckpointError, UsageError
+from dni_runtime.launch.prepare import prepare
+from dni_runtime.launch.records import Record, create_run
 from dni_runtime.rundir import append_line, read_json, write_json
-from tests.unit.cli.conftest import Dnictl, ended
+from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 
 def test_no_runs(dnictl: Dnictl) -> None:
@@ -258,3 +263,92 @@ def test_nobody_waits_for_a_run_by_hand(dnictl: Dnictl, record: Record) -> None:
     result = dnictl("wait")
     assert result.code == 64
     assert "its workers are started by hand" in result.err
+
+
+@pytest.fixture
+def foreign(record: Record, monkeypatch: pytest.MonkeyPatch) -> Record:
+    """The run belongs to somebody else, who says that it is of tomorrow."""
+    document = read_json(record.run.record)
+    write_json(record.run.record, document | {"created": time.time() + 86400})
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    else:
+        for path in (record.run.root, *record.run.root.rglob("*")):
+            os.chown(path, 65534, 65534)
+    return record
+
+
+REFUSED = (
+    ("export", "small-1", "-o", "m.safetensors"),
+    ("resume", "small-1"),
+    ("resume", "small-1", "--dry-run"),
+    ("stop", "small-1"),
+    ("restart", "top", "small-1"),
+    ("scale", "top=2", "small-1"),
+    ("balance", "small-1"),
+    ("tensorboard", "small-1"),
+    ("up", "--dry-run", "--carry", "small-1"),
+    ("submit", "--dry-run", "--carry", "small-1"),
+    ("run", "top", "--run-dir", "runs/small-1"),
+    ("supervise", "runs/small-1"),
+    ("reference", "runs/small-1", "--threads", "1"),
+)
+
+
+def test_a_run_of_somebody_else_is_read_and_not_executed(dnictl: Dnictl, foreign: Record) -> None:
+    ended(foreign, "stopped", 75)
+    write_cut(foreign, 8)
+    foreign.run.log("top", 1).write_text("said\n")
+    for read in (("status", "small-1"), ("ps",), ("events", "small-1"), ("logs", "small-1")):
+        assert dnictl(*read).code == 0, read
+    assert dnictl("wait", "small-1").code == 75
+    before = {path: path.stat().st_mtime_ns for path in foreign.run.root.rglob("*")}
+    for command in REFUSED:
+        result = dnictl(*command)
+        assert result.code == 64, (command, result.err)
+        assert "small-1' belongs to " in result.err, command
+        assert "--trust" in result.err, command
+    assert {path: path.stat().st_mtime_ns for path in foreign.run.root.rglob("*")} == before
+    trusted = dnictl("resume", "small-1", "--dry-run", "--trust")
+    assert trusted.code == 0, trusted.err
+    assert "belongs to" not in dnictl("balance", "small-1", "--trust").err
+
+
+def test_the_newest_run_is_the_users_own(
+    dnictl: Dnictl, foreign: Record, folder: Path, write_chain: WriteChain
+) -> None:
+    result = dnictl("status")
+    assert (result.code, "no runs of yours" in result.err) == (64, True)
+    assert "small-1" in result.err
+    if os.geteuid() == 0:
+        create_run(folder / "runs" / "own", prepare(write_chain()), backend="process")
+        assert dnictl("status", "--json").json["run"] == "own"
+        (folder / "runs" / "zz").symlink_to(foreign.run.root)
+        assert dnictl("status", "--json").json["run"] == "own"
+
+
+def test_python_asks_for_trust_too(foreign: Record) -> None:
+    run = Run.open(foreign.run.root)
+    assert run.state().phase == "new"
+    for does in (run.model, run.evaluate, run.resume, run.take_over, run.balance, run.plan):
+        with pytest.raises(UsageError, match="belongs to"):
+            does()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        Run.find("small-1", foreign.run.root.parent, trust=True).model()
+
+
+def test_runs_that_cannot_be_read_are_skipped(
+    dnictl: Dnictl, record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of others are private, beside one's own in the same folder."""
+    (folder / "runs" / "private").mkdir()
+    (folder / "runs" / "private" / "run.json").touch()
+    stat = Path.stat
+
+    def refused(path: Path, **more: bool) -> os.stat_result:
+        if path.parent.name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert dnictl("status", "--json").json["run"] == "small-1"

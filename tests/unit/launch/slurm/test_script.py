@@ -170,7 +170,7 @@ def test_the_script_is_sound_bash_and_quotes() -> None:
     assert "set -euo pipefail" in lines
     assert "run='/runs/a b'" in lines
     assert f"export PYTHONPATH={shlex.quote(REQUEST.python_path)}" in lines
-    assert "'/opt/my env/bin/python' -P -m dnictl supervise \"$run\" &" in script
+    assert "'/opt/my env/bin/python' -P -m dnictl supervise --trust \"$run\" &" in script
     assert 'export DNI_SCRATCH="$TMPDIR/dni"' in lines
     assert lines.index("export A='b c'") < lines.index("run='/runs/a b'")
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
@@ -262,7 +262,8 @@ def test_a_supervisor_that_was_killed_is_started_again(
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", script], env=environ, timeout=20, capture_output=True)
     assert done.returncode == code
-    assert (tmp_path / "starts").read_text() == f"-P -m dnictl supervise {tmp_path}\n" * starts
+    started = f"-P -m dnictl supervise --trust {tmp_path}\n"
+    assert (tmp_path / "starts").read_text() == started * starts
     assert b"restarted (2 of at most 5)" in done.stderr
 
 
