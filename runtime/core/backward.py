@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dni_runtime.errors import SpecError
 from dni_runtime.wire import Part
+
+IN_PLACE = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation"
+)
+"""How autograd's message begins."""
 
 
 def backward(
@@ -30,6 +36,22 @@ def backward(
         return
     root = h if g is None else _Root.apply(h, g)  # type: ignore[no-untyped-call]  # torch
     root.backward(inputs=inputs, retain_graph=retain)
+
+
+def changed_in_place(module: str, error: RuntimeError) -> SpecError | None:
+    """Return the error of a module whose gradient needs a tensor that it has changed since.
+
+    Args:
+        module: Its name.
+        error: What autograd said; None is returned if that was something else.
+    """
+    if IN_PLACE not in str(error):
+        return None
+    what = str(error).split(". Hint:")[0].removeprefix(IN_PLACE).lstrip(": ")
+    return SpecError(
+        f"module {module!r} changes a tensor in place that its gradient needs: {what}",
+        hint="make a new one there, as 'y = y * 2' does instead of 'y *= 2' or 'y.mul_(2)'",
+    )
 
 
 def per_sample(g_BX: Tensor | None, part: Part) -> Tensor | None:

@@ -22,6 +22,7 @@ from dni_runtime.core.training import (
     set_random_state,
     torch_dtype,
 )
+from dni_runtime.errors import SpecError
 from dni_runtime.spec import WorkerSpec
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -54,6 +55,7 @@ class ModuleForward:
         with seeded(module_seed(spec.seed, spec.index)) as state:
             self.layers = build_module(spec, self.device)
             self.random_state: Tensor = state()
+        self._changes_input: dict[bool, bool] = {}  # in train and in eval mode, once it is known
         self._precision = torch_dtype(spec.precision)
         self._dtype = torch_dtype(spec.output.dtype)
 
@@ -74,9 +76,35 @@ class ModuleForward:
     def activation(
         self, xs: tuple[Tensor, ...], layers: Callable[..., Tensor] | None = None
     ) -> Tensor:
-        """Return the activation in the contract's type, of the module or of a copy of it."""
-        with self._autocast():
-            return cast("Tensor", (layers or self.layers)(*xs).to(self._dtype))
+        """Return the activation in the contract's type, of the module or of a copy of it.
+
+        Layers that change their input in place get a copy of it: others have the same memory, and
+        autograd refuses it for leaves. Whether they do is seen at the first batch.
+
+        Raises:
+            SpecError: They do it for later batches only.
+        """
+        layers = layers or self.layers
+        training = getattr(layers, "training", self.layers.training)
+        copies = self._changes_input.get(training, True)
+        given = tuple([x.clone() for x in xs]) if copies else xs
+        before = [x._version for x in given]
+        try:
+            with self._autocast():
+                h_BH = cast("Tensor", layers(*given).to(self._dtype))
+            changes = [x._version for x in given] != before
+        except RuntimeError as error:
+            changes = "leaf Variable" in str(error)
+            if not changes:
+                raise
+        if changes and not copies:
+            raise SpecError(
+                f"module {self.spec.module!r} changes its input in place, but not in its first "
+                "batch",
+                hint="make a copy, as 'x = x + y' does instead of 'x += y'",
+            )
+        self._changes_input[training] = changes
+        return h_BH
 
     def evaluate(self, x: Inputs) -> Tensor:
         """Return the activation in eval mode, ``[B, *output]``."""
@@ -102,16 +130,23 @@ class ModuleForward:
 
     @contextlib.contextmanager
     def without_trace(self) -> Iterator[None]:
-        """Leave buffers (such as BatchNorm's statistics) and random numbers as they are."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.layers.buffers()]
+        """Leave buffers (such as BatchNorm's statistics) and random numbers as they are.
+
+        Layers get copies of their buffers, which they may change or replace.
+        """
+        owners = [(one._buffers, {**one._buffers}) for one in self.layers.modules()]
+        copies = {
+            id(one): one.clone() for _, own in owners for one in own.values() if one is not None
+        }
         state = random_state(self.device)
         try:
+            for buffers, own in owners:
+                buffers |= {name: copies.get(id(one)) for name, one in own.items()}
             yield
         finally:
             set_random_state(self.device, state)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            for buffers, own in owners:
+                buffers |= own
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._precision is torch.float32:

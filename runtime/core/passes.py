@@ -15,15 +15,16 @@ Shapes: B batch, X one sample's input, H its activation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from dni_runtime.core.backward import IN_PLACE
 from dni_runtime.core.forward import ModuleForward
 from dni_runtime.core.interfaces.base import Keep
 from dni_runtime.core.training import random_state, set_random_state
@@ -59,6 +60,7 @@ class ForwardPasses:
         self._keep = keep
         self._version = version
         self._weights = {_memory(weight) for weight in module.layers.parameters()}
+        self._saved: list[ref[_Saved]] = []  # of the newest pass
         self._stash: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
     def compute(
@@ -90,25 +92,42 @@ class ForwardPasses:
             set_random_state(module.device, kept.random_state)
             return module.activation(kept.xs)
 
-    def _hooks(self) -> saved_tensors_hooks:
-        """Return the hooks for tensors that autograd saves.
+    @contextlib.contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Keep the tensors that autograd saves.
 
-        With hooks, autograd does not check whether a saved tensor has changed since.
+        With hooks, autograd does not check whether a saved tensor has changed since; layers may
+        change one that they still need. Weights, and buffers that layers change in place, change
+        after the pass, too.
         """
         pack = self._pack_then if self._keep == "weights" else self._pack_now
-        return saved_tensors_hooks(pack, _unpack)
+        self._saved.clear()
+        with saved_tensors_hooks(pack, _unpack):
+            yield
+        buffers: set[int] = set()
+        for saved in filter(None, [one() for one in self._saved]):
+            saved.changed = saved.value._version != saved.version
+            if saved.version and not saved.changed:
+                buffers = buffers or {_memory(one) for one in self._module.layers.buffers()}
+                if _memory(saved.value) in buffers:
+                    saved.value = saved.value.clone()
 
-    def _pack_now(self, tensor: Tensor) -> Tensor | _Cast:
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._saved.append(ref(saved))
+        return saved
+
+    def _pack_now(self, tensor: Tensor) -> _Saved | _Cast:
         """Refer to weights, so that their newest values are used."""
         weight = self._weight_cast_to(tensor)
-        return tensor.detach() if weight is None else _Cast(weight, tensor)
+        return self._pack(tensor) if weight is None else _Cast(weight, tensor)
 
-    def _pack_then(self, tensor: Tensor) -> Tensor | _View:
+    def _pack_then(self, tensor: Tensor) -> _Saved | _View:
         """Copy weights, once for each of their versions."""
         weight = self._weight_cast_to(tensor)
         memory = _memory(tensor if weight is None else weight)
         if memory not in self._weights:
-            return tensor.detach()
+            return self._pack(tensor)
         key = memory, tensor.dtype, self._version()
         copy = self._stash.get(key)
         if copy is None:
@@ -125,6 +144,21 @@ class ForwardPasses:
         weight = getattr(base.grad_fn.next_functions[0][0], "variable", None)
         known = weight is not None and _memory(weight) in self._weights
         return cast("Tensor", weight) if known else None
+
+
+class _Saved:
+    """A tensor that autograd saved, and whether the same pass has changed it in place since."""
+
+    __slots__ = ("__weakref__", "changed", "value", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value, self.version, self.changed = tensor.detach(), tensor._version, False
+
+    def tensor(self) -> Tensor:
+        """The tensor that was saved."""
+        if self.changed:
+            raise RuntimeError(f"{IN_PLACE}: one of the sizes {[*self.value.shape]}")
+        return self.value
 
 
 class _View:
@@ -150,8 +184,8 @@ class _Cast(_View):
         return self._memory.to(self._dtype).as_strided(*self._as)
 
 
-def _unpack(packed: Tensor | _View) -> Tensor:
-    return packed.tensor() if isinstance(packed, _View) else packed
+def _unpack(packed: _Saved | _View) -> Tensor:
+    return packed.tensor()
 
 
 def _memory(tensor: Tensor) -> int:

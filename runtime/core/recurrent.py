@@ -81,7 +81,7 @@ class Recurrent(nn.Module):
 
     state: Tensor
     start: Tensor | None = None
-    _passing: Tensor
+    _passing: Tensor | None = None
 
     def __init__(
         self,
@@ -110,7 +110,6 @@ class Recurrent(nn.Module):
         size = self._parts * num_layers * hidden_size
         if carry:
             self.register_buffer("state", torch.zeros(0, size))
-            self.register_buffer("_passing", torch.zeros(0, size), persistent=False)
         self.synthesizer: Synthesizer | None = None
         if options.synthetic is not None:
             self._add_synthesizer(options.synthetic, size)
@@ -140,9 +139,10 @@ class Recurrent(nn.Module):
         if not self.carry:
             return cast("Tensor", self.cell(x_BTC)[0])
         if not (self.training and torch.is_grad_enabled()):
-            h_BTH, self._passing = self._run(x_BTC, _fitting(self._passing, x_BTC))
+            before_BS = self.state[:0] if self._passing is None else self._passing
+            h_BTH, self._passing = self._run(x_BTC, _fitting(before_BS, x_BTC))
             return h_BTH
-        self._passing = self._passing[:0]
+        self._passing = None
         self.learn()
         before_BS = _fitting(self.state, x_BTC)
         trained = self.cell.weight_hh_l0.requires_grad
@@ -174,8 +174,7 @@ class Recurrent(nn.Module):
 
     def end_evaluation(self) -> None:
         """Start the next pass without gradients with zeros."""
-        if self.carry:
-            self._passing = self._passing[:0]
+        self._passing = None
 
     def take_state(self, other: Recurrent) -> None:
         """Take over the state of another layer of the same kind."""
@@ -249,7 +248,7 @@ class Recurrent(nn.Module):
         name = f"{prefix}state"
         if self.carry:
             self._lessons.clear()
-            self._passing = self._passing[:0]
+            self._passing = None
             if name in state_dict:  # of as many samples as the last batch had
                 self.state = self.state.new_zeros(len(state_dict[name]), self.state.shape[1])
         else:  # only the weights of a layer that carries its state

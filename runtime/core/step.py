@@ -9,14 +9,15 @@ updated once all of their gradients have come.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.backward import backward, per_sample
+from dni_runtime.core.backward import backward, changed_in_place, per_sample
 from dni_runtime.core.counters import StepCounters
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build_interface
@@ -36,6 +37,22 @@ Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 MARGIN = 8
 """Batches kept beyond the late ones, for acknowledgements and gradients on their way."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _naming_module(method: Method) -> Method:
+    """Let a method say which module has changed a tensor in place that its gradient needs."""
+
+    @functools.wraps(method)
+    def named(step: ModuleStep, *args: Any) -> Any:
+        try:
+            return method(step, *args)
+        except RuntimeError as error:
+            raise changed_in_place(step.spec.module, error) or error from None
+
+    return cast("Method", named)
 
 
 class ModuleStep(ModuleForward):
@@ -146,8 +163,9 @@ class ModuleStep(ModuleForward):
             self.shared.samples += len(xs[0])
         self._within = not part.ends_with(len(xs[0]))
         answers = self._answers(id)
+        waits = self.spec.max_late == 0 and not (part.first or self._within)
         outlives = due(id, self.spec.gradients_in) and (
-            any(self._relays(answers)) or (self._applies and self.spec.max_late != 0)
+            any(self._relays(answers)) or (self._applies and not waits)
         )
         with self.optimization.ahead(len(self._batches_due() - {self._number})):
             done = self._passes.compute(xs, grads=answers, outlives=outlives)
@@ -176,6 +194,7 @@ class ModuleStep(ModuleForward):
             self._end_batch()
         return self._no_gradients(id, done)
 
+    @_naming_module
     def update(self, y_BY: Tensor) -> Gradients:
         """Train on the batch of the last :meth:`forward`, unless that needs a true gradient.
 
@@ -194,7 +213,7 @@ class ModuleStep(ModuleForward):
             if len(y_BY) != part.samples:
                 loss = loss * (len(y_BY) / part.samples)
             backward(loss, None)
-            found = self._gradients(done, part)
+            found = self._gradients(done, part, self._answers(id))
             if ends:
                 self._end_batch()
             return found
@@ -214,7 +233,8 @@ class ModuleStep(ModuleForward):
                 only = self._own_leaves()
                 only += [x for x, relay in now if x.requires_grad and not relay]
             backward(done.h_BH, g_BH / part.samples, inputs=only, retain=later)
-            gradients = self._gradients(done, part)
+            wanted = zip(self._answers(id), relays, strict=True)
+            gradients = self._gradients(done, part, [one and not true for one, true in wanted])
         if comes:
             self.counters.given_up += self.kept.add(id, kept)
         if ends and (self._signals or not self._applies):
@@ -242,6 +262,7 @@ class ModuleStep(ModuleForward):
         at_once = self.interface is None or (self._signals and not self._applies)
         return bool(self.optimization.parameters) and at_once
 
+    @_naming_module
     def replay(self, x: Inputs, y_BY: Tensor) -> None:
         """Train on a batch once more, by the module's own error signal alone.
 
@@ -257,6 +278,7 @@ class ModuleStep(ModuleForward):
             backward(h_BH, signal.g_BH / len(h_BH))
         self.optimization.update()
 
+    @_naming_module
     def late_gradient(self, id: int, g_BH: Tensor | None) -> Gradients:
         """Process a gradient that has arrived from downstream.
 
@@ -292,39 +314,45 @@ class ModuleStep(ModuleForward):
                 self._count_part(kept)
             return self._no_gradients(id, done)
         h_BH = self._passes.output(done)
+        samples, relays = kept.part.samples, self._relays(self._answers(id))
         if self._applies and not self._signals:
-            return self._apply(kept, h_BH, g_BH, done)
-        samples = kept.part.samples
-        relays = zip(done.xs, self._relays(self._answers(id)), strict=False)
-        if inputs := [x for x, relay in relays if relay]:
+            self._apply(kept, h_BH, g_BH, done)
+            return self._gradients(done, kept.part, relays)
+        if inputs := [x for x, relay in zip(done.xs, relays, strict=False) if relay]:
             backward(h_BH, g_BH / samples, inputs=inputs, retain=self._applies)
         if self._applies:
             assert kept.g_BH is not None
             only = self.optimization.parameters
             backward(h_BH, (g_BH - kept.g_BH) / samples, inputs=only)
-        return self._gradients(done, kept.part)
+        return self._gradients(done, kept.part, relays)
 
-    def _gradients(self, done: ForwardPass, part: Part) -> Gradients:
-        """Return the gradients that a backward pass has left at the inputs."""
-        links = zip(done.xs, self.spec.sources, strict=False)  # inputs of the data come last
-        found = tuple(per_sample(x.grad, part) for x, _ in links)
-        for x in done.xs:
+    def _gradients(self, done: ForwardPass, part: Part, wanted: Sequence[bool]) -> Gradients:
+        """Return the gradients that a backward pass has left at the inputs, zeros if it has not.
+
+        Args:
+            done: The forward pass.
+            part: Which part of a batch it is of.
+            wanted: For which links to return them.
+        """
+        found: list[Tensor | None] = []
+        for x, one in zip(done.xs, wanted, strict=False):  # inputs of the data come last
+            g_BX = torch.zeros_like(x) if one and x.grad is None else x.grad
+            found.append(per_sample(g_BX, part))
             x.grad = None  # sent once
-        return found
+        return tuple(found)
 
     def _own_leaves(self) -> list[Tensor]:
         """Return what the module's own error signal is for, without its input."""
         starts = [layer.start for layer in self._recurrent if layer.start is not None]
         return [*self.optimization.parameters, *starts]
 
-    def _apply(self, kept: Kept, h_BH: Tensor, g_BH: Tensor, done: ForwardPass) -> Gradients:
+    def _apply(self, kept: Kept, h_BH: Tensor, g_BH: Tensor, done: ForwardPass) -> None:
         """Add a true gradient to its batch's; update the weights when that is complete."""
         if self._summed is not None and self._summed != kept.number:
             self._end_batch()  # parts of the one before have been lost
         g_BH = self._pulled(g_BH, h_BH.detach(), done)
         backward(h_BH, g_BH / kept.part.samples)
         self._count_part(kept)
-        return self._gradients(done, kept.part)
 
     def _count_part(self, kept: Kept) -> None:
         self._summed = kept.number

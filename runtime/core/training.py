@@ -201,6 +201,21 @@ def torch_dtype(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
+def real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, in the same memory; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def split_like(row_N: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Cut a row of real numbers into tensors like some parameters."""
+    at = 0
+    for p in parameters:
+        own = real(p.detach())
+        part = row_N[at : at + own.numel()].view_as(own).to(own)
+        at += own.numel()
+        yield torch.view_as_complex(part.clone()) if p.is_complex() else part
+
+
 def empty_batch(spec: TensorSpec, batch: int, device: str | torch.device) -> Tensor:
     """Return zeros in the shape of a batch; ``device="meta"`` takes no memory."""
     return torch.zeros((batch, *spec.shape), dtype=torch_dtype(spec.dtype), device=device)

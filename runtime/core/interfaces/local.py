@@ -49,6 +49,7 @@ class Local(GradientInterface):
         super().__init__(boundary, options)
         self.loss = ChainLoss(boundary.loss, boundary.prediction, boundary.label)
         self.head = self._head(boundary, options)
+        self._looks_ahead = boundary.ahead is not None
         self.similarity: SimilarityLoss | None = None
         self.similarity_share = options.similarity
         if options.similarity:
@@ -79,7 +80,7 @@ class Local(GradientInterface):
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         h_BH = h_BH.detach().requires_grad_()
-        p_BP = self.head(h_BH)
+        p_BP = self._predictions(h_BH)
         loss = self.loss(p_BP, y_BY)
         if self.similarity is not None:
             unlike = self.similarity(h_BH, y_BY, self.loss.valid(y_BY))
@@ -91,11 +92,15 @@ class Local(GradientInterface):
         assert h_BH.grad is not None
         return Signal(h_BH.grad.mul_(len(h_BH)), loss.detach(), p_BP.detach())
 
+    def _predictions(self, h_BH: Tensor) -> Tensor:
+        """Return the head's output; the next modules' layers may change their input in place."""
+        return cast("Tensor", self.head(h_BH.clone() if self._looks_ahead else h_BH))
+
     def predict(self, h_BH: Tensor) -> Tensor:
         self.head.eval()
         try:
             with torch.no_grad():
-                return cast("Tensor", self.head(h_BH))
+                return self._predictions(h_BH)
         finally:
             self.head.train()
 

@@ -192,7 +192,7 @@ def saved_bytes(
         def __init__(self, pack: Any, unpack: Any) -> None:
             def watch(tensor: Tensor) -> Any:
                 packed = pack(tensor)
-                memory = getattr(packed, "_memory", packed)
+                memory = packed.value if hasattr(packed, "value") else packed._memory
                 found[memory.untyped_storage().data_ptr()] = memory
                 return packed
 
