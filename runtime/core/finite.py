@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dni_runtime.core.training import real
+
 
 def finite(tensor: Tensor) -> bool:
     """Whether all values are finite, and so is their sum; waits for the tensor's device."""
@@ -16,7 +18,8 @@ def finite(tensor: Tensor) -> bool:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values of several tensors on one device are finite; integers are."""
-    floating = [one.detach() for one in tensors if one.is_floating_point()]
+    inexact = [one for one in tensors if one.is_floating_point() or one.is_complex()]
+    floating = [real(one.detach()) for one in inexact]
     dense = [one.coalesce().values() if one.is_sparse else one for one in floating]
     sums = [one.sum(dtype=_wide(one.dtype)) for one in dense]
     return not sums or math.isfinite(sums[0] if len(sums) == 1 else torch.stack(sums).sum())

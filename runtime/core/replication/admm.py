@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.replication.base import Strategy, Sync
+from dni_runtime.core.training import real, split_like
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import Frozen
 
@@ -45,7 +46,7 @@ class Admm(Strategy):
         self.register_buffer("dual_P", torch.zeros_like(start_P))
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
-        self._own = sum(p.numel() for p in optimization.parameters)
+        self._own = sum(real(p.detach()).numel() for p in optimization.parameters)
         optimization.before_step = self._pull
 
     def weight(self, samples: int) -> float:
@@ -53,12 +54,10 @@ class Admm(Strategy):
 
     def _pull(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradient of the second term, rho (x - z + u)."""
-        toward_P, at = self.consensus_P - self.dual_P, 0
-        for p in parameters:
-            toward = toward_P[at : at + p.numel()].view_as(p).to(p)
+        toward_P = self.consensus_P - self.dual_P
+        for p, toward in zip(parameters, split_like(toward_P, parameters), strict=True):
             pull = (p.detach() - toward).mul_(self._rho)
             p.grad = pull if p.grad is None else p.grad + pull
-            at += p.numel()
 
     def joined(self, own_P: Tensor) -> None:
         self.dual_P.zero_()

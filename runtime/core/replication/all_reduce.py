@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dni_runtime.core.optimization import Optimization
 from dni_runtime.core.replication.base import Strategy, Sync
+from dni_runtime.core.training import real, split_like
 from dni_runtime.spec import WorkerSpec
 
 
@@ -24,7 +25,7 @@ class AllReduce(Strategy):
 
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
         self._optimization = optimization
-        self.gradients = sum(p.numel() for p in optimization.parameters)
+        self.gradients = sum(real(p.detach()).numel() for p in optimization.parameters)
         optimization.holds = True
 
     def weight(self, samples: int) -> float:
@@ -35,20 +36,19 @@ class AllReduce(Strategy):
         if not batches:
             return None
         gradients = [
-            own_P.new_zeros(p.numel()) if p.grad is None else p.grad.flatten().to(own_P)
+            real(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(own_P)
             for p in self._optimization.parameters
         ]
         self._optimization.clear()
         return torch.cat([*(one / batches for one in gradients), own_P[self.gradients :]])
 
     def agree(self, mean_P: Tensor) -> Tensor:
-        at, parameters = 0, self._optimization.parameters
-        for p in parameters:
-            p.grad = mean_P[at : at + p.numel()].view_as(p).to(p, copy=True)
-            at += p.numel()
+        parameters = self._optimization.parameters
+        for p, g in zip(parameters, split_like(mean_P, parameters), strict=True):
+            p.grad = g.clone()
         self._optimization.step()
-        own = [p.detach().flatten().to(mean_P) for p in parameters]
-        return torch.cat([*own, mean_P[at:]])
+        own = [real(p.detach()).flatten().to(mean_P) for p in parameters]
+        return torch.cat([*own, mean_P[self.gradients :]])
 
     def base(self, agreed_P: Tensor) -> Tensor:
         return torch.cat([agreed_P.new_zeros(self.gradients), agreed_P[self.gradients :]])

@@ -5,12 +5,12 @@ Shapes: P trained parameters, R numbers in a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from dni_runtime.core.replication.base import Sync, mean_of
@@ -18,6 +18,8 @@ from dni_runtime.core.replication.compression import Differences, words_of
 from dni_runtime.core.replication.message import HEADER_WORDS, Message
 from dni_runtime.core.replication.parameter_server import ParameterServer
 from dni_runtime.core.replication.registry import build_compression, build_strategy
+from dni_runtime.core.training import real, split_like
+from dni_runtime.errors import SpecError
 
 if TYPE_CHECKING:
     from dni_runtime.core.step import ModuleStep
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 class Shared:
     """What the replicas of a module share: one row of numbers, trained parameters first.
 
-    That is all floating-point state of the layers, the gradient interface and the weights' average;
-    the state of the optimizers is each replica's own. Only trained parameters are compressed: the
-    rest is not a sum of steps, so what compression left out would be counted twice.
+    That is all state of the layers, the gradient interface and the weights' average but integers;
+    these and the state of the optimizers are each replica's own. Only trained parameters are
+    compressed: the rest is not a sum of steps, so what compression left out would be counted twice.
 
     Args:
         step: The module.
@@ -44,20 +46,26 @@ class Shared:
     def __init__(self, step: ModuleStep) -> None:
         self._step = step
         modules = [one for one in (step.layers, step.interface) if one is not None]
-        learnt = [p for one in modules for p in one.parameters() if p.requires_grad]
-        average = step.optimization.average
-        rest = [*modules] if average is None else [*modules, average]
-        known = {id(p) for p in learnt}
-        kept = [p for p in _tensors(rest) if id(p) not in known and p.is_floating_point()]
-        self._learnt, self._tensors = sum(p.numel() for p in learnt), [*learnt, *kept]
-        self._shapes = [p.shape for p in learnt]
+        self._trained = [p for one in modules for p in one.parameters() if p.requires_grad]
+        self._shapes = [real(p.detach()).shape for p in self._trained]
+        self._learnt = sum(shape.numel() for shape in self._shapes)
         self._device = torch.device("cpu") if step.spec.backend is None else step.device
-        self.size = sum(p.numel() for p in self._tensors)
+        self.size = sum(one.numel() for one in self._tensors)
         self.begin()
         longest = self._learnt
         if self.differences is not None:
             longest = max(longest, self.differences.compression.total)
         self.words = HEADER_WORDS + longest + self.size - self._learnt
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """The tensors that are there now: a layer may have replaced its buffers."""
+        known, found = {id(p) for p in self._trained}, list[Tensor](self._trained)
+        for one in (layer for part in self._step.parts() for layer in part.modules()):
+            for tensor in (*one._parameters.values(), *one._buffers.values()):
+                if tensor is not None and id(tensor) not in known:
+                    found.append(tensor)
+        return [real(one.detach()) for one in found if one.is_floating_point() or one.is_complex()]
 
     def begin(self) -> None:
         """Begin with the module's weights as they are now."""
@@ -79,9 +87,20 @@ class Shared:
             self.differences.error.zero_()
 
     def row(self) -> Tensor:
-        """Return a copy of the tensors, float32, ``[R]``; on the CPU, but for a process group."""
-        parts = [one.detach().to(self._device, torch.float32).flatten() for one in self._tensors]
-        return torch.cat(parts)
+        """Return a copy of the tensors, float32, ``[R]``; on the CPU, but for a process group.
+
+        Raises:
+            SpecError: They are not as large as before.
+        """
+        parts = [one.to(self._device, torch.float32).flatten() for one in self._tensors]
+        row = torch.cat(parts)
+        if len(row) != self.size:
+            raise SpecError(
+                f"a buffer of module {self._step.spec.module!r} has changed its size while it was "
+                "trained, and replicas share buffers",
+                hint="give it its size when the layer is made, or set 'replicas: 1'",
+            )
+        return row
 
     @property
     def gradients(self) -> list[torch.Size]:
@@ -242,11 +261,8 @@ class Shared:
         def activation(row_P: Tensor) -> Tensor:
             # BatchNorm changes its statistics, which the backward pass still needs as they are.
             given = {name: buffer.clone() for name, buffer in step.layers.named_buffers()}
-            at = 0
-            for name, p in step.layers.named_parameters():
-                if p.requires_grad:
-                    given[name] = row_P[at : at + p.numel()].view_as(p).to(p)
-                    at += p.numel()
+            trained = {k: p for k, p in step.layers.named_parameters() if p.requires_grad}
+            given |= zip(trained, split_like(row_P, trained.values()), strict=True)
             with torch.no_grad():
                 return step.activation(xs, lambda *xs: functional_call(step.layers, given, xs))
 
@@ -273,10 +289,10 @@ class Shared:
     @torch.no_grad()
     def _put(self, row: Tensor, first: int = 0) -> None:
         """Set the tensors to a row's numbers, from the ``first`` one on."""
-        parts, at = torch.split(row, [one.numel() for one in self._tensors]), 0
-        for one, part in zip(self._tensors, parts, strict=True):
+        at = 0
+        for one in self._tensors:
             if at >= first:
-                one.copy_(part.view_as(one))
+                one.copy_(row[at : at + one.numel()].view_as(one))
             at += one.numel()
 
     def state(self) -> dict[str, Tensor]:
@@ -297,8 +313,3 @@ class Shared:
             own = {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
             if own and part is not None:  # a run without replicas has none
                 part.load_state_dict(own)
-
-
-def _tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
-    every = [one for module in modules for one in (*module.parameters(), *module.buffers())]
-    return list({id(one): one for one in every}.values())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 
 from dni_runtime.core.replication import Strategy, Sync, mean_of
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.errors import CheckpointError
+from dni_runtime.errors import CheckpointError, SpecError
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.replicas import learn, share, shared
 from tests.replicas import replicas as linear
-from tests.replicas import share, shared
 
 
 class Half(Strategy):
@@ -113,3 +115,70 @@ def test_what_is_not_a_sum_of_steps_is_not_compressed() -> None:
         elif name == "layers.0.weight":
             assert not torch.allclose(value, mean, atol=1e-6), name
     assert exact >= 8
+
+
+OWN = ", {import: 'tests.unit.core.idioms:%s', args: {features: 6%s}}"
+
+
+@pytest.mark.parametrize("kind", ["Centred", "Scaled"])
+def test_statistics_are_shared_by_name(kind: str) -> None:
+    """Whatever ``forward`` does to the attribute; the mean is computed by hand."""
+    steps = [ModuleStep(spec) for spec in linear("local-sgd", more=OWN % (kind, ""))]
+    name = {"Centred": "1.mean", "Scaled": "1.scale"}[kind]
+    seen = [torch.randn(4, 8), torch.randn(12, 8)]
+    own = []
+    for step, x in zip(steps, seen, strict=True):
+        layers = copy.deepcopy(step.layers)
+        layers(x)
+        own.append(layers.state_dict()[name])
+        learn(step, 1, x, torch.zeros(len(x), 6))
+    share(steps)
+    for step in steps:
+        found = step.layers.state_dict()[name]
+        torch.testing.assert_close(found, (4 * own[0] + 12 * own[1]) / 16)
+    before = found.clone()
+    layers = copy.deepcopy(steps[0].layers)
+    steps[0].forward(2, seen[0])
+    layers(seen[0])
+    assert torch.equal(steps[0].layers.state_dict()[name], layers.state_dict()[name])
+    assert not torch.equal(steps[0].layers.state_dict()[name], before), "it goes on from the mean"
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "all-reduce", "admm", "diloco"])
+@pytest.mark.parametrize("compression", ["", "bfloat16"])
+def test_complex_parameters_are_shared(strategy: str, compression: str) -> None:
+    """Of one replica that alone has learnt, or of two that have learnt the same."""
+    chain = f"{strategy}, compression: {compression}" if compression else strategy
+    steps = [ModuleStep(spec) for spec in linear(chain, more=OWN % ("Complex", ""))]
+    x, target = torch.randn(8, 8), torch.randn(8, 6)
+    layers = copy.deepcopy(steps[0].layers)
+    (0.5 * (layers(x) - target).square().sum() / len(x)).backward()
+    factor = 1.0 + 0.9 if strategy == "diloco" else 1.0  # Nesterov's first step
+    factor *= 0.7 if strategy == "diloco" else 1.0
+    for step in steps:
+        learn(step, 1, x, target)
+    share(steps)
+    for name, p in layers.named_parameters():
+        expected = p.detach() - 0.1 * factor * p.grad
+        for step in steps:
+            found = dict(step.layers.named_parameters())[name].detach()
+            close = {"rtol": 0.02, "atol": 2e-3} if compression else {}
+            torch.testing.assert_close(found, expected, **close)
+    assert steps[0].layers[1].weight.imag.abs().min() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "float64"])
+def test_what_a_row_would_round_is_refused(dtype: str) -> None:
+    layer = OWN % ("Complex", f", dtype: {dtype}")
+    if dtype == "float64":
+        layer = OWN % ("Centred", f", dtype: {dtype}")
+    with pytest.raises(SpecError, match=f"'1.*' of module 'b' is of {dtype}") as caught:
+        linear("local-sgd", more=layer)
+    assert caught.value.location == ("modules", 1, "replicas")
+
+
+def test_a_buffer_that_grows_is_no_buffer_to_share() -> None:
+    step = ModuleStep(linear("local-sgd", more=OWN % ("Centred", ""))[0])
+    step.layers[1].mean = torch.zeros(7)
+    with pytest.raises(SpecError, match=r"a buffer of module 'b\.1' has changed its size"):
+        shared(step).row()
