@@ -69,7 +69,7 @@ def init(template: str, path: Path) -> None:
 @data_option
 @json_option
 def validate(chain: Path, data: Path | None, as_json: bool) -> None:
-    """Check a chain file: names, keywords, shapes, data.
+    """Check a chain file: names, keywords, shapes, data; and try it on a few samples of the data.
 
     \b
     Example:
@@ -77,7 +77,8 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     """
     from dni_runtime.launch.prepare import prepare
 
-    prepared = prepare(chain, data=data)
+    prepared, looked = (done := prepare(chain, data=data)), done.looked
+    assert looked is not None
     from dni_runtime.core.advice import advice
     from dni_runtime.core.resolve import parameter_counts
     from dni_runtime.launch.host import exposure
@@ -110,6 +111,8 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
                 "batches_per_epoch": prepared.batches_per_epoch,
                 "total_steps": prepared.total_steps,
                 "warnings": warnings,
+                "checked": looked.checked,
+                "unchecked": looked.unchecked,
                 "modules": rows,
             }
         )
@@ -137,6 +140,9 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
         f"{chain}: chain {prepared.chain.name!r} is valid, {len(rows)} modules, "
         f"{sum(counts.values()):,} parameters"
     )
+    click.echo(f"checked: {'; '.join(looked.checked)}")
+    for clause in looked.unchecked:
+        click.secho(f"not checked: {clause}", err=True, fg="yellow")
     for warning in warnings:
         click.secho(f"warning: {warning}", err=True, fg="yellow")
 
@@ -154,7 +160,7 @@ def config(chain: Path, data: Path | None, as_json: bool) -> None:
     """
     from dni_runtime.launch.prepare import prepare
 
-    document = prepare(chain, data=data).chain.model_dump(mode="json")
+    document = prepare(chain, data=data, tries=False).chain.model_dump(mode="json")
     if as_json:
         print_json(document)
         return

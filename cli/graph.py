@@ -33,7 +33,7 @@ def graph(chain: Path, data: Path | None, kind: str) -> None:
     from dni_runtime.core.resolve import parameter_counts
     from dni_runtime.launch.prepare import prepare
 
-    workers = prepare(chain, data=data).workers
+    workers = prepare(chain, data=data, tries=False).workers
     draw = {"text": _text, "mermaid": _mermaid, "svg": _svg}[kind]
     for line in draw(workers, parameter_counts(workers)):
         click.echo(line)

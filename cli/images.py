@@ -75,7 +75,7 @@ def build(
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.spec.load import naming_file
 
-    prepared = prepare(chain, data=data)
+    prepared = prepare(chain, data=data, tries=False)
     modules = _module_builds(prepared)
     image = prepared.chain.image_to_build
     options = BuildOptions(
@@ -214,7 +214,7 @@ def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
         if wanted != "base":
             from dni_runtime.launch.prepare import prepare
 
-            for module in _module_builds(prepare(chain, data=data)):
+            for module in _module_builds(prepare(chain, data=data, tries=False)):
                 if wanted in (None, module.name):
                     texts[module.name] = definition_of(module)
     if not texts:

@@ -89,7 +89,7 @@ def _lines(
     from dni_runtime.launch.slurm.allocation import request_here
     from dni_runtime.spec import LinksSpec
 
-    prepared = None if chain is None else prepare(chain, data=data)
+    prepared = None if chain is None else prepare(chain, data=data, tries=False)
     if allocation is None:
         links = LinksSpec() if prepared is None else prepared.chain.links
         return network.lines_within(socket.gethostname(), links)

@@ -55,6 +55,10 @@ class LocalChain(_OneProcess):
             one. Delays add up module by module, as they do between workers.
         down: Changes activations at a cut, such as narrowing them.
         up: Changes gradients at a cut.
+
+    Attributes:
+        steps: The modules.
+        at: Number of the module that computes, or did last.
     """
 
     def __init__(
@@ -80,8 +84,7 @@ class LocalChain(_OneProcess):
         self._sums = [GradientSum(len(edges)) for edges in targets]
         self._late: list[deque[tuple[int, int, Tensor]]] = [deque() for _ in workers]
         self._down, self._up = down, up
-        self._now = 0
-        self._id = 0
+        self._now = self._id = self.at = 0
 
     def train_batch(self, x: Inputs, y_BY: Tensor) -> float:
         """Train every module on one batch.
@@ -99,6 +102,7 @@ class LocalChain(_OneProcess):
             self._id += 1
             outputs: list[Tensor] = []
             for index, step in enumerate(self.steps):
+                self.at = index
                 before = torch.get_rng_state()
                 torch.set_rng_state(step.random_state)  # as in a process of its own
                 given = inputs_of(self._workers, index, outputs, as_inputs(some), self._down)
@@ -111,7 +115,8 @@ class LocalChain(_OneProcess):
             own = self.steps[-1].counters.loss
             assert own is not None
             loss += float(own) * len(y) / len(y_BY)
-        while any(step.blocked for step in self.steps):  # modules wait for gradients
+        # modules wait for gradients, unless none is on its way
+        while any(step.blocked for step in self.steps) and any(self._late):
             self._now += 1
             self._deliver()
         return loss
@@ -134,6 +139,7 @@ class LocalChain(_OneProcess):
             late = self._late[index]
             while late and late[0][0] <= self._now:
                 _, id, g_BH = late.popleft()
+                self.at = index
                 self._pass_up(index, id, self.steps[index].late_gradient(id, g_BH))
 
 

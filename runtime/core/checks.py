@@ -50,8 +50,11 @@ def check_loss(
     try:
         p_BP = empty_batch(prediction, BATCH, "cpu").requires_grad_()
         value = loss(p_BP, y_BY)
+        if value.dim() == 0 and value.requires_grad:
+            value.backward()
         own = any(True for _ in import_paths([chain.loss, chain.losses]))
         adds_up = own and _adds_up(loss, p_BP, y_BY)
+        broadcasts = own and prediction.shape != info.label.shape and _broadcasts(loss, p_BP, y_BY)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(
@@ -85,6 +88,13 @@ def check_loss(
             location=at,
             hint="divide by the number of samples; gradients between modules are per sample",
         )
+    if broadcasts:
+        raise SpecError(
+            f"{choice.name} compares each prediction with each label of the batch: which label "
+            "belongs to which prediction makes no difference",
+            location=at,
+            hint=f"{hint}: in the loss, give both one shape",
+        )
     if loss.is_cross_entropy and info.classes is not None and (loss.scores or 0) < info.classes:
         raise SpecError(
             f"the tail's output is {prediction}, but the data has {info.classes} classes",
@@ -100,6 +110,19 @@ def _adds_up(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
     once = float(loss(p_BP, y_BY).detach())
     twice = float(loss(torch.cat([p_BP, p_BP]), torch.cat([y_BY, y_BY])).detach())
     return math.isclose(twice, 2 * once, rel_tol=1e-4) and abs(once) > 1e-6
+
+
+def _broadcasts(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
+    """Whether a loss of numbers looks at labels, but not at the order that they come in."""
+    if not y_BY.is_floating_point():
+        return False
+    p_BP, y_BY = (
+        torch.rand(one.shape, generator=torch.Generator().manual_seed(seed)).to(one.dtype)
+        for seed, one in enumerate((p_BP, y_BY))
+    )
+    turned, moved = (float(loss(p_BP, y)) for y in (y_BY.flip(0), y_BY + 1))
+    once = float(loss(p_BP, y_BY))
+    return math.isclose(once, turned, rel_tol=1e-5) and not math.isclose(once, moved, rel_tol=1e-5)
 
 
 def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:

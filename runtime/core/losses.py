@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location, call, find_class
 from dni_runtime.core.training import torch_dtype
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, LossSpec, TensorSpec
 from dni_runtime.spec.named import Frozen
 
@@ -28,6 +28,15 @@ LOSSES: dict[str, type[nn.Module]] = {
     and issubclass(cls, nn.modules.loss._Loss)
     and "reduction" in inspect.signature(cls).parameters
 }
+
+_PAIRED: dict[type[nn.Module], tuple[float, float]] = {
+    **dict.fromkeys((nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss), (-math.inf, math.inf)),
+    **dict.fromkeys((nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss), (0, 1)),
+    **dict.fromkeys((nn.SoftMarginLoss, nn.HingeEmbeddingLoss), (-1, 1)),
+    nn.PoissonNLLLoss: (0, math.inf),
+    nn.KLDivLoss: (-math.inf, math.inf),
+}
+"""Losses that compare a prediction's numbers one by one with a label's, and the labels' range."""
 
 _SUM = "SumOfLosses"
 
@@ -46,7 +55,10 @@ class ChainLoss(nn.Module):
     ``CrossEntropyLoss`` and ``NLLLoss`` take both layouts, and are the mean over the labels that
     are not ignored; 0, with gradient 0, when all of a batch are. ``KLDivLoss`` is divided by the
     number of samples, which is the divergence itself ('batchmean'); torch's ``mean`` divides by the
-    number of elements. Other losses get the prediction as it is.
+    number of elements. Losses that compare number by number (``MSELoss``, ``BCELoss`` …) get labels
+    in the prediction's shape, if the two differ by axes of length 1 only: torch would broadcast
+    them, and compare each prediction with each label of the batch. Other losses get both as they
+    are.
 
     Args:
         choice: A class of ``torch.nn``, or a user's.
@@ -60,9 +72,11 @@ class ChainLoss(nn.Module):
             indices.
         scores: Size of that axis.
         ignore_index: The label that is left out; None if all count.
+        allowed: The lowest and the highest label that it takes; None if it says nothing of them.
 
     Raises:
-        SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
+        SpecError: Unknown loss or keyword, a ``reduction`` other than ``mean``, or labels whose
+            type or shape the loss cannot compare with the prediction's.
     """
 
     def __init__(
@@ -70,8 +84,10 @@ class ChainLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.function = build_loss(choice, location)
-        self._args = choice.args
-        self.class_axis = class_axis(prediction, label)
+        self._name, self._args = choice.name, choice.args
+        limits = pairs(self.function)
+        self._paired = limits is not None
+        self.class_axis = None if self._paired else class_axis(prediction, label)
         self.scores = None if self.class_axis is None else prediction.shape[self.class_axis - 1]
         of_classes = isinstance(self.function, nn.CrossEntropyLoss | nn.NLLLoss)
         self.is_cross_entropy = of_classes and self.class_axis is not None
@@ -84,6 +100,24 @@ class ChainLoss(nn.Module):
         )
         if self._sums:
             cast("nn.CrossEntropyLoss", self.function).reduction = "sum"
+        of_torch = type(self.function) in LOSSES.values()
+        if self.scores is not None and (self.is_cross_entropy or of_torch):
+            limits = (0, self.scores - 1)
+        self.allowed = limits
+        shared = prediction.shape == label.shape and not _integer(label)  # probabilities
+        if self._paired and not alike(prediction.shape, label.shape):
+            wrong = "compares each number of the output with one of the label"
+            hint = "give labels and output one shape: torch would repeat the smaller one"
+        elif of_torch and of_classes and not (self.is_cross_entropy or shared):
+            wrong = "needs the number of a class for each sample, or for each position"
+            hint = "labels are integers (int64) of the output's shape without its axis of classes"
+        else:
+            return
+        raise SpecError(
+            f"{choice.name} {wrong}, but the output is {prediction} and labels are {label}",
+            location=location,
+            hint=hint,
+        )
 
     @property
     def weight(self) -> Tensor | None:
@@ -109,11 +143,53 @@ class ChainLoss(nn.Module):
             y_BY: Labels.
         """
         if not self.is_cross_entropy:
+            y_BY = lined_up(p_BP, y_BY) if self._paired else y_BY
             return cast("Tensor", self.function(p_BP, y_BY))
         if not self._sums:
             return cast("Tensor", self.function(self._torch_layout(p_BP), y_BY))
         total: Tensor = self.function(*self.rows(p_BP, y_BY))
         return total / self.count(y_BY).clamp_min(_TINY)
+
+    def parts(self, y_BY: Tensor) -> list[tuple[ChainLoss, Tensor]]:
+        """Return the loss with its labels; of a sum each loss with those that are its own."""
+        terms = self.function
+        return terms.labels(y_BY) if isinstance(terms, SumOfLosses) else [(self, y_BY)]
+
+    def check_labels(self, y_BY: Tensor, name: str, order_B: Tensor | None = None) -> None:
+        """Refuse labels that the loss cannot take; torch does so on a CPU, and only some.
+
+        Args:
+            y_BY: Labels, in host memory.
+            name: What they are called, before the index.
+            order_B: Their numbers in the data; by default those in the batch.
+
+        Raises:
+            DataError: There is one; names the first.
+        """
+        for loss, y in self.parts(y_BY):
+            if loss.allowed is None:
+                continue
+            low, high = loss.allowed
+            valid = loss.valid(y)
+            wrong = ~((y >= low) & (y <= high) & y.isfinite())
+            wrong = wrong if valid is None else wrong & valid
+            if not wrong.any():
+                continue
+            first = tuple(wrong.nonzero()[0].tolist())
+            value = y[first].item()
+            least = (y if valid is None else y[valid]).min().item()
+            index = [first[0] if order_B is None else int(order_B[first[0]]), *first[1:]]
+            hint = "scale or correct the labels, or choose another loss"
+            if loss.scores is not None and value == high + 1 and least == 1:
+                hint = "labels start at 1, and class 0 has no sample: subtract 1 from all labels"
+            elif loss.scores is not None:
+                outputs = f"end with a layer of {value + 1} outputs, or " if value > high else ""
+                hint = (
+                    f"{outputs}correct the labels; if {value} marks samples without a label: "
+                    f"'{loss._name}: {{ignore_index: {value}}}'"
+                )
+            takes = f"{low} to {high}" if math.isfinite(high) else "finite numbers"
+            raise DataError(f"{name}{index} is {value}, but {loss._name} takes {takes}", hint=hint)
 
     def valid(self, y_BY: Tensor) -> Tensor | None:
         """Return which labels count, in the labels' shape; None if all do.
@@ -205,7 +281,8 @@ class SumOfLosses(nn.Module):
         super().__init__()
         self._terms = [_Term.model_validate(one) for one in terms]
         self.losses = nn.ModuleList(
-            ChainLoss(one.loss, one.prediction, one.label) for one in self._terms
+            ChainLoss(one.loss, one.prediction, one.label, ("losses", number, "loss"))
+            for number, one in enumerate(self._terms)
         )
 
     def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
@@ -228,10 +305,15 @@ class SumOfLosses(nn.Module):
     def _parts(
         self, p_BP: Tensor, y_BY: Tensor
     ) -> Iterator[tuple[float, ChainLoss, Tensor, Tensor]]:
-        for one, loss in zip(self._terms, self.losses, strict=True):
-            p = _part(p_BP, one.prediction, one.prediction_at)
-            y = _part(y_BY, one.label, one.label_at).to(torch_dtype(one.label.dtype))
-            yield one.weight, cast("ChainLoss", loss), p, y
+        for one, (loss, y) in zip(self._terms, self.labels(y_BY), strict=True):
+            yield one.weight, loss, _part(p_BP, one.prediction, one.prediction_at), y
+
+    def labels(self, y_BY: Tensor) -> list[tuple[ChainLoss, Tensor]]:
+        """Return each loss with its labels."""
+        return [
+            (loss, _part(y_BY, one.label, one.label_at).to(torch_dtype(one.label.dtype)))
+            for one, loss in zip(self._terms, cast("Iterable[ChainLoss]", self.losses), strict=True)
+        ]
 
 
 class _Term(Frozen):
@@ -312,6 +394,24 @@ def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss
         TensorSpec(shape=(classes,), dtype="float32"),
         TensorSpec(shape=(), dtype="int64"),
     )
+
+
+def pairs(function: nn.Module) -> tuple[float, float] | None:
+    """Return the range of labels of a loss that compares numbers one by one; None for others."""
+    return _PAIRED.get(type(function))  # a user's subclass computes in its own way
+
+
+def lined_up(p_BP: Tensor, y_BY: Tensor) -> Tensor:
+    """Return labels as numbers to compare with predictions one by one."""
+    if p_BP.shape != y_BY.shape and alike(p_BP.shape[1:], y_BY.shape[1:]):
+        y_BY = y_BY.reshape(p_BP.shape)
+    return y_BY if y_BY.is_floating_point() else y_BY.to(p_BP.dtype)
+
+
+def alike(*shapes: Sequence[int]) -> bool:
+    """Whether shapes differ by axes of length 1 only."""
+    first, second = ([size for size in shape if size != 1] for shape in shapes)
+    return first == second
 
 
 def labels_each_token(activation: TensorSpec, label: TensorSpec) -> bool:

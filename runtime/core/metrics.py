@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location, call, find_class
-from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.losses import ChainLoss, alike, lined_up
 from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, TensorSpec
@@ -66,7 +66,7 @@ def mean_of(name: str, loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Ten
         y_BY: Labels.
     """
     if name in OF_NUMBERS:
-        values = OF_NUMBERS[name](p_BP, y_BY)
+        values = OF_NUMBERS[name](p_BP, lined_up(p_BP, y_BY))
         return values.double().sum(), torch.tensor(float(values.numel()), device=values.device)
     p_NC, y_N = loss.rows(p_BP, y_BY)
     values_N, valid_N = OF_CLASSES[name](p_NC, y_N), loss.valid(y_N)
@@ -134,6 +134,7 @@ class TorchMetric:
         if p_BP.dtype in (torch.bfloat16, torch.float16):
             p_BP = p_BP.float()
         if self._loss.class_axis is None:
+            y_BY = lined_up(p_BP, y_BY)
             if self._of_classes:  # torchmetrics needs integers for the labels of BCELoss
                 p_BP, y_BY = self._probabilities(p_BP), y_BY.long()
             self._metric.update(p_BP, y_BY)
@@ -274,6 +275,17 @@ def check_metrics(
                 location=at,
                 hint=f"the tail's output is {prediction}, labels are {label}; without class "
                 f"labels: {', '.join(OF_NUMBERS)}",
+            )
+        if name in OF_NUMBERS and (
+            loss.class_axis is not None or not alike(prediction.shape, label.shape)
+        ):
+            raise SpecError(
+                f"{name} compares numbers, but the tail's output is {prediction}, and labels are "
+                f"{label}",
+                location=at,
+                hint=f"for class labels: {', '.join(OF_CLASSES)}"
+                if loss.class_axis is not None
+                else "give labels and output one shape",
             )
         if name in OF_LOSS and not loss.is_cross_entropy:
             raise SpecError(

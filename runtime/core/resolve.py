@@ -24,7 +24,7 @@ from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Resolved, Timing, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_module
-from dni_runtime.core.losses import class_axis, sum_of
+from dni_runtime.core.losses import build_loss, class_axis, pairs, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
 from dni_runtime.core.replication import lr_scale, resolve_replication
 from dni_runtime.core.replication.checks import check_replicas, elastic_of
@@ -110,7 +110,10 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
     update: dict[str, Any] = {"modules": tuple(modules), "defaults": type(chain.defaults)()}
     update["replication"] = resolve_replication(chain)
     prediction = inferred[-1].output
-    if "metrics" not in chain.model_fields_set and class_axis(prediction, info.label) is None:
+    numbers = chain.losses is None and pairs(build_loss(chain.loss, ("loss",)))
+    if "metrics" not in chain.model_fields_set and (
+        numbers or class_axis(prediction, info.label) is None
+    ):
         update["metrics"] = ()  # the default needs class labels
     return chain.model_copy(update=update)
 

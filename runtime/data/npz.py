@@ -76,7 +76,7 @@ def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
 
     8-bit samples are images, scaled to [0, 1]; floats become float32; both are then normalised with
     the training set's mean and standard deviation (of each channel if samples are (C, H, W),
-    else of all values). Other integers (tokens) become int64. Integer labels are class indices.
+    else of all values). Other integers (tokens) become int64, as labels do.
 
     Args:
         spec: The data set.
@@ -104,28 +104,21 @@ def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
         shapes |= {name: (one.shape, one.dtype) for name, one in nothing.items()}
         _check(path, shapes)
 
-        def read(archive: Any, kind: str) -> tuple[Array, Array]:
-            train, evaluation = (
-                nothing[name] if name in nothing else archive[name]
-                for name in (f"{kind}_train", f"{kind}_eval")
-            )
-            return train, evaluation
-
-        y_train, y_eval = read(archive, "y")
-        classes = _classes(path, y_train, y_eval)
     (train_samples, *sample), x_dtype = shapes["x_train"]
     info = DataInfo(
         sample=TensorSpec(shape=tuple(sample), dtype="int64" if _is_index(x_dtype) else "float32"),
-        label=TensorSpec(shape=y_train.shape[1:], dtype="float32" if classes is None else "int64"),
-        classes=classes,
+        label=TensorSpec(
+            shape=shapes["y_train"][0][1:],
+            dtype="float32" if shapes["y_train"][1].kind == "f" else "int64",
+        ),
         train_samples=train_samples,
         eval_samples=shapes["x_eval"][0][0],
     )
 
     def load() -> tuple[MemorySplit, MemorySplit]:
         with _opened(path) as archive:
-            x_train, x_eval = read(archive, "x")
-        return _splits(path, (x_train, y_train), (x_eval, y_eval), spec)
+            arrays = nothing | {name: archive[name] for name in names}
+        return _splits(path, arrays, spec)
 
     return Found(info, path, load)
 
@@ -164,8 +157,9 @@ def _header(path: Path, archive: Any, name: str) -> tuple[tuple[int, ...], np.dt
         shape, _, dtype = read(stream)
     if dtype.kind not in "buif":
         raise DataError(f"{path}: array {name!r} holds {dtype}, not numbers", hint=_HINT)
-    if not shape:
-        raise DataError(f"{path}: array {name!r} is a single number", hint=_HINT)
+    if not shape or 0 in shape[1:]:
+        what = "samples without numbers" if shape else "a single number"
+        raise DataError(f"{path}: array {name!r} is {what}: {list(shape)}", hint=_HINT)
     return shape, dtype
 
 
@@ -195,25 +189,14 @@ def _is_index(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "bui" and dtype != np.uint8
 
 
-def _classes(path: Path, *labels: Array) -> int | None:
-    if labels[0].dtype.kind == "f":
-        return None
-    least = min((int(y.min()) for y in labels if y.size), default=0)
-    if least < 0:
-        raise DataError(
-            f"{path}: label {least}; integer labels are class indices from 0",
-            hint="number the classes from 0, or give float labels for a regression",
-        )
-    return 1 + max((int(y.max()) for y in labels if y.size), default=0)
-
-
 def _splits(
-    path: Path, train: tuple[Array, Array], evaluation: tuple[Array, Array], spec: DataSpec
+    path: Path, arrays: dict[str, Array], spec: DataSpec
 ) -> tuple[MemorySplit, MemorySplit]:
-    mean, std = _moments(train[0]) if spec.normalize else (None, None)
+    tensors = {name: _tensor(path, name, arrays[name]) for name in _NAMES}
+    mean, std = _moments(arrays["x_train"]) if spec.normalize else (None, None)
     splits = []
-    for x, y in (train, evaluation):
-        x_N, y_N = _tensor(path, x), _tensor(path, y)
+    for part in ("train", "eval"):
+        x_N, y_N = tensors[f"x_{part}"], tensors[f"y_{part}"]
         if y_N.dtype == torch.uint8:
             y_N = y_N.to(torch.int64)
         if x_N.dtype == torch.uint8:
@@ -238,11 +221,15 @@ def _moments(x: Array) -> tuple[Tensor | None, Tensor | None]:
     return (mean_T[0], std_T[0]) if axes is not None else (mean_T, std_T)
 
 
-def _tensor(path: Path, array: Array) -> Tensor:
+def _tensor(path: Path, name: str, array: Array) -> Tensor:
     if array.dtype.kind == "f":
-        array = array.astype(np.float32, copy=False)
-        if not np.isfinite(array).all():
-            raise DataError(f"{path}: holds values that are not finite (NaN or infinite)")
+        with np.errstate(over="ignore"):  # which becomes infinite
+            array = array.astype(np.float32, copy=False)
+        for index in np.argwhere(~np.isfinite(array))[:1].tolist():
+            raise DataError(
+                f"{path}: {name}{index} is {array[tuple(index)]}: a value that is not finite",
+                hint="correct or leave out such samples; float32 ends at 3.4e38",
+            )
     elif array.dtype != np.uint8:
         array = array.astype(np.int64, copy=False)
     return torch.from_numpy(np.ascontiguousarray(array))

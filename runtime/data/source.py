@@ -271,6 +271,11 @@ class DataSource:
             else:
                 yield None
 
+    @property
+    def splits(self) -> dict[str, Split]:
+        """All samples, without limits, order and augmentation."""
+        return {"train": self._train, "eval": self._evaluation}
+
     def rows(self, split: str, epoch: int, number: int) -> Rows | None:
         """Return which samples a batch of ``train``, ``eval`` or ``test`` has.
 

@@ -146,7 +146,7 @@ class UserSplit(Split):
         """Compare a batch with the first sample.
 
         Raises:
-            DataError: It has other shapes or types, or a label beyond the classes.
+            DataError: It has other shapes or types.
         """
         wanted = {"sample": info.samples, "label": info.labels or (info.label,)}
         for (what, expected), found in zip(wanted.items(), (xs, ys), strict=True):
@@ -163,12 +163,6 @@ class UserSplit(Split):
                         f"data set {self._name!r}: {what}s of {one}, but the first was {first}",
                         hint="all samples need one shape and one type",
                     )
-        if info.classes is not None and int(ys[0].max()) >= info.classes:
-            raise DataError(
-                f"data set {self._name!r}: label {int(ys[0].max())}, but it declares "
-                f"{info.classes} classes",
-                hint="labels are numbered from 0; see its 'classes' or 'num_classes'",
-            )
 
 
 def _sample(batch: Tensor) -> TensorSpec:

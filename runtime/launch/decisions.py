@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from dni_runtime.errors import DamagedError, DivergedError, DniError, StoppedError
+from dni_runtime.errors import DamagedError, DataError, DivergedError, DniError, StoppedError
 
 Ending = Literal["finished", "stopped", "failed"]
 
@@ -101,7 +101,8 @@ def conclusion(
         whole: Asked if all have finished: whether their last checkpoint is there.
     """
     if failed is not None:
-        return "failed", failed if failed == DivergedError.exit_code else DniError.exit_code
+        told = (DivergedError.exit_code, DataError.exit_code)
+        return "failed", failed if failed in told else DniError.exit_code
     if all(state == "finished" for state in workers) and whole():
         return "finished", 0
     return "stopped", StoppedError.exit_code if killed_by is None else 128 + killed_by

@@ -14,7 +14,7 @@ from typing import Any
 from dni_runtime.documents.events import Event, EventKind
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.state import HEARTBEAT_S, ModuleState, RunState
-from dni_runtime.errors import DivergedError, DniError, WorkerError
+from dni_runtime.errors import DataError, DivergedError, DniError, WorkerError
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.lines import last_lines
 from dni_runtime.rundir import RunDir, write_json
@@ -158,5 +158,14 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
     lines.append(f"  log: {module.log}")
     lines += [f"  | {line}" for line in last_lines(Path(module.log))]
     lines.append("  The other modules were stopped; complete checkpoints are kept.")
-    kind = DivergedError if module.exit_code == DivergedError.exit_code else WorkerError
-    return kind("\n".join(lines), hint=f"dnictl resume {run.root}")
+    hints = {
+        DataError.exit_code: "correct the data, then start a new run, or resume this one",
+        DivergedError.exit_code: "change the chain, by a lower learning rate or clipped gradients; "
+        f"then 'dnictl up --carry {run.root}'",
+    }
+    kinds: dict[int | None, type[DniError]] = {
+        one.exit_code: one for one in (DivergedError, DataError)
+    }
+    code = module.exit_code
+    hint = hints.get(code or 0, f"dnictl resume {run.root}")
+    return kinds.get(code, WorkerError)("\n".join(lines), hint=hint)

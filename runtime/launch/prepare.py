@@ -23,6 +23,7 @@ from dni_runtime.spec.replicas import workers_of
 if TYPE_CHECKING:  # they import torch
     from dni_runtime.launch.carrying import Carried
     from dni_runtime.launch.initial import Found
+    from dni_runtime.launch.trial import Looked
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Prepared:
         sources: The user's source files, by their path relative to an import root.
         initial: Locations of the modules' initial weights.
         carried: The checkpoint of another run to go on from.
+        looked: What has been checked, and what has not.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class Prepared:
     sources: dict[str, Path]
     initial: Found
     carried: Carried | None = None
+    looked: Looked | None = None
 
     @property
     def base(self) -> Path:
@@ -100,18 +103,19 @@ def location_in(path: Path, *location: str | int) -> str:
     return where.removesuffix(": ")
 
 
-def prepare(path: Path, *, data: Path | None = None) -> Prepared:
+def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Prepared:
     """Read a chain file and check all that can be checked without starting anything.
 
     Shapes, names and keywords are checked with torch's meta device, the data by its files'
-    headers. Imports torch.
+    headers; then a few samples of it are trained on and evaluated (``trial.py``). Imports torch.
 
     Args:
         path: The ``chain.yaml``.
         data: Folder or file to use instead of the chain's ``data.path``.
+        tries: Whether to try it; not for those who only want to know what is written.
 
     Raises:
-        SpecError: The chain is invalid; names file, line and allowed values.
+        SpecError: The chain is invalid, or a part of it fails; names file, line and allowed values.
         DataError: Its data is missing or malformed.
     """
     base = path.parent.absolute()
@@ -127,16 +131,27 @@ def prepare(path: Path, *, data: Path | None = None) -> Prepared:
         postpone_dynamo()
         written = written.model_copy(update={"data": with_defaults(written.data)})
         sources = source_files(written, path.parent)
-        try:
+        with _naming_data(path):
             info, location = _find_data(written, base)
-        except DataError as error:
-            raise DataError(
-                f"{location_in(path, 'data')}: {error.message}", hint=error.hint
-            ) from None
         workers = worker_specs(written, info)
         chain = resolved_chain(written, info)
         initial = find_initial(written, workers, base)
-    return Prepared(path, written, chain, info, location, workers, sources, initial)
+        looked = None
+        if tries:
+            from dni_runtime.launch.trial import try_chain
+
+            with _naming_data(path):
+                looked = try_chain(chain, workers, base, location)
+    return Prepared(path, written, chain, info, location, workers, sources, initial, looked=looked)
+
+
+@contextmanager
+def _naming_data(path: Path) -> Iterator[None]:
+    """Name the chain file's ``data`` in errors about it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{location_in(path, 'data')}: {error.message}", hint=error.hint) from None
 
 
 def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:

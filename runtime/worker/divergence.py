@@ -9,9 +9,11 @@ from torch import Tensor
 from dni_runtime.core.finite import finite
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.documents.reports import Diverged
-from dni_runtime.errors import DivergedError
+from dni_runtime.errors import DataError, DivergedError
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.metrics import MetricsWriter
+
+DATA = "the data"
 
 WEIGHTS_SHARE = 0.01
 """Largest share of the time spent on checking all weights."""
@@ -51,6 +53,7 @@ class Divergence:
 
         Raises:
             DivergedError: It is not finite, and the run must stop.
+            DataError: Likewise, if it is the data.
         """
         return finite(tensor) or self._found(id, what)
 
@@ -119,6 +122,11 @@ class Divergence:
         if self._times & (self._times - 1) == 0:  # 1, 2, 4, 8, …: these become events
             self._metrics.diverged = Diverged(batch=id, what=what, times=self._times)
         if not mended and (self._policy == "stop" or (lasting and self.skips)):
+            if what == DATA:
+                raise DataError(
+                    f"{what} is not finite (NaN or infinite) at batch {id}",
+                    hint="correct it, or leave out such samples; 'on_nan: skip' skips such batches",
+                )
             raise DivergedError(
                 f"module {self._step.spec.module!r} has diverged: {what} is not finite at batch "
                 f"{id}",

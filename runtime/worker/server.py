@@ -33,7 +33,7 @@ from dni_runtime.link import (
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter, restore
 from dni_runtime.worker.device import Copies, Fetched
-from dni_runtime.worker.divergence import Divergence
+from dni_runtime.worker.divergence import DATA, Divergence
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
@@ -239,6 +239,8 @@ class ModuleServer:
     def _handle_batch(self, batch: Batch) -> None:
         step, ledger = self._step, self._ledger
         self._metrics.now("batch")
+        if self._labels is not None or (self._head is not None and step.spec.labelled):
+            step.loss.check_labels(batch.y, f"batch {batch.id}: label ")  # before any module fails
         x = tuple([self._copies.to_device(one) for one in batch.xs])
         y_BY = self._copies.to_device(batch.y)
         gradients: Gradients = ()
@@ -271,7 +273,7 @@ class ModuleServer:
         """Train on a batch, and send its activation on; return the gradients for upstream."""
         step, divergence = self._step, self._divergence
         if self._head is not None and not all(
-            divergence.may_use(batch.id, "the data", one) for one in batch.data
+            divergence.may_use(batch.id, DATA, one) for one in batch.data
         ):
             if self._output is not None:
                 self._output.miss(batch)

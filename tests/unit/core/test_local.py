@@ -31,7 +31,7 @@ def boundary(*shape: int, label: TensorSpec = LABEL, classes: int | None = 4) ->
     return Boundary(
         activation=spec(*shape),
         label=label,
-        prediction=spec(4),
+        prediction=spec(4, *(label.shape if classes else ())),
         classes=classes,
         loss=Choice(name="CrossEntropyLoss"),
         optimizer=Choice(name="SGD", args={"lr": 0.0}),

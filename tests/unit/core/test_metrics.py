@@ -125,6 +125,8 @@ def test_torchmetrics_without_class_labels() -> None:
     loss = ChainLoss(Choice(name="BCEWithLogitsLoss"), *_specs(p, y))
     check_metrics(choices("BinaryF1Score", "PearsonCorrCoef"), loss, *_specs(p, y))
     found = run(loss, p, y, "BinaryF1Score", "MeanSquaredError")
+    flat = ChainLoss(Choice(name="BCEWithLogitsLoss"), *_specs(p, y[:, 0]))
+    assert run(flat, p, y[:, 0], "BinaryF1Score", "MeanSquaredError") == found
     assert found["BinaryF1Score"] == pytest.approx(
         float(classification.BinaryF1Score()(p.sigmoid(), y.long()))
     )
@@ -186,7 +188,8 @@ NUMBERS = INFO.model_copy(
     ("metrics", "path", "words"),
     [
         ("[acuracy]", "metrics[0]", "did you mean 'accuracy'"),
-        ("[mse, F1Scor]", "metrics[1]", "did you mean 'F1Score'"),
+        ("[mse]", "metrics[0]", "compares numbers"),
+        ("[accuracy, F1Scor]", "metrics[1]", "did you mean 'F1Score'"),
         ("[accuracy, accuracy]", "metrics[1]", "duplicate"),
         ("[{accuracy: {top_k: 2}}]", "metrics[0].accuracy", "no keywords"),
         ("[F1Score]", "metrics[0].F1Score", "task"),

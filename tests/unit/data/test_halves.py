@@ -110,7 +110,7 @@ def test_a_description_has_both(tmp_path: Path) -> None:
     write(tmp_path)
     info = describe(spec_of(path="x.npz", labels={"path": str(tmp_path / "y.npz")}), tmp_path)
     assert info.sample == TensorSpec(shape=(3,), dtype="float32")
-    assert (info.label, info.classes) == (TensorSpec(shape=(), dtype="int64"), 4)
+    assert info.label == TensorSpec(shape=(), dtype="int64")
     assert (info.train_samples, info.eval_samples) == (24, 6)
 
 

@@ -178,12 +178,6 @@ def test_samples_of_different_shapes(user_module, tmp_path, sample: str) -> None
         next(batches)
 
 
-def test_labels_beyond_the_classes(user_module, tmp_path) -> None:
-    spec = make(user_module, SQUARES.replace("index % 2", "index"), shuffle=False)
-    with pytest.raises(DataError, match="label 3, but it declares 2 classes"):
-        next(open_data(spec, tmp_path, seed=0).train_batches(0))
-
-
 def test_missing_module_says_where_it_looked(user_module, tmp_path) -> None:
     user_module("")
     with pytest.raises(SpecError, match=r"no module 'userdata_none'; looked in ") as caught:

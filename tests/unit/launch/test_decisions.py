@@ -69,6 +69,7 @@ def test_the_page_lists_every_action_in_this_order() -> None:
         (None, ["finished", "stopped"], signal.SIGINT, True, ("stopped", 130)),
         (137, ["finished", "finished"], None, True, ("failed", FAILED)),
         (DivergedError.exit_code, ["stopped"], None, True, ("failed", DivergedError.exit_code)),
+        (66, ["stopped"], None, True, ("failed", 66)),
     ],
 )
 def test_how_a_run_ends(

@@ -12,7 +12,7 @@ import torch
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.documents.reports import Diverged
-from dni_runtime.errors import DivergedError
+from dni_runtime.errors import DataError, DivergedError
 from dni_runtime.rundir import RunDir, read_json
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.divergence import Divergence
@@ -49,7 +49,7 @@ def test_an_activation(make: Make, tmp_path: Path, on_nan: str, used: bool) -> N
 
 def test_an_activation_ends_the_run_where_nothing_else_is_said(make: Make) -> None:
     divergence, _, metrics = make("stop")
-    with pytest.raises(DivergedError, match="'a' has diverged: the data is not finite at batch 7"):
+    with pytest.raises(DataError, match=r"the data is not finite .* at batch 7"):
         divergence.may_use(7, "the data", BAD)
     assert metrics.diverged is not None
 
