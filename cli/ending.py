@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from dni_runtime.errors import StoppedError
 from dnictl.options import print_json
 
 if TYPE_CHECKING:
+    from dni_runtime.documents.state import RunState
     from dni_runtime.launch.figures import RunFigures
     from dni_runtime.launch.run import Run
 
 
-def conclude(run: Run, *, as_json: bool) -> NoReturn:
-    """Print how a run ended, and exit with the run's exit code."""
-    state = run.state()
+def conclude(run: Run, state: RunState, *, as_json: bool) -> NoReturn:
+    """Print how a run ended, and exit with the run's exit code.
+
+    Args:
+        run: The run.
+        state: Its end, as who asks has seen it: files may not have had room for it.
+        as_json: Print its figures as JSON.
+    """
     figures = run.status(state)
     if as_json:
         print_json(figures.model_dump())
@@ -28,7 +35,7 @@ def conclude(run: Run, *, as_json: bool) -> NoReturn:
         raise error
     if state.phase == "stopped":
         click.echo(f"  → dnictl resume {run.name}", err=True)
-    sys.exit(state.exit_code or 0)
+    sys.exit(0 if state.phase == "finished" else state.exit_code or StoppedError.exit_code)
 
 
 def summary(figures: RunFigures) -> str:

@@ -149,7 +149,8 @@ def program() -> NoReturn:
 
 def _report_disk(error: OSError) -> int:
     """Report a file system that is full, away or read-only: that is not a bug."""
-    where = f" {str(error.filename)!r}" if error.filename else ""
+    name = error.filename2 or error.filename  # of a copy, the one that is written
+    where = f" {str(name)!r}" if name else ""
     click.echo(
         f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, "
         "or check that it can be read and written, then try again",

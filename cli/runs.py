@@ -173,7 +173,7 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     if state.active:
         tell(f"dnictl: {its.name} is still {state.phase}")
         sys.exit(WAIT_TIMEOUT)
-    conclude(its, as_json=as_json)
+    conclude(its, state, as_json=as_json)
 
 
 @click.command()

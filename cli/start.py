@@ -172,7 +172,7 @@ def resume(
     elif (launch := its.relaunch(cut, log_level=log_level, tell=tell)) is not None:
         go(launch, detached=detach, as_json=as_json)
     else:
-        conclude(its, as_json=as_json)
+        conclude(its, its.state(), as_json=as_json)
 
 
 def _resubmit(run: Run, log_level: str | None, dry_run: bool, as_json: bool) -> None:

@@ -147,8 +147,7 @@ def submit(
         from dnictl.ending import conclude
 
         run = Run(record)
-        run.wait()
-        conclude(run, as_json=as_json)
+        conclude(run, run.wait(), as_json=as_json)
 
 
 @click.command()

@@ -25,7 +25,7 @@ def supervise(path: Path) -> None:
     run = chosen_run(str(path), path)
     launch = run.take_over()
     if launch is None:
-        conclude(run, as_json=False)
+        conclude(run, run.state(), as_json=False)
     else:
         go(launch)
 
@@ -38,8 +38,8 @@ def go(launch: Launch, *, detached: bool = False, as_json: bool = False) -> None
     run = Run.open(launch.run.root)
     if not detached:
         with progress(run, quiet=as_json) as show:
-            launch.supervise(show)
-        conclude(run, as_json=as_json)
+            state = launch.supervise(show)
+        conclude(run, state, as_json=as_json)
     pid = launch.detach()
     if as_json:
         print_json({"run": run.name, "path": str(run.directory.root), "pid": pid})

@@ -14,10 +14,11 @@ from safetensors.torch import save
 from dni_runtime import Run, __version__
 from dni_runtime.cuts import document_file, sealed
 from dni_runtime.documents.state import RunState
-from dni_runtime.errors import CheckpointError, UsageError
+from dni_runtime.errors import CheckpointError, UsageError, WorkerError
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.rundir import append_line, read_json, write_json
+from dnictl.ending import conclude
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 
@@ -104,6 +105,20 @@ def test_wait_tells_what_failed(dnictl: Dnictl, record: Record) -> None:
     assert "| line 29" in result.err
     assert "| line 1\n" not in result.err
     assert f"→ dnictl resume {record.run.root}" in result.err
+
+
+@pytest.mark.parametrize(("phase", "code"), [("failed", 70), ("stopped", 75)])
+def test_the_end_is_what_has_happened_not_what_could_be_written(
+    record: Record, phase: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk the state says what it said before."""
+    state = ended(record, "running", 0)
+    state.phase, state.exit_code = phase, None  # type: ignore[assignment]
+    with pytest.raises((SystemExit, WorkerError)) as error:
+        conclude(Run(record), state, as_json=False)
+    ending = error.value
+    assert (ending.code if isinstance(ending, SystemExit) else ending.exit_code) == code
+    assert f"small-1: {phase}" in capsys.readouterr().out
 
 
 def test_wait_with_a_limit(dnictl: Dnictl, record: Record) -> None:
