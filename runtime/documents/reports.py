@@ -61,6 +61,7 @@ class Report(_OfWorker):
         attempt: Number of the module's start; from 1.
         module: The module.
         pid: The worker's process id.
+        born: Start time of that process (``documents.state``).
         host: Its host.
         state: Its phase.
         time: Unix time of the report, by its host's clock.
@@ -82,6 +83,7 @@ class Report(_OfWorker):
 
     module: str = ""
     pid: int | None = None
+    born: int | None = None
     host: str | None = None
     state: WorkerPhase = "starting"
     time: float = 0.0

@@ -67,6 +67,7 @@ class RunState:
         backend: Backend of the workers.
         pid: The supervisor's process id.
         host: Its host.
+        machine: What numbers processes there (:func:`machine`): hosts may have one name.
         born: Start time of that process (proc(5), starttime): a process id alone may be reused.
         started: Unix time of this attempt's start.
         updated: Unix time of the supervisor's last write.
@@ -84,6 +85,7 @@ class RunState:
     backend: str = ""
     pid: int = 0
     host: str = ""
+    machine: str = ""
     born: int | None = None
     started: float = 0.0
     updated: float = 0.0
@@ -105,6 +107,7 @@ class RunState:
             backend=backend,
             pid=os.getpid(),
             host=socket.gethostname(),
+            machine=machine(),
             born=process_birth(os.getpid()),
             started=now,
             updated=now,
@@ -121,6 +124,11 @@ class RunState:
     def active(self) -> bool:
         """Whether the run has not ended."""
         return self.phase in ACTIVE
+
+    @property
+    def here(self) -> bool:
+        """Whether this process sees those of the run."""
+        return self.host == socket.gethostname() and self.machine in ("", machine())
 
     @property
     def last_attempt(self) -> int:
@@ -172,11 +180,17 @@ class RunState:
     def _ask_workers(self, run: RunDir) -> None:
         """Derive the phase of a run without a supervisor from the workers' reports."""
         going_on = False
+        workers = peek_json(run.plan).get("workers", ())
+        planned = {one["module"]: one["attempt"] for one in workers}
         for name, module in self.modules.items():
+            if planned.get(name, 0) > module.attempt:  # it may have been started since
+                module.attempt, module.pid = planned[name], None
             report = Report.read(run.worker(name))
             if report.of(module.attempt):
                 module.state = report.state
-            if self.host == socket.gethostname():
+                if module.pid is None and report.host == socket.gethostname():
+                    module.pid, module.born = report.pid, report.born
+            if self.here:
                 alive = lives(module)
             else:
                 alive = module.state not in ENDED and written_lately(
@@ -197,7 +211,7 @@ class RunState:
             self.phase = "lost"
 
     def _supervised(self, run: RunDir) -> bool:
-        if self.host == socket.gethostname():
+        if self.here:
             return self.born is None or process_birth(self.pid) == self.born
         return written_lately(run.state, self.updated, _SILENCE_S)
 
@@ -210,6 +224,15 @@ def _known(cls: type, document: dict[str, Any]) -> dict[str, Any]:
 def lives(module: ModuleState) -> bool:
     """Return whether a worker's process exists on this host."""
     return module.pid is not None and process_birth(module.pid) == (module.born or -1)
+
+
+def machine() -> str:
+    """Return what process ids refer to: a boot of a host (proc(5), boot_id), a PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 def process_birth(pid: int) -> int | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from dni_runtime.documents.base import Document
-from dni_runtime.documents.state import process_birth
+from dni_runtime.documents.state import machine, process_birth
 from dni_runtime.errors import DataError, UsageError, WorkerError
 from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
 
@@ -33,6 +33,7 @@ TOKEN_VARIABLE = "DNI_LEASE"
 """Environment variable that hands the lease to a supervisor in the background."""
 
 _LOOK_S = 1.0
+_WRITTEN_S = 1.0  # until a file has its content that cannot be linked (_create)
 
 
 class LeaseError(WorkerError):
@@ -45,7 +46,7 @@ class Owner(Document):
     Attributes:
         token: Random id of the lease.
         host: Host of the owner.
-        boot: Boot id of that host (proc(5), boot_id).
+        machine: What numbers processes there: hosts may have one name.
         pid: Process id of the owner; 0 if the run has been released.
         born: Start time of that process (proc(5), starttime).
         job: Its Slurm job, or None.
@@ -54,7 +55,7 @@ class Owner(Document):
 
     token: str
     host: str = ""
-    boot: str = ""
+    machine: str = ""
     pid: int = 0
     born: int | None = None
     job: str | None = None
@@ -66,7 +67,7 @@ class Owner(Document):
         return cls(
             token=secrets.token_hex(8),
             host=socket.gethostname(),
-            boot=_boot(),
+            machine=machine(),
             pid=os.getpid(),
             born=process_birth(os.getpid()),
             job=job,
@@ -77,9 +78,8 @@ class Owner(Document):
         """Return whether the process exists; None if that cannot be seen from this host."""
         if not self.pid:  # released
             return False
-        if self.host == me.host:
-            same = self.boot == me.boot
-            return same and self.born is not None and process_birth(self.pid) == self.born
+        if (self.host, self.machine) == (me.host, me.machine):
+            return self.born is not None and process_birth(self.pid) == self.born
         if self.job is not None and self.job == me.job and self.restarts != me.restarts:
             return False  # Slurm ends a job before it restarts it
         return None
@@ -205,10 +205,13 @@ def _current(run: RunDir) -> Owner:
     Raises:
         DataError: The file that names it is damaged.
     """
-    path = run.owner
+    path, until = run.owner, time.monotonic() + _WRITTEN_S
     while True:
         owner = Owner.peek(path)
         if owner is None:
+            if time.monotonic() < until:
+                time.sleep(_WRITTEN_S / 20)
+                continue
             raise DataError(
                 f"{str(path)!r} does not name the owner of the run",
                 hint="make sure that no process of the run is alive, then remove the file",
@@ -227,7 +230,7 @@ def _create(path: Path, owner: Owner) -> bool:
     except FileExistsError:
         # if NFS lost the answer, it repeats the call, which then fails: count the links
         return mine.stat().st_nlink == 2
-    except PermissionError:  # a file system without links: create and write in two steps
+    except OSError:  # a file system without links: create and write in two steps
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
@@ -236,10 +239,3 @@ def _create(path: Path, owner: Owner) -> bool:
     finally:
         mine.unlink(missing_ok=True)
     return True
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -155,5 +155,6 @@ def _lives(run: RunDir, report: Report) -> bool:
     if not report or report.state in ENDED:
         return False
     if report.host == gethostname():
-        return process_birth(report.pid or 0) is not None
+        born = process_birth(report.pid or 0)
+        return born is not None and report.born in (None, born)
     return written_lately(run.worker(report.module), report.time, _SILENCE_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from socket import gethostname
 from typing import TYPE_CHECKING
 
 from dni_runtime.cuts import check_cut, newest_cut, written_cuts
@@ -497,7 +496,7 @@ class Run(Checkpointed):
 
         lease = take(self.directory)
         state = RunState.read(self.directory)
-        adopt = state if state.phase == "unsupervised" and state.host == gethostname() else None
+        adopt = state if state.phase == "unsupervised" and state.here else None
         if adopt is not None:
             return Launch(self.directory, LaunchPlan.read(self.directory), lease, adopt)
         plan = self.scheduler.take_over(self.record, state)

@@ -170,7 +170,7 @@ def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
     """
     if state.phase not in ("unsupervised", "lost"):
         return state
-    if state.host != socket.gethostname():
+    if state.host != socket.gethostname() or (state.phase == "unsupervised" and not state.here):
         raise UsageError(
             f"run {run.root.name!r} was started on {state.host}; its supervisor does not respond",
             hint=f"make sure that no process of it runs there, then remove {str(run.state)!r}",

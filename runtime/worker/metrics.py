@@ -31,6 +31,7 @@ from dni_runtime.documents.metrics import (
     TrainLine,
 )
 from dni_runtime.documents.reports import Diverged, Report, WorkerPhase
+from dni_runtime.documents.state import process_birth
 from dni_runtime.errors import CheckpointError, DniError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
@@ -91,6 +92,7 @@ class MetricsWriter:
         self._imported_at = self.loaded_at = time.time()
         self._due = time.monotonic() + INTERVAL_S
         self._sample_due = 0.0
+        self._born = process_birth(os.getpid())
         self._doing_since_s = time.monotonic()
         self._link: tuple[bool | None, int] = None, 0
         path, name = self.run.worker(self.spec.module), self.spec.module
@@ -292,6 +294,7 @@ class MetricsWriter:
             module=self.spec.module,
             attempt=self.attempt,
             pid=os.getpid(),
+            born=self._born,
             host=socket.gethostname(),
             state=self.state,
             time=time.time(),

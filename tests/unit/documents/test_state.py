@@ -82,6 +82,44 @@ def test_workers_that_have_ended_without_a_supervisor(
     assert (state.phase, state.exit_code, state.active) == (phase, code, False)
 
 
+def test_a_worker_that_nobody_has_recorded(run: RunDir) -> None:
+    """Its supervisor was killed between its start and that of the record."""
+    state = RunState.begin("process", 1, ["a", "b"])
+    state.phase, state.born = "running", 1
+    for module in state.modules.values():
+        module.state, module.pid, module.born = "restarting", 1, 1
+    state.write(run)
+    write_json(
+        run.plan, {"workers": [{"module": "a", "attempt": 2}, {"module": "b", "attempt": 2}]}
+    )
+    assert RunState.read(run).phase == "lost"
+    born = process_birth(os.getpid())
+    report = {"attempt": 2, "state": "running", "pid": os.getpid(), "born": born}
+    write_json(run.worker("a"), report | {"host": "elsewhere"})
+    assert RunState.read(run).phase == "lost"
+    write_json(run.worker("a"), report | {"host": socket.gethostname()})
+    found = RunState.read(run)
+    assert (found.phase, found.last_attempt) == ("unsupervised", 2)
+    assert (found.modules["a"].pid, found.modules["a"].born) == (os.getpid(), born)
+    assert [one.state for one in found.modules.values()] == ["running", "failed"]
+
+
+def test_a_host_of_the_same_name(run: RunDir) -> None:
+    """Its processes are not to be looked for here: its own words count."""
+    state = RunState.begin("process", 1, ["a"])
+    state.phase, state.machine, state.born = "running", "another boot", 1
+    state.write(run)
+    assert RunState.read(run).phase == "running"
+    document = read_json(run.state)
+    assert document is not None
+    write_json(run.state, document | {"updated": time.time() - 500})
+    os.utime(run.state, (1, 1))
+    assert RunState.read(run).phase == "lost"
+    report = {"attempt": 1, "state": "running", "time": time.time()}
+    write_json(run.worker("a"), report)
+    assert RunState.read(run).phase == "unsupervised"
+
+
 def test_a_process_id_in_new_hands_is_noticed(run: RunDir) -> None:
     state = RunState.begin("process", 1, ["a"])
     assert state.born is not None

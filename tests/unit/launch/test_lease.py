@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -133,6 +135,45 @@ def test_an_owner_elsewhere_that_lives(run: RunDir) -> None:
     with pytest.raises(UsageError, match="on elsewhere"):
         Lease.take(run, clock=clock, sleep=clock.sleep)
     assert clock.now_s < SILENCE_S
+
+
+@pytest.mark.parametrize("machine", ["another-boot 4026531836", "the same boot, 4026532999"])
+def test_an_owner_whose_processes_cannot_be_seen_from_here(run: RunDir, machine: str) -> None:
+    """A host of the same name, or a container on this one: it lives as long as it counts."""
+    seen = {"host": Owner.me().host, "machine": machine, "born": 1}
+    clock = Clock(elsewhere(run, **seen))
+    with pytest.raises(UsageError, match="belongs to"):
+        Lease.take(run, clock=clock, sleep=clock.sleep)
+    clock = Clock()
+    assert not Lease.take(run, clock=clock, sleep=clock.sleep).lost
+    assert clock.now_s >= SILENCE_S
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_a_file_system_without_links(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    lease = Lease.take(run)
+    with pytest.raises(UsageError, match="belongs to"):
+        Lease.take(run)
+    lease.release()
+    assert not Lease.take(run).lost
+    assert not [path for path in run.root.rglob(".*") if path.is_file()]
+
+
+def test_a_file_that_another_one_is_about_to_write(run: RunDir) -> None:
+    """Without links it is there before its content is."""
+    run.leases.mkdir()
+    run.owner.touch()
+    writing = threading.Timer(0.2, Owner.me().write, [run.owner])
+    writing.start()
+    with pytest.raises(UsageError, match="belongs to"):
+        Lease.take(run)
+    writing.join()
 
 
 def test_a_job_that_begins_again_need_not_wait(
