@@ -19,6 +19,7 @@ READY_S = 20.0
 (``launch/lease.py``). Meanwhile workers are started without the server."""
 
 _END_S = 5.0
+_ANSWER_S = 10.0
 
 
 class ForkServer:
@@ -39,7 +40,7 @@ class ForkServer:
         self._codes: dict[int, int] = {}
         last = int(signal.SIGTERM) if tied else 0
         with theirs:
-            popen = subprocess.Popen(
+            self._popen = popen = subprocess.Popen(
                 # -P: do not import torch from the current folder.
                 [python, "-P", "-m", "dni_runtime.worker.forkserver", str(last), name],
                 stdin=theirs.fileno(),
@@ -51,9 +52,7 @@ class ForkServer:
             )
         weakref.finalize(self, _end, self._socket, popen)
         self.lives = True
-        self._socket.settimeout(READY_S)
-        self._ready = self._receive() is not None
-        self._socket.settimeout(None)
+        self._ready = self._receive(READY_S) is not None
 
     def start(self, arguments: Sequence[str], log: int) -> ForkedProcess | None:
         """Start a worker; None if the server is gone, or still imports.
@@ -65,40 +64,53 @@ class ForkServer:
         Raises:
             OSError: It cannot be started.
         """
-        self._ready = self._ready or self._receive(socket.MSG_DONTWAIT) is not None
+        self._ready = self._ready or self._receive() is not None
         if not self._ready:
             return None
-        try:
-            packet = json.dumps({"start": list(arguments)}).encode()
-            socket.send_fds(self._socket, [packet], [log])
-        except ConnectionError:
-            self.lives = False
+        self._send({"start": list(arguments)}, log)
         while self.lives:
-            message = self._receive() or {}
-            if "error" in message:
-                raise OSError(message["error"])
-            if "pid" in message:
-                return ForkedProcess(self, message["pid"])
+            while (message := self._receive(_ANSWER_S)) is not None:
+                if "error" in message:
+                    raise OSError(message["error"])
+                if "pid" in message:
+                    return ForkedProcess(self, message["pid"])
+            if self.lives:
+                self._give_up()
         return None
 
     def code(self, pid: int) -> int | None:
         """Return the exit code of a worker that has ended, or minus the signal that killed it."""
-        while self.lives and self._receive(socket.MSG_DONTWAIT) is not None:
+        while self.lives and self._receive() is not None:
             pass
         return self._codes.get(pid)
 
     def reap(self, pid: int) -> None:
         """Let the kernel use the number of a worker that has ended for others."""
         del self._codes[pid]
+        self._send({"reap": pid})
+
+    def _give_up(self) -> None:
+        """End a server that does not answer: it must not start later what another one has."""
+        self._popen.kill()
         try:
-            self._socket.sendall(json.dumps({"reap": pid}).encode())
-        except ConnectionError:
+            self._popen.wait(_END_S)  # what it has said before is still read
+        except subprocess.TimeoutExpired:
             self.lives = False
 
-    def _receive(self, flags: int = 0) -> dict[str, Any] | None:
-        """Return the next message; None if there is none."""
+    def _send(self, message: dict[str, Any], *descriptors: int) -> None:
+        self._socket.settimeout(_ANSWER_S)
         try:
-            packet = self._socket.recv(PACKET_BYTES, flags)
+            socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
+        except ConnectionError:
+            self.lives = False
+        except TimeoutError:
+            self._give_up()
+
+    def _receive(self, within_s: float = 0.0) -> dict[str, Any] | None:
+        """Return the next message; None if there is none."""
+        self._socket.settimeout(within_s)
+        try:
+            packet = self._socket.recv(PACKET_BYTES)
         except (BlockingIOError, TimeoutError):
             return None
         except ConnectionError:
@@ -136,7 +148,7 @@ class ForkedProcess:
             elif not self._server.lives:
                 born = process_birth(self.pid)
                 if born is None or born != self._born:
-                    self._code = -signal.SIGKILL  # nobody knows
+                    self._code = -signal.SIGKILL  # nobody knows, but its last report
         return self._code
 
     def kill(self) -> None:

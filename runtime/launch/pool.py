@@ -7,7 +7,6 @@ import logging
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 
 from dni_runtime.cuts import forget, newest_cut
 from dni_runtime.documents.reports import ENDED, Control, Report, Wanted
@@ -171,7 +170,7 @@ class WorkerPool:
         for name, module in self._modules.items():
             if module.state == "parked" or (module.state == "finished" and not module.exit_code):
                 continue
-            process = self._starter.adopt(self.workers[name], module, partial(self._ended, name))
+            process = self._starter.adopt(self.workers[name], module)
             self.processes[name] = process
             if process.poll() is None:
                 living.append(name)
@@ -179,9 +178,9 @@ class WorkerPool:
         self._journal.write()
 
     def _ended(self, name: str) -> int:
-        """Return the exit code of an adopted worker, by its last report."""
+        """Return the exit code of a worker by its last report; minus SIGKILL if it does not say."""
         report = Report.read(self._run.worker(name)).of(self._modules[name].attempt)
-        if report.state == "finished":
+        if report.state in ("finished", "parked"):
             return 0
         return -signal.SIGKILL if report.exit_code is None else report.exit_code
 
@@ -254,8 +253,13 @@ class WorkerPool:
             DamagedError: All checkpoints are damaged.
         """
         self._starter.kill_all(self.processes)
-        while any(process.poll() is None for process in self.processes.values()):
+        until_s = self._clock() + LEAVE_S
+        while left := [name for name, one in self.processes.items() if one.poll() is None]:
+            if self._clock() >= until_s:  # the kernel waits for a disk or a driver
+                _log.warning("killed, but still there: %s", ", ".join(left))
+                break
             self._sleep(TICK_S)
+            self._journal.heartbeat()
         self.processes.clear()
         self.parking.clear()
         cut = self._newest_cut(below)
@@ -384,6 +388,8 @@ class WorkerPool:
         ended: list[str] = []
         for name, process in list(self.processes.items()):
             returncode = process.poll()
+            if returncode == -signal.SIGKILL:  # what it has said of its end comes before
+                returncode = self._ended(name)
             if returncode is not None and not self._awaits_report(name, returncode):
                 del self.processes[name]
                 module = self._modules[name]

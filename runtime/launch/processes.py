@@ -34,7 +34,10 @@ class Process(Protocol):
         """Id of the process that stands for the worker."""
 
     def poll(self) -> int | None:
-        """Return None while it runs, then its exit code, or minus the signal that killed it."""
+        """Return None while it runs, then its exit code, or minus the signal that killed it.
+
+        Minus SIGKILL also says that nobody knows: its last report may (``pool.reap``).
+        """
 
     def kill(self) -> None:
         """Kill the process and all that it started on this host."""
@@ -50,13 +53,12 @@ class Starter(Protocol):
             UnavailableError: The program cannot be started.
         """
 
-    def adopt(self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]) -> Process:
+    def adopt(self, worker: WorkerPlan, module: ModuleState) -> Process:
         """Return a worker that a former supervisor has started.
 
         Args:
             worker: Its plan.
             module: Its recorded state.
-            ended: Called after it has exited; returns its exit code as in :meth:`Process.poll`.
         """
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
@@ -130,16 +132,14 @@ class AdoptedProcess:
 
     Args:
         module: Its recorded state; its process is a session leader.
-        ended: Returns its exit code, for :meth:`poll`.
     """
 
-    def __init__(self, module: ModuleState, ended: Callable[[], int]) -> None:
+    def __init__(self, module: ModuleState) -> None:
         self.pid = module.pid or 0
         self._module = replace(module)
-        self._ended = ended
 
     def poll(self) -> int | None:
-        return None if lives(self._module) else self._ended()
+        return None if lives(self._module) else -signal.SIGKILL
 
     def kill(self) -> None:
         if lives(self._module):
@@ -221,10 +221,8 @@ class LocalStarter:
             )
         )
 
-    def adopt(
-        self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
-    ) -> AdoptedProcess:
-        return AdoptedProcess(module, ended)
+    def adopt(self, worker: WorkerPlan, module: ModuleState) -> AdoptedProcess:
+        return AdoptedProcess(module)
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         for process in workers.values():

@@ -60,13 +60,12 @@ class Adopted:
 
     pid = 0
 
-    def __init__(self, worker: Worker | None, ended: Callable[[], int]) -> None:
+    def __init__(self, worker: Worker | None) -> None:
         self._worker = worker
-        self._ended = ended
 
     def poll(self) -> int | None:
         alive = self._worker is not None and self._worker.poll() is None
-        return None if alive else self._ended()
+        return None if alive else -signal.SIGKILL
 
     def kill(self) -> None:
         if self._worker is not None:
@@ -95,12 +94,12 @@ class Starter:
         self.workers[worker.module] = worker.attempt, started
         return started
 
-    def adopt(self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]) -> Adopted:
+    def adopt(self, worker: WorkerPlan, module: ModuleState) -> Adopted:
         attempt, found = self.workers.get(worker.module, (0, None))
         if found is not None and attempt != module.attempt:
             found.kill()  # as it does with Slurm's steps
             found = None
-        return Adopted(found, ended)
+        return Adopted(found)
 
     def kill_all(self, workers: Mapping[str, Started]) -> None:
         for one in workers.values():

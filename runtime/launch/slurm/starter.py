@@ -66,12 +66,10 @@ class SlurmStarter:
     def start(self, worker: WorkerPlan) -> StepProcess:
         return self._step(self._local.start(worker), worker.module)
 
-    def adopt(
-        self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
-    ) -> StepProcess:
+    def adopt(self, worker: WorkerPlan, module: ModuleState) -> StepProcess:
         if not lives(module):  # a newer step may have been started but not recorded
             end_steps(self._job, [worker.module])
-        return self._step(self._local.adopt(worker, module, ended), worker.module)
+        return self._step(self._local.adopt(worker, module), worker.module)
 
     def _step(self, srun: Process, module: str) -> StepProcess:
         return StepProcess(srun, lambda: end_steps(self._job, [module]))

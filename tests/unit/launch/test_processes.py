@@ -12,7 +12,7 @@ import pytest
 
 from dni_runtime.documents.state import ModuleState, process_birth
 from dni_runtime.errors import UnavailableError
-from dni_runtime.launch import child
+from dni_runtime.launch import child, forked
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
 from tests.conftest import eventually
@@ -197,6 +197,27 @@ def test_a_killed_fork_server_takes_no_worker_with_it(tmp_path: Path) -> None:
     assert finish(second) == -signal.SIGKILL
 
 
+def test_a_fork_server_that_does_not_answer_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, or hangs: others are started without it, and none by it later."""
+    monkeypatch.setattr(forked, "_ANSWER_S", 0.3)
+    starter = LocalStarter()
+    worker = plan(tmp_path, "import time; print('ready', flush=True); time.sleep(60)", "fork")
+    first = starter.start(worker)
+    eventually("it is ready", lambda: (tmp_path / "m.log").read_text() == "ready\n")
+    server = int(Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGSTOP)
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexit 3\n")
+    assert finish(starter.start(worker)) == 3
+    assert process_birth(server) is None
+    assert (tmp_path / "m.log").read_text() == "ready\n"
+    assert first.poll() is None
+    first.kill()
+    assert finish(first) == -signal.SIGKILL
+
+
 def test_a_fork_server_that_cannot_begin(tmp_path: Path) -> None:
     worker = plan(tmp_path, "", "fork")
     (tmp_path / "python").write_text("#!/bin/sh\necho no torch >&2; exit 70\n")
@@ -247,11 +268,11 @@ def test_a_process_that_another_one_has_started(tmp_path: Path) -> None:
     worker = plan(tmp_path, "import time; print('ready', flush=True); time.sleep(60)")
     child = starter.start(worker)
     known = ModuleState("running", pid=child.pid, born=process_birth(child.pid))
-    process = starter.adopt(worker, known, lambda: 75)
+    process = starter.adopt(worker, known)
     eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert (process.pid, process.poll()) == (child.pid, None)
     process.kill()
-    assert finish(process) == 75
+    assert finish(process) == -signal.SIGKILL
     assert finish(child) == -signal.SIGKILL
     process.kill()  # nobody is there
 
@@ -260,7 +281,7 @@ def test_a_number_that_is_another_processs_by_now(tmp_path: Path) -> None:
     born = process_birth(os.getpid())
     assert born is not None
     known = ModuleState("running", pid=os.getpid(), born=born - 1)
-    process = LocalStarter().adopt(plan(tmp_path, ""), known, lambda: -signal.SIGKILL)
+    process = LocalStarter().adopt(plan(tmp_path, ""), known)
     process.kill()
     assert process.poll() == -signal.SIGKILL
 

@@ -205,6 +205,37 @@ def test_an_exact_chain_is_started_again_as_a_whole(
         assert world.processes[name].worker.resume == "0"
 
 
+def test_who_cannot_even_be_killed_is_not_waited_for_for_ever(
+    world: World,
+    supervise: MakeSupervisor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It waits for a disk or a driver (state D); meanwhile the others know that the owner lives."""
+    written: list[float] = []
+    write = RunState.write
+
+    def note(state: RunState, run: RunDir) -> None:
+        written.append(world.now)
+        write(state, run)
+
+    def stay(process: FakeProcess) -> None:
+        if process.worker.attempt > 1 or process.worker.module != "top":
+            world.end(process.worker.module, -9)
+
+    monkeypatch.setattr(RunState, "write", note)
+    monkeypatch.setattr(FakeProcess, "kill", stay)
+    world.at.append((2, lambda: begun(world, "bottom", "middle", "top")))
+    world.exits(4, middle=-9)
+    finish(world, 40)
+    state = supervise(scope="chain").run()
+    assert state.phase == "finished"
+    assert "killed, but still there: top" in caplog.text
+    waited = [at for at in written if 4.5 < at < 19]
+    assert waited
+    assert state.modules["top"].attempt == 2
+
+
 def test_all_have_one_attempt_after_a_start_of_the_whole_chain(
     world: World, supervise: MakeSupervisor, record: Record
 ) -> None:

@@ -65,11 +65,9 @@ class World:
         self.on_start(process)
         return process
 
-    def adopt(
-        self, worker: WorkerPlan, module: ModuleState, ended: Callable[[], int]
-    ) -> FakeProcess:
+    def adopt(self, worker: WorkerPlan, module: ModuleState) -> FakeProcess:
         process = self.processes[worker.module] = FakeProcess(self, worker)
-        process.returncode = ended() if worker.module in self.ended_meanwhile else None
+        process.returncode = -signal.SIGKILL if worker.module in self.ended_meanwhile else None
         return process
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
@@ -239,6 +237,32 @@ def test_the_cause_comes_before_its_consequences(world: World, supervisor: Super
     assert state.failed == "middle"
     assert state.error == "module 'middle' (attempt 1) was killed by SIGSEGV"
     assert states(state) == ["failed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("report", "ending"),
+    [
+        ({"state": "finished"}, ("finished", 0, "finished")),
+        ({"state": "stopped", "exit_code": 75}, ("stopped", 75, "stopped")),
+        ({"state": "failed", "exit_code": 79, "error": "x"}, ("failed", 79, "failed")),
+        ({"state": "running"}, ("failed", 70, "failed")),
+    ],
+    ids=["finished", "stopped", "diverged", "unknown"],
+)
+def test_what_a_worker_has_said_of_its_end_comes_before_a_signal(
+    world: World, supervisor: Supervisor, report: dict[str, Any], ending: tuple[str, int, str]
+) -> None:
+    """Of one whose fork server is dead nobody else knows it."""
+
+    def dies() -> None:
+        write_json(world.record.run.worker("middle"), {"attempt": 1, **report})
+        world.end("middle", -signal.SIGKILL)
+
+    world.at.append((4.0, dies))
+    world.exits(5, bottom=0, top=0)
+    state = supervisor.run()
+    assert (state.phase, state.exit_code, state.modules["middle"].state) == ending
+    assert (state.modules["middle"].signal is None) == (ending[1] != 70)
 
 
 def test_a_worker_that_gives_up(world: World, supervisor: Supervisor) -> None:
@@ -500,7 +524,10 @@ def test_what_killed_workers_left_half_written_goes_at_the_end(
 ) -> None:
     folder = record.run.checkpoint(10, "top").parent
     folder.mkdir()
-    left = [folder / ".top.safetensors.n1.0123abcd", record.run.snapshot("top").parent / ".top.x"]
+    left = [
+        folder / ".top.safetensors.n1.0123abcd",
+        record.run.snapshot("top").parent / ".top.json.x",
+    ]
     world.at.append((0.5, lambda: [path.touch() for path in left] and None))
     there: list[bool] = []
     world.at.append((1.5, lambda: there.append(all(path.exists() for path in left))))
