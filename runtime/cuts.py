@@ -299,12 +299,9 @@ def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
 
     The caller makes sure that no worker of these modules is running.
     """
+    beginnings = tuple(f".{module}{ending}." for module in modules for ending in _ENDINGS)
     for folder in (*cut_folders(run).values(), run.root / "snapshots"):
-        left = [
-            folder / name
-            for name in os.listdir(folder)
-            if name.startswith(".") and name[1:].partition(".")[0] in modules
-        ]
+        left = [folder / name for name in os.listdir(folder) if name.startswith(beginnings)]
         for path in left:
             path.unlink(missing_ok=True)
         if left and folder.parent == run.checkpoints:

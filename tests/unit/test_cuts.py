@@ -170,6 +170,22 @@ def test_half_written_files_of_one_module_go(run: RunDir) -> None:
     assert cuts.complete_cuts(run, MODULES) == [10, 20, 30]
 
 
+def test_half_written_files_of_replicas_go(run: RunDir) -> None:
+    """Their names have a dot of their own."""
+    folder, alone = run.checkpoint(30, "a").parent, run.checkpoint(5, "a").parent
+    alone.mkdir()
+    of_two = [folder / ".wide.2.safetensors.n1.1234abcd", alone / ".wide.2.json.n1.1234abcd"]
+    of_two.append(run.snapshot("a").parent / ".wide.2.safetensors.n1.1234abcd")
+    others = [folder / ".wide.21.json.n1.1234abcd", folder / ".wide.1.json.n1.1234abcd"]
+    others.append(folder / ".wide.json.n1.1234abcd")
+    for path in (*of_two, *others):
+        path.touch()
+    cuts.remove_temporaries(run, ["a", "wide.2"])
+    assert not any(path.exists() for path in of_two)
+    assert all(path.exists() for path in others)
+    assert not alone.exists()
+
+
 def test_a_cut_that_is_not_finite_is_no_place_to_begin(run: RunDir) -> None:
     part = run.checkpoint(30, "b").with_suffix(".json")
     document = json.loads(part.read_text()) | {"finite": False}
