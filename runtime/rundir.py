@@ -312,7 +312,9 @@ def write_atomic(
                     os.fsync(file.fileno())
                 progress(len(piece))
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(path)  # write(2) and fsync(2) name none
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise

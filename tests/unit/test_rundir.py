@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def test_a_look_at_what_cannot_be_read(tmp_path: Path) -> None:
     write_json(path, {"id": 1})
     assert peek_json(path) == {"id": 1}
     assert peek_json(tmp_path) == {}
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/x.json'"):
+        write_json(tmp_path / "x.json", {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_best_checkpoint_of_an_older_run(tmp_path: Path) -> None:
