@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
@@ -26,15 +27,16 @@ def conclude(run: Run, state: RunState, *, as_json: bool) -> NoReturn:
         as_json: Print its figures as JSON.
     """
     figures = run.status(state)
-    if as_json:
-        print_json(figures.model_dump())
-    else:
-        click.echo(summary(figures))
+    with contextlib.suppress(OSError):  # the reader is gone, or the log's disk is full
+        if as_json:
+            print_json(figures.model_dump())
+        else:
+            click.echo(summary(figures))
+        if state.phase == "stopped":
+            click.echo(f"  → dnictl resume {run.name}", err=True)
     error = run.failure(state)
     if error is not None:
         raise error
-    if state.phase == "stopped":
-        click.echo(f"  → dnictl resume {run.name}", err=True)
     sys.exit(0 if state.phase == "finished" else state.exit_code or StoppedError.exit_code)
 
 

@@ -131,9 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1  # as in click
     except DniError as error:
-        click.echo(
-            f"{click.style('dnictl: error:', fg='red', bold=True)} {error}", err=True, color=color
-        )
+        with contextlib.suppress(OSError):  # the code says it, too
+            click.echo(
+                f"{click.style('dnictl: error:', fg='red', bold=True)} {error}",
+                err=True,
+                color=color,
+            )
         code = error.exit_code
     except OSError as error:
         code = _report_disk(error) if error.errno in _DISK else _report_bug(error)
@@ -151,13 +154,13 @@ def _report_disk(error: OSError) -> int:
     """Report a file system that is full, away or read-only: that is not a bug."""
     name = error.filename2 or error.filename  # of a copy, the one that is written
     where = f" {str(name)!r}" if name else ""
-    click.echo(
-        f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, "
-        "or check that it can be read and written, then try again",
-        err=True,
-    )
-    with contextlib.suppress(OSError, ValueError):  # or Python prints the rest at exit
-        sys.stdout.close()
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(
+            f"dnictl: error: the file system failed{where}: {error.strerror}\n  → make room, "
+            "or check that it can be read and written, then try again",
+            err=True,
+        )
+        sys.stdout.close()  # or Python prints the rest at exit
     return CheckpointError.exit_code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 import os
 import sys
 import threading
@@ -46,6 +47,7 @@ def run_program(main: Callable[[], object]) -> NoReturn:
     what is in memory goes with the process. Python would free each of torch's objects, which takes
     0.3 s of CPU, and in a fork copies the pages that it shares with the others.
     """
+    logging.raiseExceptions = False  # a disk that is full has no room for the log, either
     code = 0
     try:
         main()

@@ -63,3 +63,19 @@ def test_a_reader_that_is_gone_changes_no_exit_code() -> None:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(30) == 3
+
+
+def test_a_log_without_room_is_not_complained_about() -> None:
+    code = """\
+import logging, sys
+from dni_runtime.garbage import run_program
+
+def main():
+    logging.basicConfig(filename="/dev/full")
+    logging.warning("lost")
+    sys.exit(74)
+
+run_program(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (74, "")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.rundir import append_line, read_json, write_json
 from dnictl.ending import conclude
+from dnictl.main import main
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 
@@ -119,6 +122,25 @@ def test_the_end_is_what_has_happened_not_what_could_be_written(
     ending = error.value
     assert (ending.code if isinstance(ending, SystemExit) else ending.exit_code) == code
     assert f"small-1: {phase}" in capsys.readouterr().out
+
+
+def test_a_run_ends_as_it_did_though_nobody_can_be_told(
+    dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch script requeues its job by this code, and its log may lie on a full disk."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for phase, code in (("stopped", 75), ("failed", 70), ("finished", 0)):
+        ended(record, phase, code)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", Full())
+            patch.setattr(sys, "stderr", Full())
+            with pytest.raises(SystemExit) as exit:
+                main(["wait", "--runs", str(record.run.root.parent)])
+        assert exit.value.code == code
 
 
 def test_wait_with_a_limit(dnictl: Dnictl, record: Record) -> None:
