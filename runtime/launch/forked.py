@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ class ForkServer:
                 if "pid" in message:
                     return ForkedProcess(self, message["pid"])
             if self.lives:
-                self._give_up()
+                self.give_up()
         return None
 
     def code(self, pid: int) -> int | None:
@@ -89,7 +90,7 @@ class ForkServer:
         del self._codes[pid]
         self._send({"reap": pid})
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """End a server that does not answer: it must not start later what another one has."""
         self._popen.kill()
         try:
@@ -104,7 +105,7 @@ class ForkServer:
         except ConnectionError:
             self.lives = False
         except TimeoutError:
-            self._give_up()
+            self.give_up()
 
     def _receive(self, within_s: float = 0.0) -> dict[str, Any] | None:
         """Return the next message; None if there is none."""
@@ -136,6 +137,7 @@ class ForkedProcess:
         self.pid = pid
         self._server = server
         self._born = process_birth(pid)
+        self._gone_s: float | None = None
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -145,10 +147,12 @@ class ForkedProcess:
                 self.kill()  # the rest of its session, before its id can be reused
                 self._server.reap(self.pid)
                 self._code = code
-            elif not self._server.lives:
-                born = process_birth(self.pid)
-                if born is None or born != self._born:
+            elif self._born is None or process_birth(self.pid) != self._born:
+                self._gone_s = self._gone_s or time.monotonic()
+                if not self._server.lives:
                     self._code = -signal.SIGKILL  # nobody knows, but its last report
+                elif time.monotonic() >= self._gone_s + _ANSWER_S:
+                    self._server.give_up()
         return self._code
 
     def kill(self) -> None:

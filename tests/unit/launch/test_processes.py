@@ -218,6 +218,20 @@ def test_a_fork_server_that_does_not_answer_is_ended(
     assert finish(first) == -signal.SIGKILL
 
 
+def test_a_worker_has_ended_though_its_server_does_not_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked, "_ANSWER_S", 0.3)
+    worker = plan(tmp_path, "import time; print('ready', flush=True); time.sleep(60)", "fork")
+    process = LocalStarter().start(worker)
+    eventually("it is ready", lambda: (tmp_path / "m.log").read_text() == "ready\n")
+    server = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(process) == -signal.SIGKILL
+    assert process_birth(server) is None
+
+
 def test_a_fork_server_that_cannot_begin(tmp_path: Path) -> None:
     worker = plan(tmp_path, "", "fork")
     (tmp_path / "python").write_text("#!/bin/sh\necho no torch >&2; exit 70\n")
