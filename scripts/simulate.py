@@ -5,11 +5,12 @@ The own code of the supervisor and the workers runs, with its links, checkpoints
 and restarts, in one process, against a simulated network, clock and disk (``tests/simulation``). A
 seed decides about the chain, its surroundings, and what goes wrong: connections that are lost or
 half open, messages that vanish, processes that stop or are killed, the supervisor among them, full
-disks, files that others see late, stop and resume.
+and slow disks, files that others see late, stop and resume.
 
 What must hold: once faults have ended the run finishes; every module has counted every batch of
 every epoch exactly once, and none was trained on twice; ``exact`` is backpropagation in every bit;
-checkpoints are whole; queues are bounded. A seed that fails is printed, and fails again::
+checkpoints are whole, and the last one is there; queues are bounded. A seed that fails is printed,
+and fails again::
 
     scripts/simulate.py --seeds 5000
     scripts/simulate.py --first 4711 --seeds 1

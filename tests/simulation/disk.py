@@ -41,7 +41,7 @@ class Disk:
             "open": self._open, "replace": self._replace, "unlink": self._changes("unlink"),
             "remove": self._changes("remove"), "mkdir": self._changes("mkdir"),
             "rmdir": self._changes("rmdir"), "write": self._writes("write"),
-            "pwrite": self._pwrite, "fsync": self._writes("fsync"),
+            "pwrite": self._pwrite, "fsync": self._fsync,
             "stat": self._reads("stat"), "lstat": self._reads("lstat"),
             "listdir": self._listdir, "scandir": self._scandir, "chmod": self._changes("chmod"),
         }  # fmt: skip
@@ -114,6 +114,13 @@ class Disk:
             return self._real[name](*args, **kwargs)
 
         return call
+
+    def _fsync(self, file: int) -> None:
+        process = self._process()
+        if process is not None and process.slow_until_s > self.world.now_s:
+            self.world.wait(process.slow_until_s - self.world.now_s)
+        self._full(process)
+        self._real["fsync"](file)
 
     def _pwrite(self, file: int, data: bytes, offset: int) -> int:
         process = self._process()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.launch import moving, pool, supervisor
+from dni_runtime.launch import moving, pool, supervisor, watchdog
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
 from dni_runtime.worker import exchange, fanout, farewell, join, rounds, server, shares
@@ -105,7 +105,34 @@ def exit_code_0() -> Any:
     def complete(self: Any, name: str) -> bool:
         return bool(self.state.modules[name].exit_code == 0)
 
-    return replaced((supervisor.Supervisor, "_complete", complete))
+    return replaced(
+        (supervisor.Supervisor, "_complete", complete),
+        (supervisor, "is_over", lambda run, workers: True),
+    )
+
+
+def tail_decides() -> Any:
+    """A run is over when its tail is: others get the time that they have to stop."""
+    late, conclude = supervisor.Supervisor._kill_late, supervisor.conclusion
+
+    def kill_late(self: Any) -> None:
+        since_s = self.__dict__.get("tail_ended_s")
+        if [*self.state.modules.values()][-1].state != "finished":
+            self.tail_ended_s = None
+        elif since_s is None:
+            self.tail_ended_s = self._clock()
+        elif self._clock() >= since_s + self._plan.stop_grace_s:
+            self._stop("the tail has finished, other modules have not")
+        late(self)
+
+    def conclusion(failed: Any, workers: Any, killed_by: Any, *, whole: Any) -> Any:
+        return conclude(failed, [*workers][-1:], killed_by, whole=lambda: True)
+
+    return replaced(
+        (supervisor.Supervisor, "_kill_late", kill_late),
+        (supervisor, "conclusion", conclusion),
+        (watchdog.Watchdog, "saves", lambda self, name: False),
+    )
 
 
 def steps_unasked() -> Any:
@@ -204,6 +231,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "narrow-gaps": narrow_gaps,
     "own-cuts": own_cuts,
     "exit-code-0": exit_code_0,
+    "tail-decides": tail_decides,
     "steps-unasked": steps_unasked,
     "gaps-untold": gaps_untold,
     "links-in-turn": links_in_turn,

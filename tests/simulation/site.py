@@ -29,7 +29,7 @@ from torch.nn.utils import parameters_to_vector
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.cuts import complete_cuts, parts_of
+from dni_runtime.cuts import complete_cuts, is_over, parts_of
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DniError
@@ -179,6 +179,13 @@ class Schedule:
         if more.random() < 0.1:
             at_s, index = more.uniform(0, length_s), more.randrange(made.modules)
             made.faults.append((at_s, more.choice(("unlaunched", "unnoticed")), index, 0.0))
+        slow = random.Random(f"slow {seed}")
+        if slow.random() < 0.1:
+            at_s, worker = (
+                slow.uniform(0, length_s),
+                slow.randrange(sum(made.replicas) or made.modules),
+            )
+            made.faults.append((at_s, "slow", worker, slow.choice((30.0, 90.0, 300.0))))
         made.faults.sort()
         if replicas:
             made._draw_scales(length_s)
@@ -594,6 +601,8 @@ class Site:
         cuts = complete_cuts(self.run_dir, self.names)
         if not cuts:
             raise Violated("there is no complete checkpoint")
+        if not is_over(self.run_dir, self.names):
+            raise Violated("the last checkpoint is not complete")
         for name in parts_of(self.run_dir, cuts[-1], self.names):
             checkpoint.read(self.run_dir.checkpoint(cuts[-1], name))
         if schedule.interface.startswith(("exact", "{exact")):
@@ -760,6 +769,8 @@ class Site:
             pass
         elif kind == "stall":
             worker.process.thaws_s = now_s + lasts_s
+        elif kind == "slow":
+            worker.process.slow_until_s = now_s + lasts_s
         elif kind == "full":
             for one in (worker.process, self.supervision.process):
                 one.full_until_s = now_s + lasts_s

@@ -36,6 +36,7 @@ class Process:
         alive: Whether it has not been killed.
         thaws_s: It is stopped until then (SIGSTOP, or a file system that does not answer).
         full_until_s: Its disk is full until then.
+        slow_until_s: What it writes durably is on disk then, and not before.
         signalled: Whether a signal has come that its poll has not seen.
         tasks: What runs in it.
         at_end: Called when it is gone, however it ended.
@@ -47,6 +48,7 @@ class Process:
         self.alive = True
         self.thaws_s = 0.0
         self.full_until_s = 0.0
+        self.slow_until_s = 0.0
         self.signalled = False
         self.tasks: list[Task] = []
         self.at_end: list[Callable[[], None]] = []
