@@ -4,7 +4,7 @@
 For each network, in 2, 3 and 4 modules: the slowest module beside the mean, beside the best of all
 cuts (every one is tried, with the same measured times), and beside cuts into equal numbers of the
 pieces between possible cuts. ``--throughput`` trains chains of two modules, cut in both ways, with
-real workers, in turns. It needs torchvision and transformers.
+real workers, in turns. It needs torchvision, timm and transformers.
 
 Usage: split_balance.py [--modules 2 3 4] [--throughput] [--repetitions 3] [NETWORK ...]
 """
@@ -20,9 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
 
-from split_networks import NETWORKS, SOURCES
+from zoo import SOURCES, settings_of
 
 from dni_runtime.data import describe
 from dni_runtime.launch.prepare import importing_from
@@ -32,6 +31,7 @@ from dni_runtime.split.network import network_of, planning
 from dni_runtime.split.plan import Plan, Request
 
 SAMPLES = 32
+NETWORKS = ("resnet18", "resnet50", "vit", "u-net", "gpt2", "bert")
 
 
 def slowest(plan: Plan, ends: Sequence[int]) -> tuple[float, float]:
@@ -43,16 +43,12 @@ def slowest(plan: Plan, ends: Sequence[int]) -> tuple[float, float]:
 
 def look(name: str, modules: Sequence[int]) -> tuple[list[str], list[str]]:
     """Print a row for each number of modules; return both cuts into two."""
-    given = NETWORKS[name]
+    settings, given = settings_of(name, batch_size=SAMPLES, count=256)
     base = SOURCES.parent
-    data = DataSpec.model_validate({**given["data"], "batch_size": SAMPLES})
     with importing_from(base):
-        info = describe(data, base)
-        takes, returns = given.get("takes", ()), given.get("returns")
-        spec, network = network_of(
-            f"networks.{name}:build", info, args={}, takes=takes, returns=returns
-        )
-        loss = Choice(name=given.get("loss", "CrossEntropyLoss"))
+        info = describe(DataSpec.model_validate(settings["data"]), base)
+        spec, network = network_of("networks.zoo:build", info, **given)
+        loss = Choice(name=settings["loss"])
         with planning(spec, network, info, Request(batch_size=SAMPLES, loss=loss)) as plan:
             count = len(plan.costs.segments)
             for number in modules:
@@ -76,13 +72,10 @@ def look(name: str, modules: Sequence[int]) -> tuple[list[str], list[str]]:
 
 def pace(name: str, at: Sequence[str], folder: Path) -> float:
     """Return the samples per second of a chain of two modules."""
-    given = dict(NETWORKS[name])
-    settings: dict[str, Any] = {
-        "data": {**given.pop("data"), "batch_size": SAMPLES, "drop_last": True},
-        "loss": given.pop("loss", "CrossEntropyLoss"), "epochs": 1000, "metrics": [],
-    }  # fmt: skip
+    settings, given = settings_of(name, batch_size=SAMPLES, count=256)
     path = folder / "chain.yaml"
-    split_chain(f"networks.{name}:build", path, settings, at=at, force=True, **given)
+    settings["epochs"] = 1000
+    split_chain("networks.zoo:build", path, settings, at=at, force=True, **given)
     argv = [sys.executable, "-m", "dnictl", "bench", "chain", path, "--json", "--repetitions", "1"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)["samples_per_s"]

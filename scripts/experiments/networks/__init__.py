@@ -1,1 +1,1 @@
-"""Networks that others wrote, and small data sets of their shapes, for split_networks.py."""
+"""Networks that people use, and small data of their shapes: for zoo.py and split_balance.py."""

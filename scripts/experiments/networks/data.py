@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-CLASSES, VOCABULARY, TOKENS = 10, 100, 16
 
+class Drawn(Dataset[Any]):
+    """Samples of the given inputs, and a label each.
 
-class _Drawn(Dataset[Any]):
-    def __init__(self, train: bool = True) -> None:
-        self.count = 256 if train else 64
-        self.draw = torch.Generator().manual_seed(int(train))
+    An input or a label is written as its type and shape. An integer's classes follow:
+    ``int64[16] < 100``. ``mask[16]`` has ones at its beginning, and zeros for what is padded.
+    """
+
+    def __init__(self, train: bool, inputs: Sequence[str], label: str, count: int = 32) -> None:
+        draw = torch.Generator().manual_seed(int(train))
+        self.xs = [_draw(one, count, draw) for one in inputs]
+        self.y = _draw(label, count, draw)
+        if "<" in label:
+            self.num_classes = int(label.rpartition("<")[2])
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        xs = tuple(x[index] for x in self.xs)
+        return (xs if len(xs) > 1 else xs[0]), self.y[index]
 
 
-class Pictures(_Drawn):
-    """Images of CIFAR's size, and a class each."""
-
-    num_classes = CLASSES
-
-    def __init__(self, train: bool = True) -> None:
-        super().__init__(train)
-        self.x = torch.randn(self.count, 3, 32, 32, generator=self.draw)
-        self.y = torch.randint(0, CLASSES, (self.count,), generator=self.draw)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-
-class Masks(Pictures):
-    """The same images, and a mask each."""
-
-    num_classes = None
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], (self.x[index, :1] > 0).float()
-
-
-class Tokens(_Drawn):
-    """Tokens, and the next ones."""
-
-    num_classes = VOCABULARY
-
-    def __init__(self, train: bool = True) -> None:
-        super().__init__(train)
-        self.x = torch.randint(0, VOCABULARY, (self.count, TOKENS + 1), generator=self.draw)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index, :-1], self.x[index, 1:]
-
-
-class Sentences(_Drawn):
-    """Tokens with a mask of those that are there, and a class of three."""
-
-    num_classes = 3
-
-    def __init__(self, train: bool = True) -> None:
-        super().__init__(train)
-        self.x = torch.randint(0, VOCABULARY, (self.count, TOKENS), generator=self.draw)
-        lengths = torch.randint(4, TOKENS + 1, (self.count, 1), generator=self.draw)
-        self.mask = (torch.arange(TOKENS) < lengths).long()
-        self.y = torch.randint(0, 3, (self.count,), generator=self.draw)
-
-    def __getitem__(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        return (self.x[index], self.mask[index]), self.y[index]
+def _draw(text: str, count: int, draw: torch.Generator) -> Tensor:
+    kind, sizes, classes = re.fullmatch(r"(\w+)\[([\d, ]*)\](?: < (\d+))?", text).groups()  # type: ignore[union-attr]
+    shape = [count, *map(int, re.findall(r"\d+", sizes))]
+    if kind == "mask":
+        lengths = torch.randint(shape[1] // 4, shape[1] + 1, (count, 1), generator=draw)
+        return (torch.arange(shape[1]) < lengths).long()
+    if kind == "int64":
+        return torch.randint(0, int(classes), shape, generator=draw)
+    return torch.randn(shape, generator=draw)
