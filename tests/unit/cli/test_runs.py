@@ -17,9 +17,11 @@ from dni_runtime import Run, __version__
 from dni_runtime.cuts import document_file, sealed
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import CheckpointError, UsageError, WorkerError
+from dni_runtime.launch import run as run_module
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.rundir import append_line, read_json, write_json
+from dni_runtime.worker.background import repeating
 from dnictl.ending import conclude
 from dnictl.main import main
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
@@ -155,6 +157,29 @@ def test_a_lost_supervisor(dnictl: Dnictl, record: Record) -> None:
     assert result.code == 70
     assert "is gone" in result.err
     assert dnictl("stop").out == "small-1: lost\n"
+
+
+def test_stop_waits_as_long_as_the_supervisor_does(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module writes its checkpoint slowly, and the supervisor shows that it lives."""
+    monkeypatch.setattr(run_module, "_STOP_TIMEOUT_S", 0.5)
+    state = RunState.begin("process", 1, record.modules)
+    state.phase = "stopping"
+    state.write(record.run)
+    until_s = time.monotonic() + 1.5
+
+    def beat() -> None:
+        state.phase = "stopping" if time.monotonic() < until_s else "stopped"
+        state.write(record.run)
+
+    with repeating("beat", 0.1, beat):
+        assert Run(record).stop(0.1).phase == "stopped"
+    assert time.monotonic() >= until_s
+    state.phase = "stopping"
+    state.write(record.run)
+    with pytest.raises(UsageError, match="does not answer"):
+        Run(record).stop(0.1)
 
 
 def test_resume_of_a_run_that_has_no_need(dnictl: Dnictl, record: Record) -> None:
