@@ -46,19 +46,26 @@ def import_class(name: str, base: Path, *, what: str, location: Sequence[str | i
             f"{what} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
             location=location,
         ) from error
-    top = module_name.partition(".")[0]
-    own_file = next(
-        (p for p in (root / f"{top}.py", root / top / "__init__.py") if p.is_file()), None
-    )
-    used = getattr(sys.modules.get(top), "__file__", None)
-    if own_file is not None and used is not None and Path(used).resolve() != own_file.resolve():
+    inner = root.joinpath(*module_name.split("."))
+    files = (inner / "__init__.py", inner.with_suffix(".py"))
+    own_file = next((file for file in files if file.is_file()), None)
+    used = getattr(module, "__file__", None)
+    if own_file is not None and used is not None and not _same(Path(used), own_file):
         raise SpecError(
             f"{what} {name!r}: {own_file} is hidden by {used}, a module of the same name",
             location=location,
-            hint="give your file another name",
+            hint="give your file another name; in a program that has imported another version of "
+            "it, use a new process",
         )
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
         file = getattr(module, "__file__", module_name)
         raise SpecError(f"{what} {name!r}: {file} has no class {attribute!r}", location=location)
     return found
+
+
+def _same(used: Path, own: Path) -> bool:
+    """Whether two files are one, or copies: a run keeps one of each file that it imports."""
+    return used.resolve() == own.resolve() or (
+        used.is_file() and used.read_bytes() == own.read_bytes()
+    )

@@ -142,6 +142,7 @@ def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Prep
 
             with _naming_data(path):
                 looked = try_chain(chain, workers, base, location)
+        sources |= _imported(base)
     return Prepared(path, written, chain, info, location, workers, sources, initial, looked=looked)
 
 
@@ -152,6 +153,20 @@ def _naming_data(path: Path) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{location_in(path, 'data')}: {error.message}", hint=error.hint) from None
+
+
+def _imported(base: Path) -> dict[str, Path]:
+    """Return the files of modules that were imported from a folder, also by computed names."""
+    found: dict[str, Path] = {}
+    for root in {base, base.resolve()}:
+        for name, module in list(sys.modules.items()):
+            file = Path(getattr(module, "__file__", None) or "/")
+            if file.is_relative_to(root):
+                *folders, last = file.relative_to(root).parts
+                parts = [*folders, last.partition(".")[0]]
+                if parts in (name.split("."), [*name.split("."), "__init__"]):
+                    found["/".join((*folders, last))] = file
+    return found
 
 
 def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:

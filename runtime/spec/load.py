@@ -156,30 +156,45 @@ def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
         _collect(path, root, found)
     wanted = sorted({target.split(":")[0] for target in import_paths(chain)})
     for file in found.values():
-        wanted += _imports(file)
+        wanted += _imports(file, root)
     for name in wanted:  # grows
-        top = name.split(".")[0]
-        file, package = root / f"{top}.py", root / top
-        path = file if file.is_file() else package
-        if path == file or (package / "__init__.py").is_file():
+        path = _located(name, root)
+        if path is not None:
             before = set(found)
             _collect(path, root, found)
             for new in set(found) - before:
-                wanted += _imports(found[new])
+                wanted += _imports(found[new], root)
     return found
 
 
-def _imports(file: Path) -> list[str]:
-    """Return the modules that a Python file imports; none if it is no valid one."""
+def _located(name: str, root: Path) -> Path | None:
+    """Return the file of a module below the root, or the folder of the package that it is in."""
+    folder = root
+    for part in name.split("."):
+        file, folder = folder / f"{part}.py", folder / part
+        if (folder / "__init__.py").is_file():
+            return folder
+        if file.is_file():
+            return file
+    return None  # folders without __init__.py: each module in them is found by its own name
+
+
+def _imports(file: Path, root: Path) -> list[str]:
+    """Return what a Python file imports, as absolute names; nothing if it is no valid one."""
     if file.suffix != ".py":
         return []
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
         return []
-    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    absolute = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    return plain + [node.module for node in absolute if node.module]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    package = file.relative_to(root).parent.parts
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.level <= len(package):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def _collect(path: Path, root: Path, found: dict[str, Path]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dni_runtime.errors import DataError
+from dni_runtime.errors import DataError, SpecError
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.settings import LaunchSettings, make_plan
 
@@ -63,3 +63,72 @@ def test_each_replica_of_the_head_may_have_data_of_its_own(tmp_path: Path) -> No
     )
     plan = make_plan(prepared.chain, prepared.replicas, settings)
     assert [one.data for one in plan.workers] == [str(own / "1.npz"), str(own / "2.npz"), None]
+
+
+NETS = """\
+from importlib import import_module
+
+from ..parts import block
+from .again import Same
+
+
+def build():
+    return import_module(f"{__package__}.computed").Last()
+"""
+LAYER = """\
+from torch import nn
+
+
+class {}(nn.Linear):
+    def __init__(self):
+        super().__init__(64, {})
+"""
+
+
+def test_what_is_imported_is_kept_for_workers(tmp_path: Path) -> None:
+    """Folders without __init__.py, relative imports, and names that are computed."""
+    chain = CHAIN.replace(
+        "{Linear: {in_features: 64, out_features: 10}}", "{import: 'kept.nets.main:First'}"
+    )
+    (tmp_path / "chain.yaml").write_text(chain)
+    files = {
+        "kept/nets/main.py": NETS + LAYER.format("First", 10) + "\n\nbuild()\n",
+        "kept/nets/again.py": LAYER.format("Same", 64),
+        "kept/nets/computed.py": LAYER.format("Last", 10),
+        "kept/nets/unused.py": "",
+        "kept/parts/block.py": "import kept.parts.deep.inner\n",
+        "kept/parts/deep/__init__.py": "",
+        "kept/parts/deep/inner.py": "",
+        "kept/parts/deep/table.txt": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    sources = prepare(tmp_path / "chain.yaml").sources
+    assert sorted(sources) == sorted(set(files) - {"kept/nets/unused.py"})
+
+
+def test_a_copy_of_what_is_imported_hides_nothing(tmp_path: Path) -> None:
+    data = """\
+import torch
+
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, train): ...
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.ones(64), 0
+"""
+    for folder in ("mine", "copy"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "copied.py").write_text(data)
+        text = CHAIN.replace("digits, flatten: true", "'copied:Points'")
+        (tmp_path / folder / "chain.yaml").write_text(text)
+    assert prepare(tmp_path / "mine" / "chain.yaml").info.train_samples == 16
+    assert prepare(tmp_path / "copy" / "chain.yaml").info.train_samples == 16
+    (tmp_path / "copy" / "copied.py").write_text(data.replace("16", "17"))
+    with pytest.raises(SpecError, match=r"copy/copied.py is hidden by .*mine/copied.py"):
+        prepare(tmp_path / "copy" / "chain.yaml")
