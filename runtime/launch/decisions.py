@@ -39,6 +39,7 @@ class Exit:
         due: Whether a restart of all modules is due.
         older_cut: Whether there may be an older checkpoint to start from.
         may_restart: Whether the rules allow another restart (``launch/restarts.py``).
+        again: Whether the same error has ended it at the same position before.
     """
 
     exit_code: int
@@ -50,6 +51,7 @@ class Exit:
     due: bool = False
     older_cut: bool = False
     may_restart: bool = False
+    again: bool = False
 
     def ending(self, *, stopping: bool) -> Ending:
         """Return how the worker has ended.
@@ -76,13 +78,14 @@ def decide(worker: Exit, *, stopping: bool) -> Action:
     """
     ending = worker.ending(stopping=stopping)
     damaged = worker.exit_code == DamagedError.exit_code
+    may_restart = worker.reported and worker.may_restart and not worker.again
     goes_on = not stopping
     rules = (
         (worker.due, Action.NOTHING),
         (goes_on and worker.lost, Action.MOVE),
         (goes_on and worker.asked and ending != "finished", Action.RESTART_NOW),
         (goes_on and damaged and worker.older_cut, Action.FALL_BACK),
-        (goes_on and ending == "failed" and worker.reported and worker.may_restart, Action.RESTART),
+        (goes_on and ending == "failed" and may_restart, Action.RESTART),
         (ending == "failed", Action.FAIL),
         (ending == "stopped", Action.STOP),
     )

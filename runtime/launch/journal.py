@@ -21,6 +21,9 @@ from dni_runtime.rundir import RunDir, write_json
 
 _log = logging.getLogger(__name__)
 
+AGAIN = ", as before: the same error at the same position of the stream"
+"""Ends the description of a worker that its input has ended twice."""
+
 LOG_BYTES = 64 << 20
 """Size at which a worker's log is copied to ``LOG.1`` and emptied."""
 
@@ -168,4 +171,7 @@ def failure(run: RunDir, state: RunState) -> DniError | None:
     }
     code = module.exit_code
     hint = hints.get(code or 0, f"dnictl resume {run.root}")
+    if (state.error or "").endswith(AGAIN):
+        lines[0] += AGAIN
+        hint = "correct the cause: a run that is resumed would end there again"
     return kinds.get(code, WorkerError)("\n".join(lines), hint=hint)

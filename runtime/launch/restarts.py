@@ -45,11 +45,21 @@ class Backoff:
         streak: Consecutive restarts without ``healthy_s`` of uptime between.
         attempt: The newest attempt that has run; 0: none.
         running_since_s: Time since which its worker runs; None: it has ended.
+        death: The error that ended it last, and its position in the stream then; None: a signal.
     """
 
     streak: int = 0
     attempt: int = 0
     running_since_s: float | None = None
+    death: tuple[str, int] | None = None
+
+    def repeats(self, error: str | None, id: int) -> bool:
+        """Note what has ended a worker; return whether the same did at the same position before.
+
+        What the same input does twice it will do a third time.
+        """
+        before, self.death = self.death, (error, id) if error else None
+        return self.death is not None and self.death == before
 
     def runs(self, attempt: int, now_s: float) -> bool:
         """Note that the worker of an attempt runs; return whether that is news."""

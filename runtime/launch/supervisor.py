@@ -21,7 +21,7 @@ from dni_runtime.documents.state import COMING, ModuleState, RunState
 from dni_runtime.errors import LASTING, DivergedError, DniError
 from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
-from dni_runtime.launch.journal import Journal, bound_log, how_it_ended
+from dni_runtime.launch.journal import AGAIN, Journal, bound_log, how_it_ended
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.launch.moving import Mover
 from dni_runtime.launch.plan import LaunchPlan
@@ -266,6 +266,7 @@ class Supervisor:
         stopping, pool = self._stop_reason is not None, self._pool
         node, code = self._mover.lost.pop(name, None), module.exit_code
         assert code is not None
+        report = Report.read(self._run.worker(name)).of(module.attempt)
         exited = Exit(
             code,
             finished=self._complete(name),
@@ -277,6 +278,8 @@ class Supervisor:
             due=name in pool.due,
             older_cut=pool.may_fall_back(name),
             may_restart=self._backoff[name].allows(self._plan.restart, code, self._clock()),
+            again=code == DniError.exit_code
+            and self._backoff[name].repeats(report.error, report.id),
         )
         module.state = exited.ending(stopping=stopping)
         self._journal.event(
@@ -287,8 +290,8 @@ class Supervisor:
             exit_code=module.exit_code,
             signal=module.signal,
         )
-        self._record_findings(name, report := Report.read(self._run.worker(name)))
-        how = how_it_ended(name, module, report.error)
+        self._record_findings(name, report)
+        how = how_it_ended(name, module, report.error) + (AGAIN if exited.again else "")
         match decide(exited, stopping=stopping):
             case Action.NOTHING if exited.due:
                 module.state = "restarting"

@@ -158,10 +158,9 @@ def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
     for file in found.values():
         wanted += _imports(file, root)
     for name in wanted:  # grows
-        path = _located(name, root)
-        if path is not None:
+        if (module := _located(name, root)) is not None:
             before = set(found)
-            _collect(path, root, found)
+            _collect(module, root, found)
             for new in set(found) - before:
                 wanted += _imports(found[new], root)
     return found

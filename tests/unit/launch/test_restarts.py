@@ -10,6 +10,7 @@ import pytest
 
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DamagedError
+from dni_runtime.launch.journal import failure
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import Backoff, RestartPlan
@@ -460,3 +461,38 @@ def test_one_whose_step_has_gone_is_not_waited_for(
     assert attempts(record, "middle") == [1, 2]
     (killed,) = [event for event in events(record) if event["event"] == "worker_killed"]
     assert killed["reason"] == "its step has ended, but its srun has not"
+
+
+def test_what_ends_a_worker_twice_at_one_position_will_do_so_again() -> None:
+    backoff = Backoff()
+    deaths = [("index 7", 3), ("index 7", 4), (None, 4), ("index 7", 4), ("other", 4), ("other", 4)]
+    assert [backoff.repeats(*one) for one in deaths] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize(("positions", "started"), [((5, 5, 5), 2), ((5, 6, 7), 4)])
+def test_a_worker_that_dies_of_its_input_is_not_restarted_for_ever(
+    world: World,
+    supervise: MakeSupervisor,
+    record: Record,
+    positions: tuple[int, ...],
+    started: int,
+) -> None:
+    supervisor = supervise()
+
+    def dies(position: int) -> None:
+        if "middle" in world.processes:
+            attempt = world.processes["middle"].worker.attempt
+            report = {"attempt": attempt, "state": "failed", "id": position, "error": "index 7"}
+            write_json(record.run.worker("middle"), report)
+            world.end("middle", 70)
+
+    for number, position in enumerate(positions):
+        world.at.append((5.0 + 5 * number, lambda position=position: dies(position)))
+    finish(world, 40)
+    state = supervisor.run()
+    assert attempts(record, "middle") == list(range(1, started + 1))
+    assert state.phase == ("failed" if started == 2 else "finished")
+    if started == 2:
+        error = failure(record.run, state)
+        assert "as before: the same error at the same position" in str(error)
+        assert "dnictl resume" not in str(error)
