@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import Gradients, ModuleStep
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.packing import given_back, taken
@@ -98,7 +99,7 @@ class LocalChain(_OneProcess):
         """
         self._now += 1
         loss = 0.0
-        for part, some, y in parts_of(x, y_BY, self._micro_batches):
+        for part, some, y in parts_of(x, y_BY, self._micro_batches, self.steps[-1].loss):
             self._id += 1
             outputs: list[Tensor] = []
             for index, step in enumerate(self.steps):
@@ -195,10 +196,18 @@ def predict(modules: Sequence[ModuleForward], x: Inputs, down: Carry = _unchange
     return outputs[-1]
 
 
-def parts_of(x: Inputs, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Inputs, Tensor]]:
+def parts_of(
+    x: Inputs, y_BY: Tensor, count: int, loss: ChainLoss | None = None
+) -> Iterator[tuple[Part, Inputs, Tensor]]:
     """Cut a training batch into ``count`` parts, or as many as it has pairs of samples.
 
     A last part of one sample, over which BatchNorm cannot normalise, joins the one before.
+
+    Args:
+        x: The samples, or several inputs of them.
+        y_BY: Their labels.
+        count: Number of parts.
+        loss: What weighs the parts by their labels; None: somebody else who has these.
     """
     samples = len(y_BY)
     size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))
@@ -207,8 +216,9 @@ def parts_of(x: Inputs, y_BY: Tensor, count: int) -> Iterator[tuple[Part, Inputs
         end = min(first + size, samples)
         if count > 1 and samples - end == 1:
             end = samples
-        some = tuple(one[first:end] for one in as_inputs(x))
-        yield Part(first, samples), some if isinstance(x, tuple) else some[0], y_BY[first:end]
+        some, y = tuple(one[first:end] for one in as_inputs(x)), y_BY[first:end]
+        shares = () if loss is None or count == 1 else loss.shares(y, y_BY)
+        yield Part(first, samples, shares), some if isinstance(x, tuple) else some[0], y
         first = end
 
 
@@ -236,10 +246,8 @@ class Backprop(_OneProcess):
         """Train on one batch; return the loss."""
         total = torch.zeros((), device=self.device)
         xs, y_BY = tuple(one.to(self.device) for one in as_inputs(x)), y_BY.to(self.device)
-        for part, some, y in parts_of(xs, y_BY, self._micro_batches):
-            loss: Tensor = self.loss(self._forward(some), y)
-            if len(y) != part.samples:
-                loss = loss * (len(y) / part.samples)
+        for part, some, y in parts_of(xs, y_BY, self._micro_batches, self.loss):
+            loss = self.loss.of_part(self._forward(some), y, part)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's Tensor.backward has no types
             total += loss.detach()
         for step in self.steps:

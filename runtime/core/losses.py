@@ -20,6 +20,7 @@ from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, LossSpec, TensorSpec
 from dni_runtime.spec.named import Frozen
+from dni_runtime.wire import Part
 
 LOSSES: dict[str, type[nn.Module]] = {
     name: cls
@@ -218,6 +219,30 @@ class ChainLoss(nn.Module):
         if isinstance(self.function, SumOfLosses):
             return self.function.means(p_BP, y_BY)
         return [(self(p_BP, y_BY), self.count(y_BY))]
+
+    def shares(self, y_BY: Tensor, whole_BY: Tensor) -> tuple[float, ...]:
+        """Return what share of a batch's mean each loss counts in a part of it.
+
+        Args:
+            y_BY: The part's labels.
+            whole_BY: The batch's labels.
+
+        Returns:
+            One for each loss of a sum; nothing if all are the part's share of the samples.
+        """
+        found = tuple(
+            min(float(loss.count(y)) / max(float(loss.count(whole)), _TINY), 1.0)
+            for (loss, y), (_, whole) in zip(self.parts(y_BY), self.parts(whole_BY), strict=True)
+        )
+        return () if set(found) == {len(y_BY) / len(whole_BY)} else found
+
+    def of_part(self, p_BP: Tensor, y_BY: Tensor, part: Part) -> Tensor:
+        """Return what a part of a batch adds to the batch's loss."""
+        if part.shares:
+            means = zip(self.means(p_BP, y_BY), part.shares, strict=True)
+            return torch.stack([mean * share for (mean, _), share in means]).sum()
+        loss: Tensor = self(p_BP, y_BY)
+        return loss if len(y_BY) == part.samples else loss * (len(y_BY) / part.samples)
 
     def rows(self, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores ``[N, C]`` and class indices ``[N]`` of all labels in a row."""

@@ -208,10 +208,11 @@ class ModuleStep(ModuleForward):
         del self._current
         ends = part.ends_with(len(y_BY))
         if self.interface is None:
-            loss = self.loss(done.h_BH, y_BY)
-            self.counters.loss = loss.detach()
-            if len(y_BY) != part.samples:
-                loss = loss * (len(y_BY) / part.samples)
+            loss = self.loss.of_part(done.h_BH, y_BY, part)
+            whole = len(y_BY) == part.samples
+            self.counters.loss = (
+                loss.detach() if whole else loss.detach() * part.samples / len(y_BY)
+            )
             backward(loss, None)
             found = self._gradients(done, part, self._answers(id))
             if ends:

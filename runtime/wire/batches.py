@@ -20,10 +20,13 @@ class Part(NamedTuple):
     Attributes:
         first: Number of the first sample, from 0.
         samples: Number of samples in the whole batch.
+        shares: What share of the batch each loss counts in it, of its valid labels or of their
+            weights; empty: as many as it has of the samples.
     """
 
     first: int
     samples: int
+    shares: tuple[float, ...] = ()
 
     def ends_with(self, count: int) -> bool:
         """Return whether a part of ``count`` samples is the batch's last."""
@@ -56,7 +59,7 @@ def body_of(part: Part | None, rows: Rows | None) -> dict[str, Body]:
     """Return the body of a BATCH."""
     body: dict[str, Body] = {}
     if part is not None:
-        body["part"] = [*part]
+        body["part"] = [part.first, part.samples, *part.shares]
     if rows is not None:
         body["rows"] = [*rows]
     return body
@@ -80,9 +83,11 @@ def samples_of(message: Message) -> tuple[Part | None, Rows | None]:
 
 def _part(value: Body) -> Part:
     match value:
-        case [int(first), int(samples)]:
-            if {type(first), type(samples)} == {int} and 0 <= first < samples <= SIZE_LIMIT:
-                return Part(first, samples)
+        case [int(first), int(samples), *shares]:
+            fits = all(type(one) is float and 0 <= one <= 1 for one in shares)
+            integers = {type(first), type(samples)} == {int}
+            if fits and integers and 0 <= first < samples <= SIZE_LIMIT:
+                return Part(first, samples, tuple(map(float, shares)))
     raise _wrong({"part": value})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import DataSource
 from dni_runtime.errors import DataError
 from dni_runtime.link import Batch
@@ -19,10 +20,11 @@ class Labels:
 
     Args:
         source: The labels' data, with the head's settings.
+        loss: The chain's, which weighs parts of a batch.
     """
 
-    def __init__(self, source: DataSource) -> None:
-        self._source = source
+    def __init__(self, source: DataSource, loss: ChainLoss) -> None:
+        self._source, self._loss = source, loss
         self._at: tuple[str, int, int] | None = None  # split, epoch and number of the newest
         self._batches: Iterator[Any] = iter(())
         self._y_BY: Tensor
@@ -50,7 +52,9 @@ class Labels:
                 f"batch {rows.number} of {rows.split!r} has {samples} samples, but "
                 f"{len(self._y_BY)} labels"
             )
-        return replace(batch, y=y_BY)
+        if part is not None:
+            part = part._replace(shares=self._loss.shares(y_BY, self._y_BY))
+        return replace(batch, y=y_BY, part=part)
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.training import empty_batch
 from dni_runtime.cuts import remove_temporaries
@@ -134,6 +135,7 @@ def _serve(
     members = start.members
     metrics.progress = ledger.progress
     source = labels = None
+    loss = ChainLoss(spec.loss, spec.prediction, spec.label)  # on the CPU, where the labels are
     root, seed = _source_root(run), spec.seed
     metrics.now("data")
     if spec.head is not None:
@@ -142,7 +144,7 @@ def _serve(
         source = open_data(data, root, seed=seed, half=half)
     if spec.tail is not None and spec.tail.labels is not None:
         data = spec.tail.labels.at(options.data)
-        labels = Labels(open_data(data, root, seed=seed, half="labels"))
+        labels = Labels(open_data(data, root, seed=seed, half="labels"), loss)
     metrics.now("start")
     input: Join | None = None
     output: Fanout | None = None
@@ -266,7 +268,13 @@ def _serve(
         metrics.saving = lambda: writer.saved_bytes if writer.busy else None
         stream = None
         if source is not None and spec.head is not None:
-            stream = Stream(source, spec.head, start.position, shared=spec.replicas > 1)
+            stream = Stream(
+                source,
+                spec.head,
+                start.position,
+                shared=spec.replicas > 1,
+                loss=loss if spec.labelled else None,
+            )
         try:
             server = ModuleServer(
                 step,

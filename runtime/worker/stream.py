@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dni_runtime.core.chain import parts_of
 from dni_runtime.core.forward import Inputs
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.data import DataSource
 from dni_runtime.data.source import Batch
 from dni_runtime.spec import HeadRole
@@ -83,6 +84,7 @@ class Stream(Iterator[Item]):
         role: Epochs, steps and checkpoints.
         start: Where to start.
         shared: Whether other replicas of the head read some of the batches.
+        loss: See :func:`items`.
 
     Attributes:
         takes: Whether the next item, if it is a batch, is to be read here.
@@ -96,6 +98,7 @@ class Stream(Iterator[Item]):
         start: Position = Position(),
         *,
         shared: bool = False,
+        loss: ChainLoss | None = None,
     ) -> None:
         self.takes = True
         self.samples: list[int | None] = []
@@ -104,7 +107,7 @@ class Stream(Iterator[Item]):
             self.samples = [info.train_samples, info.eval_samples, info.test_samples]
         self._early = False
         takes = (lambda: self.takes) if shared else None
-        self._from = partial(items, source, role, early=lambda: self._early, takes=takes)
+        self._from = partial(items, source, role, early=lambda: self._early, takes=takes, loss=loss)
         self._items = self._from(start)
 
     def __next__(self) -> Item:
@@ -130,6 +133,7 @@ def items(
     start: Position = Position(),
     early: Callable[[], bool] = lambda: False,
     takes: Takes | None = None,
+    loss: ChainLoss | None = None,
 ) -> Generator[Item, None, None]:
     """Yield the stream from a position on.
 
@@ -145,12 +149,13 @@ def items(
         start: Where to start.
         early: Returns whether to end training now; then only the test set and the end follow.
         takes: Returns whether to read the batch that comes next; None: all are read.
+        loss: The chain's, which weighs parts of a batch; None if the labels are not here.
     """
     at = start
     while at.phase != "end":
         epoch = at.epoch
         if at.phase == "train":
-            at = yield from _train(source, role, at, early, takes)
+            at = yield from _train(source, role, at, early, takes, loss)
             if early():
                 at = replace(at, phase="test" if source.has_test else "end")
                 if at.sync(role):
@@ -210,6 +215,7 @@ def _train(
     at: Position,
     early: Callable[[], bool],
     takes: Takes | None,
+    loss: ChainLoss | None,
 ) -> Generator[Item, None, Position]:
     """Yield an epoch's remaining training batches; return the position after them."""
     sends = _left(source, role, at)
@@ -232,7 +238,7 @@ def _train(
         if role.micro_batches == 1 or x is None or y_BY is None:
             yield Item(at.epoch, after, x=x, y_BY=y_BY, rows=rows)
         else:
-            parts = list(parts_of(x, y_BY, role.micro_batches))
+            parts = list(parts_of(x, y_BY, role.micro_batches, loss))
             for number, (part, some, y) in enumerate(parts[at.part :], start=at.part + 1):
                 then = after if number == len(parts) else replace(at, part=number)
                 yield Item(at.epoch, then, x=some, y_BY=y, part=part, rows=rows)

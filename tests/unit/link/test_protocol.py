@@ -444,7 +444,7 @@ def test_gaps_are_accepted_and_counted(pair: Pair) -> None:
     assert pair.receiver.counters.gaps == 3
 
 
-@pytest.mark.parametrize("part", [[0, 2], [1, 3], [4, 9]])
+@pytest.mark.parametrize("part", [[0, 2], [1, 3], [4, 9], [0, 2, 0.0], [1, 3, 0.5, 1.0]])
 def test_parts_of_a_batch(pair: Pair, part: list[Body]) -> None:
     pair.down(encode(batch(1, body={"part": part})))
     assert pair.got == [1]
@@ -458,6 +458,9 @@ def test_parts_of_a_batch(pair: Pair, part: list[Body]) -> None:
         {"part": [-1, 3]},
         {"part": [0]},
         {"part": [0, 2.0]},
+        {"part": [0, 2, 1]},
+        {"part": [0, 2, 1.5]},
+        {"part": [0, 2, 0.5, None]},
         {"part": [False, 2]},
         {"part": [0, 1 << 31]},
         {"part": None},
