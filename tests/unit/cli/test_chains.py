@@ -56,6 +56,9 @@ def test_validate(dnictl: Dnictl, write_chain: WriteChain) -> None:
     assert document["modules"][0]["output"] == "float32[B x 32]"
     assert document["modules"][1]["interface"] is None
     assert document["total_steps"] == 2 * document["batches_per_epoch"]
+    assert document["checked"][1:3] == ["1437 of 1437 samples (train)", "360 of 360 samples (eval)"]
+    assert document["unchecked"] == []
+    assert "checked: names, keywords and shapes; 1437 of 1437 samples" in result.out
 
 
 def test_config_can_be_read_back(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:

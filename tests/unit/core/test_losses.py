@@ -13,7 +13,7 @@ from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.resolve import worker_specs
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
 
 OPTIONS: list[dict[str, Any]] = [
@@ -345,3 +345,16 @@ modules:
         worker_specs(parse_chain(text), info)
     assert caught.value.location == ("losses" if several else "loss",)
     assert "move it into the last module" in str(caught.value)
+
+
+def test_each_loss_of_a_sum_checks_its_own_labels() -> None:
+    tail = worker_specs(parse_chain(SEVERAL % "exact"), TWO)[-1]
+    loss = ChainLoss(tail.loss, tail.prediction, tail.label)
+    y = torch.tensor([[7.0, 100.0, -3.0], [-100.0, 0.5, 0.5]])
+    loss.check_labels(y, "label ")
+    with pytest.raises(DataError, match=r"label \[1\] is 8, but CrossEntropyLoss takes 0 to 7"):
+        loss.check_labels(torch.tensor([[7.0, 0, 0], [8.0, 0, 0]]), "label ")
+    with pytest.raises(DataError, match=r"label \[41, 1\] is nan, but MSELoss takes finite"):
+        loss.check_labels(
+            torch.tensor([[7.0, 0, 0], [3.0, 0, torch.nan]]), "label ", torch.tensor([40, 41])
+        )

@@ -496,3 +496,17 @@ def test_a_worker_that_dies_of_its_input_is_not_restarted_for_ever(
         error = failure(record.run, state)
         assert "as before: the same error at the same position" in str(error)
         assert "dnictl resume" not in str(error)
+
+
+@pytest.mark.parametrize(("code", "hint"), [(66, "correct the data"), (79, "'dnictl up --carry")])
+def test_what_would_do_the_same_again_is_not_advised(
+    world: World, supervise: MakeSupervisor, record: Record, code: int, hint: str
+) -> None:
+    supervisor = supervise()
+    world.exits(5.0, middle=code)
+    state = supervisor.run()
+    error = failure(record.run, state)
+    assert error is not None
+    assert (state.exit_code, error.exit_code) == (code, code)
+    assert hint in str(error.hint)
+    assert "dnictl resume" not in str(error)
