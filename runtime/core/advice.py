@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dni_runtime.core.replication.compression import TopK
 from dni_runtime.spec import WorkerSpec
 
 _PREDICTING = frozenset({"synthetic", "mixed"})
@@ -30,7 +31,20 @@ def advice(workers: Sequence[WorkerSpec]) -> list[str]:
             f"{_have(attending)} attention, which learns little from predicted gradients and local "
             "heads: leave 'interface' out to train by true ones, at most one update late"
         )
+    if any(map(_loses_momentum, workers)):
+        found.append(
+            "'top-k' below a share of 0.05 leaves out what the momentum of 'diloco' is to gather, "
+            "and training may stand still: use a larger share, 'int8', or 'local-sgd'"
+        )
     return found
+
+
+def _loses_momentum(worker: WorkerSpec) -> bool:
+    strategy, compression = worker.strategy, worker.compression
+    if strategy is None or compression is None or compression.name != "top-k":
+        return False
+    share = TopK.Options.model_validate(compression.args).share
+    return strategy.name == "diloco" and share < 0.05
 
 
 def _have(modules: Sequence[str]) -> str:

@@ -84,10 +84,10 @@ def samples_of(message: Message) -> tuple[Part | None, Rows | None]:
 def _part(value: Body) -> Part:
     match value:
         case [int(first), int(samples), *shares]:
-            fits = all(type(one) is float and 0 <= one <= 1 for one in shares)
-            integers = {type(first), type(samples)} == {int}
-            if fits and integers and 0 <= first < samples <= SIZE_LIMIT:
-                return Part(first, samples, tuple(map(float, shares)))
+            found = [one for one in shares if isinstance(one, float) and 0 <= one <= 1]
+            fits = len(found) == len(shares) and {type(first), type(samples)} == {int}
+            if fits and 0 <= first < samples <= SIZE_LIMIT:
+                return Part(first, samples, tuple(found))
     raise _wrong({"part": value})
 
 

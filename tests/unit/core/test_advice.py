@@ -7,6 +7,7 @@ import pytest
 from dni_runtime.core.advice import advice
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from tests.replicas import replicas
 
 INFO = DataInfo(
     sample=TensorSpec(shape=(16,), dtype="float32"),
@@ -55,3 +56,20 @@ def test_what_is_wrong_at_several_cuts() -> None:
     )
     assert normalisation.startswith("module 'b' has no normalisation")
     assert attention.startswith("module 'a' has attention")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compression", "warns"),
+    [
+        ("diloco", "top-k", True),
+        ("{diloco: {lr: 0.5}}", "{top-k: {share: 0.04}}", True),
+        ("diloco", "{top-k: {share: 0.05}}", False),
+        ("diloco", "int8", False),
+        ("local-sgd", "top-k", False),
+    ],
+)
+def test_an_outer_momentum_needs_more_than_the_largest_numbers(
+    strategy: str, compression: str, warns: bool
+) -> None:
+    found = advice(replicas(f"{strategy}, compression: {compression}"))
+    assert any("'top-k' below a share of 0.05" in one for one in found) is warns
