@@ -196,8 +196,10 @@ def _check_gradients(worker: WorkerSpec, own: nn.Module, learns: Collection[str]
         learns: Modules that learn from gradients, or have one upstream that does.
     """
     at, name = ("modules", worker.index, "layers"), worker.module
+    # tied weights come with this many samples
+    rows = max([BATCH, *(layer.args.get("rows", 1) for layer in worker.layers)])
     for device in ("meta", "cpu"):
-        xs = [empty_batch(one, BATCH, device) for one in worker.inputs]
+        xs = [empty_batch(one, rows, device) for one in worker.inputs]
         awaited = {
             edge.source: x.requires_grad_()
             for x, edge in zip(xs, worker.sources, strict=False)

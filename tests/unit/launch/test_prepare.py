@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +133,13 @@ class Points(torch.utils.data.Dataset):
     (tmp_path / "copy" / "copied.py").write_text(data.replace("16", "17"))
     with pytest.raises(SpecError, match=r"copy/copied.py is hidden by .*mine/copied.py"):
         prepare(tmp_path / "copy" / "chain.yaml")
+
+
+def test_tied_weights_have_a_gradient_in_whole_batches(tmp_path: Path) -> None:
+    """The template 'gpt': fewer samples than 'rows' do not carry the weights."""
+    folder = files("dni_runtime.definitions") / "chains"
+    (tmp_path / "chain.yaml").write_text((folder / "gpt.yaml").read_text())
+    (tmp_path / "gpt.py").write_text((folder / "gpt" / "gpt.py").read_text())
+    looked = prepare(tmp_path / "chain.yaml").looked
+    assert looked is not None
+    assert looked.checked[-1].startswith("training and evaluation of 32 ")
