@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from dni_runtime.documents.best import Best
 from dni_runtime.errors import CheckpointError, DamagedError, UsageError
-from dni_runtime.rundir import RunDir
+from dni_runtime.rundir import RunDir, open_folder, opened
 
 FORMAT = 3
 """Format of the checkpoints that this version writes."""
@@ -61,7 +61,7 @@ def cut_folders(run: RunDir) -> dict[int, Path]:
     with contextlib.suppress(FileNotFoundError), os.scandir(run.checkpoints) as entries:
         for entry in entries:
             name = entry.name
-            if name.isascii() and name.isdigit() and entry.is_dir():
+            if name.isascii() and name.isdigit() and entry.is_dir(follow_symlinks=False):
                 found[int(name)] = Path(entry.path)
     return {cut: found[cut] for cut in sorted(found) if found[cut].name == f"{cut:012d}"}
 
@@ -177,7 +177,7 @@ def verify(run: RunDir, cut: int, modules: Sequence[str]) -> None:
         part = run.checkpoint(cut, module)
         document = read_document(part)
         _check_size(part, document)
-        with reading(part), tensors_file(part).open("rb") as file:
+        with reading(part), opened(tensors_file(part)) as file:
             check_sum(part, file, document)
 
 
@@ -205,9 +205,9 @@ def read_document(part: Path) -> dict[str, Any]:
         DamagedError: It is missing or not a JSON object.
         CheckpointError: It cannot be read for another reason.
     """
-    with reading(part):
-        text = document_file(part).read_bytes()
-    with contextlib.suppress(ValueError):
+    with reading(part), opened(document_file(part)) as file:
+        text = file.read()
+    with contextlib.suppress(ValueError, RecursionError):
         document = json.loads(text)
         if isinstance(document, dict):
             return document
@@ -262,7 +262,7 @@ def _digest(file: BinaryIO, document: dict[str, Any]) -> str | None:
     try:
         header = json.loads(file.read(min(length, _HEADER_BYTES)))
         header.pop("__metadata__", None)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
     rest = {key: value for key, value in document.items() if key != "sha256"}
     sha256 = hashlib.sha256(json.dumps([header, rest], sort_keys=True).encode())
@@ -283,15 +283,25 @@ def forget(run: RunDir, modules: Sequence[str], unwanted: Callable[[int], bool])
     for cut, folder in cut_folders(run).items():
         if not unwanted(cut):
             continue
-        found = False
-        for name in [f"{m}{ending}" for ending in _ENDINGS for m in modules]:
-            with contextlib.suppress(FileNotFoundError):
-                (folder / name).unlink()
-                found = True
         # Another module may just have created a folder that holds none of these parts.
-        if found:
+        if _remove(folder, [f"{m}{ending}" for ending in _ENDINGS for m in modules]):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # fails while it holds other modules' parts
+
+
+def _remove(folder: Path, names: Sequence[str]) -> int:
+    """Remove files of a folder, which may have become a link meanwhile; return how many."""
+    removed = 0
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        descriptor = open_folder(folder)
+        try:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=descriptor)
+                    removed += 1
+        finally:
+            os.close(descriptor)
+    return removed
 
 
 def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
@@ -301,9 +311,8 @@ def remove_temporaries(run: RunDir, modules: Collection[str]) -> None:
     """
     beginnings = tuple(f".{module}{ending}." for module in modules for ending in _ENDINGS)
     for folder in (*cut_folders(run).values(), run.root / "snapshots"):
-        left = [folder / name for name in os.listdir(folder) if name.startswith(beginnings)]
-        for path in left:
-            path.unlink(missing_ok=True)
+        left = [name for name in os.listdir(folder) if name.startswith(beginnings)]
+        _remove(folder, left)
         if left and folder.parent == run.checkpoints:
             with contextlib.suppress(OSError):
                 folder.rmdir()

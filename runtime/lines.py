@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
+from dni_runtime.rundir import opened
+
 Parsed = TypeVar("Parsed")
 Parse = Callable[[bytes], Parsed | None]
 """Turns a line into what it says; None if it is damaged."""
@@ -33,7 +35,7 @@ class NewLines:
 
     def read(self, *, all_of_it: bool = False) -> Iterator[bytes]:
         """Yield the lines added since the last call; ``all_of_it``: also an unfinished one."""
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), opened(self._path) as file:
             if os.fstat(file.fileno()).st_size < self._offset:  # emptied since
                 self._offset, self._rest = 0, b""
             file.seek(self._offset)
@@ -83,7 +85,7 @@ def offset_of_last(
     Returns:
         The line's offset; that of the first line searched if there are fewer.
     """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), opened(path) as file:
         start = file.seek(0, os.SEEK_END)
         stop = 0 if within is None else max(start - within, 0)
         count += 1  # the first line found may be cut off
@@ -106,7 +108,7 @@ def last_line(
         before: Search only before this offset.
         within: Search only this many bytes back from there.
     """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), opened(path) as file:
         end = file.seek(0, os.SEEK_END) if before is None else before
         stop = 0 if within is None else max(end - within, 0)
         rest = b""
@@ -130,7 +132,7 @@ def offset_where(path: Path, parse: Parse[Parsed], reached: Callable[[Parsed], b
         The line's offset; the end of the file if there is none.
     """
     low = 0
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), opened(path) as file:
         high = file.seek(0, os.SEEK_END)
         while low < high:
             middle = (low + high) // 2
@@ -146,7 +148,7 @@ def offset_where(path: Path, parse: Parse[Parsed], reached: Callable[[Parsed], b
 def last_lines(path: Path) -> list[str]:
     """Return the last ten lines of a text file; none if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(file.tell() - 65536, 0))
             return file.read().decode(errors="replace").splitlines()[-10:]

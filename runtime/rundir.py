@@ -44,14 +44,15 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dni_runtime.errors import DataError
 
@@ -63,7 +64,11 @@ FOLDERS = (
 WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
 """Folders that workers write to; nothing in them is executed or decides what is executed."""
 
+_INNER = re.compile(r"\d{12}|recent|.+\.group")
+"""Folders within those: of a cut, of metrics' newest lines, of a process group."""
+
 _RESTART = "restart-"
+_PLANTED = "it is a link, or no plain file, and is not used"
 _IN_PLACE_BYTES = 256
 _PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
 
@@ -320,6 +325,68 @@ def write_atomic(
         raise
 
 
+def open_folder(folder: Path) -> int:
+    """Open a folder of a run; one that workers have made is not followed if it is a link.
+
+    Raises:
+        OSError: It is a link, or no folder.
+    """
+    follow = 0 if not _INNER.fullmatch(folder.name) else os.O_NOFOLLOW
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | follow)
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of a run. In the folders of workers it never follows a link, and never waits.
+
+    Code in a container can write to those folders (:data:`WORKER_FOLDERS`): a link there, or a
+    second name of a file that is to be changed, would lead to any file of the user's, and a pipe
+    would make the reader wait. Nothing else opens files there.
+
+    Args:
+        path: The file.
+        flags: As of open(2).
+
+    Raises:
+        FileNotFoundError: It is missing, or something of these is in its place.
+    """
+    folder = path.parent
+    inner, safe = _INNER.fullmatch(folder.name), os.O_NOFOLLOW | os.O_NONBLOCK
+    if folder.name not in WORKER_FOLDERS and not inner:
+        return os.open(path, flags, 0o600)
+    try:
+        if inner:
+            above = open_folder(folder)
+            try:
+                descriptor = os.open(path.name, flags | safe, 0o600, dir_fd=above)
+            finally:
+                os.close(above)
+        else:
+            descriptor = os.open(path, flags | safe, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # links; a pipe
+            raise FileNotFoundError(errno.ENOENT, _PLANTED, str(path)) from None
+        error.filename = str(path)
+        raise
+    status = os.fstat(descriptor)
+    changed = flags & (os.O_WRONLY | os.O_RDWR)
+    if not stat.S_ISREG(status.st_mode) or (changed and status.st_nlink > 1):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, _PLANTED, str(path))
+    return descriptor
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file of a run for reading; see :func:`open_file`."""
+    return open(open_file(path), "rb")
+
+
+@contextlib.contextmanager
+def pinned(path: Path) -> Iterator[str]:
+    """Give a name that means the file that :func:`open_file` opens, whatever the path becomes."""
+    with opened(path) as file:
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
 def write_json(path: Path, document: Any, *, durable: bool = True) -> None:
     """Write a JSON document as :func:`write_atomic` does."""
     write_atomic(path, json.dumps(document, indent=1) + "\n", durable=durable)
@@ -331,7 +398,7 @@ def overwrite_json(path: Path, document: Any) -> None:
     It is one write(2) of one size within one page, which readers do not see in part. On NFS, other
     hosts see it when they open the file again (nfs(5), "close-to-open").
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
     try:
         os.pwrite(descriptor, json.dumps(document).encode().ljust(_IN_PLACE_BYTES - 1) + b"\n", 0)
     finally:
@@ -370,10 +437,11 @@ def read_json(path: Path) -> Any | None:
     while True:
         tries -= 1
         try:
-            return json.loads(path.read_bytes())
+            with opened(path) as file:
+                return json.loads(file.read())
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{str(path)!r} is not JSON: {error}") from None
         except OSError as error:
             # NFS: another host replaced the file after it was opened here
@@ -400,7 +468,7 @@ def append_line(path: Path, document: dict[str, Any]) -> int:
         The file's new size.
     """
     line = json.dumps(document, separators=(",", ":")) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(descriptor, line.encode())
         return os.lseek(descriptor, 0, os.SEEK_CUR)

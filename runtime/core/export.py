@@ -25,7 +25,7 @@ from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.network import connect
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, DivergedError, SpecError, UnavailableError, UsageError
-from dni_runtime.rundir import write_atomic
+from dni_runtime.rundir import pinned, write_atomic
 from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
 from dni_runtime.spec.named import Frozen, Name
 
@@ -267,7 +267,7 @@ def separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def load_model(path: str | os.PathLike[str], *, trust: bool = False) -> nn.Module:
     """Load what :func:`export_model` wrote; see :func:`dni_runtime.load`."""
-    file = Path(path)
+    file = Path(path).resolve()
     if not file.is_file():
         raise DataError(f"there is no file {str(file)!r}")
     hint = f"if you trust those who wrote it: load({str(file)!r}, trust=True)"
@@ -328,7 +328,7 @@ def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _read(file: Path, prefix: str) -> dict[str, Tensor]:
     try:
-        with safe_open(file, framework="pt") as reader:
+        with pinned(file) as name, safe_open(name, framework="pt") as reader:
             keys: list[Any] = [key for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118
             return {key.removeprefix(prefix): reader.get_tensor(key) for key in keys}
     except (OSError, SafetensorError) as error:

@@ -13,7 +13,7 @@ from dni_runtime.core.layers import tensors_of
 from dni_runtime.cuts import complete_cuts, tensors_file
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.rundir import RunDir, pinned, write_atomic
 from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.replicas import replicas_of
@@ -76,7 +76,7 @@ def write_initial(run: RunDir, found: Found) -> None:
         loaded = {}
         for name, one in tensors.items():
             try:
-                with safe_open(one.file, framework="pt") as reader:
+                with pinned(one.file) as file, safe_open(file, framework="pt") as reader:
                     loaded[name] = reader.get_tensor(one.key).clone()
             except (OSError, SafetensorError) as error:
                 raise DataError(
@@ -102,13 +102,14 @@ def _stored(path: Path, at: tuple[str | int, ...]) -> Iterator[tuple[str, Stored
                     name = f"{module}.{key.removeprefix(_LAYERS)}"
                     yield name, Stored(file, key, shape)
         return
-    for key, shape in _header(path, at):
-        yield key, Stored(path, key, shape)
+    file = path.resolve()  # the user's own links are followed
+    for key, shape in _header(file, at):
+        yield key, Stored(file, key, shape)
 
 
 def _header(file: Path, at: tuple[str | int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     try:
-        with safe_open(file, framework="pt") as reader:
+        with pinned(file) as name, safe_open(name, framework="pt") as reader:
             return [(key, tuple(reader.get_slice(key).get_shape())) for key in reader.keys()]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise SpecError(

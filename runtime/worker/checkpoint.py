@@ -46,7 +46,7 @@ from dni_runtime.cuts import (
     tensors_file,
 )
 from dni_runtime.errors import CheckpointError, DamagedError, DataError
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.rundir import RunDir, opened, pinned, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -210,8 +210,8 @@ def read(path: Path) -> State:
         CheckpointError: It cannot be read for another reason.
     """
     document = read_document(path)
-    with reading(path):
-        data = tensors_file(path).read_bytes()
+    with reading(path), opened(tensors_file(path)) as file:
+        data = file.read()
     return _loaded(path, data, document), document
 
 
@@ -249,8 +249,8 @@ def read_newest(run: RunDir, module: str) -> State | None:
 
 def _read_snapshot(path: Path) -> State:
     document = _snapshot_document(path)
-    with reading(path):
-        data = tensors_file(path).read_bytes()
+    with reading(path), opened(tensors_file(path)) as file:
+        data = file.read()
     return _loaded(path, data, document), document
 
 
@@ -261,7 +261,8 @@ def _loaded(path: Path, data: bytes, document: dict[str, Any]) -> dict[str, Tens
 
 
 def _snapshot_document(path: Path) -> dict[str, Any]:
-    with reading(path), _parsing(path), safe_open(tensors_file(path), "pt") as file:
+    part = tensors_file(path)
+    with reading(path), _parsing(path), pinned(part) as name, safe_open(name, "pt") as file:
         document: dict[str, Any] = json.loads(file.metadata()["document"])
         return document
 

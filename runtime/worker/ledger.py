@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from dni_runtime.cuts import document_file, read_document
 from dni_runtime.errors import WorkerError
-from dni_runtime.rundir import RunDir, peek_json, write_json
+from dni_runtime.rundir import RunDir, open_file, opened, peek_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +83,14 @@ class Counts:
     def read(cls, path: Path) -> Self | None:
         """Read a record; return None if it is missing, unfinished or damaged."""
         try:
-            document = json.loads(path.read_bytes())
+            with opened(path) as file:
+                document = json.loads(file.read(RECORD_BYTES))
             known = {one.name for one in fields(cls)}
             found = cls(**{k: v for k, v in document.items() if k in known})
             if found.evaluation is not None and _FILE in found.evaluation:
                 found.evaluation = peek_json(path.with_name(found.evaluation[_FILE])) or None
             return found
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
 
@@ -218,7 +219,7 @@ class Ledger:
         record = json.dumps(vars(self.progress.counts)).encode()
         try:
             if self._file is None:
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+                self._file = open_file(self._path, os.O_RDWR | os.O_CREAT)
             if len(record) >= RECORD_BYTES:
                 record = self._without_evaluation()
             os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)

@@ -80,15 +80,17 @@ class Disk:
             appears_s = self.world.now_s + self.world.random.uniform(0, self.late_s)
             self._appears[str(path)] = (appears_s, process)
 
-    def _open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        process = self._process()
+    def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        process, whole = self._process(), path
+        if dir_fd is not None:
+            whole = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
         if flags & _WRITING:
-            if new := bool(flags & os.O_CREAT) and not os.path.lexists(path):
+            if new := bool(flags & os.O_CREAT) and not os.path.lexists(whole):
                 self._full(process)
-            self._made(process, path, new=new)
-        elif self._hidden(process, path):
-            raise FileNotFoundError(errno.ENOENT, "late", str(path))
-        return int(self._real["open"](path, flags, *args, **kwargs))
+            self._made(process, whole, new=new)
+        elif self._hidden(process, whole):
+            raise FileNotFoundError(errno.ENOENT, "late", str(whole))
+        return int(self._real["open"](path, flags, mode, dir_fd=dir_fd))
 
     def _file(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         process = self._process()

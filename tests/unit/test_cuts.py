@@ -198,3 +198,28 @@ def test_a_cut_that_is_not_finite_is_no_place_to_begin(run: RunDir) -> None:
     assert "module 'b' in checkpoint 30" in problem.message
     assert "not finite" in problem.message
     cuts.verify(run, 30, MODULES)  # it is whole
+
+
+def test_a_cut_that_is_a_link(run: RunDir, tmp_path: Path) -> None:
+    """Code in a container can put one there: what it leads to is no cut, and is left alone."""
+    outside = tmp_path / "outside"
+    shutil.copytree(run.checkpoint(30, "a").parent, outside)
+    (outside / ".a.safetensors.host.1").touch()
+    before = {path.name for path in outside.iterdir()}
+    run.checkpoint(40, "a").parent.symlink_to(outside)
+    assert cuts.newest_cut(run, MODULES) == (30, [])
+    cuts.forget(run, MODULES, lambda cut: cut == 40)
+    cuts.remove_temporaries(run, MODULES)
+    assert cuts._remove(run.checkpoint(40, "a").parent, sorted(before)) == 0
+    assert {path.name for path in outside.iterdir()} == before
+    cuts.forget(run, MODULES, lambda cut: cut == 30)
+    assert not run.checkpoint(30, "a").parent.exists()
+
+
+def test_a_part_that_is_a_link(run: RunDir, tmp_path: Path) -> None:
+    """Of any file of the user's: it is not read into anything."""
+    part = cuts.tensors_file(run.checkpoint(30, "a"))
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match="is a link, or no plain file"):
+        cuts.choose_cut(run, MODULES)

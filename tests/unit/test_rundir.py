@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from dni_runtime.cuts import read_document
+from dni_runtime.documents.reports import Control
+from dni_runtime.errors import DamagedError, DataError
+from dni_runtime.lines import NewLines, last_line, offset_of_last, offset_where
 from dni_runtime.rundir import (
     RunDir,
     append_line,
+    open_file,
     overwrite_json,
     peek_json,
     read_json,
@@ -41,12 +47,12 @@ def test_a_file_that_another_host_replaces(
     path, left = tmp_path / "top.json", [OSError(errno.ESTALE, "stale")] * times
     write_json(path, {"id": 1})
 
-    def read_bytes(path: Path) -> bytes:
+    def opened(path: Path) -> io.BytesIO:
         if left:
             raise left.pop()
-        return b'{"id": 2}'
+        return io.BytesIO(b'{"id": 2}')
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr("dni_runtime.rundir.opened", opened)
     if times < 3:
         assert read_json(path) == {"id": 2}
     else:
@@ -104,3 +110,94 @@ def test_a_document_written_in_place_takes_no_more_room(tmp_path: Path) -> None:
     )  # fmt: skip
     assert after.st_mode & 0o777 == 0o600
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+
+
+SECRET = '{"cut": 1}\n'
+KINDS = ("link", "folder", "pipe", "device")
+
+
+@pytest.fixture(params=KINDS)
+def planted(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
+    """Code in a container has put something else in the place of files."""
+    run, outside = RunDir(tmp_path / "run"), tmp_path / "outside"
+    run.create()
+    outside.mkdir()
+    (outside / "m.json").write_text(SECRET)
+    places = [run.ledger("m"), run.worker("m"), run.metrics("m").with_suffix(".json")]
+    for path in places:
+        match request.param:
+            case "link" | "folder":
+                path.symlink_to(outside / "m.json")
+            case "pipe":
+                os.mkfifo(path)
+            case "device":
+                path.symlink_to("/dev/zero")
+    for folder in (run.recent_metrics("m").parent, run.checkpoint(7, "m").parent):
+        if request.param == "folder":
+            folder.rmdir() if folder.exists() else None
+            folder.symlink_to(outside)
+        else:
+            folder.mkdir(exist_ok=True)
+            (folder / "m.json").symlink_to(outside / "m.json")
+    return run
+
+
+def test_what_a_container_has_planted_is_not_followed(planted: RunDir, tmp_path: Path) -> None:
+    """Neither read, nor changed, nor waited for: it counts as missing."""
+    recent = planted.recent_metrics("m").with_suffix(".json")
+    places = [planted.ledger("m"), planted.worker("m"), recent]
+    for path in (*places, planted.checkpoint(7, "m").with_suffix(".json")):
+        assert read_json(path) is None
+        assert list(NewLines(path).read(all_of_it=True)) == []
+        assert last_line(path, lambda line: line) is None
+        assert offset_of_last(path, 3) == offset_where(path, lambda line: line, bool) == 0
+        for change in (append_line, overwrite_json):
+            with pytest.raises(FileNotFoundError, match="is a link, or no plain file"):
+                change(path, {"changed": True})
+    with pytest.raises(DamagedError, match="is a link, or no plain file"):
+        read_document(planted.checkpoint(7, "m"))
+    assert (tmp_path / "outside" / "m.json").read_text() == SECRET
+
+
+def test_a_file_with_two_names_is_not_changed(tmp_path: Path) -> None:
+    """One of them may be of a file elsewhere; backups by hard links can be read."""
+    run, outside = RunDir(tmp_path / "run"), tmp_path / "outside.json"
+    run.create()
+    outside.write_text(SECRET)
+    os.link(outside, run.ledger("m"))
+    for change in (append_line, overwrite_json):
+        with pytest.raises(FileNotFoundError):
+            change(run.ledger("m"), {"changed": True})
+    assert outside.read_text() == SECRET
+    assert read_json(run.ledger("m")) == {"cut": 1}
+
+
+def test_a_users_own_links_are_followed(tmp_path: Path) -> None:
+    """A folder of the run may lie on another disk; no container can make such a link."""
+    run, disk = RunDir(tmp_path / "run"), tmp_path / "disk"
+    run.create()
+    disk.mkdir()
+    for folder in (run.checkpoints, run.worker("m").parent, run.controls):
+        folder.rmdir()
+        folder.symlink_to(disk)
+    run.checkpoint(7, "m").parent.mkdir()
+    write_json(part := run.checkpoint(7, "m").with_suffix(".json"), {"cut": 7})
+    assert read_json(part) == {"cut": 7}
+    write_json(run.worker("m"), {"pid": 1})
+    assert read_json(run.worker("m")) == {"pid": 1}
+    Control(wanted="stop").write(run.control("m"))
+    assert read_json(run.control("m"))["wanted"] == "stop"
+    assert {path.name for path in disk.iterdir()} == {"000000000007", "m.json"}
+
+
+def test_a_file_that_is_closed_to_us_is_named(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).worker("m")
+    with pytest.raises(OSError, match="workers"):
+        open_file(path, os.O_WRONLY)
+
+
+def test_json_that_is_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="is not JSON"):
+        read_json(tmp_path / "m.json")
+    assert peek_json(tmp_path / "m.json") == {}

@@ -10,9 +10,11 @@ import torch
 from dni_runtime.core import training
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
+from dni_runtime.cuts import tensors_file
 from dni_runtime.data import open_data
-from dni_runtime.errors import DataError
+from dni_runtime.errors import DataError, SpecError
 from dni_runtime.launch.checkpointed import Checkpointed
+from dni_runtime.launch.initial import _stored
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.worker.checkpoint import snapshot, write_part
@@ -73,3 +75,18 @@ def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
     write_part(run.directory, "b", (tensors, document | {"cut": CUT}))
     with pytest.raises(DataError, match=r"(?s)b.safetensors' does not fit module 'b': .*3.weight"):
         run.evaluate(CUT)
+
+
+def test_a_part_that_becomes_a_link(tmp_path: Path) -> None:
+    """After it was looked at: what is read is still no file from elsewhere."""
+    run, _ = trained(tmp_path, "ema: 0.5")
+    part = tensors_file(run.directory.checkpoint(CUT, "a"))
+    part.rename(tmp_path / "elsewhere.safetensors")
+    part.symlink_to(tmp_path / "elsewhere.safetensors")
+    for read in (run.model, run.state_dict, run.evaluate):
+        with pytest.raises(DataError, match="is a link, or no plain file"):
+            read(CUT)
+    with pytest.raises(SpecError, match="is a link, or no plain file"):
+        dict(_stored(run.directory.root, ("init", "file")))
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    assert dict(_stored(tmp_path / "model.safetensors", ("init", "file")))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dni_runtime.errors import WorkerError
-from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, Progress
+from dni_runtime.rundir import RunDir
+from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, Progress, give_up, rest
 
 
 def test_a_killed_worker_s_counts_are_found_again(tmp_path: Path) -> None:
@@ -116,3 +119,16 @@ def test_an_evaluation_goes_on_where_it_was(tmp_path: Path, numbers: int) -> Non
     ledger.keep_evaluation(None)
     ledger.processed(4)
     assert Counts.read(path) == Counts(id=4, attempt=1)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_ledger_that_is_another_file(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    """Code in a container can put a link there; those outside write to it, too."""
+    run, mine = RunDir(tmp_path / "run"), tmp_path / "mine"
+    run.create()
+    mine.write_text(text := '{"id": 3}\n')
+    link(mine, run.ledger("wide.3"))
+    for write in (lambda: rest(run, "wide.3", 5), lambda: give_up(run, "wide.3")):
+        with contextlib.suppress(WorkerError):
+            write()
+        assert mine.read_text() == text
