@@ -93,7 +93,7 @@ class Shared:
             SpecError: They are not as large as before.
         """
         parts = [one.to(self._device, torch.float32).flatten() for one in self._tensors]
-        row = torch.cat(parts)
+        row = torch.cat([torch.zeros(0, device=self._device), *parts])  # there may be none
         if len(row) != self.size:
             raise SpecError(
                 f"a buffer of module {self._step.spec.module!r} has changed its size while it was "
