@@ -165,9 +165,9 @@ class StallRule:
         ]
 
     def still_s(self, name: str) -> float:
-        """Return the seconds for which a module has stood still."""
+        """Return the seconds for which a module has neither moved nor saved anything."""
         seen = self._seen.get(name)
-        return 0.0 if seen is None else self._now_s - seen.moved_s
+        return 0.0 if seen is None else self._now_s - max(seen.moved_s, seen.saved_s)
 
     def saves(self, name: str) -> bool:
         """Whether a worker saves its state, and makes progress with it."""
@@ -194,7 +194,7 @@ class StallRule:
         seen.report, seen.changed_s = report, self._now_s
         if report.doing != before.doing or report.doing_s < before.report.doing_s:
             seen.began_s = self._now_s
-        if seen.saves and (report.saving != before.report.saving or not before.saves):
+        if (report.saving, seen.saves) != (before.report.saving, before.saves):
             seen.saved_s = self._now_s
         if (seen.phase, seen.id) == (before.phase, before.id):
             return
@@ -235,8 +235,7 @@ class StallRule:
             return self._one(name, message, still_s >= limit_s)
         if seen.phase in ("connecting", "joining"):  # it gives up by itself, or waits for the head
             return None
-        saved_s = seen.saved_s if seen.doing == "checkpoint" else 0.0
-        busy_s = min(still_s, self._now_s - max(seen.began_s, saved_s))
+        busy_s = min(still_s, self._now_s - seen.began_s)
         busy = f"for {busy_s:.0f} s, at {seen.id} of the stream"
         if seen.doing == "batch":
             message = f"module {name!r} has been busy with one batch {busy}"
@@ -266,7 +265,8 @@ class StallRule:
         else:  # a join that waits for another input is not the cause
             others = [other for other in self._modules if name in self._sources.get(other, ())]
             others = [other for other in others if name in self._missing(other)]
-        found = (self._waits_for(name, other, finished, after) for other in others)
+        left = [other for other in others if other not in finished]  # one of these is the cause
+        found = (self._waits_for(name, other, finished, after) for other in left or others)
         return next((stall for stall in found if stall is not None), None)
 
     def _missing(self, name: str) -> Sequence[str]:

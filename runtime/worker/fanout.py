@@ -55,6 +55,9 @@ class Fanout:
         self._teaching = [own for own, teaching in both if teaching]
         self._sums = GradientSum(len(self._teaching))
         self._drained = 0
+        self._left: dict[
+            str, int | None
+        ] = {}  # at which marker the neighbour of a closed link left
 
     def _all(self) -> tuple[OutputLink, ...]:
         return tuple(link for own in self._outputs for link in own)
@@ -68,7 +71,8 @@ class Fanout:
                 if there and self._members.joined(lane.target) == id:
                     there[0].close()  # of its time before it left
                     own.remove(there.pop())
-                if self._members.passes(lane, id) and not there:
+                left = self._left.get(lane.target) == id  # it needs nothing of this marker
+                if self._members.passes(lane, id) and not there and not left:
                     own.append(self._dial(lane, id))
         self.links = self._all()
         self._drained = min(self._drained, self.drained)  # new links will say so again
@@ -81,6 +85,7 @@ class Fanout:
             if link.dismissed and self._members.leaves(link.target) is not None
         }
         for link in left:
+            self._left[link.target] = self._members.leaves(link.target)
             link.close()
         for own in self._outputs if left else ():
             own[:] = [link for link in own if link not in left]

@@ -236,5 +236,8 @@ class Supervision:
             GRACE_S,
             workers,
             restart=rules,
+            sources={
+                one.module: tuple(link.source for link in one.links_in) for one in self._specs
+            },
             elastic=self._specs[0].elastic,
         )

@@ -22,8 +22,8 @@ MISSED = [
     ("exit-code-0", 147, "from 'b' for 120 s, at 5 of the stream, which has finished"),
     ("tail-decides", 19, "there is no complete checkpoint"),
     ("steps-unasked", 68, "the worker of module 'c' has not reported"),
-    ("gaps-untold", 220, "the watchdog has said module 'd' waits for room"),
-    ("links-in-turn", 5, "the watchdog has said module 'c' waits for room"),
+    ("gaps-untold", 220, "at 5 of the stream, which waits for input at 3; the link is up"),
+    ("links-in-turn", 5, "at 9 of the stream, which waits for input at 8; the link is up"),
     ("half-sums", 147, "the watchdog has said module 'a' waits for gradients"),
     ("means-awaited", 2022, "module 'a.1' waits for its other replicas"),
     ("ids-unagreed", 27, "b.2: ValueError: id 5 after 5"),
@@ -66,6 +66,12 @@ FOUND = {
     "a lost replica stays lost while another one leaves": ("--replicas", "--first", "51362"),
     "a new link says again what is drained": ("--replicas", "--first", "23214"),
     "who comes again passes over what it had, on one link, too": ("--replicas", "--first", "80053"),
+    "a link to one that has left is not opened for its marker": (
+        "--replicas",
+        "--first",
+        "2000179",
+    ),
+    "who still saves is who is waited for": ("--graphs", "--replicas", "--first", "2000249"),
 }
 """What other seeds have found, each with one of them."""
 

@@ -155,6 +155,36 @@ def test_who_saves_nothing_is_not_said_to() -> None:
     assert rule.saves("top")
 
 
+@pytest.mark.parametrize("doing", ["window", "input"])
+def test_who_waits_for_one_that_works_does_not_wait_for_one_that_has_finished(doing: str) -> None:
+    """At the end: one of two neighbours still writes its last checkpoint, the other is gone."""
+    names = ("head", "left", "right", "tail")
+    sources = {"left": ("head",), "right": ("head",), "tail": ("left", "right")}
+    waits = "head" if doing == "window" else "tail"
+
+    def seen(*there: str) -> list[Stall]:
+        rule, found = StallRule(names, STALL_S, sources), list[Stall]()
+        for s in range(300):
+            reports = {name: report(9, "checkpoint", time=s, saving=s) for name in there}
+            reports[waits] = report(9, doing, time=s)
+            found += rule.look(float(s), read(reports), [n for n in names if n not in reports])
+        return found
+
+    assert not seen("right")
+    assert "which has finished" in seen()[0].message
+
+
+def test_time_with_a_checkpoint_is_no_time_of_waiting() -> None:
+    """Its upstream has finished long ago when it comes to wait for it, for a moment."""
+    rule = StallRule(NAMES, STALL_S)
+    for s in range(400):
+        doing = (
+            report(9, "checkpoint", time=s, saving=0) if s < 300 else report(9, "window", time=s)
+        )
+        found = rule.look(float(s), read({"middle": doing}), ("bottom", "top"))
+        assert bool(found) == (s >= 300 + STALL_S)
+
+
 def slow(every_s: int) -> Situation:
     """The tail takes so long for a batch; the others wait for it."""
 

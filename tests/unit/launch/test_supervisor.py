@@ -95,7 +95,8 @@ class World:
     def save_at_end(self, document: dict[str, bool]) -> None:
         """Write the parts, at the end of the stream, of the workers that have finished."""
         run = self.record.run
-        for name, module in RunState.peek(run).modules.items():
+        there = {name: ModuleState() for name in self.processes} | RunState.peek(run).modules
+        for name, module in there.items():
             part = run.checkpoint(999, name)
             part.parent.mkdir(exist_ok=True)
             if module.state == "parked":
