@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
-from dni_runtime.data import describe, with_defaults
+from dni_runtime.core.forward import as_inputs
+from dni_runtime.data import describe, open_data, with_defaults
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.prepare import Prepared, importing_from, prepare
 from dni_runtime.spec import Choice, DataSpec
@@ -109,9 +110,19 @@ def split_chain(
             load_weights(network, weights)
         if state is not None:
             network.load_state_dict(state.state_dict())
-        parts = take_apart(spec, network, info, wanted)
+        parts = take_apart(spec, network, info, wanted, first_batch(data, base))
         file = write_chain(path, chain_name(target), spec, network, parts, settings)
     return Taken(prepare(path), parts, file)
+
+
+def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
+    """Return the inputs of the first training batch.
+
+    Raises:
+        DataError: The data cannot be read.
+    """
+    source = open_data(data.model_copy(update={"workers": 0}), base, seed=0)
+    return as_inputs(next(source.train_batches(0))[0])
 
 
 def settings_of(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,18 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.source import NetworkSpec, build_network
+from dni_runtime.core.source import (
+    NetworkSpec,
+    Wrapped,
+    build_network,
+    first_line,
+    guilty_line,
+)
 from dni_runtime.core.tracing import trace
-from dni_runtime.errors import UsageError
+from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.spec import DataInfo, TensorSpec
 from dni_runtime.split.costs import Costs
 from dni_runtime.split.part import Part
 from dni_runtime.split.plan import Plan, Request
+from dni_runtime.split.verify import unchanged
 from dni_runtime.worker.memory import keep_freed_memory
 
 
 def take_apart(
-    spec: NetworkSpec, network: nn.Module, info: DataInfo, wanted: Request
+    spec: NetworkSpec,
+    network: nn.Module,
+    info: DataInfo,
+    wanted: Request,
+    batch: Sequence[Tensor] = (),
 ) -> list[Part]:
     """Choose the cuts of a network, and describe its parts.
 
@@ -33,11 +43,12 @@ def take_apart(
         network: The network itself, with its weights.
         info: The data.
         wanted: What is asked for.
+        batch: A batch of the data's inputs; by default, of noise.
 
     Raises:
         SpecError: It cannot be traced or cut so; or its parts do not compute what it computes.
     """
-    with planning(spec, network, info, wanted) as plan:
+    with planning(spec, network, info, wanted, batch) as plan:
         return plan.checked(plan.named(wanted.at) if wanted.at else plan.best(), network)
 
 
@@ -78,6 +89,7 @@ def cut_again(
     info: DataInfo,
     wanted: Request,
     measured: Sequence[float | None] = (),
+    batch: Sequence[Tensor] = (),
 ) -> Recut:
     """Find better cuts of a network that has been taken apart.
 
@@ -88,11 +100,13 @@ def cut_again(
         wanted: What is asked for; ``at`` says where it is cut now.
         measured: For each module, the seconds of a batch where it runs; None is not known. The
             module of the same number is expected to be as fast, compared with this machine.
+        batch: A batch of the data's inputs; by default, of noise.
 
     Raises:
         SpecError: As :func:`take_apart`.
     """
-    with planning(spec, network, info, replace(wanted, modules=len(wanted.at) + 1)) as plan:
+    wanted = replace(wanted, modules=len(wanted.at) + 1)
+    with planning(spec, network, info, wanted, batch) as plan:
         ends = plan.named(wanted.at)
         now = plan.parts(ends)
         asked, plan.wanted = plan.wanted, replace(plan.wanted, interfaces=())
@@ -111,7 +125,11 @@ def cut_again(
 
 @contextlib.contextmanager
 def planning(
-    spec: NetworkSpec, network: nn.Module, info: DataInfo, wanted: Request
+    spec: NetworkSpec,
+    network: nn.Module,
+    info: DataInfo,
+    wanted: Request,
+    batch: Sequence[Tensor] = (),
 ) -> Iterator[Plan]:
     """Measure a network, for the time of this context; its weights stay what they are.
 
@@ -120,19 +138,19 @@ def planning(
         network: The network itself.
         info: The data.
         wanted: What is asked for.
+        batch: A batch of the data's inputs; by default, of noise.
 
     Raises:
-        SpecError: It cannot be traced.
+        SpecError: It cannot be traced, or fails.
     """
     keep_freed_memory()  # as workers do
     program = trace(spec)
-    batch = [_batch(one, wanted.batch_size) for one in spec.example]
-    state = copy.deepcopy(network.state_dict())  # with its versions
+    batch = batch or [_batch(one, wanted.batch_size) for one in spec.example]
     with _threads(wanted.threads), torch.random.fork_rng(devices=[]):
-        costs = Costs(program, network, batch, wanted.repeats)
-        network.load_state_dict(state)
+        with unchanged(network):
+            _try(spec, network, batch)
+            costs = Costs(program, network, batch, wanted.repeats)
         yield Plan(program, costs, info, wanted, batch)
-        network.load_state_dict(state)
 
 
 def network_of(
@@ -170,6 +188,24 @@ def chain_name(target: str) -> str:
     """Return a chain's name for an import path."""
     name = re.sub(r"[^a-z0-9]+", "-", target.partition(":")[2].lower()).strip("-")
     return name[:40].strip("-") or "network"
+
+
+def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None:
+    """Run a network in train mode.
+
+    Raises:
+        SpecError: It fails, or returns NaN.
+    """
+    try:
+        y = Wrapped(network, spec)(*(one.clone() for one in batch))
+    except Exception as error:
+        at, line = guilty_line(error)
+        raise SpecError(
+            f"{spec.target} fails on a batch{at}: {type(error).__name__}: {first_line(error)}",
+            hint=line or None,
+        ) from error
+    if y.isnan().any():
+        raise SpecError(f"{spec.target} returns NaN for a batch, so its parts cannot be checked")
 
 
 def _batch(one: TensorSpec, samples: int) -> Tensor:

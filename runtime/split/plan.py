@@ -185,7 +185,7 @@ class Plan:
             SpecError: They do not.
         """
         parts = self.parts(ends)
-        check_parts(self._program, network, self._batch, parts)
+        check_parts(self._program.spec, network, self._batch, parts)
         return parts
 
     def parts(self, ends: Sequence[int]) -> list[Part]:

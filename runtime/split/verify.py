@@ -1,72 +1,203 @@
-"""Whether the parts of a network compute what it computes."""
+"""Whether the parts of a network compute what it computes.
+
+The network itself, in plain torch, and its parts, which hand values and gradients on as workers do,
+take two training steps and run in eval mode. The parts run one after another from the network's
+seeds, so that dropout draws the same numbers.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.piece import Operations, Section
-from dni_runtime.core.program import Program
-from dni_runtime.core.source import Wrapped
+from dni_runtime.core.piece import Piece
+from dni_runtime.core.source import WRAPPED, NetworkSpec, Wrapped
 from dni_runtime.errors import SpecError
 from dni_runtime.split.part import Part
 
+_STEPS = 2
+"""Training steps: in the second one, what the first one has changed is used."""
+_STEP = 0.01
+"""Length of a step, compared with the weights."""
+_WITHIN = 1e-4
+"""Differences that are rounding, compared with the largest number of a tensor."""
+_NOISE = 1e-6
+"""The same of gradients that are zero but for rounding, compared with the largest of all."""
+
+_GRADIENT = "the gradient of"
+_HINT = (
+    "only operations on tensors are traced: no hooks, no draws of Python or numpy, no numbers that "
+    "change between calls; and what each construction draws anew belongs into 'register_buffer'. "
+    "If a view is changed in place after a cut: cut elsewhere with --at"
+)
+
 
 def check_parts(
-    program: Program, network: nn.Module, batch: Sequence[Tensor], parts: Sequence[Part]
+    spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor], parts: Sequence[Part]
 ) -> None:
-    """Run the network whole and in parts, from one seed, and compare.
+    """Train the network whole and in parts, and compare outputs, gradients, buffers and names.
+
+    Args:
+        spec: The network.
+        network: The network itself; its tensors stay what they are.
+        batch: One batch of the data's inputs.
+        parts: Its parts.
 
     Raises:
-        SpecError: The parts compute something else.
+        SpecError: The parts compute something else, or have other tensors.
     """
-    state = copy.deepcopy(network.state_dict())  # with its versions
-    for one in program.traces:
-        training = one is program.train
-        network.train(training)
-        whole = _result(network, Wrapped(network, program.spec), batch)
-        network.load_state_dict(state)
-        values: dict[Any, Tensor] = {}
+    torch.manual_seed(_STEPS)  # a worker builds the network by itself, and loads its tensors
+    pieces = {part.name: _piece(spec, network, part) for part in parts}
+    own = set(network.state_dict())
+    names = set[str]().union(*(piece.state_dict() for piece in pieces.values()))
+    names = {name.removeprefix(WRAPPED) for name in names}
+    if own != names:
+        verb, some = ("lack", own - names) if own - names else ("have, beside it,", names - own)
+        text = ", ".join(map(repr, sorted(some)[:3])) + (" …" if len(some) > 3 else "")
+        raise SpecError(f"the parts of {spec.target} {verb} {text} of its state dict")
+    whole = Wrapped(network, spec)
+    with unchanged(network):
+        for step in range(_STEPS + 1):
+            training = step < _STEPS
+            for one in (whole, *pieces.values()):
+                one.train(training).zero_grad(set_to_none=True)
+            with torch.set_grad_enabled(training):
+                torch.manual_seed(step)
+                y = whole(*(x.clone() for x in batch))
+                if y.requires_grad:
+                    y.backward(_gradient(y))
+                torch.manual_seed(step)
+                found = _run(parts, pieces, [x.clone() for x in batch])
+            when = f"in training step {step + 1}" if training else "in eval mode after training"
+            _compare(spec, when, _left({"": whole}, y.detach()), _left(pieces, found))
+            learnt = [one for one in network.parameters() if one.grad is not None]
+            rate = _STEP * _norm(learnt) / _norm([one.grad for one in learnt]) if learnt else 0.0
+            for one in (whole, *pieces.values()):
+                for parameter in one.parameters():
+                    if parameter.grad is not None:
+                        parameter.data.add_(parameter.grad, alpha=-rate)
 
-        def in_parts(*xs: Tensor, one: Any = one, values: dict[Any, Tensor] = values) -> Tensor:
-            outputs: tuple[Tensor, ...] = ()
-            for part in parts:
-                section = Section.of(one, part.after, part.until)
-                run = Operations(one, section, network, nn.Module())
-                given = [values[node] for node in section.takes]
-                outputs = run(*given, *(xs[number] for number in section.data))
-                values |= zip(section.gives, outputs, strict=True)
-            return outputs[0]
 
-        found = _result(network, in_parts, batch)
-        network.load_state_dict(state)
-        for name, value in whole.items():
-            if not torch.allclose(found[name], value, rtol=1e-4, atol=1e-6, equal_nan=True):
-                raise SpecError(
-                    f"the parts of {program.spec.target} do not compute what it computes: {name} "
-                    f"differs by {float((found[name] - value).abs().max()):.1e}",
-                    hint="an operation that changes a tensor in place may be split from a reader "
-                    "of that tensor: cut elsewhere with --at",
-                )
-    network.train()
+@contextlib.contextmanager
+def unchanged(network: nn.Module) -> Iterator[None]:
+    """Give a network the tensors back, at the end of the context, that it has now."""
+    kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+        (own, name, one, one.detach().clone())
+        for module in network.modules()
+        for own in (module._parameters, module._buffers)
+        for name, one in own.items()
+        if one is not None
+    ]
+    try:
+        yield
+    finally:
+        network.train().zero_grad(set_to_none=True)
+        for own, name, one, value in kept:
+            one.data = value
+            own[name] = one  # 'forward' may have put another one there
 
 
-def _result(
-    network: nn.Module, run: Callable[..., Tensor], batch: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    """Return the output and all gradients of a batch."""
-    torch.manual_seed(0)
-    network.zero_grad(set_to_none=True)
-    y = run(*batch)
-    torch.autograd.backward(y.float().square().mean())
-    found = {
-        f"the gradient of {name!r}": one.grad
-        for name, one in network.named_parameters()
-        if one.grad is not None
-    }
-    network.zero_grad(set_to_none=True)
-    return {"the output": y.detach(), **found}
+def _piece(spec: NetworkSpec, network: nn.Module, part: Part) -> Piece:
+    """Build a part as its worker does, with the network's weights."""
+    piece = Piece(
+        spec.to_yaml(), part.after, part.until, part.lends, part.borrows, rows=part.samples
+    )
+    state, own = network.state_dict(), piece.state_dict()
+    for name in own:
+        own[name] = state.get(name.removeprefix(WRAPPED), own[name])
+    piece.load_state_dict(own)
+    return piece
+
+
+def _run(parts: Sequence[Part], pieces: Mapping[str, Piece], xs: list[Tensor]) -> Tensor:
+    """Run the parts, forward and backward; gradients come to copies of their outputs."""
+    before, copies = "data", {"data": xs}
+    made: dict[str, list[Tensor]] = {}
+    for part in parts:
+        places = [one.partition(".") for one in part.inputs or ()]
+        given = [copies[name][int(which or 0)] for name, _, which in places]
+        outputs = pieces[part.name](*(given or copies[before]))
+        before, made[part.name] = (
+            part.name,
+            list(outputs if isinstance(outputs, tuple) else [outputs]),
+        )
+        copies[before] = [
+            one.detach().requires_grad_(one.is_floating_point()) for one in made[before]
+        ]
+    (y,) = copies[before]
+    y.grad = _gradient(y)
+    for name in reversed(made):
+        pairs = [
+            (one, torch.zeros_like(one) if copy.grad is None else copy.grad)
+            for one, copy in zip(made[name], copies[name], strict=True)
+            if one.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([one for one, _ in pairs], [g for _, g in pairs])
+    return y.detach()
+
+
+def _gradient(y: Tensor) -> Tensor:
+    """Return a gradient for an output, other than those that a normalisation takes out."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
+
+
+def _norm(tensors: Sequence[Tensor | None]) -> float:
+    norms = [one.detach().double().norm() for one in tensors if one is not None]
+    return float(torch.stack(norms).norm()) or 1.0
+
+
+def _compare(
+    spec: NetworkSpec,
+    when: str,
+    whole: Mapping[str, list[tuple[str, Tensor]]],
+    parts: Mapping[str, list[tuple[str, Tensor]]],
+) -> None:
+    """Compare what a pass has left in the network and in its parts.
+
+    Raises:
+        SpecError: There is a difference.
+    """
+    sizes = [_largest(one) for what, [(_, one)] in whole.items() if what.startswith(_GRADIENT)]
+    for what in {**whole, **parts}:
+        noise = _NOISE * max(sizes) if what.startswith(_GRADIENT) and sizes else 0.0
+        some = parts.get(what) or [("", torch.zeros_like(whole[what][0][1]))]
+        ((_, a),) = whole.get(what) or [("", torch.zeros_like(some[0][1]))]
+        for name, b in some:
+            within = max(_WITHIN, 8 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0)
+            if a.shape == b.shape and torch.allclose(
+                b.double(), a.double(), rtol=0.0, atol=within * _largest(a) + noise, equal_nan=True
+            ):
+                continue
+            how = f"has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
+            if a.shape == b.shape:
+                how = f"differs by {_largest(b.double() - a.double()):.1e} of {_largest(a):.1e}"
+            where = f"of {name!r} " if name else ""
+            raise SpecError(
+                f"the parts of {spec.target} do not compute what it computes: {what} {where}{how} "
+                f"{when}",
+                hint=_HINT,
+            )
+
+
+def _largest(one: Tensor) -> float:
+    return float(one.double().abs().nan_to_num(posinf=0.0).max()) if one.numel() else 0.0
+
+
+def _left(modules: Mapping[str, nn.Module], y: Tensor) -> dict[str, list[tuple[str, Tensor]]]:
+    """Return what a pass has left, each by what it is and with the part that has it."""
+    found = {"the output": [("", y)]}
+    for part, module in modules.items():
+        for name, one in module.named_parameters(remove_duplicate=False):
+            if one.grad is not None:
+                what = f"{_GRADIENT} {name.removeprefix(WRAPPED)!r}"
+                found.setdefault(what, []).append((part, one.grad.to_dense()))
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if name.startswith(WRAPPED):  # not a constant of 'forward'
+                what = f"the buffer {name.removeprefix(WRAPPED)!r}"
+                found.setdefault(what, []).append((part, buffer))
+    return found

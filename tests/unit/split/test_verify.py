@@ -1,0 +1,131 @@
+"""What 'split' calls checked: a network that its parts do not compute is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dni_runtime.errors import SpecError
+from dni_runtime.launch.splitting import split_chain
+
+SOURCE = '''\
+import random
+import torch
+from torch import nn
+
+
+class Data(torch.utils.data.Dataset):
+    num_classes = 3
+
+    def __init__(self, train):
+        self.x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return self.x[index], index % 3
+
+
+class Net(nn.Module):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.last, self.scale = nn.Linear(8, 3), scale
+
+    def middle(self, h):
+        return self.drop(self.norm(h))
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)).tanh()) * self.scale
+
+
+class Tiny(Net):
+    """Gradients that are small are compared, too."""
+
+    def __init__(self):
+        super().__init__(1e-9)
+
+    def middle(self, h):
+        h = super().middle(h)
+        if h.requires_grad:
+            h.register_hook(lambda g: 1.1 * g)
+        return h
+
+
+class Calls(Net):
+    calls = 0
+
+    def middle(self, h):
+        self.calls += 1
+        return h * self.calls
+
+
+class Python(Net):
+    def middle(self, h):
+        return h * random.random()
+
+
+class Noise(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("noise", torch.randn(8), persistent=False)
+
+    def middle(self, h):
+        return h + self.noise
+
+
+class Late(Net):
+    def middle(self, h):
+        self.register_buffer("made", torch.full((8,), 0.5))
+        return h + self.made
+
+
+class Fails(Net):
+    def middle(self, h):
+        return h + (h.detach().numpy() if not torch.compiler.is_exporting() else 0)
+
+
+class Nothing(Net):
+    def middle(self, h):
+        return (h - h) / (h - h)
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "violates.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("violates", None)
+
+
+def split(name: str) -> None:
+    data = {"dataset": "violates:Data", "batch_size": 16}
+    split_chain(f"violates:{name}", Path("chain.yaml"), {"data": data}, at=["first"])
+
+
+def test_statistics_and_dropout_are_the_same() -> None:
+    split("Net")
+    assert Path("chain.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Tiny", "the gradient of 'first.*' of 'part-1' differs by .* in training step 1"),
+        ("Calls", "the output differs by .*"),
+        ("Python", "the output differs by .* in training step"),
+        ("Noise", "differs by .* in training step 1"),
+        ("Late", "'made'"),
+        ("Fails", r"fails on a batch \(.*violates.py:\d+\)"),
+        ("Nothing", "returns NaN for a batch"),
+    ],
+)
+def test_a_difference_is_refused(name: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        split(name)
+    assert not Path("chain.yaml").exists()
