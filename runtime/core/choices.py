@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dni_runtime.errors import SpecError, UsageError
+from dni_runtime.errors import SpecError, UsageError, with_causes
 from dni_runtime.spec import Choice
 from dni_runtime.spec.load import explain_details, suggestion
 
@@ -74,8 +74,9 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
+        missing = f"there is no module {error.name!r}"
         raise SpecError(
-            f"{kind} {name!r}: there is no module {error.name!r}",
+            f"{kind} {name!r}: {missing if error.name else with_causes(error)}",
             location=location,
             hint="imports start at the folder of chain.yaml, or name an installed package; images "
             "have those of 'image.requirements'",
@@ -86,7 +87,7 @@ def find_attribute(name: str, kind: str, location: Location) -> Any:
         ) from None
     except (Exception, SystemExit) as error:
         raise SpecError(
-            f"{kind} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
+            f"{kind} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
         ) from error
 

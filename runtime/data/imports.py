@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.errors import SpecError
+from dni_runtime.errors import SpecError, with_causes
 
 
 def import_class(name: str, base: Path, *, what: str, location: Sequence[str | int]) -> type[Any]:
@@ -37,13 +37,15 @@ def import_class(name: str, base: Path, *, what: str, location: Sequence[str | i
         raise SpecError(
             f"{what} {name!r}: there is no module {error.name!r}; {looked}"
             if own
-            else f"{what} {name!r}: {module_name!r} imports {error.name!r}, which is missing",
+            else f"{what} {name!r}: {module_name!r} imports {error.name!r}, which is missing"
+            if error.name
+            else f"{what} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
             hint=None if own else "install it, and list it under image.requirements",
         ) from None
     except (Exception, SystemExit) as error:
         raise SpecError(
-            f"{what} {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
+            f"{what} {name!r}: importing {module_name!r} failed: {with_causes(error)}",
             location=location,
         ) from error
     inner = root.joinpath(*module_name.split("."))

@@ -33,10 +33,15 @@ SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 """Folders of debootstrap and mke2fs, which are often not in the PATH of ordinary users."""
 
 LEAKING = re.compile(
-    r"PYTHON(HOME|PATH|STARTUP|USERBASE|EXECUTABLE|PLATLIBDIR|WARNINGS|BREAKPOINT)"
+    r"PYTHON(?!UNBUFFERED$).*|(APPTAINER|SINGULARITY)ENV_.*"
+    r"|(APPTAINER|SINGULARITY)_(?!(CACHEDIR|LOCALCACHEDIR|TMPDIR|CONFIGDIR|AUTHFILE|DOCKER_\w+"
+    r"|ENCRYPTION_\w+)$).*"
     r"|VIRTUAL_ENV.*|CONDA_.*|LD_(PRELOAD|AUDIT)|BASH_ENV|ENV|BASH_FUNC_.*"
 )
-"""Host variables that would affect the start of the image's Python; others are passed on."""
+"""Host variables that would change the image's Python or the container; others are passed on.
+
+Of Apptainer's own settings those stay that say where it works and what it may fetch and decrypt.
+"""
 
 _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (

@@ -177,3 +177,16 @@ def test_program_that_prints_too_much_is_ended() -> None:
     code = "import sys\nwhile True: sys.stdout.write('x' * 4096)"
     with pytest.raises(BuildError, match="testing printed more than 10000 bytes"):
         apptainer.capture_bytes([sys.executable, "-c", code], what="testing", most_bytes=10_000)
+
+
+def test_settings_for_other_containers_stay_outside() -> None:
+    mine = {
+        "APPTAINER_CACHEDIR": "/c",
+        "SINGULARITY_TMPDIR": "/t",
+        "APPTAINER_DOCKER_USERNAME": "u",
+    }
+    names = "APPTAINERENV_PYTHONPATH SINGULARITYENV_LD_LIBRARY_PATH APPTAINERENV_CACHEDIR"
+    names += " APPTAINER_BIND APPTAINER_CONTAINALL SINGULARITY_BINDPATH PYTHONINSPECT"
+    others = dict.fromkeys(names.split(), "x")
+    kept = apptainer.host_environment({"SLURM_JOB_ID": "1", **mine, **others})
+    assert {name for name in kept if name != "PATH"} == {"SLURM_JOB_ID", *mine}
