@@ -26,9 +26,18 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def state_finite(*modules: nn.Module) -> bool:
-    """Whether all parameters and buffers of modules are finite."""
+    """Whether all parameters and buffers of modules are finite, or masks in buffers."""
     return all_finite(
-        tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
+        one for module in modules for one in module.parameters()
+    ) and all_finite_or_masks(one for module in modules for one in module.buffers())
+
+
+def all_finite_or_masks(tensors: Iterable[Tensor]) -> bool:
+    """Whether all values are finite, or minus infinity, which masks consist of."""
+    given = [one for one in tensors if one.is_floating_point() or one.is_complex()]
+    return all_finite(given) or all_finite(
+        one if one.is_complex() or one.is_sparse else one.masked_fill(one == -math.inf, 0)
+        for one in given
     )
 
 

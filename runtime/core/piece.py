@@ -6,7 +6,7 @@ It has the network's own parameters and buffers, under their own names, and runs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -15,7 +15,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, fx, nn
 
-from dni_runtime.core.program import Trace, alias_of, in_place
+from dni_runtime.core.program import Trace, changed, symbol
+from dni_runtime.core.recording import under
 from dni_runtime.core.source import WRAPPED, NetworkSpec, build_network, without_memory
 from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError
@@ -31,7 +32,7 @@ class Section:
         data: Numbers of the data's inputs that it needs.
         tensors: Placeholders of its parameters, buffers and constants.
         gives: Values that later pieces take, or the network's output.
-        own: Its operations.
+        own: Its operations, in their order; those that follow from the data are among them.
     """
 
     takes: list[fx.Node]
@@ -55,13 +56,17 @@ class Section:
         inside, needed = set(own), dict[fx.Node, None]()
         left = [*own, *(node for node in gives if node not in inside)]
         while left:  # what follows from the data is computed again
-            for node in left.pop().all_input_nodes:
-                if node not in inside and node not in needed and not one.is_batch(node):
+            before = list(left.pop().all_input_nodes)
+            for node in before:
+                if node not in inside and node not in needed and not one.is_size(node):
                     needed[node] = None
                     if node in one.free:
                         left.append(node)
+                        changes = one.changes.get(one.memory(node), ())
+                        before += (change for change in changes if one.number(change) <= last)
         places = {node: number for number, node in enumerate(one.graph.nodes)}
         ordered = sorted(needed, key=lambda node: places[node])
+        again = [node for node in ordered if node.op == "call_function" and node in one.free]
         placeholders = [node for node in ordered if node.op == "placeholder"]
         data = [one.data.index(node.name) for node in placeholders if node.name in one.data]
         takes = [node for node in ordered if node.op != "placeholder" and node not in one.free]
@@ -70,7 +75,7 @@ class Section:
             data=sorted(data) if takes or data else [0],  # for the batch's size
             tensors=[node for node in placeholders if node.name not in one.data],
             gives=gives,
-            own=own,
+            own=sorted([*own, *again], key=lambda node: places[node]),
         )
 
     @property
@@ -314,54 +319,58 @@ def _program(one: Trace, section: Section) -> fx.GraphModule:
     new: dict[fx.Node, fx.Node] = {}
     for node in section.tensors:
         new[node] = graph.placeholder(node.name)
-    given = [graph.placeholder(node.name) for node in section.takes]
-    new |= zip(section.takes, given, strict=True)
     by_name = {node.name: node for node in one.graph.nodes if node.op == "placeholder"}
-    for number in section.data:
-        node = by_name[one.data[number]]
-        new[node] = graph.placeholder(node.name)
-        given.append(new[node])
-    batch: list[fx.Node] = []
-    outside = set(given)
+    inputs = [*section.takes, *(by_name[one.data[number]] for number in section.data)]
+    new |= {node: graph.placeholder(node.name) for node in inputs}
+    batch = graph.call_function(torch.ops.aten.sym_size.int, (new[inputs[0]], 0))
+    own = {one.memory(node) for operation in section.own for node in changed(operation)}
+    for node in inputs:
+        if node in section.takes and (layout := one.layout(node)) != (0, 1):
+            new[node] = graph.call_function(_as_it_was, (new[node], *layout))
+        if one.memory(node) in own:
+            new[node] = graph.call_function(torch.ops.aten.clone.default, (new[node],))
 
-    def copied(node: fx.Node) -> fx.Node:
-        if one.is_batch(node):
-            if not batch:
-                with graph.inserting_after(given[-1]):
-                    size = graph.call_function(torch.ops.aten.sym_size.int, (given[0], 0))
-                batch.append(size)
-            return batch[0]
-        if node not in new:
-            for before in node.all_input_nodes:
-                copied(before)
-            new[node] = graph.node_copy(node, copied)
-            placed(new[node])
-            if in_place(node) and new[node].args[0] in outside:
-                new[node].target = _functional(node.target)
-            elif alias_of(node) and new[node].args[0] in outside:
-                outside.add(new[node])  # a view of an input
+    def taken(node: fx.Node) -> fx.Node:
+        if node not in new and one.is_size(node):
+            size = symbol(node.meta["val"])
+            new[node] = graph.call_function(_sized(size), (batch,)) if size.args else batch
         return new[node]
-
-    def placed(node: fx.Node) -> None:
-        """Let an operation take the device of the inputs."""
-        node.args = fx.node.map_aggregate(node.args, on)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, on)
 
     def on(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
     for node in section.own:
-        copied(node)
-    graph.output(tuple(copied(node) for node in section.gives))
+        copy = new[node] = graph.node_copy(node, taken)
+        if "modes" in node.meta:
+            copy.target = under(cast("Callable[..., Any]", copy.target), node.meta["modes"])
+        copy.args = fx.node.map_aggregate(copy.args, on)  # the inputs' device
+        copy.kwargs = fx.node.map_aggregate(copy.kwargs, on)
+    given = [taken(node) for node in section.gives]
+    for number, node in enumerate(section.gives):
+        layout = one.layout(node)
+        if layout != (0, 1) and not any(user.op == "output" for user in node.users):
+            given[number] = graph.call_function(_batch_first, (given[number], *layout))
+    graph.output(tuple(given))
     graph.lint()
     return fx.GraphModule(nn.Module(), graph, class_name="Piece")
 
 
-def _functional(target: Any) -> Any:
-    """Return the operation that computes the same without changing its first argument."""
-    name, overload = target.overloadpacket.__name__, target._overloadname
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    found = getattr(packet, overload, None) if packet is not None else None
-    if found is None:
-        raise SpecError(f"a piece cannot begin with {name!r}, which changes the piece's input")
-    return found
+def _sized(size: Any) -> Callable[[int], int]:
+    """Return what computes a size from the batch's."""
+
+    def sized(batch: int) -> int:
+        return int(size.xreplace(dict.fromkeys(size.free_symbols, batch)))
+
+    return sized
+
+
+def _batch_first(value: Tensor, axis: int, times: int) -> Tensor:
+    """Return a value as it passes a cut: all of a sample is in one row."""
+    moved = value.movedim(axis, 0)
+    return moved.reshape(-1, times, *moved.shape[1:]) if times > 1 else moved
+
+
+def _as_it_was(value: Tensor, axis: int, times: int) -> Tensor:
+    """Return a value that has passed a cut as the network has it."""
+    moved = value.flatten(0, 1) if times > 1 else value
+    return moved.movedim(0, axis).contiguous()

@@ -118,13 +118,17 @@ def without_memory(spec: NetworkSpec) -> nn.Module:
             return build_network(spec).to("meta")
 
 
+_FRAME = r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)'
+"""A frame in the message of an error of torch."""
+
+
 def guilty_line(error: BaseException) -> tuple[str, str]:
     """Return where in the user's code an error comes from, and that line of code."""
     torchs = str(Path(torch.__file__).parent)
-    own = str(Path(__file__).parent)
-    named = re.search(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)', str(error))
-    if named is not None:
-        return f" ({named[1]}:{named[2]})", named[3].strip()
+    own = str(Path(__file__).parents[1])
+    for file, line, code in reversed(re.findall(_FRAME, str(error))):
+        if not file.startswith((torchs, own)):
+            return f" ({file}:{line})", code.strip()
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((torchs, own, "<")):
             return f" ({frame.filename}:{frame.lineno})", (frame.line or "").strip()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dni_runtime.core.choices import find_attribute
 from dni_runtime.core.program import Program, Trace, symbol
+from dni_runtime.core.recording import assign_early, inline, plain_attributes, recording
 from dni_runtime.core.source import (
     WRAPPED,
     NetworkSpec,
@@ -51,10 +52,10 @@ def _traced(document: str, build: Callable[..., Any]) -> Program:
     spec = NetworkSpec.model_validate(json.loads(document))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         mode: Any = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        try:
-            with mode:  # neither time nor memory
-                network = build_network(spec)
-        except SpecError:
+        network = None
+        with contextlib.suppress(SpecError), mode:  # neither time nor memory
+            network = build_network(spec)
+        if network is None or _tensors(network):  # whose values are wanted
             mode, network = contextlib.nullcontext(), build_network(spec)
         with mode:
             example = tuple(
@@ -64,8 +65,55 @@ def _traced(document: str, build: Callable[..., Any]) -> Program:
         return _program_of(spec, network, example)
 
 
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are neither parameters nor buffers of a network, by name."""
+    found = plain_attributes(network).items()
+    return {name: one for name, one in found if isinstance(one, Tensor)}
+
+
+class _Traced(Wrapped):
+    """A network while it is traced.
+
+    Attributes:
+        replaced: Attributes that ``forward`` has given another value.
+        assigned: Buffers to which it has.
+    """
+
+    def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
+        super().__init__(network, spec)
+        self.replaced: set[str] = set()
+        self.assigned: set[str] = set()
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        network = self.network
+        before = plain_attributes(network)
+        buffers = [dict(module._buffers) for module in network.modules()]
+        with recording():
+            y = super().forward(*xs)
+        after = plain_attributes(network)
+        self.replaced.update(name for name in after if after[name] is not before.get(name))
+        for (path, module), own in zip(network.named_modules(), buffers, strict=True):
+            for name, old in own.items():
+                new, whole = module._buffers.get(name), f"{path}.{name}".removeprefix(".")
+                if new is old:
+                    continue
+                if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+                    raise SpecError(f"'forward' gives the buffer {whole!r} another shape or type")
+                module._buffers[name] = old.copy_(new.detach())
+                self.assigned.add(whole)
+        return y
+
+
 def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ...]) -> Program:
-    wrapped = Wrapped(network, spec)
+    for name, module in network.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SpecError(
+                f"{spec.target} has a backward hook on {name or 'itself'!r}, which a traced "
+                "program does not call",
+                hint="hooks of parameters are called, and so is the 'backward' of an "
+                "autograd.Function in forward",
+            )
+    wrapped = _Traced(network, spec)
     traces = {}
     for training in (True, False):
         wrapped.train(training)
@@ -87,8 +135,9 @@ def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ..
     return Program(spec, traces[True], traces[False], aliases, tuple(unused))
 
 
-def _export(spec: NetworkSpec, wrapped: nn.Module, example: tuple[Tensor, ...]) -> Trace:
+def _export(spec: NetworkSpec, wrapped: _Traced, example: tuple[Tensor, ...]) -> Trace:
     axis = {0: torch.export.Dim.AUTO}
+    wrapped.assigned.clear()
     try:
         with _quiet():
             program = torch.export.export(
@@ -96,6 +145,8 @@ def _export(spec: NetworkSpec, wrapped: nn.Module, example: tuple[Tensor, ...]) 
             )
     except Exception as error:
         at, line = guilty_line(error)
+        if isinstance(error, SpecError):
+            raise SpecError(f"{spec.target}{at}: {error.message}", hint=line or None) from error
         raise SpecError(
             f"{spec.target} cannot be traced{at}: {_reason(error)}",
             hint=(f"{line}\n  " if line else "")
@@ -103,7 +154,7 @@ def _export(spec: NetworkSpec, wrapped: nn.Module, example: tuple[Tensor, ...]) 
             "not on the values of tensors. Or cut a sequence of modules by hand: 'layers' in "
             "chain.yaml takes each of them",
         ) from error
-    graph = program.graph_module.graph
+    graph = inline(program.graph_module)
     kinds = torch.export.graph_signature.InputKind
     names, constants, data = {}, {}, []
     used = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -119,6 +170,8 @@ def _export(spec: NetworkSpec, wrapped: nn.Module, example: tuple[Tensor, ...]) 
         else:
             assert one.target is not None
             names[name] = one.target.removeprefix(WRAPPED)
+            if names[name] in wrapped.assigned:
+                assign_early(graph, used[name])
     for name in data:
         if symbol(used[name].meta["val"].shape[0]) is None:
             raise SpecError(
@@ -126,7 +179,36 @@ def _export(spec: NetworkSpec, wrapped: nn.Module, example: tuple[Tensor, ...]) 
                 "batch's size as a constant",
                 hint="write x.shape[0] where forward has a number or len(x), or -1 in view",
             )
-    return Trace(graph, names, constants, tuple(data))
+    one = Trace(graph, names, constants, tuple(data))
+    _check_constants(spec, wrapped, one)
+    return one
+
+
+def _check_constants(spec: NetworkSpec, wrapped: _Traced, one: Trace) -> None:
+    """Refuse plain tensors that are no constants."""
+    network = wrapped.network
+    plain = _tensors(network)
+    names = {id(tensor): name for name, tensor in plain.items()}
+    trained = {tensor.untyped_storage()._cdata for tensor in network.state_dict().values()}
+    again: dict[str, Tensor] | None = None
+    for node in one.graph.nodes:
+        tensor = one.constants.get(node.name)
+        if node.op != "placeholder" or tensor is None or id(tensor) not in names:
+            continue
+        name, wrong = names[id(tensor)], None
+        if name in wrapped.replaced or node.name in one.state:
+            wrong = "which 'forward' changes"
+        elif not tensor.is_leaf or tensor.untyped_storage()._cdata in trained:
+            wrong = "which follows from a parameter or buffer"
+        else:
+            again = _tensors(build_network(spec)) if again is None else again
+            if name not in again or not torch.equal(again[name], tensor):
+                wrong = f"which is another one each time that {spec.target} is called"
+        if wrong is not None:
+            raise SpecError(
+                f"{spec.target} has a tensor {name!r} that is no parameter and no buffer, {wrong}",
+                hint="register it as a buffer: self.register_buffer(name, tensor)",
+            )
 
 
 @contextlib.contextmanager

@@ -94,9 +94,8 @@ class Checkpointed:
             UsageError: A module's weights have no names but their own.
             DniError: As :meth:`choose_cut`.
         """
-        import torch
-
         from dni_runtime.core.export import trained_tensors
+        from dni_runtime.core.finite import all_finite_or_masks
         from dni_runtime.launch.initial import name_in_file
 
         states = self._states_of(self.choose_cut(force=force)[0] if cut is None else cut)
@@ -117,7 +116,7 @@ class Checkpointed:
                         hint="'init.names' of the module maps names; or export without "
                         "--state-dict",
                     )
-                if not force and not torch.isfinite(value).all():
+                if not force and not all_finite_or_masks((value,)):
                     raise DivergedError(
                         f"{theirs!r} is not finite ({str(states[worker.module])!r})",
                         hint="export an older checkpoint with --from, or this one with --force",

@@ -159,6 +159,9 @@ def measure(
             learnt = [one for one in outputs if one.requires_grad]
             if learnt:
                 torch.autograd.backward(learnt, [torch.ones_like(one) for one in learnt])
+            for one in own[number].values():
+                if one.grad is not None and one.grad.is_sparse:  # which Adam does not take
+                    one.grad = one.grad.to_dense()
             if (optimizer := optimizers[number]) is not None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)

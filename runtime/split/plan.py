@@ -125,7 +125,8 @@ class Plan:
         if wanted.modules > count:
             raise SpecError(
                 f"{self._program.spec.target} can be cut in {count - 1} places, so that it has at "
-                f"most {count} modules, not {wanted.modules}"
+                f"most {count} modules, not {wanted.modules}",
+                hint=self._program.obstacles,
             )
         slowness = slowness or [1.0] * wanted.modules
         spans = list(pairwise([0, *now, count]))
@@ -222,7 +223,10 @@ class Plan:
             own = {name: one for name, one in parameters[number].items() if owner[name] == number}
             outputs = costs.outputs(i, j) or (self._boundary.prediction,)
             outputs += tuple(
-                TensorSpec(shape=(row_width(own[name], costs.samples),), dtype="float32")
+                TensorSpec(
+                    shape=(row_width(own[name], costs.samples),),
+                    dtype=str(own[name].dtype).split(".")[-1],
+                )
                 for name in lent[number]
             )
             attends = costs.attends(i, j)

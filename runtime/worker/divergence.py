@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from dni_runtime.core.finite import finite
+from dni_runtime.core.finite import all_finite_or_masks, finite
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.documents.reports import Diverged
 from dni_runtime.errors import DataError, DivergedError
@@ -44,7 +44,7 @@ class Divergence:
         self._look_at_s = 0.0
 
     def may_use(self, id: int, what: str, tensor: Tensor) -> bool:
-        """Whether a batch's data or activation may be used.
+        """Whether a batch's data or activation may be used; it may have masks.
 
         Args:
             id: The batch.
@@ -55,7 +55,7 @@ class Divergence:
             DivergedError: It is not finite, and the run must stop.
             DataError: Likewise, if it is the data.
         """
-        return finite(tensor) or self._found(id, what)
+        return all_finite_or_masks((tensor,)) or self._found(id, what)
 
     def may_learn(self, id: int, g_BH: Tensor) -> bool:
         """Whether a gradient from downstream is finite, and may be learnt from.

@@ -94,13 +94,13 @@ class Five(nn.Module):
         return self.first(x).reshape(5, 2)
 
 
-class Transposes(nn.Module):
+class Sums(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.bend = nn.Linear(2, 2), nn.Tanh()
 
     def forward(self, x):
-        return self.bend(self.first(x).transpose(0, 1)).transpose(0, 1)
+        return self.bend(self.first(x).sum(0)) * x
 
 
 class Fails(nn.Module):
@@ -265,7 +265,11 @@ def test_cuts_have_names() -> None:
         (SKIPS, {"lends": ["top.weight"], "until": "first"}, "does not use a parameter 'top"),
         (("Bends", "float32[2]"), {}, r"cannot be traced \(.*piecewise.py:\d+\): it decides by"),
         (("Five", "float32[2]"), {}, "works for batches of 5 samples only"),
-        (("Transposes", "float32[2]"), {"until": "bend"}, "does not have the batch as first"),
+        (
+            ("Sums", "float32[2]"),
+            {"until": "bend"},
+            r"shape \(2,\) passes, which does not have the",
+        ),
         (("Tied", "int64[5]", "bool[5]"), {}, "forward returns dict"),
         (("number", "float32[2]"), {}, "returns int, not a torch.nn.Module"),
         (("Skip", "float32[2]"), {}, "module 'piecewise' has no 'Skip'"),

@@ -51,9 +51,7 @@ class Tiny(Net):
 
     def middle(self, h):
         h = super().middle(h)
-        if h.requires_grad:
-            h.register_hook(lambda g: 1.1 * g)
-        return h
+        return h + (1 + random.random()) * (h - h.detach())  # which is zero, but its gradient
 
 
 class Calls(Net):
