@@ -434,7 +434,7 @@ def test_what_is_exported_is_a_plain_function(ending: str, tmp_path: Path) -> No
     expected = chain.predict(chunks(1)[0])  # the first after training: from zeros
     output = tmp_path / f"model.{ending}"
     export_model(specs, files, output)
-    loaded = load_model(output)
+    loaded = load_model(output, trust=True)
     for _ in range(2):
         torch.testing.assert_close(loaded(chunks(1)[0]), expected)
     torch.testing.assert_close(loaded(chunks(1)[0][:2]), expected[:2])
