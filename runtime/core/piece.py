@@ -264,6 +264,11 @@ class Piece(nn.Module):
             outputs += tuple(rows_of(one, len(outputs[0]), self._rows) for one in lent)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    def train(self, mode: bool = True) -> Piece:
+        """Choose the operations; the network's own ``train`` may need what other pieces have."""
+        self.training = mode
+        return self
+
     def lent(self, name: str) -> nn.Parameter:
         """Return a parameter that it lends."""
         return cast("nn.Parameter", _tensor(self.network, self._lends[name]))

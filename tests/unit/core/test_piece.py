@@ -103,6 +103,22 @@ class Sums(nn.Module):
         return self.bend(self.first(x).sum(0)) * x
 
 
+class Still(nn.Module):
+    """Keeps its norm in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
 class Fails(nn.Module):
     def __init__(self, size):
         super().__init__()
@@ -247,6 +263,19 @@ def test_it_can_be_copied_and_needs_no_memory() -> None:
     with torch.device("meta"):
         empty = Piece(spec.model_dump(by_alias=True), "first", "second")
     assert empty(torch.empty(2, 4, 6, device="meta")).shape == (2, 4, 6)
+
+
+def test_a_network_may_have_a_train_of_its_own() -> None:
+    """It names what another piece has, and what it does is in the operations."""
+    spec, cuts, x = network("Still", "float32[2]"), ("first", "norm"), torch.randn(4, 2)
+    pieces = build(spec, cuts)
+    torch.manual_seed(0)
+    whole = build_network(spec).train()
+    for mode in (False, True):
+        for one in (whole, *pieces):
+            one.train(mode)
+        assert [one.training for one in pieces] == [mode] * 3
+        assert torch.equal(run(spec, pieces, cuts, x), whole(x))
 
 
 def test_cuts_have_names() -> None:
