@@ -24,7 +24,8 @@ class Block(NamedTuple):
         made: What makes it.
         kinds: Where it may be: in ``v`` vectors, ``s`` sequences, ``m`` maps.
         tags: What equality depends on: ``norm`` (of the batch), ``draws`` random numbers,
-            ``sparse`` gradients, ``rough`` types; ``eval`` (it may be in eval mode on its own).
+            ``sparse`` gradients, ``complex`` or ``rough`` numbers, ``state`` that forward changes
+            and uses; ``eval`` (it may be in eval mode on its own).
     """
 
     made: str
@@ -62,10 +63,10 @@ BLOCKS = {
     "residual": Block(f"Residual({CHANNELS})", "m", "norm"),
     "squeeze": Block(f"Squeeze({CHANNELS})", "m"),
     "whole-maps": Block(f"WholeMaps({CHANNELS})", "m"),
-    "replaced": _of_size("Replaced", tags="norm eval"),
-    "watched": _of_size("Watched", tags="norm eval"),
-    "decorated": _of_size("Decorated", tags="norm"),
-    "codebook": _of_size("Codebook", tags="norm"),
+    "replaced": _of_size("Replaced", tags="state norm eval"),
+    "watched": _of_size("Watched", tags="state norm eval"),
+    "decorated": _of_size("Decorated", tags="state norm"),
+    "codebook": _of_size("Codebook", tags="state norm"),
     "rounded": Block("Rounded()", tags="rough"),
     "signs": Block("Signs()", tags="rough"),
     "reversal": Block("Reversal()"),
@@ -83,8 +84,8 @@ BLOCKS = {
     "twice": _of_size("Twice"),
     "alike": _of_size("Alike"),
     "weight-norm": _of_size("Normed", more=", 'weight'"),
-    "spectral-norm": _of_size("Normed", tags="norm", more=", 'spectral'"),
-    "spectral-norm-old": _of_size("Normed", tags="norm", more=", 'old-spectral'"),
+    "spectral-norm": _of_size("Normed", tags="state norm", more=", 'spectral'"),
+    "spectral-norm-old": _of_size("Normed", tags="state norm", more=", 'old-spectral'"),
     "orthogonal": _of_size("Normed", more=", 'orthogonal'"),
     "weight-norm-bare": Block(
         f"nn.utils.parametrizations.weight_norm(nn.Linear({SIZE}, {SIZE}))", "vs", "bare"
@@ -324,7 +325,10 @@ def draw(seed: int) -> Case:
     if replicas == 1 and often(0.2):
         defaults["accumulate"] = dice.randint(2, 3)
     if "sparse" not in tags and often(0.2):
-        defaults["clip"] = dice.choice([{"norm": 0.05}, {"value": 0.01}])
+        clips: list[Any] = [{"norm": 0.05}]
+        if "complex" not in tags:
+            clips.append({"value": 0.01})
+        defaults["clip"] = dice.choice(clips)
     if often(0.2):
         defaults["ema"] = dice.choice([0.5, 0.9])
     if often(0.2):
@@ -336,6 +340,8 @@ def draw(seed: int) -> Case:
             ]
         )
         defaults["schedule_every"] = dice.choice(["batch", "epoch"])
+    if "state" in tags and defaults["interface"] == {"delayed": {"keep": "input"}}:
+        defaults["interface"] = "delayed"  # such a pass is not the same when it is computed again
     batches = replicas * dice.randint(1, 2) if replicas > 1 else dice.randint(2, 4)
     rest = dice.randint(2, case.batch - 1) if replicas == 1 and often(0.3) else 0
     samples = case.batch * batches + rest

@@ -438,7 +438,8 @@ def trained_plainly(case: Case, nets: ModuleType, layout: Layout) -> Trained:
             number += 1
             outputs = torch.cat([draws.forward(own, part, case) for part in _parts(case, x)])
             loss = loss_of(case, outputs, y)
-            loss.backward()
+            if loss.requires_grad:  # nothing is trained otherwise
+                loss.backward()
             trained.losses.append(float(loss.detach()))
             if case.replicas == 1:
                 trainer.batch()
@@ -512,7 +513,7 @@ class _Draws:
         if not self.running:
             return
         self.states[self.now] = torch.get_rng_state()
-        self.now += 1
+        self.now = min(self.now + 1, len(self.states) - 1)
         torch.set_rng_state(self.states[self.now])
 
     def forward(self, net: nn.Module, x: Tensor, case: Case) -> Tensor:
