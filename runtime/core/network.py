@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -41,11 +41,16 @@ def connect(
         graph.placeholder(f"x{one}") for one in range(1 + max(max(own, default=0) for own in data))
     ]
     outputs: list[fx.Node] = []
+    readers = Counter(one for own in sources for one, _ in own)
     for (name, layers), own, taken in zip(modules.items(), sources, data, strict=True):
         root.add_module(name, layers)
         values: tuple[Any, ...] = tuple(
             outputs[one] if which is None else graph.call_function(getitem, (outputs[one], which))
             for one, which in own
+        )
+        values = tuple(  # a layer may change its input in place
+            graph.call_method("clone", (value,)) if readers[one] > 1 else value
+            for value, (one, _) in zip(values, own, strict=True)
         )
         values += tuple(given[one] for one in taken)
         for layer, _ in layers.named_children():  # only the first layer has several inputs

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dni_runtime import load
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.export import METADATA, export_model
+from dni_runtime.core.layers import Add
 from dni_runtime.core.network import connect
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.sums import KEPT, GradientSum
@@ -289,3 +290,15 @@ def test_incomplete_sums_are_bounded() -> None:
         total.add(id, 0, g)
     assert total.add(1, 1, g) is None
     assert total.add(KEPT + 2, 1, g) is not None
+
+
+def test_a_layer_that_changes_its_input_changes_nobody_elses() -> None:
+    modules = {
+        "a": nn.Sequential(nn.Linear(2, 2)),
+        "b": nn.Sequential(nn.ReLU(inplace=True)),
+        "c": nn.Sequential(Add()),
+    }
+    network = connect(modules, [[], [(0, None)], [(1, None), (0, None)]], [[0], [], []])
+    x = torch.randn(4, 2)
+    h = modules["a"](x)
+    assert torch.equal(network(x), h.relu() + h)
