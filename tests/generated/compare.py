@@ -46,11 +46,19 @@ ROUNDS = 1000
 """After how many deliveries without end a batch is one that never ends."""
 
 
+_CUTS = {"severed", "extractor", "frozen", "codebook", "signs"}
 REASONS: dict[str, set[str]] = {
     "^by torch: ": set(),
     "'all-reduce' changes gradients of all rows": {"words-sparse", "bag-sparse"},
+    "replicas share numbers of 32 bits": {"doubled"},
     "does not keep its argument": {"encoder", "encoder-drops"},
-    "tied weights of .* the smallest training batch may have fewer": {"unequal batches"},
+    "tied weights of .* the smallest training batch": {"unequal batches", "micro-batches"},
+    "has no gradient for module": _CUTS,
+    "it decides by the value of a tensor": {"batch-norm-mean"},
+    "is in eval mode, and the others are not": {"still"},
+    "the memory of .* is that of .*, but its own in what workers build": {"again"},
+    "modules '.*' and '.*' share ": {"again"},
+    "which was made at run time": {"weight-norm-bare"},
     "can be cut in 0 places": set(),
 }
 """Why a case may be refused, and the elements (one of them) that are refused so."""
@@ -155,7 +163,10 @@ def _compared(case: Case, name: str, folder: Path) -> Outcome:
         chain = chain_of(case, nets, folder)
         found, layout = trained_chain(case, nets, chain.prepared, folder)
     except DniError as error:
-        return Outcome(case, "refused", str(error).replace(str(folder), ""), trace=_trace())
+        text = str(error).replace(str(folder), "")
+        if "changes a tensor in place" in text and _torch_refuses(case, name, folder):
+            text = f"by torch: {text}"
+        return Outcome(case, "refused", text, trace=_trace())
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, RuntimeError) and _torch_refuses(case, name, folder):

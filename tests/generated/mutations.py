@@ -2,7 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-MUTATIONS: dict[str, Callable[[], Any]] = {}
+import pytest
+from torch import Tensor
+
+from dni_runtime.core.losses import ChainLoss
+from dni_runtime.core.piece import Piece
+from dni_runtime.core.replication import Shared
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+def parts_by_samples() -> Any:
+    """A part of a batch counts by its samples, whatever the loss counts."""
+    return _replaced(ChainLoss, "shares", lambda self, y_BY, whole_BY: ())
+
+
+def buffers_once() -> Any:
+    """Replicas share the buffers that there were at the beginning, replaced or not."""
+    real = Shared._tensors.fget  # type: ignore[attr-defined]  # a property
+
+    def first(self: Shared) -> list[Tensor]:
+        found: list[Tensor] = self.__dict__.setdefault("first", real(self))
+        return found
+
+    return _replaced(Shared, "_tensors", property(first))
+
+
+def network_trains() -> Any:
+    """The network's own ``train`` is called in each piece, whatever that has of it."""
+    return _replaced(Piece, "train", super(Piece, Piece).train)
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "parts-by-samples": parts_by_samples,
+    "buffers-once": buffers_once,
+    "network-trains": network_trains,
+}
