@@ -19,7 +19,7 @@ from dni_runtime.core.interfaces import (
 )
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.optimization import Optimization, check_groups
+from dni_runtime.core.optimization import Optimization, check_groups, check_patterns, freeze
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.replication import find_strategy
 from dni_runtime.core.shapes import BATCH
@@ -139,12 +139,12 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
     _check_ties(chain, workers, micro_batches)
     layers = [build_module(worker, "meta") for worker in workers]
     _check_groups(chain, layers)
+    _check_freeze(chain, layers)
     learns: set[str] = set()
     for worker, own in zip(workers, layers, strict=True):
         at = ("modules", worker.index)
         trains = worker.interface is None or resolve_interface(worker.interface).timing.trains
-        if worker.freeze or not trains:
-            own.requires_grad_(False)
+        freeze(own, worker.freeze if trains else ("*",))
         try:
             Optimization(worker, own).try_schedules()
         except SpecError as error:
@@ -318,6 +318,15 @@ def _check_groups(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
             check_groups(module.groups, [own], ("modules", index, "groups"))
     if shared:
         check_groups(chain.defaults.groups or (), shared, ("defaults", "groups"))
+
+
+def _check_freeze(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
+    """Refuse a name or pattern of what is frozen that matches nothing."""
+    own = [(module.freeze, [one]) for module, one in zip(chain.modules, layers, strict=True)]
+    for index, (patterns, matched) in enumerate([*own, (chain.defaults.freeze, layers)]):
+        at = ("modules", index) if index < len(own) else ("defaults",)
+        for one in set(patterns or ()) - {"*"}:
+            check_patterns([one], matched, (*at, "freeze"))
 
 
 def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:

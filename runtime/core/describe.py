@@ -1,55 +1,268 @@
-"""Layers as a chain file names them, from modules that exist in this process."""
+"""Layers as a chain file names them, from modules that exist in this process.
+
+Workers build a module anew, by its classes and their arguments, and load its state dict. So it is
+built here once, and compared with the one that exists, as a whole: what the state dict does not
+bring along and the constructors do not make must not differ. Frozen parameters are named.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from dni_runtime.core.layers import LAYERS, build_layer
+from dni_runtime.core.layers import LAYERS, build_layers
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import LayerSpec
+from dni_runtime.spec.modules import patterns
 
 _ELSEWHERE = {"device", "dtype"}
 """Arguments that do not belong to what a layer computes."""
 
+_INTERNAL = frozenset(vars(nn.Module()))
 
-def layer_entry(layer: nn.Module, folder: Path) -> Any:
-    """Describe a layer by its class and the arguments that its constructor was given.
+_ANEW = "workers build it from its class and arguments, and load its state dict"
 
-    An argument is read from the attribute of its name, as ``torch.nn``'s layers keep them. What
-    comes out is built once and compared: same parameters, same ``repr``.
+
+class Described(NamedTuple):
+    """A module as a chain file has it.
+
+    Attributes:
+        layers: Its layers.
+        state: The tensors that it is to begin with, by their names there.
+        freeze: The names of its frozen parameters; True: all that its classes would train.
+    """
+
+    layers: list[Any]
+    state: dict[str, Tensor]
+    freeze: list[str] | bool
+
+
+def describe_modules(modules: Mapping[str, nn.Module], folder: Path) -> dict[str, Described]:
+    """Describe modules by their layers' classes and the arguments that these were given.
+
+    An argument is read from the attribute of its name, as ``torch.nn``'s layers keep them.
 
     Args:
-        layer: The layer.
+        modules: The modules by name.
         folder: Where the chain file will be, and import paths start.
 
-    Returns:
-        What ``chain.yaml`` has for it.
+    Raises:
+        SpecError: Arguments cannot be read, workers could not import a class, or what they would
+            build differs; or modules share weights, or some are in eval mode.
+    """
+    found, owners = dict[str, Described](), dict[int, str]()
+    modes = dict[bool, str]()
+    for name, module in modules.items():
+        for key, one in _tensors(module):
+            if is_lazy(one) or one.is_meta:
+                raise SpecError(
+                    f"{key!r} of module {name!r} has no values yet",
+                    hint="run a batch through it first"
+                    if is_lazy(one)
+                    else "load its weights on a device other than 'meta'",
+                )
+            trained = one.requires_grad or not isinstance(one, nn.Parameter)
+            if one.numel() and trained and owners.setdefault(one.data_ptr(), name) != name:
+                raise SpecError(
+                    f"modules {owners[one.data_ptr()]!r} and {name!r} share {key!r}, of which each "
+                    "worker would train a copy of its own",
+                    hint="put what shares it into one module, or cut the whole network by "
+                    "Chain.split, which ties weights across modules",
+                )
+        given = _numbered(module)
+        layers = [_layer_entry(layer, folder) for layer in given]
+        with torch.random.fork_rng(devices=[]):
+            built = build_layers([LayerSpec.model_validate(one) for one in layers])
+        _check_same(built, given)
+        found_modes = _modes(built, given)
+        if len(found_modes) == 1:  # else both fit
+            modes |= dict.fromkeys(found_modes, name)
+        if len(modes) > 1:
+            raise _in_eval_mode(f"module {modes[False]!r}", f"module {modes[True]!r} is not")
+        trains = {key for key, p in built.named_parameters() if p.requires_grad}
+        names = [
+            key for key, p in given.named_parameters() if not p.requires_grad and key in trains
+        ]
+        found[name] = Described(
+            layers, given.state_dict(), names if len(names) < len(trains) else bool(names)
+        )
+    return found
+
+
+def with_frozen(defaults: Mapping[str, Any], names: list[str] | bool) -> list[str] | bool:
+    """Return a ``freeze`` of these names, and of those of a chain's ``defaults``."""
+    both = [*patterns(defaults.get("freeze") or ()), *patterns(names)]
+    return both if "*" not in both else True
+
+
+def _numbered(module: nn.Module) -> nn.Sequential:
+    """Return a module as a list of layers, numbered as those of a chain file are."""
+    if type(module) is not nn.Sequential:
+        whole = nn.Sequential(module)
+        whole.training = module.training
+        return whole
+    whole = copy.copy(module)  # with its hooks
+    whole._modules = {
+        str(number): _numbered(one) if type(one) is nn.Sequential else one
+        for number, one in enumerate(module)
+    }
+    return whole
+
+
+def _layer_entry(layer: nn.Module, folder: Path) -> Any:
+    if type(layer) is nn.Sequential:
+        return {"Sequential": [_layer_entry(one, folder) for one in layer]}
+    cls = type(layer)
+    if LAYERS.get(cls.__name__) is cls:
+        args = _arguments(layer)
+        return {cls.__name__: args} if args else cls.__name__
+    path = import_path(cls, folder)
+    args = _arguments(layer)
+    return {"import": path} | ({"args": args} if args else {})
+
+
+def _check_same(built: nn.Module, given: nn.Module) -> None:
+    """Refuse what workers would build otherwise.
 
     Raises:
-        SpecError: Arguments cannot be read from it, or workers could not import its class.
+        SpecError: There is something.
     """
-    if type(layer) is nn.Sequential:
-        return {"Sequential": [layer_entry(one, folder) for one in layer]}
-    cls = type(layer)
-    args = _arguments(layer)
-    if LAYERS.get(cls.__name__) is cls:
-        entry: Any = {cls.__name__: args} if args else cls.__name__
-    else:
-        entry = {"import": import_path(cls, folder)} | ({"args": args} if args else {})
-    with torch.random.fork_rng(devices=[]):
-        built = build_layer(LayerSpec.model_validate(entry))
-    if repr(built) != repr(layer) or _shapes(built) != _shapes(layer):
+    ours, theirs = dict(_facts(built)), dict(_facts(given))
+    for place, what in theirs | ours:
+        one, other = theirs.get((place, what), _ABSENT), ours.get((place, what), _ABSENT)
+        if one == other:
+            continue
+        if what.startswith("."):  # forward may add attributes, and may have removed some
+            cls = type(given.get_submodule(place))
+            if one is _ABSENT or (other is _ABSENT and not hasattr(cls, what[1:])):
+                continue
+        shown = f"{what} of {place!r}" if place else f"{what} of the module"
         raise SpecError(
-            f"{cls.__name__} cannot be described by the arguments {args}: they build another layer",
-            hint="keep each argument of __init__ in an attribute of the same name",
+            f"{shown.lstrip('.')} is {_shown(one)}, but {_shown(other)} in what workers build",
+            hint=f"{_ANEW}: make it so in the __init__ of a class of your own, or by an argument "
+            "that is kept in an attribute of its name. If forward has changed it, describe a new "
+            "module with this one's state dict",
         )
-    return entry
+
+
+_ABSENT = "not there"
+
+
+def _facts(root: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield all of a module that a state dict does not bring along, in values that compare."""
+    names = dict[int, str]()
+    for name, tensor in _tensors(root):
+        if tensor.numel():
+            names.setdefault(tensor.data_ptr(), name)
+    kept = root.state_dict()
+    for path, module in root.named_modules(remove_duplicate=False):
+        cls = type(module)
+        yield (path, "the class"), f"{cls.__module__}.{cls.__qualname__}"
+        for name, value in vars(module).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                yield (path, name.strip("_")), [_plainly(one, names) for one in value.values()]
+            own = name not in _INTERNAL and not (
+                isinstance(value, Tensor) if _of_torch(cls) else name.startswith("_")
+            )
+            if own:
+                yield (path, f".{name}"), _plainly(value, names)
+    for name, tensor in _tensors(root):
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield (name, "the tensor"), f"a {kind} {dtype}{list(tensor.shape)}"
+        owner = names.get(tensor.data_ptr(), name)
+        yield (name, "the memory"), "its own" if owner == name else f"that of {owner!r}"
+        hooks = getattr(tensor, "_backward_hooks", None) or {}
+        yield (name, "hooks"), [_plainly(one, names) for one in hooks.values()]
+        if name not in kept:
+            yield (name, "the value"), _plainly(tensor, {})
+    for name, value in kept.items():
+        if not isinstance(value, Tensor):
+            yield (name, "extra state"), object()  # equals nothing: no file of weights holds it
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    both = [module.named_parameters, module.named_buffers]
+    return [pair for named in both for pair in named(remove_duplicate=False)]
+
+
+def _of_torch(cls: type) -> bool:
+    return cls.__module__.startswith("torch.")
+
+
+def _plainly(value: Any, names: Mapping[int, str]) -> Any:
+    """Return a value as one that equals that of another module if it means the same."""
+    match value:
+        case Tensor():
+            if name := names.get(value.data_ptr()):
+                return f"the tensor {name!r}"
+            flat = value.detach().cpu().contiguous().flatten()
+            return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        case list() | tuple():
+            return tuple(_plainly(one, names) for one in value)
+        case dict():
+            return {key: _plainly(one, names) for key, one in value.items()}
+        case float() if math.isnan(value):
+            return "nan"
+        case None | bool() | int() | float() | complex() | str() | bytes() | set() | frozenset():
+            return value
+        case torch.dtype() | Enum():
+            return value
+        case type() | FunctionType() | BuiltinFunctionType() | MethodType():
+            return f"{value.__module__}.{value.__qualname__}"
+        case functools.partial():
+            return _plainly((value.func, value.args, value.keywords), names)
+        case nn.Module():
+            return type(value).__qualname__, _plainly(value.state_dict(), names)
+        case SimpleNamespace():
+            return _plainly(vars(value), names)
+    if dataclasses.is_dataclass(value):
+        return type(value).__qualname__, _plainly(vars(value), names)
+    return f"a {type(value).__qualname__}"
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 100 and "\\x" not in text else "another value"
+
+
+def _modes(built: nn.Module, given: nn.Module) -> set[bool]:
+    """Return whether a module is in train mode, as its classes understand that; both may fit.
+
+    Raises:
+        SpecError: Neither is: some layers are in eval mode.
+    """
+    wanted = [module.training for module in given.modules()]
+    found = {True} if [module.training for module in built.modules()] == wanted else set[bool]()
+    for mode in (True, False):
+        if [module.training for module in built.train(mode).modules()] == wanted:
+            found.add(mode)
+    if not found:
+        off = [name for name, one in given.named_modules() if not one.training]
+        raise _in_eval_mode(repr(off[-1]), "the others are not")
+    return found
+
+
+def _in_eval_mode(what: str, others: str) -> SpecError:
+    return SpecError(
+        f"{what} is in eval mode, and {others}: a chain, as any loop that calls train(), trains "
+        "all in train mode",
+        hint="call train() on it; or, for layers that are always to be in eval mode, use a class "
+        "of your own: def train(self, mode=True): return super().train(False)",
+    )
 
 
 def import_path(cls: Callable[..., Any], folder: Path) -> str:
@@ -66,6 +279,13 @@ def import_path(cls: Callable[..., Any], folder: Path) -> str:
     hint = f"move it to a file in {str(folder)!r} and import it from there"
     if cls.__module__ == "__main__" or "<locals>" in name:
         raise SpecError(f"workers cannot import {cls.__qualname__!r}", hint=hint)
+    module = sys.modules.get(cls.__module__)
+    if module is not None and not hasattr(module, cls.__qualname__.partition(".")[0]):
+        raise SpecError(
+            f"workers cannot import {cls.__qualname__!r}, which was made at run time",
+            hint=f"{_ANEW}: do that, such as a parametrization, in the __init__ of a class of "
+            "your own",
+        )
     file = Path(inspect.getfile(cls)).resolve()
     if "site-packages" in file.parts or "dist-packages" in file.parts:
         return name
@@ -107,7 +327,3 @@ def _plain(value: Any, name: str) -> Any:
         f"{name} is a {type(value).__name__}: a chain file holds numbers, words and lists",
         hint="wrap the layer in a class of your own whose __init__ makes that object",
     )
-
-
-def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(one.shape) for name, one in layer.state_dict().items()}

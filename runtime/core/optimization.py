@@ -216,6 +216,19 @@ class Optimization:
                         schedule.step()  # OneCycleLR raises an error after its end
 
 
+def freeze(layers: nn.Module, patterns: Sequence[str]) -> None:
+    """Keep parameters as they are, beside those that their classes keep so."""
+    kinds = _kinds(layers)
+    for name, p in layers.named_parameters(remove_duplicate=False):
+        if _matches(patterns, name, kinds):
+            p.requires_grad_(False)
+
+
+def trained_parameters(layers: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters that are trained, by name."""
+    return ((name, p) for name, p in layers.named_parameters() if p.requires_grad)
+
+
 def _average(layers: nn.Module, decay: float) -> AveragedModel:
     """Return a copy of a module that follows its weights.
 
@@ -241,7 +254,7 @@ def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer
     Raises:
         SpecError: An optimizer cannot be made, or a group matches no parameter.
     """
-    left = {name: p for name, p in layers.named_parameters() if p.requires_grad}
+    left = dict(trained_parameters(layers))
     if not left:
         return {}
     kinds, sparse = _kinds(layers), sparse_parameters(layers)
@@ -249,7 +262,7 @@ def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer
     others: dict[str, Optimizer] = {}
     for number, group in enumerate(spec.groups):
         at: Location = ("groups", number)
-        taken = [name for name in left if _matches(group, name, kinds)]
+        taken = [name for name in left if _matches(group.parameters, name, kinds)]
         if not taken:
             continue
         params = [left.pop(name) for name in taken]
@@ -322,30 +335,34 @@ def check_groups(groups: Sequence[GroupSpec], layers: Sequence[nn.Module], at: L
         SpecError: There is one.
     """
     for number, group in enumerate(groups):
-        if not any(
-            _matches(group, name, kinds)
-            for one in layers
-            for kinds in [_kinds(one)]
-            for name, _ in one.named_parameters()
-        ):
-            names = [name for one in layers for name, _ in one.named_parameters()]
-            raise SpecError(
-                f"no parameter matches {', '.join(group.parameters)}",
-                location=(*at, number, "parameters"),
-                hint="kinds are norms, biases, embeddings, vectors and matrices; patterns match "
-                f"names such as {', '.join(names[:4])}",
-            )
+        check_patterns(group.parameters, layers, (*at, number, "parameters"))
 
 
-def _matches(group: GroupSpec, name: str, kinds: dict[str, set[str]]) -> bool:
-    return any(what in kinds[name] or fnmatchcase(name, what) for what in group.parameters)
+def check_patterns(patterns: Sequence[str], layers: Sequence[nn.Module], at: Location) -> None:
+    """Refuse patterns of which none matches a parameter of any module.
+
+    Raises:
+        SpecError: They are such.
+    """
+    kinds = [(name, of_one) for of_one in map(_kinds, layers) for name in of_one]
+    if not any(_matches(patterns, name, of_one) for name, of_one in kinds):
+        raise SpecError(
+            f"no parameter matches {', '.join(patterns)}",
+            location=at,
+            hint="kinds are norms, biases, embeddings, vectors and matrices; patterns match "
+            f"names such as {', '.join(name for name, _ in kinds[:4])}",
+        )
+
+
+def _matches(patterns: Sequence[str], name: str, kinds: dict[str, set[str]]) -> bool:
+    return any(what in kinds[name] or fnmatchcase(name, what) for what in patterns)
 
 
 def _kinds(layers: nn.Module) -> dict[str, set[str]]:
     """Return what each parameter is, in the words that a group may use."""
     kinds: dict[str, set[str]] = {}
-    for prefix, layer in layers.named_modules():
-        for name, p in layer.named_parameters(recurse=False):
+    for prefix, layer in layers.named_modules(remove_duplicate=False):
+        for name, p in layer.named_parameters(recurse=False, remove_duplicate=False):
             found = {"vectors" if p.dim() < 2 else "matrices" if p.dim() == 2 else "tensors"}
             if isinstance(layer, _NORMS):
                 found.add("norms")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from dni_runtime.core.checks import (
     check_labels,
     check_links,
@@ -26,6 +28,7 @@ from dni_runtime.core.interfaces import resolve_interface as find_interface
 from dni_runtime.core.layers import build_module
 from dni_runtime.core.losses import build_loss, class_axis, pairs, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
+from dni_runtime.core.optimization import freeze, trained_parameters
 from dni_runtime.core.replication import lr_scale, resolve_replication
 from dni_runtime.core.replication.checks import check_replicas, elastic_of
 from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
@@ -70,7 +73,10 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
     modules = list[ModuleSpec]()
     graph, unmoved = chain.graph, set[int]()  # modules with nothing trained in them or upstream
     for index, module in enumerate(chain.modules):
-        if chain.setting(index, "freeze") and unmoved.issuperset(graph.sources[index]):
+        freeze(
+            layers := nn.Sequential(*inferred[index].layers), chain.setting(index, "freeze") or ()
+        )
+        if not any(trained_parameters(layers)) and unmoved.issuperset(graph.sources[index]):
             unmoved.add(index)
         interface, optimizer = None, DEFAULT_OPTIMIZER
         if index < len(chain.modules) - 1:
@@ -100,7 +106,7 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
                 accumulate=chain.setting(index, "accumulate") or 1,
                 ema=chain.setting(index, "ema"),
                 init=chain.setting(index, "init"),
-                freeze=chain.setting(index, "freeze") or False,
+                freeze=chain.setting(index, "freeze") or (),
                 device=chain.setting(index, "device") or "cpu",
                 precision=chain.setting(index, "precision") or "float32",
                 cpus=chain.resources(index).cpus,
@@ -195,7 +201,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 clip=module.clip or ClipSpec(),
                 accumulate=module.accumulate or 1,
                 ema=module.ema,
-                freeze=bool(module.freeze),
+                freeze=module.freeze or (),
                 initial=module.init is not None,
                 loss=chosen,
                 seed=full.seed,

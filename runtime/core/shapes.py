@@ -28,10 +28,12 @@ class Inferred(NamedTuple):
     Attributes:
         outputs: One sample at each of its outputs.
         attends: Whether it has attention.
+        layers: Its layers, on the meta device.
     """
 
     outputs: tuple[TensorSpec, ...]
     attends: bool
+    layers: tuple[nn.Module, ...]
 
     @property
     def output(self) -> TensorSpec:
@@ -57,14 +59,15 @@ def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
         for source in graph.sources[index]:
             given += taken_of(chain, (source, index), modules[source].outputs)
         given += [info.samples[one] for one in data_of(chain, index, info)]
-        attends = False
+        attends, layers = False, tuple[nn.Module, ...]()
         for number, layer in enumerate(module.layers):
             at: Location = ("modules", index, "layers", number)
             found = _infer_layer(layer, given, at, first=number == 0 and index > 0)
             if len(found.outputs) > 1 and number < len(module.layers) - 1:
                 raise _several(layer, at, "only a module's last layer may return several")
             given, attends = list(found.outputs), attends | found.attends
-        modules.append(Inferred(tuple(given), attends))
+            layers += found.layers
+        modules.append(Inferred(tuple(given), attends, layers))
         if len(given) > 1 and index == len(chain.modules) - 1 and chain.losses is None:
             raise _several(module.layers[-1], at, "'losses' names a loss for each of them")
     for source, one in enumerate(modules):
@@ -194,7 +197,7 @@ def _infer_layer(
             hint="outputs of a module have one type; inputs of the data go to any module as "
             "'data.0', 'data.1' …",
         )
-    return Inferred(samples, attends)
+    return Inferred(samples, attends, (built,))
 
 
 def _run(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, bool]:

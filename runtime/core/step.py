@@ -24,7 +24,7 @@ from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build
 from dni_runtime.core.kept import Kept, KeptBatches
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import accuracy
-from dni_runtime.core.optimization import Optimization
+from dni_runtime.core.optimization import Optimization, freeze
 from dni_runtime.core.passes import ForwardPass, ForwardPasses
 from dni_runtime.core.recurrent import Recurrent
 from dni_runtime.core.replication import Shared
@@ -98,8 +98,8 @@ class ModuleStep(ModuleForward):
             self.loss = ChainLoss(spec.loss, spec.prediction, spec.label).to(self.device)
             self.random_state = state()
         self.interface = interface
-        if spec.freeze or (interface is not None and not interface.timing.trains):
-            self.layers.requires_grad_(False)
+        trains = interface is None or interface.timing.trains
+        freeze(self.layers, spec.freeze if trains else ("*",))
         self._signals = interface is not None and interface.timing.signals
         self._applies = interface is not None and interface.timing.applies
         predicts = interface is not None and interface.predicts

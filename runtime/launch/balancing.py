@@ -163,7 +163,7 @@ def _proposed(
         batch_size=chain.data.batch_size,
         loss=chain.loss,
         interfaces=tuple(chain.setting(number, "interface") for number in count),
-        frozen=tuple(bool(chain.setting(number, "freeze")) for number in count),
+        frozen=tuple(bool(module.freeze) for module in chain.modules),
         names=tuple(module.name for module in chain.modules),
         threads=chain.resources(0).cpus or 1,
     )

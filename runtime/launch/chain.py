@@ -60,7 +60,8 @@ class Chain:
         """Make a chain of modules that exist in this process, with the weights that they have.
 
         It is written to a chain file, beside a file of the weights: workers read these. A class of
-        your own has to be in a file beside them, because workers import it.
+        your own has to be in a file beside them, because workers import it. Parameters that are
+        frozen (``requires_grad_(False)``) stay so; what workers could not build is refused.
 
         Args:
             modules: The modules by name, head first. An ``nn.Sequential`` is a list of layers.
@@ -75,7 +76,7 @@ class Chain:
             UsageError: The file exists, and this method did not write it; or ``inputs`` names no
                 module.
         """
-        from dni_runtime.core.describe import import_path, layer_entry
+        from dni_runtime.core.describe import describe_modules, import_path, with_frozen
         from dni_runtime.core.export import separate
 
         path = Path(path)
@@ -88,11 +89,8 @@ class Chain:
             raise UsageError(f"'inputs' names {min(unknown)!r}, which is not one of the modules")
         if path.exists() and not path.read_text().startswith(_WRITTEN):
             raise UsageError(f"{str(path)!r} exists, and was not written by Chain.from_modules")
-        layers = {
-            name: list(module) if type(module) is nn.Sequential else [module]
-            for name, module in modules.items()
-        }
-        dataset = data.get("dataset")
+        described = describe_modules(modules, folder)
+        dataset, defaults = data.get("dataset"), settings.get("defaults", {})
         document = {
             "name": path.stem,
             **settings,
@@ -100,20 +98,21 @@ class Chain:
                 **data,
                 **({"dataset": import_path(dataset, folder)} if isinstance(dataset, type) else {}),
             },
-            "defaults": {"init": {"file": weights.name}, **settings.get("defaults", {})},
+            "defaults": {"init": {"file": weights.name}, **defaults},
             "modules": [
                 {
                     "name": name,
                     **({"inputs": names} if (names := given.get(name)) else {}),
-                    "layers": [layer_entry(layer, folder) for layer in inside],
+                    "layers": one.layers,
+                    **({"freeze": with_frozen(defaults, one.freeze)} if one.freeze else {}),
                 }
-                for name, inside in layers.items()
+                for name, one in described.items()
             ],
         }
         tensors = {
             f"{name}.{key}": value
-            for name, inside in layers.items()
-            for key, value in nn.Sequential(*inside).state_dict().items()
+            for name, one in described.items()
+            for key, value in one.state.items()
         }
         write_atomic(weights, save(separate(tensors)))
         write_atomic(path, _WRITTEN + yaml.safe_dump(document, sort_keys=False), mode=0o644)
@@ -160,14 +159,15 @@ class Chain:
             DataError: The data or the weights cannot be used.
             UsageError: The file exists, and neither this method nor 'dnictl split' wrote it.
         """
-        from dni_runtime.core.describe import import_path, layer_entry
+        from dni_runtime.core.describe import describe_modules, import_path
         from dni_runtime.launch.splitting import split_chain
 
         path = Path(path)
         folder, state = path.parent.absolute(), None
         if isinstance(network, nn.Module):
-            entry, state = layer_entry(network, folder), network
-            if "import" not in entry:
+            described, state = describe_modules({"network": network}, folder)["network"], network
+            entry = described.layers[0]
+            if len(described.layers) > 1 or "import" not in entry:
                 raise UsageError(f"{type(network).__name__} is a layer of torch, not a network")
             target, args = entry["import"], entry.get("args", {})
         else:

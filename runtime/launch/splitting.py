@@ -11,7 +11,9 @@ import yaml
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from dni_runtime.core.describe import with_frozen
 from dni_runtime.core.forward import as_inputs
+from dni_runtime.core.source import WRAPPED
 from dni_runtime.data import describe, open_data, with_defaults
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.prepare import Prepared, importing_from, prepare
@@ -110,6 +112,8 @@ def split_chain(
             load_weights(network, weights)
         if state is not None:
             network.load_state_dict(state.state_dict())
+            defaults = _freeze_as(network, state, settings.get("defaults", {}))
+            settings = {**settings, "defaults": defaults}
         parts = take_apart(spec, network, info, wanted, first_batch(data, base))
         file = write_chain(path, chain_name(target), spec, network, parts, settings)
     return Taken(prepare(path), parts, file)
@@ -123,6 +127,15 @@ def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
     """
     source = open_data(data.model_copy(update={"workers": 0}), base, seed=0)
     return as_inputs(next(source.train_batches(0))[0])
+
+
+def _freeze_as(network: nn.Module, state: nn.Module, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chain's defaults, with what is frozen in ``state`` and not by the class itself."""
+    names = []
+    for (name, own), p in zip(network.named_parameters(), state.parameters(), strict=True):
+        if own.requires_grad and not p.requires_grad:
+            names.append(f"0.{WRAPPED}{name}")
+    return {**defaults, **({"freeze": with_frozen(defaults, names)} if names else {})}
 
 
 def settings_of(path: Path) -> dict[str, Any]:

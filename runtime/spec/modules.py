@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Discriminator,
     Field,
     StringConstraints,
@@ -17,6 +18,20 @@ from dni_runtime.spec.machines import ResourcesSpec
 from dni_runtime.spec.named import TAG, Choice, Frozen, LayerSpec, Name
 
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|(cuda|rocm)(:\d{1,2})?)$")]
+
+
+def patterns(value: Any) -> Any:
+    """Return a ``freeze`` as names and patterns."""
+    if isinstance(value, bool):
+        return ("*",) if value else ()
+    return (value,) if isinstance(value, str) else value
+
+
+Patterns = Annotated[
+    tuple[str, ...],
+    BeforeValidator(patterns, json_schema_input_type=bool | str | tuple[str, ...]),
+]
+"""What a ``freeze`` matches: as ``GroupSpec.parameters``; ``true`` is all."""
 
 
 class ClipSpec(Frozen):
@@ -91,7 +106,8 @@ class ModuleDefaults(Frozen):
         accumulate: Batches per update of the weights.
         ema: Decay of an exponential moving average of the weights, which is evaluated and exported.
         init: Initial weights from a file.
-        freeze: Whether to keep the weights unchanged; gradients pass through.
+        freeze: Parameters that stay as they are, as ``GroupSpec.parameters``, or ``true``: all;
+            gradients pass through.
         device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
         precision: Type of the module's matrix products (``bfloat16``, ``float16``: torch.autocast).
         cpus: Compute threads of the worker; the same as ``resources.cpus``.
@@ -107,7 +123,7 @@ class ModuleDefaults(Frozen):
     accumulate: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     init: InitSpec | None = None
-    freeze: bool | None = None
+    freeze: Patterns | None = None
     device: Device | None = None
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = None

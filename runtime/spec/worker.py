@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from dni_runtime.spec.data import DataSpec
 from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, LaneSpec, TensorSpec
 from dni_runtime.spec.model import ChainSpec, LinksSpec, OnNan
-from dni_runtime.spec.modules import ClipSpec, GroupSpec
+from dni_runtime.spec.modules import ClipSpec, GroupSpec, Patterns
 from dni_runtime.spec.named import Choice, Frozen, LayerSpec, module_of
 from dni_runtime.spec.running import CheckpointSpec
 
@@ -150,7 +150,7 @@ class WorkerSpec(Frozen):
         clip: Gradient clipping.
         accumulate: Batches per update.
         ema: Decay of the average of the weights, or None.
-        freeze: Whether to keep the weights unchanged.
+        freeze: Parameters that stay as they are; see ``ModuleDefaults``.
         initial: Whether the run directory holds the module's initial weights.
         loss: The chain's loss; local gradient interfaces use it too.
         seed: The chain's seed.
@@ -203,7 +203,7 @@ class WorkerSpec(Frozen):
     clip: ClipSpec = ClipSpec()
     accumulate: int = 1
     ema: float | None = None
-    freeze: bool = False
+    freeze: Patterns = ()
     initial: bool = False
     loss: Choice
     seed: int
