@@ -229,6 +229,11 @@ class Plan:
                 )
                 for name in lent[number]
             )
+            if len(types := sorted({one.dtype for one in outputs})) > 1:
+                raise SpecError(
+                    f"{self._program.spec.target} cannot be cut after {names[number + 1]!r}: "
+                    f"values and tied weights of types {', '.join(types)} pass"
+                )
             attends = costs.attends(i, j)
             last = j == len(costs.segments)
             parts.append(

@@ -60,6 +60,7 @@ REASONS: dict[str, set[str]] = {
     "modules '.*' and '.*' share ": {"again"},
     "which was made at run time": {"weight-norm-bare"},
     "can be cut in 0 places": set(),
+    "tied weights of types float32, float64 pass": {"doubled"},
 }
 """Why a case may be refused, and the elements (one of them) that are refused so."""
 
