@@ -68,7 +68,10 @@ def recording() -> Iterator[None]:
         track_tensor_tree,
     )
 
-    plain = vars(torch.autograd.Function)["apply"].__func__
+    applied = vars(torch.autograd.Function)["apply"]  # Python's or C's, by the version of torch
+
+    def plain(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return applied.__get__(None, function)(*args, **kwargs)
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         proxy_mode = get_proxy_mode()
