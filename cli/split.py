@@ -30,8 +30,8 @@ def _names(text: str | None) -> tuple[str, ...]:
 @click.command()
 @click.argument("target", metavar="PACKAGE.MODULE:NAME")
 @click.option("--args", "args", metavar="YAML", help="Keyword arguments of NAME.")
-@click.option("--data", metavar="YAML", required=True,
-              help="The data set's name, or the chain's 'data'.")  # fmt: skip
+@click.option("--data", metavar="YAML",
+              help="The data set's name, or keys of the chain's 'data'.")  # fmt: skip
 @click.option("--modules", "-n", type=click.IntRange(1, 1024), default=2, show_default=True,
               help="Number of modules.")  # fmt: skip
 @click.option("--at", metavar="NAMES", help="Cut after these modules of the network instead.")
@@ -41,12 +41,13 @@ def _names(text: str | None) -> tuple[str, ...]:
               help="Links between them: of 1 GB/s, or of 100 Mbit/s.")  # fmt: skip
 @click.option("--takes", metavar="NAMES",
               help="Arguments of forward for the data's inputs, in their order.")  # fmt: skip
-@click.option("--returns", metavar="KEY", help="What to take of forward's result, as logits.")
+@click.option("--returns", metavar="PATH",
+              help="What to take of forward's result: logits, 0, outputs.0.logits.")  # fmt: skip
 @click.option("--weights", type=click.Path(path_type=Path), metavar="FILE",
               help="State dict to start from (.safetensors or torch.save).")  # fmt: skip
 @click.option("--interface", metavar="YAML", help="Gradient interface of all modules.")
 @click.option("--settings", type=click.Path(path_type=Path, exists=True), metavar="FILE",
-              help="Chain file whose other settings are taken.")  # fmt: skip
+              help="Chain file whose settings are taken where none are given here.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path), default=Path("chain.yaml"),
               show_default=True, metavar="PATH", help="The chain file.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace any chain file.")
@@ -67,7 +68,11 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
 
     given = options.pop("settings")
     settings = settings_of(given) if given is not None else {}
-    settings["data"] = _data(options.pop("data"))
+    data, own = options.pop("data"), settings.get("data")
+    if data is None and own is None:
+        raise UsageError("no data is named", hint="--data mnist, or a 'data' in --settings FILE")
+    if data is not None:
+        settings["data"] = {**(own if isinstance(own, dict) else {}), **_data(data)}
     args = options.pop("args")
     taken = split_chain(
         target,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class NetworkSpec(BaseModel):
         args: Its keyword arguments.
         example: One sample of each input of the data, as ``float32[3, 32, 32]``.
         takes: Names of the arguments of ``forward`` that get them; by default its first ones.
-        returns: Key or attribute of what ``forward`` returns, if that is no tensor.
+        returns: Where the tensor is in what ``forward`` returns, if that is none: keys, indices and
+            attributes, as ``0`` or ``outputs.0.logits``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +42,11 @@ class NetworkSpec(BaseModel):
     @classmethod
     def _written(cls, value: Any) -> Any:
         return [read_tensor(one) if isinstance(one, str) else one for one in value]
+
+    @field_validator("returns", mode="before", json_schema_input_type=str | int | None)
+    @classmethod
+    def _index(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
 
     def to_yaml(self) -> dict[str, Any]:
         """Return it as a chain file has it."""
@@ -81,11 +88,57 @@ class Wrapped(nn.Module):
             y = self.network(**dict(zip(self._takes, xs, strict=True)))
         else:
             y = self.network(*xs)
-        if self._returns is not None:
-            y = y[self._returns] if isinstance(y, Mapping) else getattr(y, self._returns)
-        if not isinstance(y, Tensor):
-            raise TypeError(f"forward returns {type(y).__name__}: name a tensor by 'returns'")
-        return y
+        if isinstance(y, Tensor):
+            return y  # in one of the two modes, perhaps
+        found = None if self._returns is None else _tensor_at(y, self._returns.split("."))
+        if found is None:
+            places = sorted(_places(y, (), set()), key=len)
+            names = ", ".join(repr(".".join(one)) for one in places[:8])
+            raise SpecError(
+                f"forward returns {type(y).__name__} in {'train' if self.training else 'eval'} mode"
+                + ("" if self._returns is None else f", without a tensor {self._returns!r}"),
+                hint=f"name one by 'returns' (--returns): {names}{' …' if places[8:] else ''}"
+                if places
+                else "there is no tensor in it",
+            )
+        return found
+
+
+def _tensor_at(y: Any, path: Sequence[str]) -> Tensor | None:
+    """Return the tensor at a path in what 'forward' returns; a key may have dots."""
+    if isinstance(y, Tensor) or not path:
+        return y if isinstance(y, Tensor) and not path else None
+    for end in range(1, len(path) + 1):
+        for one in _inside(y, ".".join(path[:end])):
+            if (found := _tensor_at(one, path[end:])) is not None:
+                return found
+    return None
+
+
+def _inside(y: Any, name: str) -> Iterator[Any]:
+    for key in (name, int(name)) if re.fullmatch(r"-?[0-9]+", name) else (name,):
+        with contextlib.suppress(LookupError, TypeError):
+            yield y[key]
+    yield getattr(y, name, None)
+
+
+def _places(y: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the tensors in what 'forward' returns."""
+    if isinstance(y, Tensor):
+        yield path
+    if isinstance(y, Tensor | str | bytes) or id(y) in seen:
+        return
+    seen.add(id(y))
+    items: Any
+    if isinstance(y, Mapping):
+        items = y.items()
+    elif isinstance(y, Sequence):
+        items = zip(getattr(y, "_fields", range(len(y))), y, strict=True)
+    else:
+        names = [*getattr(y, "__dataclass_fields__", ()), *getattr(y, "__dict__", ())]
+        items = [(one, getattr(y, one, None)) for one in names if not one.startswith("_")]
+    for name, one in dict(items).items():
+        yield from _places(one, (*path, str(name)), seen)
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:

@@ -146,7 +146,8 @@ def _export(spec: NetworkSpec, wrapped: _Traced, example: tuple[Tensor, ...]) ->
     except Exception as error:
         at, line = guilty_line(error)
         if isinstance(error, SpecError):
-            raise SpecError(f"{spec.target}{at}: {error.message}", hint=line or None) from error
+            hint = error.hint or line or None
+            raise SpecError(f"{spec.target}{at}: {error.message}", hint=hint) from error
         raise SpecError(
             f"{spec.target} cannot be traced{at}: {_reason(error)}",
             hint=(f"{line}\n  " if line else "")

@@ -131,7 +131,7 @@ class Chain:
         balance: Balance = "time",
         links: str = "fast",
         takes: Sequence[str] = (),
-        returns: str | None = None,
+        returns: str | int | None = None,
         weights: Path | str | None = None,
         **settings: Any,
     ) -> Chain:
@@ -150,7 +150,7 @@ class Chain:
             balance: What is to be equal among the modules: ``time``, ``memory`` or ``both``.
             links: ``fast`` (1 GB/s) or ``slow`` (100 Mbit/s).
             takes: Arguments of ``forward`` for the data's inputs; by default its first ones.
-            returns: What to take of forward's result, such as ``logits``.
+            returns: What to take of forward's result: ``logits``, 0, ``outputs.0.logits``.
             weights: A state dict to start from (safetensors, or a file of ``torch.save``).
             settings: The chain's other keys: ``epochs``, ``loss``, ``defaults``, ...
 

@@ -53,7 +53,7 @@ def split_chain(
     balance: Balance = "time",
     links: str = "fast",
     takes: Sequence[str] = (),
-    returns: str | None = None,
+    returns: str | int | None = None,
     weights: Path | None = None,
     state: nn.Module | None = None,
     interface: str | None = None,
@@ -71,7 +71,7 @@ def split_chain(
         balance: What is to be equal among the modules: time, memory, or both.
         links: ``fast`` or ``slow``.
         takes: Arguments of ``forward`` for the data's inputs; by default its first ones.
-        returns: Key or attribute of what ``forward`` returns.
+        returns: Where the tensor is in what ``forward`` returns: ``0``, ``logits``.
         weights: A state dict to start from; by default the weights that the function gives.
         state: Instead, a network that has them.
         interface: The gradient interface of all modules, as in a chain file.
@@ -115,7 +115,8 @@ def split_chain(
             defaults = _freeze_as(network, state, settings.get("defaults", {}))
             settings = {**settings, "defaults": defaults}
         parts = take_apart(spec, network, info, wanted, first_batch(data, base))
-        file = write_chain(path, chain_name(target), spec, network, parts, settings)
+        name = settings.get("name") or chain_name(target)
+        file = write_chain(path, name, spec, network, parts, settings)
     return Taken(prepare(path), parts, file)
 
 

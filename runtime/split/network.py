@@ -159,7 +159,7 @@ def network_of(
     *,
     args: Mapping[str, Any],
     takes: Sequence[str] = (),
-    returns: str | None = None,
+    returns: str | int | None = None,
 ) -> tuple[NetworkSpec, nn.Module]:
     """Build a network for some data.
 

@@ -21,6 +21,10 @@ from dni_runtime.errors import SpecError
 from dni_runtime.spec import TensorSpec
 
 SOURCE = '''\
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -123,6 +127,55 @@ class Fails(nn.Module):
     def __init__(self, size):
         super().__init__()
         raise RuntimeError(f"no size {size}")
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    aux: torch.Tensor
+
+
+@dataclass(slots=True)
+class Both:
+    logits: torch.Tensor
+    aux: torch.Tensor
+
+
+class Output(OrderedDict):
+    """As transformers has it: items, attributes, and indices."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__.update(items)
+
+    def __getitem__(self, key):
+        return tuple(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+FORMS = {
+    "tuple": lambda y, aux, train: (y, aux),
+    "list": lambda y, aux, train: [aux, y],
+    "keys": lambda y, aux, train: {"head": {"b": aux}, "head.a": y, 3: y},
+    "pair": lambda y, aux, train: Pair(y, aux),
+    "both": lambda y, aux, train: Both(y, aux),
+    "output": lambda y, aux, train: Output(logits=y, hidden=(aux, aux)),
+    "nested": lambda y, aux, train: {"aux": aux, "outputs": [Both([y, aux], aux), "words"]},
+    "train": lambda y, aux, train: Pair(y, aux) if train else y,
+    "eval": lambda y, aux, train: y if train else (aux, y),
+    "many": lambda y, aux, train: {"all": [y] * 8, "last": aux},
+    "none": lambda y, aux, train: None,
+}
+
+
+class Gives(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.first, self.last, self.form = nn.Linear(2, 4), nn.Linear(4, 3), form
+        self.aux = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        aux = self.aux(h)
+        return FORMS[self.form](self.last(h), aux, self.training)
 
 
 def number():
@@ -276,6 +329,78 @@ def test_a_network_may_have_a_train_of_its_own() -> None:
             one.train(mode)
         assert [one.training for one in pieces] == [mode] * 3
         assert torch.equal(run(spec, pieces, cuts, x), whole(x))
+
+
+@pytest.mark.parametrize(
+    ("form", "returns"),
+    [
+        ("tuple", 0),
+        ("list", "-1"),
+        ("keys", "head.a"),
+        ("keys", 3),
+        ("pair", "logits"),
+        ("pair", "0"),
+        ("both", "logits"),
+        ("output", "logits"),
+        ("output", 0),
+        ("nested", "outputs.0.logits.0"),
+        ("train", 0),
+        ("train", "logits"),
+        ("eval", "1"),
+    ],
+)
+def test_one_of_several_outputs(form: str, returns: str | int) -> None:
+    spec = network("Gives", "float32[2]", args={"form": form}, returns=returns)
+    assert NetworkSpec.model_validate(spec.to_yaml()) == spec
+    cuts, x = ("first",), torch.randn(4, 2)
+    pieces = build(spec, cuts)
+    torch.manual_seed(0)
+    plain: Any = build_network(spec)
+    for mode in (True, False):
+        for one in (plain, *pieces):
+            one.train(mode).zero_grad()
+        h = plain.first(x).tanh()
+        expected, found = plain.last(h), run(spec, pieces, cuts, x)
+        plain.aux(h)  # whose statistics are the network's, too
+        assert torch.equal(found, expected)
+        assert torch.equal(Wrapped(plain, spec).train(False)(x), expected) or mode
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        state = plain.state_dict()
+        for piece in pieces:
+            for name, value in piece.network.state_dict().items():
+                assert torch.equal(value, state[name]), name
+            for name, p in piece.network.named_parameters():
+                wanted = plain.get_parameter(name).grad
+                assert (p.grad is None) == (wanted is None), name
+                assert p.grad is None or torch.equal(p.grad, wanted), name
+
+
+@pytest.mark.parametrize(
+    ("form", "returns", "message", "hint"),
+    [
+        ("tuple", None, "returns tuple in train mode", "'0', '1'"),
+        ("train", None, "returns Pair in train mode", "'logits', 'aux'"),
+        ("eval", None, "returns tuple in eval mode", "'0', '1'"),
+        ("eval", 2, "returns tuple in eval mode, without a tensor '2'", "'0', '1'"),
+        ("both", "logit", "Both in train mode, without a tensor 'logit'", "'logits', 'aux'"),
+        ("keys", "head", "without a tensor 'head'", "'head.a', '3', 'head.b'"),
+        ("nested", "outputs.1", "without a tensor 'outputs.1'",
+         "'aux', 'outputs.0.aux', 'outputs.0.logits.0', 'outputs.0.logits.1'"),
+        ("many", "all", "without a tensor 'all'",
+         "'last', " + ", ".join(f"'all.{number}'" for number in range(7)) + " …"),
+        ("none", None, "returns NoneType in train mode", None),
+    ],
+)  # fmt: skip
+def test_outputs_that_are_no_tensor_are_listed(
+    form: str, returns: str | int | None, message: str, hint: str | None
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        trace(network("Gives", "float32[2]", args={"form": form}, returns=returns))
+    assert caught.value.message.startswith("piecewise:Gives: forward returns ")
+    assert caught.value.message.endswith(message)
+    expected = "there is no tensor in it" if hint is None else f"(--returns): {hint}"
+    assert (caught.value.hint or "").endswith(expected)
 
 
 def test_cuts_have_names() -> None:

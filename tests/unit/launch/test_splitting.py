@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -187,7 +188,9 @@ def test_from_python(folder: Path) -> None:
     assert chain.modules == ["part-1", "part-2"]
     found = load_file("chain.safetensors")
     assert torch.equal(found["first.weight"], model.first.weight)
-    assert Chain.split(words.Model, data=SETTINGS["data"], modules=2).modules == chain.modules
+    again = Chain.split(words.Model, data=SETTINGS["data"], modules=2, returns=0)
+    assert again.modules == chain.modules
+    assert "returns: '0'\n" in Path("chain.yaml").read_text()
     with pytest.raises(UsageError, match="is a layer of torch"):
         Chain.split(nn.Linear(2, 2), data=SETTINGS["data"])
 
@@ -209,3 +212,22 @@ def test_the_commands(folder: Path) -> None:
         assert done.exit_code == 0, done.output
         assert expected in done.output
         assert "part-2" in done.output
+
+
+def test_the_settings_of_a_chain_file(folder: Path) -> None:
+    given = {"name": "mine", "epochs": 3, "data": {**SETTINGS["data"], "batch_size": 16}}
+    Path("given.yaml").write_text(yaml.safe_dump(given))
+    runner, argv = CliRunner(), ["split", "words:Model", "--at", "first"]
+    done = runner.invoke(cli, [*argv, "--settings", "given.yaml"])
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load(Path("chain.yaml").read_text())
+    assert {key: found[key] for key in given} == given
+    options = ["--settings", "given.yaml", "--data", "{batch_size: 8}", "--returns", "0"]
+    done = runner.invoke(cli, [*argv, *options])
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load(Path("chain.yaml").read_text())
+    assert found["data"] == SETTINGS["data"]
+    assert found["network"]["returns"] == "0"
+    done = runner.invoke(cli, argv)
+    assert isinstance(done.exception, UsageError)
+    assert "no data is named" in str(done.exception)
