@@ -7,17 +7,17 @@ from typing import Any
 
 import click
 
-from dni_runtime.errors import UsageError
+from dni_runtime.errors import SpecError, UsageError
 from dnictl.options import json_option, print_json
 
 
 def _mapping(text: str, option: str) -> dict[str, Any]:
-    import yaml
+    from dni_runtime.spec.load import parse_yaml
 
     try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{option} {text!r} is not YAML: {error}") from None
+        found = parse_yaml(text, option)[0]
+    except SpecError as error:
+        raise UsageError(f"{option} {text!r}: {error.message}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{option} {text!r} is not a mapping", hint=f"{option} '{{key: value}}'")
     return found

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dni_runtime.core.source import NetworkSpec, build_network
 from dni_runtime.data import describe, with_defaults
 from dni_runtime.documents.reports import Report
@@ -18,7 +16,7 @@ from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.records import Record
 from dni_runtime.rundir import RunDir, write_atomic
 from dni_runtime.spec import ChainSpec
-from dni_runtime.spec.load import load_chain, naming_file, parse_chain
+from dni_runtime.spec.load import load_chain, naming_file, parse_chain, parse_yaml
 from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.split.balance import SLACK, Balance
 from dni_runtime.split.chainfile import HEADER, chain_text
@@ -171,7 +169,7 @@ def _proposed(
         info = describe(with_defaults(chain.data.of_replica(1)), base)
         spec = NetworkSpec.model_validate(pieces[0].args["network"])
         recut = cut_again(spec, build_network(spec).train(), info, wanted, measured)
-    document: dict[str, Any] = yaml.safe_load(text)
+    document: dict[str, Any] = parse_yaml(text, str(path))[0]
     modules = document.pop("modules")
     document.pop("network", None)
     return Proposal(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from dni_runtime.data import describe, open_data, with_defaults
 from dni_runtime.errors import SpecError, UsageError
 from dni_runtime.launch.prepare import Prepared, importing_from, prepare
 from dni_runtime.spec import Choice, DataSpec
-from dni_runtime.spec.load import explain_details, parse_choice
+from dni_runtime.spec.load import explain_details, parse_choice, parse_yaml
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.chainfile import HEADER, write_chain
 from dni_runtime.split.network import chain_name, network_of, take_apart
@@ -146,8 +145,8 @@ def settings_of(path: Path) -> dict[str, Any]:
         SpecError: It is no chain file.
     """
     try:
-        document = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        document = parse_yaml(path.read_text("utf-8"), str(path))[0]
+    except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{str(path)!r} cannot be read: {error}") from None
     if not isinstance(document, dict):
         raise SpecError(f"{str(path)!r} is not a chain file")

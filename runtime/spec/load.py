@@ -22,12 +22,45 @@ from dni_runtime.spec.running import ReplicationSpec
 
 Location = tuple[str | int, ...]
 
+_MAX_NODES = 100_000
+_MAX_DEPTH = 100
 
-class Loader(yaml.SafeLoader):
+
+class _Loader(yaml.SafeLoader):
     """Safe YAML with the scalars of YAML 1.2 (``1e-3`` is a number, ``off`` is a word)."""
 
+    _nodes = _depth = 0
 
-Loader.yaml_implicit_resolvers = {
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node, unless there are too many or it lies too deep."""
+        self._nodes += 1
+        self._depth += 1
+        if (problem := _excess(self._nodes, self._depth)) is not None:
+            raise yaml.composer.ComposerError(None, None, problem, self.get_mark())
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct what a node stands for; whatever fails names the node's line."""
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # ValueError: too many digits; more if a tag is not its text's
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"this cannot be read as {kind}: {error}", node.start_mark
+            ) from None
+
+
+def _excess(nodes: int, depth: int) -> str | None:
+    if depth > _MAX_DEPTH:
+        return f"nested deeper than {_MAX_DEPTH} levels"
+    return f"more than {_MAX_NODES:,} values" if nodes > _MAX_NODES else None
+
+
+_Loader.yaml_implicit_resolvers = {
     first: [
         pair
         for pair in pairs
@@ -36,16 +69,20 @@ Loader.yaml_implicit_resolvers = {
     ]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver(  # YAML 1.2.2, section 10.3.2, core schema
+_Loader.add_implicit_resolver(  # YAML 1.2.2, section 10.3.2, core schema
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
-Loader.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")
 )
-Loader.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"),
     list("-+0123456789."),
+)
+_Loader.add_constructor(  # without the other bases, whose numbers may be too long to be printed
+    "tag:yaml.org,2002:int",
+    lambda loader, node: int(str(node.value).replace("_", "")),
 )
 
 
@@ -77,7 +114,9 @@ def load_chain(path: str | Path) -> ChainSpec:
 
 def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
     """Check a chain specification given as YAML text; see :func:`load_chain`."""
-    document, lines = _parse_yaml(text, file)
+    document, lines = parse_yaml(text, file)
+    if document is None:
+        raise SpecError("the file is empty", file=file, hint="see 'dnictl init'")
     if not isinstance(document, dict):
         raise SpecError(
             "a chain is a mapping with 'name' and 'modules'", file=file, line=lines.get(())
@@ -85,7 +124,7 @@ def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
     try:
         return ChainSpec.model_validate(document)
     except ValidationError as error:
-        raise _explain(error, lines, file) from None
+        raise explained(error, ChainSpec, lines, file) from None
 
 
 def parse_choice(text: str) -> Choice:
@@ -95,7 +134,7 @@ def parse_choice(text: str) -> Choice:
         SpecError: The text is not a name with keywords.
     """
     try:
-        return Choice.model_validate(_parse_yaml(text, text)[0])
+        return Choice.model_validate(parse_yaml(text, text)[0])
     except ValidationError:
         raise SpecError(f"{text!r} is not a name with keywords") from None
 
@@ -107,14 +146,14 @@ def parse_replication(text: str) -> ReplicationSpec:
         SpecError: The text is something else.
     """
     try:
-        return ReplicationSpec.model_validate(_parse_yaml(f"{{strategy: {text}}}", text)[0])
+        return ReplicationSpec.model_validate(parse_yaml(f"{{strategy: {text}}}", text)[0])
     except ValidationError:
         raise SpecError(f"{text!r} is not a strategy of replicas") from None
 
 
 def line_of(text: str, location: Location) -> int | None:
     """Return the one-based line of ``location`` (keys and indices) in a YAML text."""
-    return _nearest(_parse_yaml(text, "chain.yaml")[1], location)
+    return _nearest(parse_yaml(text, "chain.yaml")[1], location)
 
 
 @contextmanager
@@ -224,14 +263,27 @@ def import_paths(node: object) -> Iterator[str]:
             yield from import_paths(item)
 
 
-def _parse_yaml(text: str, file: str) -> tuple[Any, dict[Location, int]]:
-    loader = Loader(text)
+def parse_yaml(text: str, file: str) -> tuple[Any, dict[Location, int]]:
+    """Parse a YAML document that may come from elsewhere.
+
+    Returns:
+        The document, None if there is none; and the line of each location in it.
+
+    Raises:
+        SpecError: It is not YAML, is too large, or has a key twice.
+    """
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"the character U+{error.character:04X} is not allowed"
+        raise SpecError(f"not valid YAML: {problem}", file=file, line=line) from None
     try:
         root = loader.get_single_node()
         if root is None:
-            raise SpecError("the file is empty", file=file, hint="see 'dnictl init'")
+            return None, {}
         lines: dict[Location, int] = {}
-        _index(root, (), lines, file)
+        _index(root, (), lines)
         return loader.construct_document(root), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -240,31 +292,36 @@ def _parse_yaml(text: str, file: str) -> tuple[Any, dict[Location, int]]:
             file=file,
             line=mark.line + 1 if mark else None,
         ) from None
-    except yaml.YAMLError as error:
-        raise SpecError(f"not valid YAML: {error}", file=file) from None
+    except (ValueError, ArithmeticError) as error:  # of the scanner: numbers in what it reads
+        raise SpecError(f"not valid YAML: {error}", file=file, line=loader.line + 1) from None
+    except SpecError as error:
+        error.file = file
+        raise
     finally:
         loader.dispose()
 
 
-def _index(node: yaml.Node, at: Location, lines: dict[Location, int], file: str) -> None:
-    lines.setdefault(at, node.start_mark.line + 1)
+def _index(node: yaml.Node, at: Location, lines: dict[Location, int]) -> None:
+    """Note the line of each location below a node; an alias counts as what it stands for."""
+    line = node.start_mark.line + 1
+    lines.setdefault(at, line)
+    if (problem := _excess(len(lines), len(at) + 1)) is not None:
+        raise SpecError(f"not valid YAML: {problem}, with what aliases stand for", line=line)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
-            name = str(getattr(key, "value", key))
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise SpecError("not valid YAML: a key is a word or a number", line=line)
+            name = key.value
             if name in seen:
-                raise SpecError(
-                    f"duplicate key {name!r}",
-                    file=file,
-                    line=key.start_mark.line + 1,
-                    location=(*at, name),
-                )
+                raise SpecError(f"duplicate key {name!r}", line=line, location=(*at, name))
             seen.add(name)
-            lines[(*at, name)] = key.start_mark.line + 1
-            _index(value, (*at, name), lines, file)
+            lines[(*at, name)] = line
+            _index(value, (*at, name), lines)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
-            _index(value, (*at, number), lines, file)
+            _index(value, (*at, number), lines)
 
 
 def _nearest(lines: dict[Location, int], location: Location) -> int | None:
@@ -273,8 +330,11 @@ def _nearest(lines: dict[Location, int], location: Location) -> int | None:
     return lines.get(location)
 
 
-def _explain(error: ValidationError, lines: dict[Location, int], file: str) -> SpecError:
-    location, message, hint = explain_details(error, ChainSpec)
+def explained(
+    error: ValidationError, model: type[BaseModel], lines: dict[Location, int], file: str
+) -> SpecError:
+    """Return what a pydantic model says of a document, with the file and the line."""
+    location, message, hint = explain_details(error, model)
     return SpecError(
         message, file=file, line=_nearest(lines, location), location=location, hint=hint
     )

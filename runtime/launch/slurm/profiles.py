@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from dni_runtime.errors import SpecError, UsageError
-from dni_runtime.spec.load import Loader, explain_details, suggestion
+from dni_runtime.spec.load import explained, parse_yaml, suggestion
 from dni_runtime.spec.profile import ProfileSpec
 
 
@@ -59,12 +58,8 @@ def parse_profile(text: str, *, file: str) -> ProfileSpec:
     Raises:
         SpecError: It is invalid.
     """
-    try:
-        document = yaml.load(text, Loader)  # it is a safe one
-    except yaml.YAMLError as error:
-        raise SpecError(f"not valid YAML: {error}", file=file) from None
+    document, lines = parse_yaml(text, file)
     try:
         return ProfileSpec.model_validate({} if document is None else document)
     except ValidationError as error:
-        location, message, hint = explain_details(error, ProfileSpec)
-        raise SpecError(message, file=file, location=location, hint=hint) from None
+        raise explained(error, ProfileSpec, lines, file) from None

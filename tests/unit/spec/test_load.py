@@ -1,11 +1,16 @@
 """Reading chain.yaml: what is accepted, and errors that say where."""
 
+import re
+import time
 from pathlib import Path
 
 import pytest
 
 from dni_runtime.errors import SpecError
+from dni_runtime.launch.slurm.profiles import parse_profile
+from dni_runtime.launch.splitting import settings_of
 from dni_runtime.spec import ChainSpec, load_chain, parse_chain, source_files
+from dni_runtime.spec.load import parse_yaml
 
 CHAIN = """\
 name: mlp
@@ -118,3 +123,63 @@ def test_what_sources_import_is_found(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     found = source_files(parse_chain(CHAIN + "sources: [table]\n"), tmp_path)
     assert sorted(found) == sorted(set(files) - {"unused.py"})
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+DEEP = "a: &a " + "[" * 60 + "]" * 60 + "\nb: " + "[" * 60 + "*a" + "]" * 60
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "words"),
+    [
+        (BOMB, 12, "more than 100,000 values"),
+        ("a: &a [x]\n? *a\n: 1", 12, "a key is a word"),
+        ("a: &a {k: [1]}\nb: &b {<<: *b}\n", 13, "deeper than 100 levels"),
+        ("a: &a [*a, *a]\n", 12, "deeper than 100 levels"),
+        (DEEP, 12, "deeper than 100 levels, with what aliases stand for"),
+        ("a: 1\nb: " + "[" * 20_000, 13, "deeper than 100 levels"),
+        ("a: 1\nepochs: " + "9" * 5000, 13, "cannot be read as int: Exceeds the limit"),
+        ("a: 1\n? " + "9" * 5000 + "\n: 1", 13, "cannot be read as int: Exceeds the limit"),
+        ("a: 1\nepochs: !!int 0x" + "f" * 5000, 13, "cannot be read as int"),
+        ("a: 1\nepochs: !!int many", 13, "cannot be read as int"),
+        ("a: 1\nepochs: !!bool maybe", 13, "cannot be read as bool"),
+        ("a: 1\nepochs: !!timestamp now", 13, "cannot be read as timestamp"),
+        ('a: 1\nb: "\\U00110000"', 13, "not in range"),
+        ('a: 1\nb: "\\UFFFFFFFF"', 13, "not valid YAML"),
+        ("a: 1\nb: \0", 13, "U+0000 is not allowed"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else str(value),
+)
+def test_documents_of_others_are_bounded(more: str, line: int, words: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(SpecError, match=re.escape(words)) as caught:
+        parse_chain(CHAIN + more, file="theirs.yaml")
+    assert time.monotonic() - began < 60
+    assert (caught.value.file, caught.value.line) == ("theirs.yaml", line)
+
+
+def test_values_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dni_runtime.spec.load._MAX_NODES", 1000)
+    with pytest.raises(SpecError, match=r"theirs.yaml:13: not valid YAML: more than 1,000 values$"):
+        parse_yaml("\n" * 11 + "a: [" + "x, " * 900 + "]\nb: [" + "x, " * 200, "theirs.yaml")
+
+
+def test_aliases_are_allowed() -> None:
+    text = CHAIN.replace("layers:\n", "layers: &same\n").partition("    layers: [{")[0]
+    chain = parse_chain(text + "    layers: *same\n")
+    assert chain.modules[0].layers == chain.modules[1].layers
+
+
+def test_all_yaml_is_read_by_the_same_rules(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("name: x\n" + BOMB)
+    with pytest.raises(SpecError, match=r"theirs.yaml:2: .*more than 100,000 values"):
+        settings_of(tmp_path / "theirs.yaml")
+    with pytest.raises(SpecError, match=r"theirs.yaml:1: .*more than 100,000 values"):
+        parse_profile(BOMB, file="theirs.yaml")
+    with pytest.raises(SpecError, match=r"theirs.yaml:2: nonsense: unknown key"):
+        parse_profile("\nnonsense: 1\n", file="theirs.yaml")
+    (tmp_path / "words.yaml").write_text("infiniband: off\nlr: 1e-3\n")
+    assert settings_of(tmp_path / "words.yaml") == {"infiniband": "off", "lr": 0.001}
