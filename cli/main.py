@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from dni_runtime import __version__
-from dni_runtime.errors import CheckpointError, DniError
+from dni_runtime.errors import CheckpointError, DniError, UnavailableError
 from dni_runtime.garbage import collect_seldom, run_program
 
 _DISK = {
@@ -131,23 +131,44 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1  # as in click
     except DniError as error:
-        with contextlib.suppress(OSError):  # the code says it, too
-            click.echo(
-                f"{click.style('dnictl: error:', fg='red', bold=True)} {error}",
-                err=True,
-                color=color,
-            )
-        code = error.exit_code
-    except OSError as error:
-        code = _report_disk(error) if error.errno in _DISK else _report_bug(error)
+        code = _report(error, color)
     except Exception as error:
-        code = _report_bug(error)
+        if _lacks_torch(error):
+            code = _report(
+                UnavailableError(
+                    f"torch cannot be loaded here: {type(error).__name__}: {error}",
+                    hint="install a build of torch that fits this machine; 'dnictl doctor' checks",
+                ),
+                color,
+            )
+        elif isinstance(error, OSError) and error.errno in _DISK:
+            code = _report_disk(error)
+        else:
+            code = _report_bug(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def program() -> NoReturn:
     """``dnictl``, as a process."""
     run_program(main)
+
+
+def _lacks_torch(error: Exception) -> bool:
+    """Return whether an error is one of ``import torch``, which removes what it cannot load."""
+    if "torch" in sys.modules:
+        return False
+    names = {
+        str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)
+    }
+    missing = error.name if isinstance(error, ImportError) else None
+    return missing == "torch" or any(name.split(".")[0] == "torch" for name in names)
+
+
+def _report(error: DniError, color: bool | None) -> int:
+    with contextlib.suppress(OSError):  # the code says it, too
+        start = click.style("dnictl: error:", fg="red", bold=True)
+        click.echo(f"{start} {error}", err=True, color=color)
+    return error.exit_code
 
 
 def _report_disk(error: OSError) -> int:

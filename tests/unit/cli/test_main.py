@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import click
@@ -179,3 +180,30 @@ def test_a_file_that_cannot_be_written_is_named(dnictl: Dnictl, folder: Path) ->
     result = dnictl("init", str(folder / "file" / "project"))
     assert result.code != 70
     assert str(folder / "file") in result.err
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("raise OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart"),
+        ("raise PermissionError(13, 'Permission denied', 'libtorch.so')", "libtorch.so"),
+        ("from torch._C import *", "ModuleNotFoundError: No module named 'torch._C'"),
+        ("raise ImportError('undefined symbol: ncclCommSplit')", "ImportError: undefined symbol"),
+        ("import torch.inner", "RuntimeError: compiled for another numpy"),
+    ],
+)
+def test_a_torch_that_does_not_load_is_no_bug(broken: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(broken)
+    (tmp_path / "torch" / "inner.py").write_text("raise RuntimeError('compiled for another numpy')")
+    chain = tmp_path / "chain.yaml"
+    chain.write_text((files("dni_runtime.definitions") / "chains" / "mlp.yaml").read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "dnictl", "validate", chain],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 69
+    assert done.stderr.startswith("dnictl: error: torch cannot be loaded here: ")
+    assert told in done.stderr
+    assert "'dnictl doctor'" in done.stderr
