@@ -18,6 +18,7 @@ from dnictl.options import (
     runs_option,
     trust_option,
 )
+from dnictl.show import printable
 
 if TYPE_CHECKING:
     from dni_runtime.documents.events import Event
@@ -82,4 +83,4 @@ def _line(event: Event) -> str:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
     hidden = ("time", "event", "module")
     rest = [f"{k}={v}" for k, v in event.to_dict().items() if k not in hidden and v is not None]
-    return "  ".join([stamp, event.event, event.module or "-", *rest])
+    return printable("  ".join([stamp, event.event, event.module or "-", *rest]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import click
 from dni_runtime.errors import UsageError
 from dni_runtime.lines import NewLines, offset_of_last
 from dnictl.options import chosen_run, complete_runs, runs_option
+from dnictl.show import printable
 
 if TYPE_CHECKING:
     from dni_runtime.launch.run import Run
@@ -141,9 +143,11 @@ def _printer(modules: Sequence[str]) -> Callable[[Line], None]:
     width = max(len(module) for module in modules)
     colours = dict(zip(modules, _COLOURS * (len(modules) // len(_COLOURS) + 1), strict=False))
 
+    shown = printable if sys.stdout.isatty() else str  # a file keeps the log as it is
+
     def write(line: Line) -> None:
         prefix = f"{line.module:{width}} | " if len(modules) > 1 else ""
-        click.echo(click.style(prefix, fg=colours[line.module]) + line.text)
+        click.echo(click.style(prefix, fg=colours[line.module]) + shown(line.text))
 
     return write
 

@@ -19,6 +19,7 @@ import click
 from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DniError, UnavailableError
 from dni_runtime.garbage import collect_seldom, run_program
+from dnictl.show import printable
 
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
@@ -167,7 +168,7 @@ def _lacks_torch(error: Exception) -> bool:
 def _report(error: DniError, color: bool | None) -> int:
     with contextlib.suppress(OSError):  # the code says it, too
         start = click.style("dnictl: error:", fg="red", bold=True)
-        click.echo(f"{start} {error}", err=True, color=color)
+        click.echo(f"{start} {printable(str(error))}", err=True, color=color)
     return error.exit_code
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from dni_runtime.errors import DataError
-from dnictl.show import chain_line, duration, evaluation, modules_table, number
+from dnictl.show import chain_line, duration, evaluation, modules_table, number, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,7 +106,7 @@ class PlainLines:
         if figures.state != self._phase:
             self._phase = figures.state
             why = f": {figures.error}" if figures.state == "stalled" else ""
-            click.echo(f"{figures.run}: {figures.state}{why}", err=True)
+            click.echo(f"{figures.run}: {figures.state}{printable(why)}", err=True)
         evaluations = figures.evaluations
         if self._seen is None:  # shown by an earlier attempt
             earlier = [one.time for one in evaluations if one.attempt < figures.attempt]
@@ -136,7 +136,7 @@ def _picture(figures: RunFigures) -> RenderableType:
 
     head = Text.assemble((figures.run, "bold"), f"  {figures.state}  {figures.backend}")
     if figures.state == "stalled":
-        head.append(f"\n{figures.error}", "red")
+        head.append(printable(f"\n{figures.error}"), "red")
     line = Table.grid(padding=(0, 2))
     cells: list[RenderableType] = [Text(chain_line(figures))]
     if figures.total_steps:

@@ -47,7 +47,7 @@ def ps(runs: Path, as_json: bool) -> None:
     if not rows:
         click.echo(f"no runs in {str(runs)!r}", err=True)
         return
-    from dnictl.show import duration, percent, print_table, state
+    from dnictl.show import duration, percent, print_table, printable, state
 
     now = time.time()
     print_table(
@@ -67,7 +67,7 @@ def ps(runs: Path, as_json: bool) -> None:
     )
     for row in rows:
         if row["state"] == "stalled":
-            click.echo(f"{row['run']}: {row['error']}", err=True)
+            click.echo(printable(f"{row['run']}: {row['error']}"), err=True)
 
 
 @click.command()
@@ -90,31 +90,36 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
         print_json(figures.model_dump())
         return
     from rich.console import Console
+    from rich.text import Text
 
-    from dnictl.show import chain_line, modules_table, state
+    from dnictl.show import chain_line, modules_table, printable, state
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
     where = "" if figures.job is None else f"  job {figures.job}"
     console.print(
-        f"[bold]{figures.run}[/]  {figures.backend}{where}  {figures.path}", soft_wrap=True
+        Text.assemble(
+            (printable(figures.run), "bold"),
+            printable(f"  {figures.backend}{where}  {figures.path}"),
+        ),
+        soft_wrap=True,
     )
     console.print(state(figures.state), end=" ")
     console.print(chain_line(figures), soft_wrap=True)
     if figures.error:
-        console.print(figures.error, style="red", markup=False, soft_wrap=True)
+        console.print(Text(printable(figures.error), style="red"), soft_wrap=True)
     console.print(modules_table(figures))
     for module in figures.modules:
         if module.diverged:
             found = module.diverged
             click.echo(
-                f"{module.module}: {found.what} is not finite at batch {found.batch} "
+                f"{module.module}: {printable(found.what)} is not finite at batch {found.batch} "
                 f"({found.times} times so far)",
                 err=True,
             )
         if module.warning:
-            click.echo(f"{module.module}: {module.warning}", err=True)
+            click.echo(f"{module.module}: {printable(module.warning)}", err=True)
     if figures.state == "unsupervised":
         click.echo(
             "its supervisor is gone, its workers keep running; 'dnictl stop' stops them, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from dni_runtime.launch.figures import ModuleFigures, RunFigures
 
 _WIDE = 400
+
+# Control characters but newline and tab, and those that turn the direction of text.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 STYLES = {
     "running": "green",
@@ -35,17 +39,23 @@ STYLES = {
 }
 
 
+def printable(text: str) -> str:
+    """Return text that workers may have written, with what would command a terminal escaped."""
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def table(
     columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], right: Set[str] = frozenset()
 ) -> Table:
     """Return a plain table; columns named in ``right`` hold numbers."""
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(box=None, header_style="bold", pad_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(Text(printable(one)) if isinstance(one, str) else one for one in row))
     return made
 
 
@@ -75,7 +85,7 @@ def state(word: str) -> RenderableType:
     """Return a state in its colour."""
     from rich.text import Text
 
-    return Text(word, style=STYLES.get(word, ""))
+    return Text(printable(word), style=STYLES.get(word, ""))
 
 
 def number(value: float | None) -> str:

@@ -414,3 +414,33 @@ def test_runs_that_cannot_be_read_are_skipped(
 
     monkeypatch.setattr(Path, "stat", refused)
     assert dnictl("status", "--json").json["run"] == "small-1"
+
+
+HOSTILE = "\x1b]52;c;cm0=\x07\x1b[2J\x9b2J\u202e[/red]"
+SHOWN = r"\u001b]52;c;cm0=\u0007\u001b[2J\u009b2J\u202e[/red]"
+
+
+def test_what_workers_wrote_cannot_command_the_terminal(
+    dnictl: Dnictl, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(record, "failed", 70, error=HOSTILE)
+    record.run.worker("top").parent.mkdir(exist_ok=True)
+    report = {"module": "top", "attempt": 1, "host": HOSTILE, "warning": HOSTILE}
+    write_json(record.run.worker("top"), report)
+    record.run.log("top", 1).parent.mkdir(exist_ok=True)
+    record.run.log("top", 1).write_text(f"{HOSTILE}\n")
+    assert "\x1b]52;c;cm0=\x07" in dnictl("logs").out  # a pipe takes the log as it is
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for command in ("status", "wait", "logs"):
+        result = dnictl(command)
+        assert SHOWN in result.out + result.err
+        for raw in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e"):
+            assert raw not in result.out + result.err
+
+
+def test_names_of_folders_are_no_markup(dnictl: Dnictl, record: Record, folder: Path) -> None:
+    (folder / "x[").mkdir()
+    (folder / "runs").rename(folder / "x[/red][bold]")
+    result = dnictl("status", "--runs", "x[/red][bold]")
+    assert (result.code, result.err) == (0, "")
+    assert "x[/red][bold]" in result.out
