@@ -85,10 +85,11 @@ def test_a_slow_last_checkpoint_is_part_of_the_run(site: Site) -> None:
 
 
 ON_A_SMALL_DISK = """\
-mount -t tmpfs -o size=400k tmpfs runs
+mount -t tmpfs -o size=40m tmpfs runs
+head -c 40550400 /dev/zero >runs/filling # all but 400 KiB
 dnictl() { "$PYTHON" -P -m dnictl "$@" >"$1.out" 2>"$1.err"; echo $?; }
 dnictl up chain.yaml --backend process
-mount -o remount,size=40m runs
+rm runs/filling
 dnictl resume
 dnictl export -o model.safetensors
 """

@@ -53,7 +53,7 @@ def main() -> None:
     if given.seed is not None:
         torch.manual_seed(given.seed)
     try:
-        model = dni_runtime.load(given.model)
+        model = dni_runtime.load(given.model, trust=True)  # its layers are lm.py's
     except DniError as error:
         sys.exit(f"generate.py: {error}")
     sys.stdout.buffer.write(prompt)

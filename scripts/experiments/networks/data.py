@@ -15,7 +15,8 @@ class Drawn(Dataset[Any]):
     """Samples of the given inputs, and a label each.
 
     An input or a label is written as its type and shape. An integer's classes follow:
-    ``int64[16] < 100``. ``mask[16]`` has ones at its beginning, and zeros for what is padded.
+    ``int64[16] < 100``. ``mask[16]`` has ones at its beginning, and zeros for what is padded;
+    ``share[1]`` lies between 0 and 1.
     """
 
     def __init__(self, train: bool, inputs: Sequence[str], label: str, count: int = 32) -> None:
@@ -41,4 +42,4 @@ def _draw(text: str, count: int, draw: torch.Generator) -> Tensor:
         return (torch.arange(shape[1]) < lengths).long()
     if kind == "int64":
         return torch.randint(0, int(classes), shape, generator=draw)
-    return torch.randn(shape, generator=draw)
+    return (torch.rand if kind == "share" else torch.randn)(shape, generator=draw)

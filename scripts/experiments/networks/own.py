@@ -154,7 +154,7 @@ class Perceiver(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        queries = self.queries.expand(len(x), -1, -1)
+        queries = self.queries.expand(x.shape[0], -1, -1)
         return self.head(self.think(queries + self.read(queries, x, x)[0]).mean(1))
 
 

@@ -312,7 +312,7 @@ OWN: dict[str, Row] = {
     "two-tower": (
         own.TwoTowers,
         ["int64[] < 100", "int64[5] < 100"],
-        "float32[1]",
+        "share[1]",
         {"loss": "BCEWithLogitsLoss"},
     ),
     "codebook": (own.CodebookAutoencoder, ["float32[20]"], "float32[20]", {"loss": "MSELoss"}),
