@@ -27,6 +27,7 @@ OPEN: dict[str, set[str]] = {
     "^state '.*mean'": {"replaced"},
     "^(state|evaluation|losses)": {"frozen", "still", "again"},
     "^(state|evaluation) ": {"replicas"},  # schedules of batches, parameters without a gradient
+    "num_batches_tracked": {"batch-norm-mean"},
     "no 'ParametrizedLinear'": {"weight-norm-bare"},
 }
 """What is still wrong, and with which elements; an entry goes when it is mended."""
