@@ -109,12 +109,16 @@ class TransformerFreeMixer(nn.Module):
 class Hidden(nn.Module):
     """Attention that cannot be watched is no error: a mode that looks at all operations fails."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
     def forward(self, x: Tensor) -> Tensor:
         from torch.utils._python_dispatch import _get_current_dispatch_mode
 
         if _get_current_dispatch_mode() is not None:
             raise RuntimeError("not with a mode")
-        return x
+        return self.scale * x
 
 
 def own(name: str, **args: Any) -> str:
