@@ -86,7 +86,7 @@ def test_a_slow_last_checkpoint_is_part_of_the_run(site: Site) -> None:
 
 ON_A_SMALL_DISK = """\
 mount -t tmpfs -o size=40m tmpfs runs
-head -c 40550400 /dev/zero >runs/filling # all but 400 KiB
+head -c 41533440 /dev/zero >runs/filling # all but 400 KiB
 dnictl() { "$PYTHON" -P -m dnictl "$@" >"$1.out" 2>"$1.err"; echo $?; }
 dnictl up chain.yaml --backend process
 rm runs/filling
