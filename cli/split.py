@@ -65,6 +65,7 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
       dnictl split nets:build --data cifar10 --at layer2,layer3
     """
     from dni_runtime.launch.splitting import settings_of, split_chain
+    from dni_runtime.split.part import doubt
 
     given = options.pop("settings")
     settings = settings_of(given) if given is not None else {}
@@ -100,19 +101,21 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
         }
         for part in taken.parts
     ]
+    warning = doubt(taken.parts)
     if as_json:
-        print_json({"file": str(output), "weights": str(taken.weights), "modules": rows})
+        found = {"file": str(output), "weights": str(taken.weights), "modules": rows}
+        print_json({**found, "warning": warning})
         return
     from dnictl.show import print_table
 
-    total = sum(part.seconds + part.interface_s for part in taken.parts)
+    total = sum(part.busy_s for part in taken.parts)
     print_table(
         ["module", "until", "parameters", "ms a batch", "share", "memory", "sends", "interface"],
         [
             [
                 row["module"], row["until"] or "the end", f"{row['parameters']:,}",
                 f"{1e3 * part.seconds:.0f} + {1e3 * part.interface_s:.0f}",
-                f"{(part.seconds + part.interface_s) / total:.0%}",
+                f"{part.busy_s / total:.0%}",
                 f"{part.memory / 1e6:.0f} MB", f"{part.sends / 1e6:.1f} MB",
                 _interface(row),
             ]
@@ -121,6 +124,8 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
         right={"parameters", "ms a batch", "share", "memory", "sends"},
     )  # fmt: skip
     click.echo(f"wrote {output} and {taken.weights}")
+    if warning is not None:
+        click.secho(warning, err=True, fg="yellow")
     if any(part.because != "asked" for part in taken.parts[:-1]):
         click.echo(
             "interfaces as measured for such layers (docs/results.md); your own check: "

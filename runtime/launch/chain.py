@@ -20,6 +20,7 @@ from dni_runtime.launch.run import Run
 from dni_runtime.launch.start import Launch
 from dni_runtime.rundir import write_atomic
 from dni_runtime.split.balance import Balance
+from dni_runtime.split.part import Part, doubt
 
 if TYPE_CHECKING:
     from dni_runtime.launch.balancing import Proposal
@@ -38,6 +39,7 @@ class Chain:
 
     Attributes:
         prepared: What is known of it: specs, data, shapes.
+        parts: What :meth:`split` has measured of each module.
 
     Raises:
         SpecError: It cannot be used; names file, line and what is allowed.
@@ -46,6 +48,7 @@ class Chain:
 
     def __init__(self, path: Path | str = "chain.yaml", *, data: Path | str | None = None) -> None:
         self.prepared = prepare(Path(path), data=None if data is None else Path(data))
+        self.parts: tuple[Part, ...] = ()
 
     @classmethod
     def from_modules(
@@ -189,8 +192,10 @@ class Chain:
             weights=None if weights is None else Path(weights),
             state=state,
         )
+        if (warning := doubt(taken.parts)) is not None:
+            _log.warning("%s", warning)
         chain = cls.__new__(cls)
-        chain.prepared = taken.prepared
+        chain.prepared, chain.parts = taken.prepared, tuple(taken.parts)
         return chain
 
     def balance(self, balance: Balance = "time", links: str = "fast") -> Proposal:

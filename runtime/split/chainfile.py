@@ -80,9 +80,9 @@ def chain_text(
         head["data"] = {**head["data"], "drop_last": True}  # see core.piece.Borrowed
     blocks = [f"{HEADER}\n{_yaml(head)}", _yaml({"network": spec.to_yaml()})]
     lines = ["modules:"]
-    total = sum(part.seconds + part.interface_s for part in parts)
+    total = sum(part.busy_s for part in parts)
     for number, part in enumerate(parts):
-        share = (part.seconds + part.interface_s) / total
+        share = part.busy_s / total
         lines.append(f"  # {share:.0%} of the time, {part.numbers:,} parameters")
         piece: dict[str, Any] = {"after": part.after, "until": part.until}
         piece |= {"lends": list(part.lends), "borrows": part.borrows}

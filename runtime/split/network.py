@@ -77,10 +77,7 @@ class Recut:
         return self._times(self.better)
 
     def _times(self, parts: Sequence[Part]) -> list[float]:
-        return [
-            slowness * (part.seconds + part.interface_s)
-            for slowness, part in zip(self.slowness, parts, strict=True)
-        ]
+        return [slowness * part.busy_s for slowness, part in zip(self.slowness, parts, strict=True)]
 
 
 def cut_again(

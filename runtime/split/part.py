@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dni_runtime.spec import Choice, TensorSpec
@@ -45,3 +46,26 @@ class Part:
     interface: Choice | None
     because: str
     samples: int
+
+    @property
+    def busy_s(self) -> float:
+        """Time of a training batch, with the interface's."""
+        return self.seconds + self.interface_s
+
+
+_PAYS = 1.2
+"""Times as fast as one process: chains that are expected to be slower than that are told of."""
+
+
+def doubt(parts: Sequence[Part]) -> str | None:
+    """Return why a chain of these parts cannot pay, and what could; None if it can."""
+    slowest = max(parts, key=lambda part: part.busy_s)
+    one_process = sum(part.seconds for part in parts)
+    if len(parts) < 2 or one_process >= _PAYS * slowest.busy_s:
+        return None
+    share = slowest.busy_s / sum(part.busy_s for part in parts)
+    text = f"{slowest.name!r} takes {share:.0%} of the time: a chain of these is at most "
+    text += f"{one_process / slowest.busy_s:.2f} times as fast as one process\n  → "
+    if slowest.interface_s > slowest.seconds / 2:
+        return text + "its gradient interface takes much of that: try another one, or other cuts"
+    return text + f"try {len(parts) + 1} modules, or cut within it; it pays if memory is what lacks"

@@ -185,7 +185,7 @@ def test_from_python(folder: Path) -> None:
 
     model = words.Model(size=16)
     chain = Chain.split(model, data={**SETTINGS["data"], "dataset": words.Words}, at=["first"])
-    assert chain.modules == ["part-1", "part-2"]
+    assert chain.modules == [part.name for part in chain.parts] == ["part-1", "part-2"]
     found = load_file("chain.safetensors")
     assert torch.equal(found["first.weight"], model.first.weight)
     again = Chain.split(words.Model, data=SETTINGS["data"], modules=2, returns=0)

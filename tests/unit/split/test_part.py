@@ -1,0 +1,32 @@
+"""Whether a chain of some parts can be faster than one process."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dni_runtime.split.part import Part, doubt
+
+
+def part(name: str, seconds: float, interface_s: float) -> Part:
+    return Part(
+        name=name, after=None, until=None, inputs=None, outputs=(), numbers=0, lends=(),
+        borrows={}, seconds=seconds, interface_s=interface_s, memory=0.0, sends=0, interface=None,
+        because="default", samples=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([(0.05, 0.01), (0.05, 0.0)], None),
+        ([(1.0, 0.0)], None),
+        ([(0.08, 0.0), (0.92, 0.0)], "'part-2' takes 92% of the time"),
+        ([(0.08, 0.0), (0.92, 0.0)], r"at most 1\.09 times as fast .*\n  → try 3 modules"),
+        ([(0.5, 0.5), (0.5, 0.0)], r"at most 1\.00 times .*\n  → its gradient interface takes"),
+    ],
+)
+def test_cuts_that_cannot_pay(times: list[tuple[float, float]], expected: str | None) -> None:
+    found = doubt([part(f"part-{number}", *some) for number, some in enumerate(times, 1)])
+    assert found is None if expected is None else re.search(expected, found or "")
