@@ -80,6 +80,7 @@ def compare(
       dnictl compare chain.yaml --interfaces synthetic,mixed,none --seeds 3
       dnictl compare chain.yaml --strategies local-sgd,diloco --replicas 4
     """
+    from dni_runtime.files import write_json
     from dni_runtime.launch.compare import (
         Method,
         default_target,
@@ -92,7 +93,6 @@ def compare(
     )
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.reference import REFERENCE, default_threads
-    from dni_runtime.rundir import write_json
     from dnictl.show import picture
 
     if strategies is not None or labelled_strategies:

@@ -50,10 +50,10 @@ def mpi(
     Example:
       dnictl mpi chain.yaml > train.sh && sh train.sh
     """
+    from dni_runtime.files import write_json
     from dni_runtime.launch.mpi import mpirun_argv, mpirun_command
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.records import create_run, new_run_id
-    from dni_runtime.rundir import write_json
 
     prepared = chosen_chain(chain, data=data)
     root = (run_dir or runs / new_run_id(prepared.chain.name)).absolute()

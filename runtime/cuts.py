@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 
 from dni_runtime.documents.best import Best
 from dni_runtime.errors import CheckpointError, DamagedError, UsageError
-from dni_runtime.rundir import RunDir, open_folder, opened
+from dni_runtime.files import open_folder, opened
+from dni_runtime.rundir import RunDir
 
 FORMAT = 3
 """Format of the checkpoints that this version writes."""

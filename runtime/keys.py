@@ -20,7 +20,8 @@ import zmq
 from zmq.utils import z85
 
 from dni_runtime.errors import DataError, UnavailableError
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.files import write_atomic
+from dni_runtime.rundir import RunDir
 
 _Z85_CHARS, _KEY_BYTES = 40, 32
 _FILE_BYTES = 1024  # more than a key file ever has

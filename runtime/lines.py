@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
-from dni_runtime.rundir import opened
+from dni_runtime.files import opened
 
 Parsed = TypeVar("Parsed")
 Parse = Callable[[bytes], Parsed | None]

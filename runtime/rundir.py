@@ -40,19 +40,10 @@ and nothing relies on locks.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import os
-import re
-import secrets
-import socket
 import stat
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from dni_runtime.errors import DataError
 
@@ -61,16 +52,8 @@ FOLDERS = (
     *("metrics/recent", "initial", "checkpoints", "snapshots", "ledger", "requests", "control"),
 )
 
-WORKER_FOLDERS = ("endpoints", "workers", "metrics", "checkpoints", "snapshots", "ledger")
-"""Folders that workers write to; nothing in them is executed or decides what is executed."""
-
-_INNER = re.compile(r"\d{12}|recent|.+\.group")
-"""Folders within those: of a cut, of metrics' newest lines, of a process group."""
 
 _RESTART = "restart-"
-_PLANTED = "it is a link, or no plain file, and is not used"
-_IN_PLACE_BYTES = 256
-_PIECE_BYTES = 64 << 20  # of a large file: how much is on disk shows progress
 
 
 @dataclass(frozen=True)
@@ -284,193 +267,3 @@ def hash_name(text: str) -> str:
     import hashlib
 
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def write_atomic(
-    path: Path,
-    data: str | bytes,
-    *,
-    mode: int = 0o600,
-    durable: bool = True,
-    progress: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Write a file so that readers see either the old content or the complete new content.
-
-    Args:
-        path: The file.
-        data: Its content.
-        mode: Its permissions.
-        durable: Wait until it is on disk. Otherwise the file may be empty after the host crashes,
-            but the calling thread does not wait for the disk.
-        progress: Told of each piece that is on disk, in bytes.
-    """
-    whole = memoryview(data.encode() if isinstance(data, str) else data)
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            for begin in range(0, max(len(whole), 1), _PIECE_BYTES):
-                piece = whole[begin : begin + _PIECE_BYTES]
-                file.write(piece)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-                progress(len(piece))
-        os.replace(temporary, path)
-    except BaseException as error:
-        if isinstance(error, OSError):
-            error.filename = str(path)  # write(2) and fsync(2) name none
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-
-
-def open_folder(folder: Path) -> int:
-    """Open a folder of a run; one that workers have made is not followed if it is a link.
-
-    Raises:
-        OSError: It is a link, or no folder.
-    """
-    follow = 0 if not _INNER.fullmatch(folder.name) else os.O_NOFOLLOW
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | follow)
-
-
-def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of a run. In the folders of workers it never follows a link, and never waits.
-
-    Code in a container can write to those folders (:data:`WORKER_FOLDERS`): a link there, or a
-    second name of a file that is to be changed, would lead to any file of the user's, and a pipe
-    would make the reader wait. Nothing else opens files there.
-
-    Args:
-        path: The file.
-        flags: As of open(2).
-
-    Raises:
-        FileNotFoundError: It is missing, or something of these is in its place.
-    """
-    folder = path.parent
-    inner, safe = _INNER.fullmatch(folder.name), os.O_NOFOLLOW | os.O_NONBLOCK
-    if folder.name not in WORKER_FOLDERS and not inner:
-        return os.open(path, flags, 0o600)
-    try:
-        if inner:
-            above = open_folder(folder)
-            try:
-                descriptor = os.open(path.name, flags | safe, 0o600, dir_fd=above)
-            finally:
-                os.close(above)
-        else:
-            descriptor = os.open(path, flags | safe, 0o600)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # links; a pipe
-            raise FileNotFoundError(errno.ENOENT, _PLANTED, str(path)) from None
-        error.filename = str(path)
-        raise
-    status = os.fstat(descriptor)
-    changed = flags & (os.O_WRONLY | os.O_RDWR)
-    if not stat.S_ISREG(status.st_mode) or (changed and status.st_nlink > 1):
-        os.close(descriptor)
-        raise FileNotFoundError(errno.ENOENT, _PLANTED, str(path))
-    return descriptor
-
-
-def opened(path: Path) -> BinaryIO:
-    """Open a file of a run for reading; see :func:`open_file`."""
-    return open(open_file(path), "rb")
-
-
-@contextlib.contextmanager
-def pinned(path: Path) -> Iterator[str]:
-    """Give a name that means the file that :func:`open_file` opens, whatever the path becomes."""
-    with opened(path) as file:
-        yield f"/proc/self/fd/{file.fileno()}"
-
-
-def write_json(path: Path, document: Any, *, durable: bool = True) -> None:
-    """Write a JSON document as :func:`write_atomic` does."""
-    write_atomic(path, json.dumps(document, indent=1) + "\n", durable=durable)
-
-
-def overwrite_json(path: Path, document: Any) -> None:
-    """Write a small JSON document over the one before, in place: also when the disk is full.
-
-    It is one write(2) of one size within one page, which readers do not see in part. On NFS, other
-    hosts see it when they open the file again (nfs(5), "close-to-open").
-    """
-    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.pwrite(descriptor, json.dumps(document).encode().ljust(_IN_PLACE_BYTES - 1) + b"\n", 0)
-    finally:
-        os.close(descriptor)
-
-
-def written_lately(path: Path, written: float, within_s: float) -> bool:
-    """Whether another host has written a file within the last ``within_s`` seconds.
-
-    Hosts' clocks may differ: if this host's clock denies it, the file system's clock decides.
-
-    Args:
-        path: The file.
-        written: Time of writing by the writer's clock (Unix time).
-        within_s: Age limit in seconds.
-    """
-    if 0 <= time.time() - written < within_s:
-        return True
-    probe = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
-    try:
-        probe.touch(mode=0o600, exist_ok=False)
-        now = probe.stat().st_mtime
-        probe.unlink()
-        return now - path.stat().st_mtime < within_s
-    except OSError:  # another user's run, or an unavailable file system
-        return False
-
-
-def read_json(path: Path) -> Any | None:
-    """Return a JSON document, or None if the file does not exist (yet).
-
-    Raises:
-        DataError: The file is not JSON.
-    """
-    tries = 3
-    while True:
-        tries -= 1
-        try:
-            with opened(path) as file:
-                return json.loads(file.read())
-        except FileNotFoundError:
-            return None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{str(path)!r} is not JSON: {error}") from None
-        except OSError as error:
-            # NFS: another host replaced the file after it was opened here
-            if error.errno != errno.ESTALE or not tries:
-                raise
-
-
-def peek_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object that another process writes, or {} if it cannot be read now.
-
-    For callers that poll: a file system may be unavailable for a moment.
-    """
-    try:
-        document = read_json(path)
-    except (OSError, DataError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def append_line(path: Path, document: dict[str, Any]) -> int:
-    """Append one JSON line with one write(2) to an O_APPEND file, so lines do not mix.
-
-    Returns:
-        The file's new size.
-    """
-    line = json.dumps(document, separators=(",", ":")) + "\n"
-    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        os.write(descriptor, line.encode())
-        return os.lseek(descriptor, 0, os.SEEK_CUR)
-    finally:
-        os.close(descriptor)

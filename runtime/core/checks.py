@@ -1,14 +1,17 @@
-"""Checks of a chain once its shapes are known, before anything starts."""
+"""Checks of a chain once its shapes are known, before anything starts.
+
+It is one file because they are one list: what a chain may combine, each in a few lines.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.backward import changed_in_place
+from dni_runtime.core.awaited import check_gradients
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import (
     Boundary,
@@ -178,65 +181,11 @@ def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batche
                     Boundary.of(worker),
                     place(chain, worker.index, "interface"),
                 )
-        _check_gradients(worker, own, learns)
+        check_gradients(worker, own, learns)
         if any(p.requires_grad for p in own.parameters()) or any(
             edge.tensor and edge.source in learns for edge in worker.sources
         ):
             learns.add(worker.module)
-
-
-def _check_gradients(worker: WorkerSpec, own: nn.Module, learns: Collection[str]) -> None:
-    """Refuse a module that has no gradient where an update waits for it.
-
-    It computes zeros forward and back: on the meta device, or in memory if a layer needs that.
-
-    Args:
-        worker: The module.
-        own: Its layers, on the meta device.
-        learns: Modules that learn from gradients, or have one upstream that does.
-    """
-    at, name = ("modules", worker.index, "layers"), worker.module
-    # tied weights come with this many samples
-    rows = max([BATCH, *(layer.args.get("rows", 1) for layer in worker.layers)])
-    for device in ("meta", "cpu"):
-        xs = [empty_batch(one, rows, device) for one in worker.inputs]
-        awaited = {
-            edge.source: x.requires_grad_()
-            for x, edge in zip(xs, worker.sources, strict=False)
-            if edge.awaited and edge.source in learns
-        }
-        layers = own
-        if device == "cpu":
-            layers = build_module(worker, device)
-            for p, known in zip(layers.parameters(), own.parameters(), strict=True):
-                p.requires_grad_(known.requires_grad)
-        wanted = [*awaited.values(), *(p for p in layers.parameters() if p.requires_grad)]
-        if not wanted:
-            return
-        try:
-            h_BH = layers(*[x.clone() for x in xs])
-            found: Sequence[Tensor | None] = [None] * len(wanted)
-            if h_BH.requires_grad:
-                found = torch.autograd.grad(h_BH.sum(), wanted, allow_unused=True)
-            break
-        except Exception as error:  # of a layer that cannot run so
-            changed = isinstance(error, RuntimeError) and changed_in_place(name, error)
-            if changed:
-                changed.location = at
-                raise changed from None
-    else:
-        return
-    hint = "leave out what cuts it ('detach', 'torch.no_grad', 'argmax'), or pass it straight "
-    hint += "through; 'freeze: true' is for what is not to learn"
-    if worker.tail is not None and not h_BH.requires_grad:
-        raise SpecError(f"the output of module {name!r} has no gradient", location=at, hint=hint)
-    for source, g_BX in zip(awaited, found, strict=False):
-        if g_BX is None:
-            raise SpecError(
-                f"module {name!r} has no gradient for module {source!r}, which waits for it",
-                location=at,
-                hint=hint,
-            )
 
 
 def _check_shared(worker: WorkerSpec, own: nn.Module) -> None:

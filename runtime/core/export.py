@@ -25,7 +25,7 @@ from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.network import connect
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, DivergedError, SpecError, UnavailableError, UsageError
-from dni_runtime.rundir import pinned, write_atomic
+from dni_runtime.files import pinned, write_atomic
 from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
 from dni_runtime.spec.named import Frozen, Name
 

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.losses import labels_each_token
+from dni_runtime.core.labels import labels_each_token
 from dni_runtime.spec import TensorSpec
 
 RATE = 0.1

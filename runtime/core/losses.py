@@ -2,6 +2,8 @@
 
 Shape suffixes: B samples, P one prediction, Y one label; N labels in a row (of all samples and
 tokens), C classes.
+
+It is one file because a sum of losses is a loss of which each term is one again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import Location, call, find_class
+from dni_runtime.core.labels import alike, class_axis, integer, lined_up, pairs
 from dni_runtime.core.training import torch_dtype
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, LossSpec, TensorSpec
@@ -29,15 +32,6 @@ LOSSES: dict[str, type[nn.Module]] = {
     and issubclass(cls, nn.modules.loss._Loss)
     and "reduction" in inspect.signature(cls).parameters
 }
-
-_PAIRED: dict[type[nn.Module], tuple[float, float]] = {
-    **dict.fromkeys((nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss), (-math.inf, math.inf)),
-    **dict.fromkeys((nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss), (0, 1)),
-    **dict.fromkeys((nn.SoftMarginLoss, nn.HingeEmbeddingLoss), (-1, 1)),
-    nn.PoissonNLLLoss: (0, math.inf),
-    nn.KLDivLoss: (-math.inf, math.inf),
-}
-"""Losses that compare a prediction's numbers one by one with a label's, and the labels' range."""
 
 _SUM = "SumOfLosses"
 
@@ -93,7 +87,7 @@ class ChainLoss(nn.Module):
         of_classes = isinstance(self.function, nn.CrossEntropyLoss | nn.NLLLoss)
         self.is_cross_entropy = of_classes and self.class_axis is not None
         ignore = getattr(self.function, "ignore_index", None)
-        self.ignore_index = ignore if isinstance(ignore, int) and _integer(label) else None
+        self.ignore_index = ignore if isinstance(ignore, int) and integer(label) else None
         # A user's subclass computes in its own way.
         self._sums = self.is_cross_entropy and type(self.function) in (
             nn.CrossEntropyLoss,
@@ -105,7 +99,7 @@ class ChainLoss(nn.Module):
         if self.scores is not None and (self.is_cross_entropy or of_torch):
             limits = (0, self.scores - 1)
         self.allowed = limits
-        shared = prediction.shape == label.shape and not _integer(label)  # probabilities
+        shared = prediction.shape == label.shape and not integer(label)  # probabilities
         if self._paired and not alike(prediction.shape, label.shape):
             wrong = "compares each number of the output with one of the label"
             hint = "give labels and output one shape: torch would repeat the smaller one"
@@ -421,38 +415,6 @@ def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss
     )
 
 
-def pairs(function: nn.Module) -> tuple[float, float] | None:
-    """Return the range of labels of a loss that compares numbers one by one; None for others."""
-    return _PAIRED.get(type(function))  # a user's subclass computes in its own way
-
-
-def lined_up(p_BP: Tensor, y_BY: Tensor) -> Tensor:
-    """Return labels as numbers to compare with predictions one by one."""
-    if p_BP.shape != y_BY.shape and alike(p_BP.shape[1:], y_BY.shape[1:]):
-        y_BY = y_BY.reshape(p_BP.shape)
-    return y_BY if y_BY.is_floating_point() else y_BY.to(p_BP.dtype)
-
-
-def alike(*shapes: Sequence[int]) -> bool:
-    """Whether shapes differ by axes of length 1 only."""
-    first, second = ([size for size in shape if size != 1] for shape in shapes)
-    return first == second
-
-
-def labels_each_token(activation: TensorSpec, label: TensorSpec) -> bool:
-    """Whether an activation is of tokens (T x C), and each has a label of its own."""
-    return len(activation.shape) == 2 and label.shape == activation.shape[:1]
-
-
-def class_axis(prediction: TensorSpec, label: TensorSpec) -> int | None:
-    """Return the axis of a batch of predictions that holds the classes; see :class:`ChainLoss`."""
-    if not _integer(label) or len(prediction.shape) != len(label.shape) + 1:
-        return None
-    if prediction.shape[1:] == label.shape:
-        return 1
-    return len(prediction.shape) if prediction.shape[:-1] == label.shape else None
-
-
 def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
     """Make a loss that is a mean over the batch (gradients then travel per sample).
 
@@ -485,7 +447,3 @@ def _with_tensors(args: dict[str, Any]) -> dict[str, Any]:
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in args.items()
     }
-
-
-def _integer(label: TensorSpec) -> bool:
-    return label.dtype.startswith(("int", "uint"))

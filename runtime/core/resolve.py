@@ -25,8 +25,9 @@ from dni_runtime.core.checks import (
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Resolved, Timing, default_interface
 from dni_runtime.core.interfaces import resolve_interface as find_interface
+from dni_runtime.core.labels import class_axis, pairs
 from dni_runtime.core.layers import build_module
-from dni_runtime.core.losses import build_loss, class_axis, pairs, sum_of
+from dni_runtime.core.losses import build_loss, sum_of
 from dni_runtime.core.metrics import check_metrics, rises
 from dni_runtime.core.optimization import freeze, trained_parameters
 from dni_runtime.core.replication import lr_scale, resolve_replication

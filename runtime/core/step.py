@@ -5,6 +5,8 @@ wire, :class:`dni_runtime.core.chain.LocalChain` in one process.
 
 A batch may come in several parts (micro-batches), each with an id of its own; the weights are
 updated once all of their gradients have come.
+
+It is one file because it is one class, whose methods share the state of the batches under way.
 """
 
 from __future__ import annotations

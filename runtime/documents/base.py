@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dni_runtime.errors import DataError
-from dni_runtime.rundir import append_line, peek_json, read_json, write_json
+from dni_runtime.files import append_line, peek_json, read_json, write_json
 from dni_runtime.spec.load import explain_details
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from dni_runtime.documents.base import Document
 from dni_runtime.documents.metrics import Evaluation
-from dni_runtime.rundir import overwrite_json
+from dni_runtime.files import overwrite_json
 
 WorkerPhase = Literal[
     "new", "starting", "connecting", "joining", "running", "stopping", "restarting",

@@ -13,7 +13,8 @@ from typing import Any, Literal, Self
 
 from dni_runtime.documents.reports import ENDED, Report, WorkerPhase
 from dni_runtime.errors import DataError, StoppedError
-from dni_runtime.rundir import RunDir, peek_json, read_json, write_json, written_lately
+from dni_runtime.files import peek_json, read_json, write_json, written_lately
+from dni_runtime.rundir import RunDir
 
 RunPhase = Literal[
     "new", "queued", "starting", "running", "stalled", "stopping", "unsupervised",

@@ -11,10 +11,11 @@ from dni_runtime.core.source import NetworkSpec, build_network
 from dni_runtime.data import describe, with_defaults
 from dni_runtime.documents.reports import Report
 from dni_runtime.errors import UsageError
+from dni_runtime.files import write_atomic
 from dni_runtime.launch.pace import worker_seconds
 from dni_runtime.launch.prepare import importing_from
 from dni_runtime.launch.records import Record
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec
 from dni_runtime.spec.load import load_chain, naming_file, parse_chain, parse_yaml
 from dni_runtime.spec.replicas import replicas_of

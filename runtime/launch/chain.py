@@ -12,13 +12,13 @@ from safetensors.torch import save
 from torch import nn
 
 from dni_runtime.errors import UsageError
+from dni_runtime.files import write_atomic
 from dni_runtime.launch.host import check_host, exposure
 from dni_runtime.launch.planning import plan_here
 from dni_runtime.launch.prepare import prepare, prepare_again
 from dni_runtime.launch.records import create_run, new_run_id
 from dni_runtime.launch.run import Run
 from dni_runtime.launch.start import Launch
-from dni_runtime.rundir import write_atomic
 from dni_runtime.split.balance import Balance
 from dni_runtime.split.part import Part, doubt
 

@@ -13,7 +13,8 @@ from dni_runtime.core.layers import tensors_of
 from dni_runtime.cuts import complete_cuts, tensors_file
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.rundir import RunDir, pinned, write_atomic
+from dni_runtime.files import pinned, write_atomic
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, InitSpec, WorkerSpec
 from dni_runtime.spec.load import suggestion
 from dni_runtime.spec.replicas import replicas_of

@@ -15,9 +15,10 @@ from dni_runtime.documents.events import Event, EventKind
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.state import HEARTBEAT_S, ModuleState, RunState
 from dni_runtime.errors import DataError, DivergedError, DniError, WorkerError
+from dni_runtime.files import write_json
 from dni_runtime.launch.lease import Lease, LeaseError
 from dni_runtime.lines import last_lines
-from dni_runtime.rundir import RunDir, write_json
+from dni_runtime.rundir import RunDir
 
 _log = logging.getLogger(__name__)
 

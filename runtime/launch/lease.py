@@ -24,7 +24,8 @@ from typing import Self
 from dni_runtime.documents.base import Document
 from dni_runtime.documents.state import machine, process_birth
 from dni_runtime.errors import DataError, UsageError, WorkerError
-from dni_runtime.rundir import RunDir, peek_json, write_atomic, write_json
+from dni_runtime.files import peek_json, write_atomic, write_json
+from dni_runtime.rundir import RunDir
 
 SILENCE_S = 60.0
 """Longer than a living owner's counter stands still: its heartbeat plus file system caches."""

@@ -15,11 +15,12 @@ from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.documents.state import ModuleState, RunState, process_birth
 from dni_runtime.errors import DivergedError, StoppedError, UsageError, WorkerError
+from dni_runtime.files import written_lately
 from dni_runtime.launch.local import Local
 from dni_runtime.launch.plan import SOCKETS_TARGET, LaunchPlan
 from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.launch.settings import LaunchSettings, make_plan
-from dni_runtime.rundir import RunDir, written_lately
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from dni_runtime.errors import DataError, UsageError
+from dni_runtime.files import read_json
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.rundir import RunDir, read_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import Active
 
 Backend = Literal["process", "apptainer"]

@@ -1,4 +1,7 @@
-"""The worker processes of one run; what their exits mean is decided by the supervisor."""
+"""The worker processes of one run; what their exits mean is decided by the supervisor.
+
+It is one file because it is one class: the processes, and what is known of each.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ from dni_runtime.cuts import FORMAT as CHECKPOINT_FORMAT
 from dni_runtime.cuts import READABLE
 from dni_runtime.documents.records import FORMAT, Made, RunRecord, Versions
 from dni_runtime.errors import CheckpointError, DataError, UsageError
+from dni_runtime.files import write_atomic, write_json
 from dni_runtime.launch.prepare import Prepared
-from dni_runtime.rundir import RunDir, write_atomic, write_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.replicas import modules_of
 from dni_runtime.spec.worker import WorkerSpec

@@ -19,11 +19,11 @@ from dni_runtime.core.layers import load_initial
 from dni_runtime.data import DataSource, open_data
 from dni_runtime.documents.metrics import EvaluationLine, MetricsLine, StartLine
 from dni_runtime.errors import WorkerError
+from dni_runtime.files import append_line
 from dni_runtime.launch.prepare import Prepared, importing_from
 from dni_runtime.launch.processes import guarded
 from dni_runtime.launch.records import Record
 from dni_runtime.lines import last_lines
-from dni_runtime.rundir import append_line
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.selection import Selection

@@ -16,6 +16,7 @@ from dni_runtime.documents.records import JobRecord, Planned
 from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DataError, DniError, UsageError
+from dni_runtime.files import write_json
 from dni_runtime.launch.checkpointed import Checkpointed
 from dni_runtime.launch.figures import MetricsReader, RunFigures
 from dni_runtime.launch.journal import failure
@@ -24,7 +25,6 @@ from dni_runtime.launch.records import Record, find_run, list_runs
 from dni_runtime.launch.scaling import ask_for, wanted_replicas
 from dni_runtime.launch.schedulers import SCHEDULERS, Scheduler, read_state, read_states
 from dni_runtime.lines import LineReader
-from dni_runtime.rundir import write_json
 from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import replicas_of
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dni_runtime.errors import UsageError
+from dni_runtime.files import WORKER_FOLDERS
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.plan import (
     DATA_TARGET,
@@ -17,7 +18,7 @@ from dni_runtime.launch.plan import (
     WorkerPlan,
 )
 from dni_runtime.launch.restarts import RestartPlan
-from dni_runtime.rundir import WORKER_FOLDERS, RunDir
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec.data import own_path
 from dni_runtime.spec.model import ChainSpec
 from dni_runtime.spec.modules import ElasticSpec

@@ -17,6 +17,7 @@ from functools import partial
 from dni_runtime.documents.reports import ENDED, Report
 from dni_runtime.documents.state import ModuleState, RunState, lives
 from dni_runtime.errors import UsageError, WorkerError
+from dni_runtime.files import write_json
 from dni_runtime.image.apptainer import host_environment
 from dni_runtime.launch.child import kill_session
 from dni_runtime.launch.interrupts import catching_signals
@@ -30,7 +31,7 @@ from dni_runtime.launch.slurm.commands import own_job
 from dni_runtime.launch.stall import StallRule
 from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.lines import last_lines
-from dni_runtime.rundir import RunDir, socket_path, write_json
+from dni_runtime.rundir import RunDir, socket_path
 
 _DETACH_TIMEOUT_S = 60.0
 _RELEASED_S = 5.0  # between the report of a run's end and its release

@@ -15,7 +15,7 @@ from torch import nn
 
 from dni_runtime.core.export import separate
 from dni_runtime.core.source import NetworkSpec
-from dni_runtime.rundir import write_atomic
+from dni_runtime.files import write_atomic
 from dni_runtime.split.part import Part
 
 HEADER = "# Written by 'dnictl split', which may replace it."

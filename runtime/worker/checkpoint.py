@@ -46,7 +46,8 @@ from dni_runtime.cuts import (
     tensors_file,
 )
 from dni_runtime.errors import CheckpointError, DamagedError, DataError
-from dni_runtime.rundir import RunDir, opened, pinned, write_atomic
+from dni_runtime.files import opened, pinned, write_atomic
+from dni_runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import Store
 from dni_runtime.core.replication import Message, Shared
 from dni_runtime.core.replication.hooks import hook_of
 from dni_runtime.errors import UnavailableError, WorkerError
+from dni_runtime.files import write_atomic
 from dni_runtime.link.address import interface_name
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.spec.named import module_of
 

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 from dni_runtime.cuts import document_file, read_document
 from dni_runtime.errors import WorkerError
-from dni_runtime.rundir import RunDir, open_file, opened, peek_json, write_json
+from dni_runtime.files import open_file, opened, peek_json, write_json
+from dni_runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -49,6 +49,7 @@ from dni_runtime.core.dynamo import postpone_dynamo
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DniError
+from dni_runtime.files import write_json
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.planning import plan_here
@@ -57,7 +58,7 @@ from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import create_run
 from dni_runtime.launch.runtimes import worker_argv
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import FOLDERS, write_json
+from dni_runtime.rundir import FOLDERS
 from dni_runtime.spec import ChainSpec
 from dni_runtime.worker import main as worker
 from dni_runtime.worker import metrics

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dni_runtime.documents.state import RunState
+from dni_runtime.files import read_json, write_json
 from dni_runtime.launch.figures import ModuleFigures
-from dni_runtime.rundir import read_json, write_json
 from tests.e2e.conftest import (
     CHAIN,
     ENDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dni_runtime.rundir import read_json
+from dni_runtime.files import read_json
 from tests.e2e.conftest import Dnictl, run
 from tests.e2e.test_slurm import (
     eventually,

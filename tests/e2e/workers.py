@@ -17,7 +17,8 @@ from dni_runtime.cuts import complete_cuts
 from dni_runtime.data import describe, open_data
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import Report
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.files import write_atomic
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from tests.e2e.programs import Program
 

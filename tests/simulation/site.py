@@ -33,12 +33,13 @@ from dni_runtime.cuts import complete_cuts, is_over, parts_of
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.errors import DniError
+from dni_runtime.files import peek_json, write_atomic
 from dni_runtime.launch import pool, supervisor
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.scaling import Scaler, ask_for
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.packing import no_labels
-from dni_runtime.rundir import RunDir, peek_json, write_atomic
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.members import Members, first_replicas
 from dni_runtime.spec.named import module_of

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"errors"},
+    {"files"},
     {"wire", "spec", "rundir", "garbage"},
     {"lines"},
     {"documents"},

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dni_runtime import lines
+from dni_runtime.files import append_line
 from dni_runtime.lines import LineReader, NewLines, last_line, offset_of_last, offset_where
-from dni_runtime.rundir import append_line
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ import pytest
 from dni_runtime.cuts import read_document
 from dni_runtime.documents.reports import Control
 from dni_runtime.errors import DamagedError, DataError
-from dni_runtime.lines import NewLines, last_line, offset_of_last, offset_where
-from dni_runtime.rundir import (
-    RunDir,
+from dni_runtime.files import (
     append_line,
     open_file,
     overwrite_json,
@@ -23,6 +21,8 @@ from dni_runtime.rundir import (
     read_json,
     write_json,
 )
+from dni_runtime.lines import NewLines, last_line, offset_of_last, offset_where
+from dni_runtime.rundir import RunDir
 from tests.lines import read_lines
 
 
@@ -52,7 +52,7 @@ def test_a_file_that_another_host_replaces(
             raise left.pop()
         return io.BytesIO(b'{"id": 2}')
 
-    monkeypatch.setattr("dni_runtime.rundir.opened", opened)
+    monkeypatch.setattr("dni_runtime.files.opened", opened)
     if times < 3:
         assert read_json(path) == {"id": 2}
     else:

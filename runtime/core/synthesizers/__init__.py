@@ -8,7 +8,8 @@ last map and the label's part are zero, which still lets the first gradient thro
 from __future__ import annotations
 
 from dni_runtime.core.choices import Location, find_class, parse_options
-from dni_runtime.core.losses import ChainLoss, labels_each_token
+from dni_runtime.core.labels import labels_each_token
+from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.synthesizers.base import Lesson, Synthesizer
 from dni_runtime.core.synthesizers.critic import Critic
 from dni_runtime.core.synthesizers.maps import Classifier, Linear, LowRank

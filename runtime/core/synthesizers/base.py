@@ -8,7 +8,8 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dni_runtime.core.losses import ChainLoss, cross_entropy, labels_each_token
+from dni_runtime.core.labels import labels_each_token
+from dni_runtime.core.losses import ChainLoss, cross_entropy
 from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.named import Frozen
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from dni_runtime.documents.records import JobRecord
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import UnavailableError
+from dni_runtime.files import written_lately
 from dni_runtime.launch.slurm.commands import JobInfo, job_infos
-from dni_runtime.rundir import RunDir, written_lately
+from dni_runtime.rundir import RunDir
 
 _FRESH_S = 25.0
 """Age up to which a state is current: the heartbeat of 10 s plus file system caches."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from dni_runtime.documents.records import JobRecord
 from dni_runtime.errors import UsageError
+from dni_runtime.files import write_atomic
 from dni_runtime.launch.host import Site
 from dni_runtime.launch.placement import (
     Capacity,
@@ -25,7 +26,7 @@ from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
 from dni_runtime.launch.slurm.partitions import place_in_partitions
 from dni_runtime.launch.slurm.script import JobRequest, render_script
-from dni_runtime.rundir import RunDir, write_atomic
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec.profile import ProfileSpec
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from dni_runtime.bench.chain import Bounds, Watch, endless, read_pace
 from dni_runtime.errors import WorkerError
+from dni_runtime.files import append_line
 from dni_runtime.launch.prepare import prepare
-from dni_runtime.rundir import RunDir, append_line
+from dni_runtime.rundir import RunDir
 
 CHAIN = """\
 name: small

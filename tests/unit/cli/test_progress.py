@@ -11,10 +11,10 @@ from typing import TextIO
 
 import pytest
 
+from dni_runtime.files import append_line
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.run import Run
-from dni_runtime.rundir import append_line
 from dnictl.progress import PlainLines, progress
 from tests.unit.cli.conftest import ended
 

@@ -17,10 +17,10 @@ from dni_runtime import Run, __version__
 from dni_runtime.cuts import document_file, sealed
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import CheckpointError, UsageError, WorkerError
+from dni_runtime.files import append_line, read_json, write_json
 from dni_runtime.launch import run as run_module
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
-from dni_runtime.rundir import append_line, read_json, write_json
 from dni_runtime.worker.background import repeating
 from dnictl.ending import conclude
 from dnictl.main import main

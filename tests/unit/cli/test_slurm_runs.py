@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from dni_runtime.documents.records import JobRecord
+from dni_runtime.files import read_json, write_json
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
-from dni_runtime.rundir import read_json, write_json
 from tests.unit.cli.conftest import Dnictl, WriteChain, ended
 
 Program = Callable[[str, str], None]

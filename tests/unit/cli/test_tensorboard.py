@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.files import append_line
 from dni_runtime.launch.records import Record
-from dni_runtime.rundir import append_line
 from tests.unit.cli.conftest import Dnictl, ended
 
 

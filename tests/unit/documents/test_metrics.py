@@ -21,7 +21,7 @@ from dni_runtime.documents.metrics import (
     parse_train,
     read_metrics,
 )
-from dni_runtime.rundir import append_line
+from dni_runtime.files import append_line
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

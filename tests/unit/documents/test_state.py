@@ -13,7 +13,8 @@ import pytest
 
 from dni_runtime.documents.state import RunState, process_birth, shell_status
 from dni_runtime.errors import DataError
-from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.files import read_json, write_json
+from dni_runtime.rundir import RunDir
 
 
 @pytest.fixture

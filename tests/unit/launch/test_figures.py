@@ -11,9 +11,9 @@ import pytest
 
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.state import RunState
+from dni_runtime.files import append_line, write_json
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
-from dni_runtime.rundir import append_line, write_json
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 
 

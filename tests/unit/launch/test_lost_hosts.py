@@ -9,13 +9,13 @@ import pytest
 
 from dni_runtime.documents.requests import Scale
 from dni_runtime.errors import DataError
+from dni_runtime.files import write_json
 from dni_runtime.launch.plan import LaunchPlan, Need, WorkerPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.scaling import replicas_now, set_left, wanted_replicas
 from dni_runtime.launch.slurm.nodes import JobNodes
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import write_json
 from dni_runtime.worker.ledger import Ledger, Progress
 from tests.unit.launch.test_restarts import RULES, attempts, begun
 from tests.unit.launch.test_supervisor import World, events, states

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.files import append_line
 from dni_runtime.launch.pace import balancing_replicas, batch_seconds
-from dni_runtime.rundir import RunDir, append_line
+from dni_runtime.rundir import RunDir
 
 
 @pytest.mark.parametrize(

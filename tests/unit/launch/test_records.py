@@ -10,9 +10,9 @@ import pytest
 
 from dni_runtime import __version__
 from dni_runtime.errors import CheckpointError, DataError, UsageError
+from dni_runtime.files import read_json, write_json
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run, find_run, list_runs, new_run_id
-from dni_runtime.rundir import read_json, write_json
 
 
 def test_names_sort_by_time_and_differ() -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from dni_runtime.documents.state import RunState
 from dni_runtime.errors import DamagedError
+from dni_runtime.files import write_json
 from dni_runtime.launch.journal import failure
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import Backoff, RestartPlan
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import RunDir, write_json
+from dni_runtime.rundir import RunDir
 from tests.unit.launch.test_supervisor import FakeProcess, World, events, states, stubborn
 
 RULES = RestartPlan(policy="on-failure", limit=3, backoff_s=0.5, backoff_max_s=30, healthy_s=60)

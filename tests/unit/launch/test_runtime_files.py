@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from dni_runtime.documents.state import RunState
+from dni_runtime.files import read_json, write_json
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
 from dni_runtime.launch.settings import LaunchSettings, make_plan
-from dni_runtime.rundir import read_json, write_json
 
 
 def test_what_containers_see_is_there_to_be_mounted(

@@ -11,6 +11,7 @@ import pytest
 
 from dni_runtime.documents.requests import Replicas, Scale
 from dni_runtime.documents.state import RunState
+from dni_runtime.files import append_line
 from dni_runtime.launch.scaling import (
     Scaler,
     Steps,
@@ -21,7 +22,7 @@ from dni_runtime.launch.scaling import (
     wanted_replicas,
     without,
 )
-from dni_runtime.rundir import RunDir, append_line
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 
 WORKERS = ["a", "b.1", "b.2", "b.3", "c"]

@@ -17,6 +17,7 @@ from dni_runtime.cuts import document_file, parked_file
 from dni_runtime.documents.reports import Control, Report, Wanted
 from dni_runtime.documents.state import ModuleState, RunState
 from dni_runtime.errors import UnavailableError
+from dni_runtime.files import read_json, write_json
 from dni_runtime.launch import journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.pool import TICK_S
@@ -24,7 +25,6 @@ from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import read_json, write_json
 from tests.lines import read_lines
 
 

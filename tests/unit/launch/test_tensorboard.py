@@ -12,9 +12,9 @@ import pytest
 
 from dni_runtime.documents.metrics import parse_line
 from dni_runtime.errors import UnavailableError, UsageError
+from dni_runtime.files import append_line
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.tensorboard import FILE, Board, scalars
-from dni_runtime.rundir import append_line
 
 Points = dict[str, list[tuple[int, float]]]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from dni_runtime.documents.state import RunState
+from dni_runtime.files import write_json
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.supervisor import Supervisor
-from dni_runtime.rundir import write_json
 from tests.unit.launch.test_supervisor import World, events
 
 STALL_S = 20.0

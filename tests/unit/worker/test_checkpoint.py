@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dni_runtime import __version__, rundir
+from dni_runtime import __version__, files
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts, forget, tensors_file
@@ -205,7 +205,7 @@ def test_what_is_on_disk_of_a_part_is_counted(
     """Piece by piece, so that one that is written slowly shows progress."""
     run = RunDir(tmp_path)
     run.create()
-    monkeypatch.setattr(rundir, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 100)
     writer = checkpoint.CheckpointWriter(run, "a", ["a"], 2, lambda error: None)
     seen: list[tuple[bool, int]] = []
     fsync = os.fsync

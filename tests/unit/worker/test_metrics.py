@@ -17,7 +17,8 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.documents.metrics import EpochLine, EvaluationLine, StartLine, TrainLine
 from dni_runtime.errors import StoppedError
-from dni_runtime.rundir import RunDir, read_json, write_json
+from dni_runtime.files import read_json, write_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.worker import metrics
 from dni_runtime.worker.device import Copies

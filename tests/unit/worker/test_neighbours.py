@@ -13,7 +13,8 @@ import pytest
 
 from dni_runtime.documents.reports import Endpoint, Report
 from dni_runtime.errors import EncryptionError, UnavailableError
-from dni_runtime.rundir import RunDir, peek_json, write_json
+from dni_runtime.files import peek_json, write_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.spec import LinksSpec, WorkerSpec
 from dni_runtime.worker import neighbours
 from dni_runtime.worker.neighbours import (

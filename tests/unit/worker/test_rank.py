@@ -12,7 +12,8 @@ import pytest
 from dni_runtime.documents.records import RunRecord
 from dni_runtime.documents.reports import Report
 from dni_runtime.errors import DataError, ImageError, UsageError
-from dni_runtime.rundir import RunDir, write_atomic, write_json
+from dni_runtime.files import write_atomic, write_json
+from dni_runtime.rundir import RunDir
 from dni_runtime.worker import rank
 from dni_runtime.worker.background import repeating
 from dni_runtime.worker.options import Options, by_rank, load_spec
