@@ -34,13 +34,14 @@ SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
 LEAKING = re.compile(
     r"PYTHON(?!UNBUFFERED$).*|(APPTAINER|SINGULARITY)ENV_.*"
-    r"|(APPTAINER|SINGULARITY)_(?!(CACHEDIR|LOCALCACHEDIR|TMPDIR|CONFIGDIR|AUTHFILE|DOCKER_\w+"
-    r"|ENCRYPTION_\w+)$).*"
+    r"|(APPTAINER|SINGULARITY)_(?!(CACHEDIR|LOCALCACHEDIR|TMPDIR|CONFIGDIR|KEYSDIR|SYPGPDIR"
+    r"|AUTHFILE|DOCKER_\w+|ENCRYPTION_\w+)$).*"
     r"|VIRTUAL_ENV.*|CONDA_.*|LD_(PRELOAD|AUDIT)|BASH_ENV|ENV|BASH_FUNC_.*"
 )
 """Host variables that would change the image's Python or the container; others are passed on.
 
-Of Apptainer's own settings those stay that say where it works and what it may fetch and decrypt.
+Of Apptainer's own settings those stay that say where it works, and what it fetches, decrypts and
+signs with.
 """
 
 _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
