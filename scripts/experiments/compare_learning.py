@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from remember import measured
 
 from dni_runtime.core.chain import Backprop, LocalChain
@@ -41,7 +40,7 @@ from dni_runtime.core.resolve import resolved_chain, worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.errors import DniError, UsageError
 from dni_runtime.spec import ChainSpec, Choice, DataInfo, ModuleSpec, parse_chain
-from dni_runtime.spec.load import Loader
+from dni_runtime.spec.load import parse_yaml
 from dni_runtime.spec.model import ModuleDefaults
 from dni_runtime.worker.memory import keep_freed_memory
 
@@ -96,7 +95,7 @@ def read_methods(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
             continue
         if label in methods:
             raise UsageError(f"two methods have the label {label!r}", hint="choose another one")
-        found = _yaml(value or label, text)
+        found = parse_yaml(value or label, text)[0]
         is_settings = isinstance(found, dict) and found.keys() <= ModuleDefaults.model_fields.keys()
         methods[label] = found if is_settings else {"interface": found}
     return methods
@@ -260,17 +259,10 @@ def _digest(chain: ChainSpec) -> str:
 
 
 def _mapping(text: str, what: str) -> dict[str, Any]:
-    found = _yaml(text, what)
+    found = parse_yaml(text, what)[0]
     if not isinstance(found, dict):
         raise UsageError(f"{what} is not a mapping")
     return found
-
-
-def _yaml(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise UsageError(f"{what} is not valid YAML: {error}") from None
 
 
 def _numbers(kind: Callable[[str], Any], by: str = ",") -> Callable[[str], list[Any]]:
