@@ -165,6 +165,9 @@ class ChainLoss(nn.Module):
             if loss.allowed is None:
                 continue
             low, high = loss.allowed
+            least, most = y.aminmax() if y.numel() else (low, low)
+            if low <= least and most <= high and math.isfinite(most - least):  # nearly always
+                continue
             valid = loss.valid(y)
             wrong = ~((y >= low) & (y <= high) & y.isfinite())
             wrong = wrong if valid is None else wrong & valid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -358,3 +359,13 @@ def test_each_loss_of_a_sum_checks_its_own_labels() -> None:
         loss.check_labels(
             torch.tensor([[7.0, 0, 0], [3.0, 0, torch.nan]]), "label ", torch.tensor([40, 41])
         )
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.inf, math.nan])
+def test_labels_that_are_no_numbers_are_found(bad: float) -> None:
+    one = TensorSpec(shape=(1,), dtype="float32")
+    loss, y_BY = ChainLoss(Choice(name="MSELoss"), one, one), torch.zeros(4, 1)
+    loss.check_labels(y_BY, "y")
+    y_BY[2] = bad
+    with pytest.raises(DataError, match=rf"y\[2, 0\] is {bad}, but MSELoss takes finite"):
+        loss.check_labels(y_BY, "y")
