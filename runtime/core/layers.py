@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -16,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from dni_runtime.core.choices import Location, call, find_class
 from dni_runtime.core.piece import Piece
 from dni_runtime.core.recurrent import Recurrent
+from dni_runtime.core.source import without_memory
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.packing import pack, unpack
@@ -121,12 +121,15 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
     Raises:
         SpecError: As :func:`build_layers`.
     """
-    with torch.device("meta") if device == "meta" else contextlib.nullcontext():
+
+    def build() -> nn.Sequential:
         layers = build_sized(worker.layers, worker.arguments, ("layers",))
         if len(worker.arguments) > 1 or worker.outputs:
             rows = [edge.outputs for edge in worker.sources if edge.tensor]
             layers = Layers(list(layers), rows + [()] * (len(worker.inputs) - len(rows)))
-    return layers if device == "meta" else layers.to(device)
+        return layers
+
+    return without_memory(build) if device == "meta" else build().to(device)
 
 
 def build_sized(

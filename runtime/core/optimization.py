@@ -152,17 +152,17 @@ class Optimization:
                 ) from None
 
     def end_batch(self) -> None:
-        """Step schedules that count batches."""
-        if self._spec.schedule_every == "batch":
-            self.step_schedules(1)
+        """Step schedules that count batches; while it :attr:`holds`, :meth:`step` comes first."""
+        if not self.holds:
+            self.count(1)
 
     def end_epoch(self) -> None:
         """Step schedules that count epochs."""
         if self._spec.schedule_every == "epoch":
             self.step_schedules(1)
 
-    def pass_over(self, batches: int) -> None:
-        """Step schedules that count batches past those of an earlier attempt."""
+    def count(self, batches: int) -> None:
+        """Step schedules that count batches."""
         if self._spec.schedule_every == "batch":
             self.step_schedules(batches)
 

@@ -6,8 +6,8 @@ It has the network's own parameters and buffers, under their own names, and runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, fx, nn
 
-from dni_runtime.core.program import Trace, changed, symbol
+from dni_runtime.core.program import Program, Trace, changed, symbol
 from dni_runtime.core.recording import under
 from dni_runtime.core.source import WRAPPED, NetworkSpec, build_network, without_memory
 from dni_runtime.core.tracing import trace
@@ -42,7 +42,41 @@ class Section:
     own: list[fx.Node]
 
     @classmethod
-    def of(cls, one: Trace, after: str | None, until: str | None) -> Section:
+    def pair(cls, program: Program, after: str | None, until: str | None) -> tuple[Section, ...]:
+        """Find it in train and in eval mode.
+
+        What passes its cuts in eval mode has the places of what does in train mode, though other
+        pieces may have made it: where one does nothing in eval mode, its input passes instead.
+
+        Raises:
+            SpecError: It takes other values in eval mode.
+        """
+        train = cls.of(program.train, after, until)
+
+        def alike(cut: str | None, nodes: Collection[fx.Node]) -> list[fx.Node]:
+            passing = (
+                [one.passing(one.spans[cut][1]) for one in program.traces] if cut else [[], []]
+            )
+            return [other for own, other in zip(*passing, strict=True) if own in nodes]
+
+        evaluated = cls.of(program.eval, after, until, alike(until, train.gives) if until else None)
+        takes = alike(after, train.takes)
+        if not set(takes).issuperset(evaluated.takes) or train.data != evaluated.data:
+            raise SpecError(
+                f"{program.spec.target}: what is between {after or 'its input'} and "
+                f"{until or 'its output'} needs other values in eval mode than in train mode",
+                location=("after",),
+            )
+        return train, replace(evaluated, takes=takes)
+
+    @classmethod
+    def of(
+        cls,
+        one: Trace,
+        after: str | None,
+        until: str | None,
+        gives: list[fx.Node] | None = None,
+    ) -> Section:
         """Find it between two cuts; None is the beginning, or the end."""
         first = -1 if after is None else one.spans[after][1]
         last = one.last if until is None else one.spans[until][1]
@@ -50,20 +84,19 @@ class Section:
         if until is None:
             (output,) = (node for node in one.graph.nodes if node.op == "output")
             gives = list(output.all_input_nodes)
-        else:
+        elif gives is None:
             passing = set(one.passing(last))
             gives = [node for node in own if node in passing]
         inside, needed = set(own), dict[fx.Node, None]()
-        left = [*own, *(node for node in gives if node not in inside)]
-        while left:  # what follows from the data is computed again
-            before = list(left.pop().all_input_nodes)
-            for node in before:
-                if node not in inside and node not in needed and not one.is_size(node):
-                    needed[node] = None
-                    if node in one.free:
-                        left.append(node)
-                        changes = one.changes.get(one.memory(node), ())
-                        before += (change for change in changes if one.number(change) <= last)
+        left = [*gives, *(node for operation in own for node in operation.all_input_nodes)]
+        while left:
+            node = left.pop()
+            if node not in inside and node not in needed and not one.is_size(node):
+                needed[node] = None
+                if node in one.free:  # what follows from the data is computed again
+                    changes = one.changes.get(one.memory(node), ())
+                    left += node.all_input_nodes
+                    left += (change for change in changes if one.number(change) <= last)
         places = {node: number for number, node in enumerate(one.graph.nodes)}
         ordered = sorted(needed, key=lambda node: places[node])
         again = [node for node in ordered if node.op == "call_function" and node in one.free]
@@ -212,12 +245,8 @@ class Piece(nn.Module):
         if begin >= end:
             raise SpecError(f"{until!r} does not end after {after!r}", location=("until",))
         self._cuts = after, until
-        sections = {one: Section.of(one, after, until) for one in program.traces}
-        if len({tuple(section.data) for section in sections.values()}) > 1:
-            raise SpecError(
-                f"{spec.target} needs other inputs of the data in eval mode than in train mode",
-                location=("after",),
-            )
+        pair = Section.pair(program, after, until)
+        sections = dict(zip(program.traces, pair, strict=True))
         names = {
             one.names[node.name]
             for one, section in sections.items()
@@ -233,10 +262,9 @@ class Piece(nn.Module):
                 )
         wanted = names.union(*(program.aliases[name] for name in names))
         wanted -= set().union(*(tied[name] for name in borrows))
-        if until is None:
-            wanted |= set(program.unused)
+        wanted.update(name for name, at in program.unused.items() if begin < at <= end)
         memory = torch.empty(0).device.type != "meta"
-        whole = build_network(spec) if memory else without_memory(spec)
+        whole = build_network(spec) if memory else without_memory(lambda: build_network(spec))
         self.borrowed = {name: Borrowed(_tensor(whole, name)) for name in borrows}
         self._places = sorted((place, name) for name, place in borrows.items())
         self.network = _pruned(whole, wanted)

@@ -266,14 +266,15 @@ class Program:
         train: The operations in train mode.
         eval: The operations in eval mode.
         aliases: Further names of tied parameters and buffers, by the one that a trace uses.
-        unused: Parameters and buffers that no operation uses.
+        unused: Parameters and buffers that no operation uses, each with the number of the first
+            operation that uses another one of the same module; the last one if none does.
     """
 
     spec: NetworkSpec
     train: Trace
     eval: Trace
     aliases: dict[str, tuple[str, ...]]
-    unused: tuple[str, ...]
+    unused: dict[str, int]
 
     @cached_property
     def cuts(self) -> dict[str, Cut]:

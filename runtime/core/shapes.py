@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.attention import AttentionWatch, run_watched
 from dni_runtime.core.choices import Location
 from dni_runtime.core.layers import build_layer
 from dni_runtime.core.recurrent import CELLS
+from dni_runtime.core.source import without_memory
 from dni_runtime.core.training import empty_batch
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
@@ -145,8 +145,7 @@ def _infer_layer(
             if len(found.outputs) > 1:
                 raise _several(one, at_one, "a layer in a block returns one")
             inner = list(found.outputs)
-    with torch.device("meta"):
-        built = build_layer(layer, at)
+    built = without_memory(lambda: build_layer(layer, at))
     name = layer.type
     try:
         try:

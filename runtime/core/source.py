@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from dni_runtime.core.choices import find_attribute
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import TensorSpec
+
+_Built = TypeVar("_Built", bound=nn.Module)
 
 
 class NetworkSpec(BaseModel):
@@ -161,14 +163,15 @@ def build_network(spec: NetworkSpec) -> nn.Module:
     return network
 
 
-def without_memory(spec: NetworkSpec) -> nn.Module:
-    """Return the network on torch's meta device."""
-    try:
-        with torch.device("meta"):
-            return build_network(spec)
-    except SpecError:
-        with torch.device("cpu"):
-            return build_network(spec).to("meta")
+def without_memory(build: Callable[[], _Built]) -> _Built:
+    """Build on torch's meta device; what needs its numbers is built in memory, and moved there."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return build()
+        except SpecError:
+            with torch.device("cpu"):
+                return build().to("meta")
 
 
 _FRAME = r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)'

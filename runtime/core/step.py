@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -24,6 +25,7 @@ from dni_runtime.core.counters import StepCounters
 from dni_runtime.core.forward import Inputs, ModuleForward, as_inputs
 from dni_runtime.core.interfaces import Boundary, GradientInterface, Keep, build_interface
 from dni_runtime.core.kept import Kept, KeptBatches
+from dni_runtime.core.layers import load_initial
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.metrics import accuracy
 from dni_runtime.core.optimization import Optimization, freeze
@@ -365,6 +367,14 @@ class ModuleStep(ModuleForward):
     def _no_gradients(self, id: int, done: ForwardPass) -> Gradients:
         wanted = zip(done.xs, self._answers(id), strict=False)
         return tuple(torch.full_like(x, math.nan) if one else None for x, one in wanted)
+
+    def load_initial(self, file: Path) -> None:
+        """Begin with the initial weights of a run; see :func:`~.layers.load_initial`."""
+        load_initial(self.layers, file)
+        if self.optimization.average is not None:
+            self.optimization.average.module.load_state_dict(self.layers.state_dict())
+        if self.shared is not None:
+            self.shared.begin()
 
     @property
     def evaluated(self) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import warnings
@@ -129,10 +130,16 @@ def _program_of(spec: NetworkSpec, network: nn.Module, example: tuple[Tensor, ..
         for name in names
     }
     used = {name for one in traces.values() for name in one.names.values()}
-    unused = [
-        name for name, _ in named if name not in used and not used.intersection(aliases[name])
-    ]
-    return Program(spec, traces[True], traces[False], aliases, tuple(unused))
+    train, places = traces[True], dict[str, int]()
+    for placeholder, (first, _) in train.uses.items():
+        path = train.names.get(placeholder, "").rpartition(".")[0]
+        places[path] = min(first, places.get(path, first))
+    unused = {
+        name: places.get(name.rpartition(".")[0], train.last)
+        for name, _ in named
+        if name not in used and not used.intersection(aliases[name])
+    }
+    return Program(spec, train, traces[False], aliases, unused)
 
 
 def _export(spec: NetworkSpec, wrapped: _Traced, example: tuple[Tensor, ...]) -> Trace:
@@ -219,7 +226,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -122,6 +122,10 @@ def build_optimizer(
         args["fused"] = True
     at = (*location, choice.name)
     optimizer = call(cls, args, name=choice.name, location=at, given=(params,))
+    for group in optimizer.param_groups if cls is optim.SGD and args.get("fused") else ():
+        if group["momentum"] and not group["dampening"]:
+            for p in group["params"]:  # else it fails where one has a gradient later than others
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     if any(p.is_meta for p in every):
         _try_a_step(choice, every, at, sparse)
     return cast("optim.Optimizer", optimizer)

@@ -126,7 +126,8 @@ def _run(parts: Sequence[Part], pieces: Mapping[str, Piece], xs: list[Tensor]) -
             list(outputs if isinstance(outputs, tuple) else [outputs]),
         )
         copies[before] = [
-            one.detach().requires_grad_(one.is_floating_point()) for one in made[before]
+            one.detach().requires_grad_(one.is_floating_point() and torch.is_grad_enabled())
+            for one in made[before]
         ]
     (y,) = copies[before]
     y.grad = _gradient(y)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dni_runtime.core.layers import load_initial
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import best_cut, forget, newest_cut, parts_of
 from dni_runtime.errors import CheckpointError
@@ -111,9 +110,7 @@ def begin(
     if at and (state is None or state[1]["cut"] < at):
         state, joined = _of_another(run, step, others, at), True
     if state is None and spec.initial:
-        load_initial(step.layers, run.initial(module_of(spec.module)))
-        if step.shared is not None:
-            step.shared.begin()
+        step.load_initial(run.initial(module_of(spec.module)))
     if state is not None:
         checkpoint.restore(step, *state)
         start, progress = _start(state[1], again=again, since=since)
@@ -132,7 +129,7 @@ def begin(
             members.merge(Members.of_json(progress.counts.members))
         at_cut = progress.step
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
-        step.optimization.pass_over(progress.step - at_cut)
+        step.optimization.count(progress.step - at_cut)
         return start, ledger
     progress.counts.members = None
     if wanted != AUTO:  # else the neighbours may have found another cut

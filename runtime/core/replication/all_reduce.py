@@ -26,6 +26,7 @@ class AllReduce(Strategy):
     def attach(self, spec: WorkerSpec, optimization: Optimization) -> None:
         self._optimization = optimization
         self.gradients = sum(real(p.detach()).numel() for p in optimization.parameters)
+        self._batches, self._without = 0, [True] * len(optimization.parameters)
         optimization.holds = True
 
     def weight(self, samples: int) -> float:
@@ -35,6 +36,8 @@ class AllReduce(Strategy):
         batches = self._optimization.gathered
         if not batches:
             return None
+        self._batches = batches
+        self._without = [p.grad is None for p in self._optimization.parameters]
         gradients = [
             real(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(own_P)
             for p in self._optimization.parameters
@@ -44,11 +47,17 @@ class AllReduce(Strategy):
 
     def agree(self, mean_P: Tensor) -> Tensor:
         parameters = self._optimization.parameters
-        for p, g in zip(parameters, split_like(mean_P, parameters), strict=True):
-            p.grad = g.clone()
+        gradients = split_like(mean_P, parameters)
+        for p, g, without in zip(parameters, gradients, self._without, strict=True):
+            p.grad = None if without and not g.any() else g.clone()  # as in one process
         self._optimization.step()
         own = [real(p.detach()).flatten().to(mean_P) for p in parameters]
         return torch.cat([*own, mean_P[self.gradients :]])
+
+    def take(self, own_P: Tensor, agreed_P: Tensor) -> Tensor:
+        self._optimization.count(self._batches)
+        self._batches = 0
+        return agreed_P
 
     def base(self, agreed_P: Tensor) -> Tensor:
         return torch.cat([agreed_P.new_zeros(self.gradients), agreed_P[self.gradients :]])

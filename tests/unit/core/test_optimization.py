@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dni_runtime.core.chain import Backprop, LocalChain
@@ -194,6 +196,15 @@ def test_the_average_of_the_weights_is_evaluated(small: Any) -> None:
     torch.testing.assert_close(step.evaluate(x), expected)
     assert not torch.equal(start[0], first[0])
     assert step.layers.training
+
+
+def test_an_average_begins_with_the_initial_weights(tmp_path: Path) -> None:
+    step = tail("ema: 0.5")
+    wanted = {name: torch.randn_like(one) for name, one in step.layers.state_dict().items()}
+    save_file(wanted, tmp_path / "initial.safetensors")
+    step.load_initial(tmp_path / "initial.safetensors")
+    found = step.evaluated.state_dict()
+    assert all(torch.equal(found[f"module.{name}"], one) for name, one in wanted.items())
 
 
 class Normed(nn.Sequential):

@@ -8,9 +8,9 @@ import torch
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.training import OPTIMIZERS
+from dni_runtime.core.training import OPTIMIZERS, build_optimizer
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
 from dni_runtime.worker.checkpoint import restore, snapshot
 
 INFO = DataInfo(
@@ -63,6 +63,22 @@ def _parameters(net: LocalChain | Backprop) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"LBFGS", "SparseAdam", "Muon"}))
 def test_optimizers_train(name: str) -> None:
     train(chain(*[f"{{{name}: {{lr: 0.1}}}}"] * 3))
+
+
+def test_a_gradient_may_come_later_than_others() -> None:
+    """torch's fused SGD with momentum fails there; its own loop does not."""
+    choice = Choice(name="SGD", args={"lr": 0.1, "momentum": 0.9, "nesterov": True})
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    own, plain = build_optimizer(choice, [p, q]), [p.detach().clone(), q.detach().clone()]
+    loop = torch.optim.SGD(plain, lr=0.1, momentum=0.9, nesterov=True)
+    for step in range(4):
+        p.grad = plain[0].grad = torch.full((3,), step + 1.0)
+        if step > 1:
+            q.grad = plain[1].grad = torch.full((3,), -step / 2)
+        own.step()
+        loop.step()
+        assert torch.allclose(p, plain[0])
+        assert torch.allclose(q, plain[1])
 
 
 @pytest.mark.parametrize("where", ["words", "matrix", "top"])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime import Chain
+from dni_runtime.core.layers import tensors_of
 from dni_runtime.errors import SpecError
 from dni_runtime.launch.splitting import split_chain
 
@@ -41,6 +43,37 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(self.middle(self.first(x)).tanh()) * self.scale
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class Passes(Net):
+    """In eval mode what 'drop' gets is what passes, beside what the norm makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn, self.out = nn.Identity(), nn.Dropout()
+
+    def forward(self, x):
+        h = self.drop(self.first(x))
+        return self.out(self.last(Turned.apply(self.norm(h) + h)))
+
+
+class Rests(Net):
+    """A norm that is always in eval mode, where it does not use all that it has."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
 
 
 class Tiny(Net):
@@ -101,14 +134,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("violates", None)
 
 
-def split(name: str) -> None:
+def split(name: str, *at: str) -> None:
     data = {"dataset": "violates:Data", "batch_size": 16}
-    split_chain(f"violates:{name}", Path("chain.yaml"), {"data": data}, at=["first"])
+    split_chain(f"violates:{name}", Path("chain.yaml"), {"data": data}, at=at or ["first"])
 
 
 def test_statistics_and_dropout_are_the_same() -> None:
     split("Net")
     assert Path("chain.yaml").exists()
+
+
+def test_a_value_may_come_from_elsewhere_in_eval_mode() -> None:
+    split("Passes", "first", "norm", "last")
+    assert Path("chain.yaml").exists()
+
+
+def test_what_a_module_does_not_use_stays_with_it() -> None:
+    split("Rests", "first", "norm")
+    chain = Chain("chain.yaml")
+    names = [set(tensors_of(worker)) for worker in chain.prepared.workers]
+    assert "0.network.norm.num_batches_tracked" in names[1]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,39 @@ def test_it_is_one_process_with_a_large_batch() -> None:
                     assert torch.allclose(value, wanted[name], atol=1e-6), name
 
 
+def test_a_schedule_that_counts_batches_follows_the_step() -> None:
+    training = "optimizer: {SGD: {lr: 0.1}}, schedule: {StepLR: {step_size: 1}}, "
+    training += "schedule_every: batch"
+    steps = [ModuleStep(spec) for spec in replicas("all-reduce", 2, training=training)]
+    before, bias = (p.detach().clone() for p in steps[0].layers.parameters())
+    x_BX, target_BH = torch.ones(4, 8), torch.zeros(4, 6)
+    g_HX = torch.func.grad(lambda w: (x_BX @ w.T + bias).square().sum() / 8)
+    for number, step in enumerate(steps):
+        learn(step, number + 1, x_BX, target_BH)
+    share(steps)
+    wanted = before - 0.1 * g_HX(before)
+    for step in steps:
+        assert torch.allclose(step.layers[0].weight, wanted, atol=1e-6)
+        rates = [one.param_groups[0]["lr"] for one in step.optimization.optimizers.values()]
+        assert rates == pytest.approx([0.01])
+
+
+def test_what_no_replica_has_a_gradient_of_is_left_alone() -> None:
+    training = "optimizer: {SGD: {lr: 0.1, momentum: 0.9, weight_decay: 0.5}}"
+    steps = [ModuleStep(spec) for spec in replicas("all-reduce", 2, training=training)]
+    before = steps[0].layers[0].bias.detach().clone()
+    for id, at in enumerate([0, 1, 1], 1):
+        if id < 3:
+            learn(steps[at], id, torch.ones(4, 8), torch.zeros(4, 6))
+            steps[at].layers[0].bias.grad = None
+        if id == 2:
+            share(steps, id)
+            assert torch.equal(steps[0].layers[0].bias, before)
+    learn(steps[1], 3, torch.ones(4, 8), torch.zeros(4, 6))
+    share(steps, 3)
+    assert not torch.equal(steps[0].layers[0].bias, before)
+
+
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 3.0), ("sqrt", 3**0.5)])
 def test_learning_rates_grow_with_the_batches_of_a_step(rule: str, factor: float) -> None:
     """Those of groups and schedules, too, but not where a module has one worker."""
