@@ -30,7 +30,7 @@ def up_in_allocation(
     """
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.records import create_run
-    from dni_runtime.launch.slurm.allocation import allocation_here, request_here
+    from dni_runtime.launch.slurm.allocation import OUTSIDE, allocation_here, request_here
     from dni_runtime.launch.slurm.profiles import load_profile
     from dni_runtime.launch.slurm.script import placement_lines
     from dni_runtime.launch.slurm.submit import job_record, placement_rows
@@ -40,7 +40,7 @@ def up_in_allocation(
     if allocation is None:
         raise UsageError(
             "SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: this is not an allocation",
-            hint="--backend process or apptainer starts the workers on this host",
+            hint=OUTSIDE,
         )
     profile_name = os.environ.get("DNICTL_PROFILE")
     request = request_here(root, prepared, load_profile(profile_name), allocation)

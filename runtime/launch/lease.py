@@ -72,7 +72,7 @@ class Owner(Document):
             pid=os.getpid(),
             born=process_birth(os.getpid()),
             job=job,
-            restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            restarts=0 if job is None else int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         )
 
     def lives(self, me: Owner) -> bool | None:

@@ -32,6 +32,9 @@ from dni_runtime.spec.profile import ProfileSpec
 
 _CLEAN_TIMEOUT_S = 30.0
 
+OUTSIDE = "if this is an ordinary shell: 'unset SLURM_JOB_ID', or start workers on this host with "
+OUTSIDE += "--backend process or apptainer"
+
 log = logging.getLogger(__name__)
 
 
@@ -60,13 +63,20 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
     job, nodes = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
         return None
-    size = int(environ.get("SLURM_HET_SIZE") or 0)
-    lists = [environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in range(size)]
-    found = [
-        (host, group if size else None)
-        for group, listed in enumerate(lists or [nodes])
-        for host in commands.hostnames(listed)
-    ]
+    try:
+        size = int(environ.get("SLURM_HET_SIZE") or 0)
+        lists = [environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in range(size)]
+        found = [
+            (host, group if size else None)
+            for group, listed in enumerate(lists or [nodes])
+            for host in commands.hostnames(listed)
+        ]
+    except (UnavailableError, ValueError, KeyError) as error:
+        raise UnavailableError(
+            f"SLURM_JOB_ID={job} says that this is in a Slurm job, whose nodes are not known: "
+            f"{error.message if isinstance(error, UnavailableError) else repr(error)}",
+            hint=OUTSIDE,
+        ) from None
     return Allocation(job, tuple(host for host, _ in found), tuple(group for _, group in found))
 
 

@@ -72,5 +72,6 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     dropped = ("SLURM_GPUS", "SLURM_GRES", "SLURM_MEM_", "SLURM_CPUS_PER_", "SLURM_NTASKS",
                "SLURM_TRES_PER_", "SLURM_TASKS_PER_", "SLURM_NPROCS", "SLURM_DISTRIBUTION",
                "SLURM_EXACT", "SLURM_OVERLAP", "SLURM_EXCLUSIVE", "SLURM_TIMELIMIT",
-               "SLURM_JOB_NAME", "SRUN_", "SBATCH_")  # fmt: skip
+               "SLURM_JOB_NAME", "SLURM_CPU_BIND", "SLURM_HINT", "SLURM_CONSTRAINT",
+               "SLURM_THREADS_PER_CORE", "SRUN_", "SBATCH_")  # fmt: skip
     return {name: value for name, value in environ.items() if not name.startswith(dropped)}

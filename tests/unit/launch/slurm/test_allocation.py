@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dni_runtime.errors import UnavailableError
 from dni_runtime.launch.slurm.allocation import Allocation, allocation_here, beside
 from dni_runtime.launch.slurm.commands import component_jobs
 
@@ -33,6 +34,24 @@ def test_nodes_and_their_components() -> None:
     assert allocation_here({}) is None
     assert allocation_here(PLAIN) == Allocation("7", ("n1", "n2"), (None, None))
     assert allocation_here(HETEROGENEOUS) == Allocation("7", ("n1", "n2", "g1"), (0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"SLURM_HET_SIZE": "two"},
+        {"SLURM_HET_SIZE": "1"},  # without the list of its nodes
+        {"PATH": "none"},
+    ],
+)
+def test_what_a_job_has_left_in_a_shell(
+    wrong: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "PATH" in wrong:  # where Slurm does not answer
+        (tmp_path / "scontrol").write_text("#!/bin/sh\necho no configuration >&2; exit 1\n")
+    with pytest.raises(UnavailableError, match="SLURM_JOB_ID=7 says") as caught:
+        allocation_here(PLAIN | wrong)
+    assert "unset SLURM_JOB_ID" in str(caught.value)
 
 
 def test_a_step_says_its_component_only_where_there_are_several() -> None:
