@@ -245,13 +245,15 @@ def _modes(built: nn.Module, given: nn.Module) -> set[bool]:
     Raises:
         SpecError: Neither is: some layers are in eval mode.
     """
-    wanted = [module.training for module in given.modules()]
-    found = {True} if [module.training for module in built.modules()] == wanted else set[bool]()
-    for mode in (True, False):
-        if [module.training for module in built.train(mode).modules()] == wanted:
-            found.add(mode)
+
+    def of(module: nn.Module) -> dict[str, bool]:
+        return {name: one.training for name, one in module.named_modules(remove_duplicate=False)}
+
+    wanted = of(given)
+    found = {True} if of(built) == wanted else set[bool]()
+    found |= {mode for mode in (True, False) if of(built.train(mode)) == wanted}
     if not found:
-        off = [name for name, one in given.named_modules() if not one.training]
+        off = [name for name, trains in wanted.items() if not trains]
         raise _in_eval_mode(repr(off[-1]), "the others are not")
     return found
 

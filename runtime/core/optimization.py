@@ -114,10 +114,11 @@ class Optimization:
                 self.clear()
                 return
         clip = self._spec.clip
-        if clip.value is not None:
-            clip_grad_value_(self.parameters, clip.value)
+        with_gradient = [p for p in self.parameters if p.grad is not None]  # torch wants one
+        if clip.value is not None and with_gradient:
+            clip_grad_value_(with_gradient, clip.value)
         if clip.norm is not None:
-            clip_grad_norm_(self.parameters, clip.norm)
+            clip_grad_norm_(with_gradient, clip.norm)
         if self._predicts:
             self._remember()
         for optimizer in self.optimizers.values():

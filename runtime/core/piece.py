@@ -360,6 +360,8 @@ def _program(one: Trace, section: Section) -> fx.GraphModule:
     for node in inputs:
         if node in section.takes and (layout := one.layout(node)) != (0, 1):
             new[node] = graph.call_function(_as_it_was, (new[node], *layout))
+        if node in section.takes and (order := one.order(node)) is not None:
+            new[node] = graph.call_function(_in_order, (new[node], order))
         if one.memory(node) in own:
             new[node] = graph.call_function(torch.ops.aten.clone.default, (new[node],))
 
@@ -401,6 +403,12 @@ def _batch_first(value: Tensor, axis: int, times: int) -> Tensor:
     """Return a value as it passes a cut: all of a sample is in one row."""
     moved = value.movedim(axis, 0)
     return moved.reshape(-1, times, *moved.shape[1:]) if times > 1 else moved
+
+
+def _in_order(value: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a value with its dimensions in this order in memory, as the network has it."""
+    back = sorted(range(len(order)), key=lambda at: order[at])
+    return value.permute(*order).contiguous().permute(*back)
 
 
 def _as_it_was(value: Tensor, axis: int, times: int) -> Tensor:

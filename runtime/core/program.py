@@ -143,6 +143,8 @@ class Trace:
 
     def memory(self, node: fx.Node) -> object:
         """Return what is the same for tensors that share memory."""
+        while node.target is torch.ops.aten.dropout.default and not (node.args[1] and node.args[2]):
+            node = node.all_input_nodes[0]  # which it returns; tracing does not show that
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.layout is torch.strided:
             return value.untyped_storage()._cdata
@@ -233,6 +235,16 @@ class Trace:
         if len(sizes) > 1 or not found:
             return wrong + "depends on the batch in more than one dimension"
         return sizes[0], found[0]
+
+    def order(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Return the dimensions of a value by their strides; None if those are the usual ones.
+
+        Random numbers are drawn in the order of the memory.
+        """
+        value = node.meta["val"]
+        steps = [one.node.hint if isinstance(one, torch.SymInt) else one for one in value.stride()]
+        found = tuple(sorted(range(value.dim()), key=lambda at: -steps[at]))
+        return None if found == tuple(range(value.dim())) else found
 
     def sample(self, node: fx.Node) -> TensorSpec | str:
         """Return one sample of a node's value, the batch first, or why it has none."""

@@ -85,6 +85,11 @@ def sparse_parameters(layers: nn.Module) -> frozenset[int]:
     )
 
 
+_ON = ("cuda",)
+_FUSED = dict.fromkeys((torch.float32, torch.float64), ("cpu", "cuda"))
+"""Where fused optimizers are chosen: on the CPU, that of SGD steps wrongly in bfloat16 (2.13)."""
+
+
 def build_optimizer(
     choice: Choice,
     parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
@@ -117,7 +122,7 @@ def build_optimizer(
         "fused" in inspect.signature(cls).parameters
         and not {"fused", "foreach", "differentiable"} & set(args)
         and not any(id(p) in sparse for p in every)
-        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in every)
+        and all(p.is_floating_point() and p.device.type in _FUSED.get(p.dtype, _ON) for p in every)
     ):
         args["fused"] = True
     at = (*location, choice.name)

@@ -26,9 +26,8 @@ _STEP = 0.01
 _WITHIN = 1e-4
 """Differences that are rounding, compared with the largest number of a tensor."""
 _NOISE = 1e-6
-"""The same of gradients that are zero but for rounding, compared with the largest of all."""
+"""The same where a tensor is zero but for rounding, compared with the largest of its kind."""
 
-_GRADIENT = "the gradient of"
 _HINT = (
     "only operations on tensors are traced: no hooks, no draws of Python or numpy, no numbers that "
     "change between calls; and what each construction draws anew belongs into 'register_buffer'. "
@@ -163,9 +162,11 @@ def _compare(
     Raises:
         SpecError: There is a difference.
     """
-    sizes = [_largest(one) for what, [(_, one)] in whole.items() if what.startswith(_GRADIENT)]
+    sizes: dict[str, float] = {}
+    for what, [(_, one)] in whole.items():
+        sizes[what.partition("'")[0]] = max(_largest(one), sizes.get(what.partition("'")[0], 0.0))
     for what in {**whole, **parts}:
-        noise = _NOISE * max(sizes) if what.startswith(_GRADIENT) and sizes else 0.0
+        noise = _NOISE * sizes.get(what.partition("'")[0], 0.0)
         some = parts.get(what) or [("", torch.zeros_like(whole[what][0][1]))]
         ((_, a),) = whole.get(what) or [("", torch.zeros_like(some[0][1]))]
         for name, b in some:
@@ -195,7 +196,7 @@ def _left(modules: Mapping[str, nn.Module], y: Tensor) -> dict[str, list[tuple[s
     for part, module in modules.items():
         for name, one in module.named_parameters(remove_duplicate=False):
             if one.grad is not None:
-                what = f"{_GRADIENT} {name.removeprefix(WRAPPED)!r}"
+                what = f"the gradient of {name.removeprefix(WRAPPED)!r}"
                 found.setdefault(what, []).append((part, one.grad.to_dense()))
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if name.startswith(WRAPPED):  # not a constant of 'forward'

@@ -556,7 +556,8 @@ class Site:
         schedule = self.schedule
         every = schedule.epochs * BATCHES
         for reason in self._stalls():
-            if not schedule.loses:  # it is tried to start it, for minutes
+            slow = any(kind == "slow" for _, kind, _, _ in schedule.faults)
+            if not schedule.loses and not slow:  # both take minutes
                 raise Violated(f"stalled: {reason}")
         counted, trained = Counter[str](), set[tuple[str, int]]()
         for name in self.names:

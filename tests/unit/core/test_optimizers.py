@@ -81,6 +81,20 @@ def test_a_gradient_may_come_later_than_others() -> None:
         assert torch.allclose(q, plain[1])
 
 
+def test_steps_in_bfloat16_are_those_of_a_loop() -> None:
+    """torch 2.13's fused SGD is wrong there."""
+    p = torch.nn.Parameter(
+        torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    )
+    wanted, g = p.detach().float(), torch.ones(16, 16)
+    optimizer = build_optimizer(Choice(name="SGD", args={"lr": 0.25}), [p])
+    for _ in range(3):
+        p.grad = g.bfloat16()
+        optimizer.step()
+        wanted -= 0.25 * g
+    assert torch.allclose(p.float(), wanted, atol=0.05)
+
+
 @pytest.mark.parametrize("where", ["words", "matrix", "top"])
 def test_a_closure_is_refused(where: str) -> None:
     with pytest.raises(SpecError, match="LBFGS needs a closure") as caught:
