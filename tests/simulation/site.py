@@ -683,7 +683,7 @@ class Site:
         process = Process(name)
         stop = Stop(self.world, process)
         started = self.workers[name] = stop.worker
-        if worker.resume.isdecimal():
+        if worker.resume.isdecimal() and attempt == worker.first:
             self._begin_at(name, int(worker.resume))
         options = Options(
             run=self.root,
