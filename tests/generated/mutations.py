@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from dni_runtime.core import piece
 from dni_runtime.core.losses import ChainLoss
 from dni_runtime.core.piece import Piece
 from dni_runtime.core.replication import Shared
@@ -42,8 +43,14 @@ def network_trains() -> Any:
     return _replaced(Piece, "train", super(Piece, Piece).train)
 
 
+def modes_lost() -> Any:
+    """What forward does under ``no_grad`` is done as everything else."""
+    return _replaced(piece, "under", lambda operation, modes: operation)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "parts-by-samples": parts_by_samples,
     "buffers-once": buffers_once,
     "network-trains": network_trains,
+    "modes-lost": modes_lost,
 }
