@@ -50,6 +50,7 @@ modules:
 WORKERS = [f"{module}.{one}" for module in ("bottom", "middle", "top") for one in (1, 2)]
 
 
+BOUND = "setpriv --pdeathsig TERM"
 BY_MPI = "replication: {strategy: all-reduce, backend: mpi}"
 NO_MPI = pytest.mark.skipif(
     not torch.distributed.is_mpi_available(),
@@ -59,9 +60,13 @@ NO_MPI = pytest.mark.skipif(
 
 @pytest.fixture
 def mpirun(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Open MPI as ``mpirun``, whichever MPI is the machine's default; on any number of cores."""
+    """Open MPI as ``mpirun``, whichever MPI is the machine's default; on any number of cores.
+
+    It ends with what has started it, also if that is killed.
+    """
     folder = tmp_path_factory.mktemp("mpi")
-    (folder / "mpirun").symlink_to(need("mpirun.openmpi"))
+    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {BOUND} {need("mpirun.openmpi")} "$@"\n')
+    (folder / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     monkeypatch.setenv("OMPI_MCA_rmaps_base_oversubscribe", "1")
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
@@ -87,11 +92,24 @@ def block(heading: str, number: int = 0) -> str:
 def sh(folder: Path, script: str, *, expect: int = 0) -> str:
     """Run a script; its output."""
     done = subprocess.run(
-        ["bash", "-euc", script], cwd=folder, stdin=subprocess.DEVNULL,
+        [*BOUND.split(), "bash", "-euc", script], cwd=folder, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == expect, f"{script}: {done.returncode}\n{done.stdout}"
     return done.stdout
+
+
+def test_a_test_that_is_killed_leaves_no_mpirun(mpirun: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"  # in the command line of all that is started
+    sleeps = f"import time; open('{mark}', 'w'); time.sleep(300)"
+    script = f'mpirun -n 1 {sys.executable} -c "{sleeps}"; true'
+    argv = [*BOUND.split(), "bash", "-euc", script]
+    code = f"import subprocess; subprocess.run({argv!r})"
+    with subprocess.Popen([sys.executable, "-c", code]) as killed:
+        eventually("mpirun runs", mark.exists, 60)
+        assert processes_of(mark)
+        killed.kill()
+    eventually("nothing of it runs", lambda: not processes_of(mark), 30)
 
 
 @pytest.fixture
