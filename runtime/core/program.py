@@ -24,6 +24,10 @@ from dni_runtime.errors import SpecError
 from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.load import suggestion
 
+_KINDS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_DROPOUTS = frozenset(getattr(torch.ops.aten, kind).default for kind in _KINDS)
+"""Operations of a tensor, a probability, and whether to drop."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -143,7 +147,7 @@ class Trace:
 
     def memory(self, node: fx.Node) -> object:
         """Return what is the same for tensors that share memory."""
-        while node.target is torch.ops.aten.dropout.default and not (node.args[1] and node.args[2]):
+        while node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
             node = node.all_input_nodes[0]  # which it returns; tracing does not show that
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.layout is torch.strided:

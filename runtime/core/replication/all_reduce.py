@@ -27,6 +27,7 @@ class AllReduce(Strategy):
         self._optimization = optimization
         self.gradients = sum(real(p.detach()).numel() for p in optimization.parameters)
         self._batches, self._without = 0, [True] * len(optimization.parameters)
+        self._decides = spec.backend is None  # in a process group each makes the step
         optimization.holds = True
 
     def weight(self, samples: int) -> float:
@@ -49,7 +50,8 @@ class AllReduce(Strategy):
         parameters = self._optimization.parameters
         gradients = split_like(mean_P, parameters)
         for p, g, without in zip(parameters, gradients, self._without, strict=True):
-            p.grad = None if without and not g.any() else g.clone()  # as in one process
+            left = without and self._decides and not g.any()
+            p.grad = None if left else g.clone()  # as in one process
         self._optimization.step()
         own = [real(p.detach()).flatten().to(mean_P) for p in parameters]
         return torch.cat([*own, mean_P[self.gradients :]])
