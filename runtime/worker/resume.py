@@ -35,6 +35,9 @@ AUTO = "auto"
 OWN = "own"
 JOIN = "join"
 
+_LAG_S = 4.0
+"""Time in which a new file is nearly always seen on another host; restarts may wait as long."""
+
 
 @dataclass
 class Start:
@@ -91,6 +94,12 @@ def begin(
         CheckpointError: It is of another module or format, or cannot be read.
     """
     counted, since = Counts.read(run.ledger(spec.module)), wanted
+    until_s = time.monotonic() + _LAG_S
+    while first is not None and first < attempt and (counted is None or counted.attempt < first):
+        if time.monotonic() > until_s:  # the attempt before has not begun
+            break
+        time.sleep(0.25)
+        counted = Counts.read(run.ledger(spec.module))
     if first is not None and counted is not None and first <= counted.attempt < attempt:
         wanted = JOIN if counted.waits or counted.has_left else OWN
     begun = first_replicas(spec.elastic) if active is None else active

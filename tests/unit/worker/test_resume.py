@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from dni_runtime.cuts import remove_temporaries
 from dni_runtime.errors import DamagedError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
-from dni_runtime.worker import checkpoint
+from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.resume import Start, begin, document, forget_later
 from dni_runtime.worker.stream import Position
@@ -122,7 +123,22 @@ def test_a_head_that_is_restarted_does_not_go_back_beyond_where_the_chain_has_be
     assert (found.again, found.first_id, found.position.batch) == (True, 10, 7)
 
 
-def test_one_that_died_before_it_had_begun_begins_with_the_others(run: RunDir) -> None:
+def test_what_it_has_written_on_another_host_may_be_seen_late(run: RunDir) -> None:
+    spec = workers()[1]
+    write(run, spec, cut=10, step=8)
+    start(run, spec, "10", attempt=4, first=4)
+    ledger, hidden = run.ledger("b"), run.root / "not seen yet"
+    ledger.rename(hidden)
+    later = threading.Timer(0.5, hidden.rename, [ledger])
+    later.start()
+    assert start(run, spec, "10", attempt=5, first=4)[0].again
+    later.join()
+
+
+def test_one_that_died_before_it_had_begun_begins_with_the_others(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "_LAG_S", 0.1)
     spec = workers()[1]
     write(run, spec, cut=10, step=8)
     write(run, spec, cut=20, step=18)
