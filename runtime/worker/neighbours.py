@@ -163,7 +163,10 @@ class Neighbours:
         """Whether a neighbour takes no batches any more, and has exited."""
         if self._members.leaves(neighbour) is None:
             return False
-        return Report.read(self._run.worker(neighbour)).state == "parked"
+        if Report.read(self._run.worker(neighbour)).state == "parked":
+            return True
+        module = RunState.peek(self._run).modules.get(neighbour)  # it may have been killed
+        return module is not None and module.state == "parked"
 
     def lost(self, neighbour: str) -> bool:
         """Whether a replica is gone for good, so that nobody waits for it."""

@@ -72,6 +72,13 @@ FOUND = {
         "2000179",
     ),
     "who still saves is who is waited for": ("--graphs", "--replicas", "--first", "2000249"),
+    "one that is killed after it has left is not waited for": (
+        "--graphs",
+        "--replicas",
+        "--first",
+        "2000618",
+    ),
+    "what was written just before is waited for": ("--replicas", "--first", "3100079"),
 }
 """What other seeds have found, each with one of them."""
 
