@@ -12,7 +12,7 @@ sends no report      stopped, cut off, or blocked by code that lets no thread ru
 is busy              it hangs in a batch, checkpoint, evaluation's end or start      its limit
 waits for neighbour  the neighbour waits for it, too: a message was lost             ``stall_s``
 waits for ``input``  a message was lost: the module upstream has moved on            ``stall_s``
-waits for neighbour  the neighbour has finished                                      ``stall_s``
+waits for neighbour  the neighbour has finished, for as long                         ``stall_s``
 waits for replicas   they all wait for each other                                    its limit
 ===================  ==============================================================  ==============
 
@@ -129,6 +129,7 @@ class StallRule:
         self._stall_s = stall_s
         self._seen: dict[str, _Seen] = {}
         self._moves = dict.fromkeys(modules, 0)
+        self._finished_s: dict[str, float] = {}
         self._looked_s: float | None = None
         self._now_s = 0.0
 
@@ -145,11 +146,12 @@ class StallRule:
         if self._looked_s is not None:
             self._now_s += min(now_s - self._looked_s, GAP_S)
         self._looked_s = now_s
+        self._finished_s = {one: self._finished_s.get(one, self._now_s) for one in finished}
         for name in self._modules:
             self._note(name, reports.get(name))
         for name in self._modules:
             self._note_passed(name)
-        found = [self._judge(name, finished) for name in self._modules]
+        found = [self._judge(name) for name in self._modules]
         return list(dict.fromkeys(stall for stall in found if stall is not None))
 
     def moves(self, modules: Collection[str]) -> int:
@@ -217,7 +219,7 @@ class StallRule:
         if just_now and waits and len(further) == len(above):
             seen.passed_s = self._now_s
 
-    def _judge(self, name: str, finished: Collection[str]) -> Stall | None:
+    def _judge(self, name: str) -> Stall | None:
         seen, still_s = self._seen.get(name), self.still_s(name)
         if seen is None or still_s < self._stall_s or seen.phase == "stopping":
             return None  # the supervisor kills it if that takes too long
@@ -244,7 +246,7 @@ class StallRule:
             message = f"module {name!r} {_RARE[seen.doing]} {busy}"
             return self._one(name, message, busy_s >= patient_s)
         if seen.doing in _WAITS:
-            return self._waits(name, finished, after)
+            return self._waits(name, after)
         if seen.doing == "replicas":
             own = [one for one in self._seen if module_of(one) == module_of(name)]
             reports = [self._seen[one].report for one in own]
@@ -259,14 +261,15 @@ class StallRule:
     def _one(self, name: str, message: str, stalled: bool) -> Stall | None:
         return Stall((name,), self._starts(name), message) if stalled else None
 
-    def _waits(self, name: str, finished: Collection[str], after: str) -> Stall | None:
+    def _waits(self, name: str, after: str) -> Stall | None:
         if self._seen[name].doing == "input":
             others = self._missing(name)
         else:  # a join that waits for another input is not the cause
             others = [other for other in self._modules if name in self._sources.get(other, ())]
             others = [other for other in others if name in self._missing(other)]
-        left = [other for other in others if other not in finished]  # one of these is the cause
-        found = (self._waits_for(name, other, finished, after) for other in left or others)
+        # one that has not finished is the cause
+        left = [other for other in others if other not in self._finished_s]
+        found = (self._waits_for(name, other, after) for other in left or others)
         return next((stall for stall in found if stall is not None), None)
 
     def _missing(self, name: str) -> Sequence[str]:
@@ -278,14 +281,13 @@ class StallRule:
         behind = [source for source, one in seen.items() if one is None or one.id <= its.id]
         return behind or sources
 
-    def _waits_for(
-        self, name: str, other: str, finished: Collection[str], after: str
-    ) -> Stall | None:
+    def _waits_for(self, name: str, other: str, after: str) -> Stall | None:
         seen = self._seen[name]
         for_input = seen.doing == "input"
         message = f"module {name!r} waits for {_WAITS[seen.doing]} from {other!r} {after}"
-        if other in finished:
-            return self._one(name, f"{message}, which has finished", True)
+        if (finished_s := self._finished_s.get(other)) is not None:
+            over = self._now_s - finished_s >= self._stall_s  # it may just have come to its end
+            return self._one(name, f"{message}, which has finished", over)
         its = self._seen.get(other)
         if its is None or its.phase != "running":
             return None

@@ -165,6 +165,7 @@ def _output(network: nn.Module, xs: tuple[Tensor, ...], name: str) -> Tensor:
 
 def _told(to: Any, name: str, *given: Any) -> None:
     try:
+        # a supervisor releases its run shortly after it has reported the end
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found = compare(name, *given, Path(folder))
     except DniError as error:

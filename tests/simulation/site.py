@@ -556,8 +556,7 @@ class Site:
         schedule = self.schedule
         every = schedule.epochs * BATCHES
         for reason in self._stalls():
-            slow = any(kind == "slow" for _, kind, _, _ in schedule.faults)
-            if not schedule.loses and not slow:  # both take minutes
+            if not schedule.loses:  # it is tried to start it, for minutes
                 raise Violated(f"stalled: {reason}")
         counted, trained = Counter[str](), set[tuple[str, int]]()
         for name in self.names:

@@ -78,6 +78,7 @@ FOUND = {
         "--first",
         "2000618",
     ),
+    "who waits for one that has just finished goes on": ("--graphs", "--first", "3100195"),
     "what was written just before is waited for": ("--replicas", "--first", "3100079"),
 }
 """What other seeds have found, each with one of them."""

@@ -100,6 +100,22 @@ class Python(Net):
         return h * random.random()
 
 
+class Statistic(Net):
+    """A statistic that is wrong, beside large numbers that are no statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("mask", torch.full((8,), torch.finfo(torch.float32).min))
+        self.register_buffer("calls", torch.full((), 10**9))
+
+    def middle(self, h):
+        with torch.no_grad():
+            self.calls += 1
+            self.seen += h.mean(0) * (1 + 0.01 * random.random())
+        return h + self.mask.clamp(min=0) + self.calls.clamp(max=0)
+
+
 class Noise(Net):
     def __init__(self):
         super().__init__()
@@ -163,6 +179,7 @@ def test_what_a_module_does_not_use_stays_with_it() -> None:
         ("Calls", "the output differs by .*"),
         ("Python", "the output differs by .* in training step"),
         ("Noise", "differs by .* in training step 1"),
+        ("Statistic", "the buffer 'seen' of 'part-2' differs by .* in training step 1"),
         ("Late", "'made'"),
         ("Fails", r"fails on a batch \(.*violates.py:\d+\)"),
         ("Nothing", "returns NaN for a batch"),

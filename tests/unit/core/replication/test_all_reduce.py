@@ -77,13 +77,11 @@ def test_what_no_replica_has_a_gradient_of_is_left_alone() -> None:
     training = "optimizer: {SGD: {lr: 0.1, momentum: 0.9, weight_decay: 0.5}}"
     steps = [ModuleStep(spec) for spec in replicas("all-reduce", 2, training=training)]
     before = steps[0].layers[0].bias.detach().clone()
-    for id, at in enumerate([0, 1, 1], 1):
-        if id < 3:
-            learn(steps[at], id, torch.ones(4, 8), torch.zeros(4, 6))
-            steps[at].layers[0].bias.grad = None
-        if id == 2:
-            share(steps, id)
-            assert torch.equal(steps[0].layers[0].bias, before)
+    for id, step in enumerate(steps, 1):
+        learn(step, id, torch.ones(4, 8), torch.zeros(4, 6))
+        step.layers[0].bias.grad = None
+    share(steps, 2)
+    assert torch.equal(steps[0].layers[0].bias, before)
     learn(steps[1], 3, torch.ones(4, 8), torch.zeros(4, 6))
     share(steps, 3)
     assert not torch.equal(steps[0].layers[0].bias, before)
