@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.choices import find_attribute
-from dni_runtime.core.program import Program, Trace, symbol
+from dni_runtime.core.program import Program
 from dni_runtime.core.recording import assign_early, inline, plain_attributes, recording
 from dni_runtime.core.source import (
     WRAPPED,
@@ -25,6 +25,7 @@ from dni_runtime.core.source import (
     first_line,
     guilty_line,
 )
+from dni_runtime.core.trace import Trace, symbol
 from dni_runtime.errors import SpecError
 
 _BATCH = 5
