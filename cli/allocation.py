@@ -22,11 +22,7 @@ def up_in_allocation(
 ) -> Launch | None:
     """Plan ``up`` on the nodes of an allocation, with the same steps as a submitted job.
 
-    Returns:
-        The launch; None for a dry run, which prints the placement.
-
-    Raises:
-        UsageError: There are no nodes, or the chain cannot be placed on them.
+    A dry run prints the placement, and returns None.
     """
     from dni_runtime.launch.planning import plan_here
     from dni_runtime.launch.records import create_run

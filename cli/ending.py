@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 def conclude(run: Run, state: RunState, *, as_json: bool) -> NoReturn:
     """Print how a run ended, and exit with the run's exit code.
 
-    Args:
-        run: The run.
-        state: Its end, as who asks has seen it: files may not have had room for it.
-        as_json: Print its figures as JSON.
+    ``state`` is its end as the caller has seen it: files may not have had room for it.
     """
     figures = run.status(state)
     with contextlib.suppress(OSError):  # the reader is gone, or the log's disk is full

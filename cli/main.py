@@ -155,7 +155,7 @@ def program() -> NoReturn:
 
 
 def _lacks_torch(error: Exception) -> bool:
-    """Return whether an error is one of ``import torch``, which removes what it cannot load."""
+    """Return whether an error comes from ``import torch``, which removes what it cannot load."""
     if "torch" in sys.modules:
         return False
     names = {

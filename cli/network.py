@@ -26,12 +26,7 @@ def measure_network(
     data: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure links and print the figures.
-
-    Raises:
-        UsageError: The arguments do not define a link to measure.
-        UnavailableError: Two nodes cannot be connected.
-    """
+    """Measure links and print the figures."""
     from dni_runtime.bench.network import measure_lines, step_on
     from dni_runtime.bench.peer import Peer
     from dni_runtime.launch.slurm.allocation import allocation_here

@@ -125,11 +125,7 @@ def chosen_chain(
 ) -> Prepared:
     """Check a chain that is to be started.
 
-    Args:
-        file: Its ``chain.yaml``.
-        data: Folder or file to use instead of its ``data.path``.
-        carry: The run whose newest checkpoint it goes on from.
-        runs: Folder of the runs.
+    ``data`` replaces its ``data.path``; it goes on from the newest checkpoint of the run ``carry``.
     """
     from dni_runtime.launch.prepare import prepare
 

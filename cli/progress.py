@@ -32,12 +32,7 @@ class Progress(Protocol):
 
 @contextmanager
 def progress(run: Run, *, quiet: bool = False) -> Iterator[Progress]:
-    """Show a run's progress on stderr.
-
-    Args:
-        run: The run.
-        quiet: Show nothing.
-    """
+    """Show a run's progress on stderr."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)

@@ -40,7 +40,7 @@ STYLES = {
 
 
 def printable(text: str) -> str:
-    """Return text that workers may have written, with what would command a terminal escaped."""
+    """Return text that workers may have written, with terminal control characters escaped."""
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 

@@ -95,10 +95,7 @@ def is_over(run: RunDir, modules: Sequence[str]) -> bool:
 def complete_cuts(run: RunDir, modules: Sequence[str], known: Collection[int] = ()) -> list[int]:
     """Return the cuts at which every module's part is finite and of the right size, oldest first.
 
-    Args:
-        run: The run directory.
-        modules: All modules.
-        known: Cuts already known to be complete.
+    Cuts in ``known`` are complete already.
     """
     written = written_cuts(run, modules)
     return [cut for cut in written if cut in known or not any(damage(run, cut, modules))]
@@ -107,10 +104,7 @@ def complete_cuts(run: RunDir, modules: Sequence[str], known: Collection[int] = 
 def diverged_cuts(run: RunDir, modules: Sequence[str], complete: Collection[int]) -> list[int]:
     """Return the written cuts with weights that are not finite, oldest first.
 
-    Args:
-        run: The run directory.
-        modules: All modules.
-        complete: Cuts known to be finite.
+    Cuts in ``complete`` are finite.
     """
     return [
         cut
@@ -126,18 +120,10 @@ def diverged_cuts(run: RunDir, modules: Sequence[str], complete: Collection[int]
 def newest_cut(
     run: RunDir, modules: Sequence[str], *, below: int | None = None
 ) -> tuple[int, list[DamagedError]]:
-    """Return the newest cut that all modules can start from.
+    """Return the newest cut that all modules can start from, and the damage of newer ones.
 
-    Args:
-        run: The run directory.
-        modules: All modules.
-        below: A damaged cut; only earlier ones count.
-
-    Returns:
-        The newest complete cut (0 if none was ever written), and the damage of newer ones.
-
-    Raises:
-        DamagedError: All written cuts are damaged.
+    It is 0 if none was ever written. ``below`` is a damaged cut: only earlier ones count. Raises
+    ``DamagedError`` if all of them are damaged, or if none is earlier than ``below``.
     """
     problems: list[DamagedError] = []
     for cut in reversed(written_cuts(run, modules)):
@@ -169,11 +155,7 @@ def damage(run: RunDir, cut: int, modules: Sequence[str]) -> Iterator[DamagedErr
 
 
 def verify(run: RunDir, cut: int, modules: Sequence[str]) -> None:
-    """Read all parts of a cut and compare them with their checksums.
-
-    Raises:
-        DamagedError: A part is damaged.
-    """
+    """Read all parts of a cut and compare them with their checksums; raises ``DamagedError``."""
     for module in parts_of(run, cut, modules):
         part = run.checkpoint(cut, module)
         document = read_document(part)
@@ -186,9 +168,8 @@ def verify(run: RunDir, cut: int, modules: Sequence[str]) -> None:
 def reading(part: Path) -> Iterator[None]:
     """Add the part's name to read errors; an unavailable file system does not count as damage.
 
-    Raises:
-        DamagedError: A file is missing, or the disk cannot read it.
-        CheckpointError: A file cannot be read for another reason.
+    Raises ``DamagedError`` if a file is missing or the disk cannot read it, else
+    ``CheckpointError``.
     """
     try:
         yield
@@ -200,11 +181,9 @@ def reading(part: Path) -> Iterator[None]:
 
 
 def read_document(part: Path) -> dict[str, Any]:
-    """Return the content of a part's JSON file.
+    """Return a part's JSON document; raises ``DamagedError`` if it is missing or not an object.
 
-    Raises:
-        DamagedError: It is missing or not a JSON object.
-        CheckpointError: It cannot be read for another reason.
+    Other read errors are those of :func:`reading`.
     """
     with reading(part), opened(document_file(part)) as file:
         text = file.read()
@@ -231,22 +210,13 @@ def _check_size(part: Path, document: dict[str, Any]) -> None:
 
 
 def check_sum(part: Path, file: BinaryIO, document: dict[str, Any]) -> None:
-    """Compare tensors and document with their checksum, if they have one.
-
-    Raises:
-        DamagedError: They differ.
-    """
+    """Compare a part with its checksum, if it has one; raises ``DamagedError``."""
     if "sha256" in document and _digest(file, document) != document["sha256"]:
         raise DamagedError(f"{named(part)} is damaged: its SHA-256 is not the one in its JSON")
 
 
 def sealed(data: bytes, document: dict[str, Any]) -> str:
-    """Return a document as JSON text, with a checksum over itself and its tensors.
-
-    Args:
-        data: The tensors, in the safetensors format.
-        document: Everything else.
-    """
+    """Return a document as JSON text, with a checksum over itself and its safetensors ``data``."""
     document = json.loads(json.dumps(document))  # as it will be read: keys are strings
     return json.dumps(document | {"sha256": _digest(io.BytesIO(data), document)})
 
@@ -254,10 +224,7 @@ def sealed(data: bytes, document: dict[str, Any]) -> str:
 def _digest(file: BinaryIO, document: dict[str, Any]) -> str | None:
     """SHA-256 over a safetensors header without its metadata, a document, and the tensors' data.
 
-    hashlib lets other threads run meanwhile.
-
-    Returns:
-        The checksum; None if the file is not in this format.
+    None if the file is not in this format. hashlib lets other threads run meanwhile.
     """
     length = int.from_bytes(file.read(8), "little")
     try:
@@ -330,20 +297,9 @@ def choose_cut(
 ) -> tuple[int, list[DamagedError]]:
     """Find the checkpoint that a user asks for, and verify its files.
 
-    Args:
-        run: The run directory.
-        modules: The modules, head first.
-        wanted: Its number, ``newest`` or ``best``; by default the best if the chain selects one,
-            else the newest.
-        force: Take the newest even if its weights are not finite.
-
-    Returns:
-        Its stream position, and the damage of newer checkpoints that were skipped.
-
-    Raises:
-        CheckpointError: The run has no checkpoint yet.
-        DamagedError: Its files are damaged.
-        UsageError: There is no checkpoint of that name.
+    ``wanted`` is its number, ``newest`` or ``best``; by default the best if the chain selects one,
+    else the newest. ``force``: if none is intact, take the newest, whose weights may not be finite.
+    The damage of newer checkpoints that were skipped is returned, too.
     """
     cuts = written_cuts(run, modules)
     try:
@@ -375,17 +331,7 @@ def choose_cut(
 
 
 def check_cut(run: RunDir, modules: Sequence[str], cut: str) -> None:
-    """Refuse to resume from a checkpoint that is missing or damaged.
-
-    Args:
-        run: The run directory.
-        modules: The modules, head first.
-        cut: Its number; ``auto``, the newest, is not checked.
-
-    Raises:
-        DamagedError: Its files are damaged.
-        UsageError: There is no such checkpoint.
-    """
+    """Refuse to resume from a missing or damaged checkpoint; ``auto`` is not checked."""
     if cut == "auto":
         return
     if not cut.isdecimal() or int(cut) not in written_cuts(run, modules):

@@ -1,7 +1,6 @@
 """How the files of a run are written and read: whole, in place, line by line, and without links.
 
-Containers can write to some folders of a run, where nothing that a container may have planted is
-followed.
+Containers can write to some folders of a run; no link that one may have planted there is followed.
 """
 
 from __future__ import annotations
@@ -37,19 +36,10 @@ def write_atomic(
     data: str | bytes,
     *,
     mode: int = 0o600,
-    durable: bool = True,
-    progress: Callable[[int], None] = lambda count: None,
+    durable: bool = True,  # wait for the disk; else the file may be empty after a crash of the host
+    progress: Callable[[int], None] = lambda count: None,  # bytes of each piece written
 ) -> None:
-    """Write a file so that readers see either the old content or the complete new content.
-
-    Args:
-        path: The file.
-        data: Its content.
-        mode: Its permissions.
-        durable: Wait until it is on disk. Otherwise the file may be empty after the host crashes,
-            but the calling thread does not wait for the disk.
-        progress: Told of each piece that is on disk, in bytes.
-    """
+    """Write a file so that readers see either the old content or the complete new content."""
     whole = memoryview(data.encode() if isinstance(data, str) else data)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -72,11 +62,7 @@ def write_atomic(
 
 
 def open_folder(folder: Path) -> int:
-    """Open a folder of a run; one that workers have made is not followed if it is a link.
-
-    Raises:
-        OSError: It is a link, or no folder.
-    """
+    """Open a folder of a run; one that workers have made must not be a link (``OSError``)."""
     follow = 0 if not _INNER.fullmatch(folder.name) else os.O_NOFOLLOW
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | follow)
 
@@ -86,14 +72,8 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
     Code in a container can write to those folders (:data:`WORKER_FOLDERS`): a link there, or a
     second name of a file that is to be changed, would lead to any file of the user's, and a pipe
-    would make the reader wait. Nothing else opens files there.
-
-    Args:
-        path: The file.
-        flags: As of open(2).
-
-    Raises:
-        FileNotFoundError: It is missing, or something of these is in its place.
+    would make the reader wait. Such a thing counts as a missing file (``FileNotFoundError``).
+    Nothing else opens files there. ``flags`` are those of open(2).
     """
     folder = path.parent
     inner, safe = _INNER.fullmatch(folder.name), os.O_NOFOLLOW | os.O_NONBLOCK
@@ -154,12 +134,8 @@ def overwrite_json(path: Path, document: Any) -> None:
 def written_lately(path: Path, written: float, within_s: float) -> bool:
     """Whether another host has written a file within the last ``within_s`` seconds.
 
-    Hosts' clocks may differ: if this host's clock denies it, the file system's clock decides.
-
-    Args:
-        path: The file.
-        written: Time of writing by the writer's clock (Unix time).
-        within_s: Age limit in seconds.
+    ``written`` is Unix time by the writer's clock. Hosts' clocks may differ: if this host's clock
+    denies it, the file system's clock decides.
     """
     if 0 <= time.time() - written < within_s:
         return True
@@ -174,11 +150,7 @@ def written_lately(path: Path, written: float, within_s: float) -> bool:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return a JSON document, or None if the file does not exist (yet).
-
-    Raises:
-        DataError: The file is not JSON.
-    """
+    """Return a JSON document, or None without a file; raises ``DataError`` if it is not JSON."""
     tries = 3
     while True:
         tries -= 1
@@ -208,11 +180,7 @@ def peek_json(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, document: dict[str, Any]) -> int:
-    """Append one JSON line with one write(2) to an O_APPEND file, so lines do not mix.
-
-    Returns:
-        The file's new size.
-    """
+    """Append a JSON line with one write(2), so lines do not mix; return the file's new size."""
     line = json.dumps(document, separators=(",", ":")) + "\n"
     descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:

@@ -1,4 +1,4 @@
-"""What imports have brought stays: Python looks for no garbage in it, and never takes it apart."""
+"""Objects made by imports stay: Python looks for no garbage in them, and never frees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _in_order = False
 
 
 def collect_seldom() -> None:
-    """Have Python look for garbage seldom from now on, and not when the process ends.
+    """Have Python look for garbage seldom, and not when the process ends.
 
     ``import torch`` makes half a million objects that stay. Looking through them again and again
     while they are made, and once more at the end, is a third of the time of a process that does
@@ -29,19 +29,19 @@ def collect_seldom() -> None:
 
 
 def collect_as_usual() -> None:
-    """Look for garbage as Python does by default, but not among the objects that are there now."""
+    """Look for garbage as Python does by default, but not among objects that exist already."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
 
 
 def end_in_order() -> None:
-    """Let what succeeds end as Python ends it by default: C libraries have the last word (MPI)."""
+    """If the program succeeds, let Python end it as usual: C libraries (MPI) have the last word."""
     global _in_order
     _in_order = True
 
 
 def run_program(main: Callable[[], object]) -> NoReturn:
-    """Run a program's main function, and end the process with the number that it exits with.
+    """Run a program's main function, and end the process with its exit code.
 
     All happens that belongs to the end of a process (threads are waited for, :mod:`atexit`), but
     what is in memory goes with the process. Python would free each of torch's objects, which takes

@@ -29,23 +29,14 @@ _FILE_BYTES = 1024  # more than a key file ever has
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A CURVE key pair, in Z85. Its ``repr`` does not show the secret.
-
-    Attributes:
-        public: The public key.
-        secret: The secret key.
-    """
+    """A CURVE key pair, in Z85. Its ``repr`` does not show the secret."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> KeyPair:
-        """Make a new pair.
-
-        Raises:
-            UnavailableError: This libzmq was built without encryption.
-        """
+        """Make a new pair."""
         try:
             return cls(*zmq.curve_keypair())
         except zmq.ZMQError as error:
@@ -69,15 +60,10 @@ class Keyring(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """Keys in memory, without a run directory, for measurements.
-
-    Attributes:
-        own: The worker's own pair.
-        publics: Public keys by module.
-    """
+    """Keys in memory, without a run directory, for measurements."""
 
     own: KeyPair
-    publics: Mapping[str, bytes]
+    publics: Mapping[str, bytes]  # by module
 
     def public(self, module: str) -> bytes | None:
         """Return a module's public key, or None if it is not known."""
@@ -85,12 +71,7 @@ class KnownKeys:
 
 
 class RunKeys:
-    """The keys of one worker in a run directory, read or made when first needed.
-
-    Args:
-        run: The run.
-        module: The worker's module.
-    """
+    """The keys of one worker in a run directory, read or made when first needed."""
 
     def __init__(self, run: RunDir, module: str) -> None:
         self._run = run
@@ -100,11 +81,7 @@ class RunKeys:
 
     @property
     def own(self) -> KeyPair:
-        """The worker's own pair; made here if the launcher made none.
-
-        Raises:
-            DataError: It is damaged, or accessible to other users.
-        """
+        """The worker's own pair; made here if the launcher made none."""
         if self._own is None:
             self._made = make(self._run, self._module)
             self._own = load(self._run, self._module)
@@ -121,14 +98,7 @@ class RunKeys:
 
 
 def make(run: RunDir, module: str) -> bool:
-    """Make a module's key pair, unless it exists.
-
-    Returns:
-        Whether it was made here.
-
-    Raises:
-        DataError: The folder, or the existing pair, is accessible to other users.
-    """
+    """Make a module's key pair, unless it exists; return whether it was made here."""
     path = run.key(module)
     try:
         run.keys.mkdir(mode=0o700, exist_ok=True)
@@ -159,11 +129,7 @@ def _create(path: Path) -> bool:
 
 
 def load(run: RunDir, module: str) -> KeyPair:
-    """Read a module's own pair.
-
-    Raises:
-        DataError: It is missing, damaged, or accessible to other users.
-    """
+    """Read a module's own pair."""
     path = run.key(module)
     lines = _read(path).split(b"\n")
     if len(lines) != 3 or [len(line) for line in lines] != [_Z85_CHARS, _Z85_CHARS, 0]:
@@ -178,11 +144,7 @@ def load(run: RunDir, module: str) -> KeyPair:
 
 
 def public(run: RunDir, module: str) -> bytes | None:
-    """Read a module's public key; None if there is none yet.
-
-    Raises:
-        DataError: The file is damaged, or accessible to other users.
-    """
+    """Read a module's public key; None if there is none yet. Raises ``DataError`` if unsafe."""
     path = run.public_key(module)
     try:
         key = _read(path).removesuffix(b"\n")

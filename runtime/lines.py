@@ -22,9 +22,7 @@ _STEP_BACK_BYTES = 1 << 13
 class NewLines:
     """The lines that are added to a file, each once and complete.
 
-    Args:
-        path: The file, which may not exist yet.
-        offset: Byte offset to start at; a line must begin there.
+    The file may not exist yet; a line must begin at ``offset``, in bytes.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
@@ -52,13 +50,7 @@ class NewLines:
 
 
 class LineReader(Generic[Parsed]):
-    """What is added to a file of lines, each line once; damaged lines are skipped.
-
-    Args:
-        path: The file, which may not exist yet.
-        parse: Parses a line.
-        offset: Byte offset to start at; a line must begin there.
-    """
+    """What is added to a file of lines, each line once; damaged lines are skipped."""
 
     def __init__(self, path: Path, parse: Parse[Parsed], *, offset: int = 0) -> None:
         self._lines = NewLines(path, offset=offset)
@@ -76,14 +68,8 @@ def offset_of_last(
 ) -> int:
     """Return the offset of a line after which ``count`` lines, or a few more, contain ``mark``.
 
-    Args:
-        path: The file, which may not exist.
-        count: Number of lines wanted.
-        mark: Bytes to look for.
-        within: Search only this many bytes back from the end.
-
-    Returns:
-        The line's offset; that of the first line searched if there are fewer.
+    If there are fewer, return that of the first line searched; ``within``: search only this many
+    bytes back from the end. The file may not exist.
     """
     with contextlib.suppress(FileNotFoundError), opened(path) as file:
         start = file.seek(0, os.SEEK_END)
@@ -102,11 +88,8 @@ def last_line(
 ) -> Parsed | None:
     """Return the last complete line that can be parsed, or None.
 
-    Args:
-        path: The file, which may not exist.
-        parse: Parses a line.
-        before: Search only before this offset.
-        within: Search only this many bytes back from there.
+    Search only before the offset ``before``, and only ``within`` bytes back from there. The file
+    may not exist.
     """
     with contextlib.suppress(FileNotFoundError), opened(path) as file:
         end = file.seek(0, os.SEEK_END) if before is None else before
@@ -126,10 +109,7 @@ def last_line(
 def offset_where(path: Path, parse: Parse[Parsed], reached: Callable[[Parsed], bool]) -> int:
     """Return the offset of the first line for which ``reached`` holds, by binary search.
 
-    ``reached`` must hold for all later lines, too.
-
-    Returns:
-        The line's offset; the end of the file if there is none.
+    ``reached`` must hold for all later lines, too. Without such a line, return the end of the file.
     """
     low = 0
     with contextlib.suppress(FileNotFoundError), opened(path) as file:

@@ -1,7 +1,7 @@
 """Several outputs of a module, or labels, as one tensor, with one row for each sample.
 
 Links, gradient interfaces and sums of gradients know one tensor per module. So a module lays its
-outputs one after the other, and who takes them cuts the rows again. Both are exact, and autograd
+outputs one after the other, and the receiver cuts the rows again. Both are exact, and autograd
 goes through them. A data set's labels travel in the same way.
 
 Shapes: B batch, N values of one sample's row, H the module's output.
@@ -49,13 +49,7 @@ def unpack(row_BN: Tensor, outputs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
 
 
 def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
-    """Return what a link carries of a module's output.
-
-    Args:
-        h_BH: The module's output.
-        outputs: One sample of each of its outputs; empty if it has one.
-        edge: The link.
-    """
+    """Return what a link carries of a module's output; ``outputs`` is empty if it has one."""
     if not edge.takes:
         return h_BH
     tensors = unpack(h_BH, outputs)
@@ -66,10 +60,7 @@ def taken(h_BH: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor
 def given_back(g: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tensor:
     """Return a gradient at a module's whole output; it is 0 at outputs that the link lacks.
 
-    Args:
-        g: The gradient at what the link carries.
-        outputs: One sample of each of the module's outputs; empty if it has one.
-        edge: The link.
+    ``g`` is the gradient at what the link carries; ``outputs`` is empty if the module has one.
     """
     if not edge.takes:
         return g
@@ -83,7 +74,7 @@ def given_back(g: Tensor, outputs: Sequence[TensorSpec], edge: EdgeSpec) -> Tens
 
 
 def no_labels(samples: int) -> Tensor:
-    """Return what takes the place of a batch's labels where they are not: ``[B, 0]``."""
+    """Return the stand-in for a batch's labels if there are none: ``[B, 0]``."""
     return torch.empty((samples, *NO_LABEL.shape))
 
 

@@ -246,11 +246,7 @@ def _socket_base() -> Path:
 
 
 def socket_folder(run: Path, folder: Path | None = None) -> Path:
-    """Create the folder for the run's sockets, by default :func:`socket_path`.
-
-    Raises:
-        DataError: The folder belongs to another user.
-    """
+    """Create the folder for the run's sockets, by default :func:`socket_path`; it is private."""
     folder = folder or socket_path(run)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 
 def dnictl(*arguments: str | Path) -> str:
-    """Run dnictl; gives what it printed on stdout. Where it fails, so does the demo."""
+    """Run dnictl; gives what it printed on stdout. If it fails, so does the demo."""
     command = [sys.executable, "-m", "dnictl", *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=OUT)
     if done.returncode != 0:

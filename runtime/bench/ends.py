@@ -39,19 +39,12 @@ _RUN = "bench"
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of one measurement, the same in both processes.
-
-    Attributes:
-        kind: The link, or bare ZeroMQ.
-        bytes: Size of a batch's activation.
-        links: Address of the sink, encryption and window.
-        latency: Whether batches are sent one at a time.
-    """
+    """Settings of one measurement, the same in both processes."""
 
     kind: Kind
-    bytes: int
-    links: LinksSpec
-    latency: bool
+    bytes: int  # of a batch's activation
+    links: LinksSpec  # the sink's address, encryption and window
+    latency: bool  # send batches one at a time
 
     @property
     def floats(self) -> int:
@@ -284,9 +277,8 @@ def opened(make: Callable[..., Opened], *arguments: Any) -> Iterator[Opened]:
 def send(source: Source, job: Job, seconds: float) -> dict[str, float]:
     """Send a job's batches for at least ``seconds``, and time it at this end.
 
-    Returns:
-        Microseconds: for latency ``round_trip_us`` and ``round_trip_p99_us``, from sending a batch
-        to its acknowledgement; else ``source_cpu_us`` of CPU per batch.
+    For latency: ``round_trip_us`` and ``round_trip_p99_us``, from sending a batch to its
+    acknowledgement; else ``source_cpu_us`` of CPU per batch.
     """
     trips, sent = [], 0
     least = job.discard + (_PINGS if job.latency else _LEAST)
@@ -312,9 +304,8 @@ def send(source: Source, job: Job, seconds: float) -> dict[str, float]:
 def receive(sink: Sink, job: Job) -> dict[str, float]:
     """Receive a job's batches, and time it at this end.
 
-    Returns:
-        For latency ``latency_us``, the median one way, valid if both ends share a clock; else
-        ``mb_per_s`` (1e6 bytes) and ``sink_cpu_us`` of CPU per batch.
+    For latency: ``latency_us``, the median one way, valid if both ends share a clock; else
+    ``mb_per_s`` (1e6 bytes) and ``sink_cpu_us`` of CPU per batch.
     """
     if job.latency:
         trips: list[int] = []

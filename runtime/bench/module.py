@@ -37,43 +37,24 @@ _BATCHES = 4
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """Cost of one module per batch; ``…_us`` are microseconds.
-
-    Attributes:
-        module: Its name.
-        device: Its compute device.
-        threads: Its number of compute threads.
-        batch: Samples in a batch.
-        forward_us: Forward pass.
-        backward_us: Loss (tail), backward pass and the optimizer's step.
-        signal_us: The gradient interface's signal: the synthesizer's forward pass, a local head.
-        learn_us: Learning from one late gradient; 0 if it learns from none.
-        learn_every: Every n-th batch has a late gradient to learn from; 0: none.
-        step_us: Sum of all parts, on average over batches.
-        interface_share: Share of ``step_us`` that the gradient interface costs.
-        samples_per_s: Maximum samples per second that a worker for this module could train.
-        parameters: Trainable parameters in its layers.
-        interface_parameters: Trainable parameters in its gradient interface.
-        down_bytes: Activation bytes that it sends downstream per batch.
-        up_bytes: Gradient bytes that it sends upstream per batch, on average.
-    """
+    """Cost of one module per batch; ``…_us`` are microseconds."""
 
     module: str
     device: str
     threads: int
-    batch: int
+    batch: int  # samples
     forward_us: Spread
-    backward_us: Spread
-    signal_us: Spread
-    learn_us: Spread
-    learn_every: int
-    step_us: Spread
-    interface_share: float
-    samples_per_s: float
-    parameters: int
-    interface_parameters: int
-    down_bytes: int
-    up_bytes: float
+    backward_us: Spread  # with the tail's loss, and the optimizer's step
+    signal_us: Spread  # the interface's signal: the synthesizer's forward pass, a local head
+    learn_us: Spread  # from one late gradient; 0 if it learns from none
+    learn_every: int  # every n-th batch has a late gradient to learn from; 0: none
+    step_us: Spread  # all parts, on average over batches
+    interface_share: float  # of step_us
+    samples_per_s: float  # that a worker for this module could train at most
+    parameters: int  # trainable
+    interface_parameters: int  # trainable
+    down_bytes: int  # activations per batch
+    up_bytes: float  # gradients per batch, on average
 
 
 @dataclass(frozen=True)
@@ -102,23 +83,10 @@ def measure_modules(
     modules: Sequence[str] = (),
     *,
     repetitions: int,
-    seconds: float,
-    observe: Callable[[str], None] | None = None,
+    seconds: float,  # at least, for each repetition
+    observe: Callable[[str], None] | None = None,  # gets a line after each measurement
 ) -> list[ModuleCost]:
-    """Measure the modules of a chain in turns.
-
-    Args:
-        prepared: The chain.
-        modules: Names of the modules to measure; all by default.
-        repetitions: Number of repetitions.
-        seconds: Minimum duration of each.
-        observe: Called with a line after each measurement.
-
-    Raises:
-        UsageError: There is no such module.
-        DataError: The data cannot be read.
-        UnavailableError: A device is missing.
-    """
+    """Measure the modules of a chain in turns, by default all."""
     for name in modules:
         if name not in prepared.modules:
             raise UsageError(

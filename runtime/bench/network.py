@@ -33,16 +33,10 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Line:
-    """Two hosts to be connected by a link.
+    """Two hosts to be connected by a link."""
 
-    Attributes:
-        source: Host of the module upstream.
-        sink: Host of the module downstream, which listens.
-        links: Link settings.
-    """
-
-    source: str
-    sink: str
+    source: str  # of the module upstream
+    sink: str  # of the module downstream, which listens
     links: LinksSpec
 
     @property
@@ -53,49 +47,28 @@ class Line:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of measuring a line.
-
-    Attributes:
-        source: The host that sent.
-        sink: The host that received.
-        transport: ``ipc`` or ``tcp``.
-        interface: The requested interface or network.
-        address: Address where the sink listened; None if it did not.
-        encrypted: Whether it was encrypted by CURVE.
-        round_trip_us: Median microseconds from sending 1 KB to its acknowledgement.
-        round_trip_p99_us: Their 99th percentile.
-        mb_per_s: Megabytes (1e6) per second one way, by the message's size in bytes.
-        error: Why the measurement failed or is incomplete, or None.
-    """
+    """Result of measuring a line; MB are 1e6 bytes."""
 
     source: str
     sink: str
-    transport: str
-    interface: str | None
-    address: str | None = None
-    encrypted: bool = False
-    round_trip_us: float | None = None
+    transport: str  # ipc or tcp
+    interface: str | None  # the requested one, or the network
+    address: str | None = None  # where the sink listened; None if it did not
+    encrypted: bool = False  # by CURVE
+    round_trip_us: float | None = None  # median, from sending 1 KB to its acknowledgement
     round_trip_p99_us: float | None = None
-    mb_per_s: dict[int, float] = field(default_factory=dict)
-    error: str | None = None
+    mb_per_s: dict[int, float] = field(default_factory=dict)  # one way, by message bytes
+    error: str | None = None  # why it failed or is incomplete
 
 
 def lines_of_chain(
     chain: ChainSpec,
-    workers: Sequence[WorkerSpec],
+    workers: Sequence[WorkerSpec],  # head first
     profile: ProfileSpec,
-    nodes: Sequence[int],
-    hosts: Sequence[str],
+    nodes: Sequence[int],  # of each worker
+    hosts: Sequence[str],  # names of the nodes
 ) -> list[Line]:
-    """Return the lines that a chain's links would use, each once.
-
-    Args:
-        chain: The chain.
-        workers: Its workers' specs, head first.
-        profile: The site's profile.
-        nodes: The node of each worker.
-        hosts: Names of the nodes.
-    """
+    """Return the lines that a chain's links would use, each once."""
     kinds = link_kinds(chain, workers, profile.interface, nodes)
     at = {worker.module: nodes[number] for number, worker in enumerate(workers)}
     lines: list[Line] = []
@@ -135,12 +108,9 @@ def _measurable(links: LinksSpec) -> LinksSpec:
 
 
 def step_on(allocation: Allocation, host: str, python: str | None = None) -> Peer:
-    """Return a measuring process that runs as a step of an allocation.
+    """Return a measuring process that runs as a step of an allocation, on one of its nodes.
 
-    Args:
-        allocation: The allocation.
-        host: One of its nodes.
-        python: The Python with dnictl on the nodes (default: this one).
+    ``python`` is the Python with dnictl on the nodes (default: this one).
     """
     program = (python or sys.executable, *PROGRAM[1:])
     group = allocation.groups[allocation.hosts.index(host)]
@@ -148,12 +118,7 @@ def step_on(allocation: Allocation, host: str, python: str | None = None) -> Pee
 
 
 def measure_lines(lines: Sequence[Line], start: Callable[[str], Peer]) -> Iterator[Measured]:
-    """Measure one line after the other, so that none disturbs another.
-
-    Args:
-        lines: The lines.
-        start: Starts a measuring process on a host.
-    """
+    """Measure one line after the other, so that none disturbs another."""
     with contextlib.ExitStack() as stack:
         ends = dict.fromkeys(end for line in lines for end in line.ends)
         peers = {end: stack.enter_context(start(end[0])) for end in ends}

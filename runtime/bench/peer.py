@@ -46,12 +46,7 @@ _LIMIT_S = 600.0
 
 
 class Peer:
-    """A measuring process as a context manager; the first command waits for its start.
-
-    Args:
-        argv: Its command.
-        environ: Its environment (default: this process's).
-    """
+    """A measuring process as a context manager; the first command waits for its start."""
 
     def __init__(
         self, argv: Sequence[str] = PROGRAM, *, environ: Mapping[str, str] | None = None
@@ -93,39 +88,22 @@ class Peer:
 
     @property
     def key(self) -> bytes:
-        """Its public key.
-
-        Raises:
-            UnavailableError: It did not start in time.
-            WorkerError: It failed.
-        """
+        """Its public key."""
         if self._key is None:
             self._key = str(self.answer(_START_S)["public_key"])
         return self._key.encode()
 
     def listen(self, job: Job, source: bytes) -> str:
-        """Let it receive a job's batches, only from the owner of the key ``source``.
-
-        Returns:
-            The address to send them to.
-
-        Raises:
-            DniError: It cannot listen; or as :attr:`key`.
-        """
+        """Let it receive batches only from the owner of the key ``source``; return its address."""
         self._tell(job, source)
         return str(self.answer()["address"])
 
     def send(self, job: Job, sink: bytes, address: str, seconds: float) -> None:
-        """Let it send a job's batches to an address, whose owner has the key ``sink``."""
+        """Let it send a job's batches to an address; its owner has the key ``sink``."""
         self._tell(job, sink, address=address, seconds=seconds)
 
     def answer(self, within_s: float = _LIMIT_S) -> dict[str, Any]:
-        """Return its next answer.
-
-        Raises:
-            UnavailableError: Nothing came in time, or it could not reach the other end.
-            WorkerError: It failed.
-        """
+        """Return its next answer; raises ``DniError`` if it fails, or none comes in time."""
         try:
             line = self._lines.get(timeout=within_s)
         except queue.Empty:

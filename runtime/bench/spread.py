@@ -10,13 +10,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of several measurements.
-
-    Attributes:
-        median: Their median.
-        low: The lowest.
-        high: The highest.
-    """
+    """Median and range of several measurements."""
 
     median: float
     low: float

@@ -35,11 +35,7 @@ class _Kind(Flag):
 class AttentionWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """Watches the operations inside the block for attention.
 
-    Args:
-        activations: The layers' inputs.
-
-    Attributes:
-        found: Whether there was attention.
+    ``activations`` are the layers' inputs.
     """
 
     def __init__(self, activations: Iterable[Tensor] = ()) -> None:
@@ -90,13 +86,10 @@ def run_watched(
     watch: AttentionWatch,
     modules: Iterable[nn.Module],
 ) -> Any:
-    """Run layers without gradients, and let a watch find attention in them.
+    """Run layers, or operations of them, without gradients, and let a watch find attention in them.
 
-    Args:
-        run: The layers, or operations of them.
-        inputs: Their inputs.
-        watch: What knows which of these are activations.
-        modules: The layers, and all that is in them.
+    The watch knows which inputs are activations; ``modules`` are the layers with all that is in
+    them.
     """
     # torch's attention layer is attention, too, if its queries are parameters.
     watch.found |= any(isinstance(one, nn.MultiheadAttention) for one in modules)

@@ -16,14 +16,10 @@ from dni_runtime.spec import WorkerSpec
 
 
 def check_gradients(worker: WorkerSpec, own: nn.Module, learns: Collection[str]) -> None:
-    """Refuse a module that has no gradient where an update waits for it.
+    """Refuse a module without a gradient that an update waits for.
 
-    It computes zeros forward and back: on the meta device, or in memory if a layer needs that.
-
-    Args:
-        worker: The module.
-        own: Its layers, on the meta device.
-        learns: Modules that learn from gradients, or have one upstream that does.
+    It computes zeros forward and back: on the meta device, as ``own`` is, or in memory if a layer
+    needs that. Modules in ``learns`` learn from gradients, or have one upstream that does.
     """
     at, name = ("modules", worker.index, "layers"), worker.module
     # tied weights come with this many samples

@@ -21,17 +21,10 @@ def backward(
     h: Tensor,
     g: Tensor | None,
     *,
-    inputs: Sequence[Tensor] | None = None,
-    retain: bool = False,
+    inputs: Sequence[Tensor] | None = None,  # None: all leaves
+    retain: bool = False,  # the graph is needed again
 ) -> None:
-    """Sum up gradients in ``Tensor.grad``, from ``g`` at ``h`` (None: ``h`` is the loss).
-
-    Args:
-        h: Where to start.
-        g: The gradient there.
-        inputs: Tensors that need gradients (default: all leaves).
-        retain: Whether the graph is needed again.
-    """
+    """Sum up gradients in ``Tensor.grad``, from ``g`` at ``h`` (None: ``h`` is the loss)."""
     if not h.requires_grad or inputs == []:
         return
     root = h if g is None else _Root.apply(h, g)  # type: ignore[no-untyped-call]  # torch
@@ -39,12 +32,7 @@ def backward(
 
 
 def changed_in_place(module: str, error: RuntimeError) -> SpecError | None:
-    """Return the error of a module whose gradient needs a tensor that it has changed since.
-
-    Args:
-        module: Its name.
-        error: What autograd said; None is returned if that was something else.
-    """
+    """Return the error if a module changed a tensor that its gradient needs; None for others."""
     if IN_PLACE not in str(error):
         return None
     what = str(error).split(". Hint:")[0].removeprefix(IN_PLACE).lstrip(": ")

@@ -50,16 +50,10 @@ class _OneProcess:
 class LocalChain(_OneProcess):
     """Modules that hand their tensors to each other directly.
 
-    Args:
-        workers: The modules' specs, head first.
-        delay: Training batches by which gradients come late to each module's output, or to every
-            one. Delays add up module by module, as they do between workers.
-        down: Changes activations at a cut, such as narrowing them.
-        up: Changes gradients at a cut.
-
-    Attributes:
-        steps: The modules.
-        at: Number of the module that computes, or did last.
+    Gradients come ``delay`` training batches late to modules' outputs: one number for all, or one
+    for each; delays add up module by module, as they do between workers. ``down`` and ``up`` change
+    activations and gradients at a cut, such as narrowing them. Module number ``at`` computes, or
+    did last.
     """
 
     def __init__(
@@ -88,15 +82,7 @@ class LocalChain(_OneProcess):
         self._now = self._id = self.at = 0
 
     def train_batch(self, x: Inputs, y_BY: Tensor) -> float:
-        """Train every module on one batch.
-
-        Args:
-            x: The samples, or several inputs of them.
-            y_BY: Their labels.
-
-        Returns:
-            The tail's loss.
-        """
+        """Train every module on one batch; return the tail's loss."""
         self._now += 1
         loss = 0.0
         for part, some, y in parts_of(x, y_BY, self._micro_batches, self.steps[-1].loss):
@@ -166,12 +152,7 @@ def inputs_of(
 ) -> tuple[Tensor, ...]:
     """Return a module's inputs of a batch, those of the data last.
 
-    Args:
-        workers: All modules.
-        index: The module's number.
-        outputs: The outputs of those before it.
-        data: The data's inputs.
-        down: Changes activations at a cut.
+    ``outputs`` are those of the modules before it.
     """
     given = [
         down(number, taken(h_BH, above.outputs, edge))
@@ -183,13 +164,7 @@ def inputs_of(
 
 
 def predict(modules: Sequence[ModuleForward], x: Inputs, down: Carry = _unchanged) -> Tensor:
-    """Return a chain's output in eval mode.
-
-    Args:
-        modules: All modules, head first.
-        x: The samples, or several inputs of them.
-        down: Changes activations at a cut.
-    """
+    """Return the output of modules, head first, in eval mode."""
     workers, outputs = [module.spec for module in modules], list[Tensor]()
     for index, module in enumerate(modules):
         outputs.append(module.evaluate(inputs_of(workers, index, outputs, as_inputs(x), down)))
@@ -201,13 +176,9 @@ def parts_of(
 ) -> Iterator[tuple[Part, Inputs, Tensor]]:
     """Cut a training batch into ``count`` parts, or as many as it has pairs of samples.
 
-    A last part of one sample, over which BatchNorm cannot normalise, joins the one before.
-
-    Args:
-        x: The samples, or several inputs of them.
-        y_BY: Their labels.
-        count: Number of parts.
-        loss: What weighs the parts by their labels; None: somebody else who has these.
+    A last part of one sample, over which BatchNorm cannot normalise, joins the one before. ``loss``
+    weighs the parts by their labels; None: somebody else does, who has
+    the labels.
     """
     samples = len(y_BY)
     size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))
@@ -226,11 +197,7 @@ class Backprop(_OneProcess):
     """Plain backpropagation of the concatenated network, from the chain's own initial weights.
 
     Each module has the settings that it has in the chain, but for its gradient interface: what is
-    trained, optimizers, averages, precision.
-
-    Args:
-        workers: The modules' specs, head first.
-        device: The device of all; batches may be on another one.
+    trained, optimizers, averages, precision. Batches may be on another device.
     """
 
     def __init__(self, workers: Sequence[WorkerSpec], device: torch.device | str = "cpu") -> None:

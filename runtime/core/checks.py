@@ -34,17 +34,7 @@ from dni_runtime.spec import ChainSpec, Choice, DataInfo, TensorSpec, WorkerSpec
 def check_loss(
     chain: ChainSpec, choice: Choice, prediction: TensorSpec, info: DataInfo
 ) -> ChainLoss:
-    """Make the loss, and try it on the chain's prediction and labels.
-
-    Args:
-        chain: The chain.
-        choice: Its loss, which may be a sum of several.
-        prediction: One sample at its output.
-        info: Its data.
-
-    Raises:
-        SpecError: It does not fit them, or is not a mean over the batch.
-    """
+    """Make the loss, which may be a sum of several, and try it on predictions and labels."""
     at = ("loss",) if chain.losses is None else ("losses",)
     loss = ChainLoss(choice, prediction, info.label, at)
     before = {name: one.clone() for name, one in loss.named_buffers()}
@@ -131,13 +121,7 @@ def _broadcasts(loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> bool:
 def check_training(chain: ChainSpec, workers: Sequence[WorkerSpec], micro_batches: int) -> None:
     """Make optimizers, schedules and interfaces once, so that their errors come now.
 
-    Args:
-        chain: The chain as written, to locate its settings.
-        workers: Its modules.
-        micro_batches: Parts that each training batch is cut into.
-
-    Raises:
-        SpecError: One cannot be made, or does not fit the module.
+    ``chain`` is the chain as written, to locate its settings.
     """
     _check_ties(chain, workers, micro_batches)
     layers = [build_module(worker, "meta") for worker in workers]
@@ -279,13 +263,7 @@ def _check_freeze(chain: ChainSpec, layers: Sequence[nn.Module]) -> None:
 
 
 def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
-    """Refuse settings of links that do not fit some module.
-
-    Raises:
-        SpecError: ``on_loss: continue`` with true gradients alone, scales per channel without
-            channels, other batches between the micro-batches of one, or synthetic inputs for a
-            module with several.
-    """
+    """Refuse settings of links that do not fit some module."""
     head = workers[0].head
     for field in ("replay", "synthetic_inputs"):
         if getattr(chain.links, field) and head is not None and head.micro_batches > 1:
@@ -325,11 +303,7 @@ def check_links(chain: ChainSpec, workers: Sequence[WorkerSpec]) -> None:
 
 
 def micro_batches_of(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> int:
-    """Return the number of parts of each batch; all interfaces that set it must agree.
-
-    Raises:
-        SpecError: They do not, or there are more parts than pairs of samples.
-    """
+    """Return the number of parts of each batch; all interfaces that set it must agree."""
     given = {
         interface.wanted.micro_batches: index
         for index, interface in enumerate(interfaces)
@@ -352,15 +326,7 @@ def micro_batches_of(chain: ChainSpec, interfaces: Sequence[Resolved | None]) ->
 
 
 def check_labels(chain: ChainSpec, interfaces: Sequence[Resolved | None]) -> None:
-    """Refuse what needs labels upstream, if they stay at the tail.
-
-    Args:
-        chain: The chain as written.
-        interfaces: The gradient interface of each module; None for the tail.
-
-    Raises:
-        SpecError: There is such an interface or link, or the tail reads the samples, too.
-    """
+    """Refuse what needs labels upstream, if they stay at the tail (its interface is None)."""
     if len(interfaces) == 1:
         raise SpecError(
             "the chain's only module reads samples and labels",
@@ -390,11 +356,7 @@ def place(chain: ChainSpec, index: int, field: str) -> Location:
 
 
 def check_single_samples(workers: Sequence[WorkerSpec]) -> None:
-    """Refuse layers that cannot take a batch of one sample, as BatchNorm may not.
-
-    Raises:
-        SpecError: There is one.
-    """
+    """Refuse layers that cannot take a batch of one sample, as BatchNorm may not."""
     for worker in workers:
         inputs = [empty_batch(one, 1, "meta") for one in worker.inputs]
         for number, layer in enumerate(build_module(worker, "meta")):

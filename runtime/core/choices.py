@@ -34,17 +34,9 @@ def trusting(trust: bool) -> Iterator[None]:
 def find_class(
     name: str, kind: str, known: Mapping[str, type[Any]], base: type[Any], location: Location
 ) -> type[Any]:
-    """Return the class that a spec names.
+    """Return the class that a spec names: a key of ``known``, or ``package.module:Class``.
 
-    Args:
-        name: A key of ``known``, or an import path ``package.module:Class``.
-        kind: What is looked for, for messages: ``"layer"``, ``"optimizer"`` …
-        known: The classes that have names.
-        base: What the class must derive from.
-        location: Where the name is in the spec.
-
-    Raises:
-        SpecError: There is no such class, or it is of another kind.
+    It must derive from ``base``; ``kind`` (``"layer"``, ``"optimizer"`` …) is for messages.
     """
     if ":" not in name:
         if name in known:
@@ -63,10 +55,8 @@ def find_class(
 def find_attribute(name: str, kind: str, location: Location) -> Any:
     """Import what an import path ``package.module:name`` means; see :func:`find_class`.
 
-    Nothing else in ``core`` imports what a spec names.
-
-    Raises:
-        UsageError: The spec is not trusted (:func:`trusting`).
+    Nothing else in ``core`` imports what a spec names. If the spec is not trusted
+    (:func:`trusting`), this raises ``UsageError``.
     """
     if not _TRUST.get():
         raise UsageError(f"{kind} {name!r} would be imported, which runs code")
@@ -96,22 +86,11 @@ def call(
     cls: type[Any],
     args: Mapping[str, Any],
     *,
-    name: str,
-    location: Location,
-    given: Sequence[Any] = (),
+    name: str,  # the class's, in the spec
+    location: Location,  # of the keywords
+    given: Sequence[Any] = (),  # positional arguments
 ) -> Any:
-    """Make an instance, with the keywords checked against the class's signature first.
-
-    Args:
-        cls: The class.
-        args: Keyword arguments from the spec.
-        name: The class's name in the spec.
-        location: Where the keywords are in the spec.
-        given: Positional arguments that the caller supplies.
-
-    Raises:
-        SpecError: A keyword is unknown or missing, or the class refuses a value.
-    """
+    """Make an instance, with the keywords checked against the class's signature first."""
     check_keywords(cls, args, name=name, location=location, given=len(given))
     try:
         return cls(*given, **args)
@@ -144,11 +123,7 @@ def check_keywords(
 
 
 def parse_options(model: type[Options], choice: Choice, location: Location) -> Options:
-    """Check a choice's keywords against the pydantic model of its options.
-
-    Raises:
-        SpecError: A keyword is unknown or its value not allowed.
-    """
+    """Check a choice's keywords against the pydantic model of its options."""
     try:
         return model.model_validate(choice.args)
     except ValidationError as error:

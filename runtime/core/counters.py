@@ -30,31 +30,18 @@ class Mean:
 
 @dataclass
 class StepCounters:
-    """Counters of gradients, and the newest losses.
+    """Counters of gradients, and the newest losses."""
 
-    Attributes:
-        gradients: Gradients received from downstream.
-        unpaired: Gradients received whose batch was no longer stored.
-        given_up: Batches whose gradient did not come before the store was full.
-        skipped: Gradients received but not learnt from, because they were not finite.
-        lag: Sum of the ages of gradients that came, in batches.
-        lag_max: The largest of these ages since this was last set to 0.
-        loss: The module's own loss (tail: the chain's; local head: its), newest.
-        error: Error of synthetic gradients, when measured (``LateSignal``).
-        cosine: Their cosine, when measured.
-        head_accuracy: Accuracy of an early head on training batches, when measured.
-    """
-
-    gradients: int = 0
-    unpaired: int = 0
-    given_up: int = 0
-    skipped: int = 0
-    lag: int = 0
-    lag_max: int = 0
-    loss: Tensor | None = None
-    error: Mean = field(default_factory=Mean)
-    cosine: Mean = field(default_factory=Mean)
-    head_accuracy: Mean = field(default_factory=Mean)
+    gradients: int = 0  # received from downstream
+    unpaired: int = 0  # received, but the batch was no longer stored
+    given_up: int = 0  # batches dropped before their gradient came
+    skipped: int = 0  # received, but not learnt from: not finite
+    lag: int = 0  # sum of the ages of gradients that came, in batches
+    lag_max: int = 0  # the largest since this was last set to 0
+    loss: Tensor | None = None  # the module's own (tail: the chain's; local head: its)
+    error: Mean = field(default_factory=Mean)  # of synthetic gradients (``LateSignal``)
+    cosine: Mean = field(default_factory=Mean)  # the same
+    head_accuracy: Mean = field(default_factory=Mean)  # of an early head, on training batches
 
     def count_lag(self, batches: int) -> None:
         """Count the age of a gradient that has come."""

@@ -37,31 +37,18 @@ _ANEW = "workers build it from its class and arguments, and load its state dict"
 
 
 class Described(NamedTuple):
-    """A module as a chain file has it.
-
-    Attributes:
-        layers: Its layers.
-        state: The tensors that it is to begin with, by their names there.
-        freeze: The names of its frozen parameters; True: all that its classes would train.
-    """
+    """A module as a chain file has it."""
 
     layers: list[Any]
-    state: dict[str, Tensor]
-    freeze: list[str] | bool
+    state: dict[str, Tensor]  # to begin with, by their names there
+    freeze: list[str] | bool  # names of parameters; True: all that its classes would train
 
 
 def describe_modules(modules: Mapping[str, nn.Module], folder: Path) -> dict[str, Described]:
     """Describe modules by their layers' classes and the arguments that these were given.
 
-    An argument is read from the attribute of its name, as ``torch.nn``'s layers keep them.
-
-    Args:
-        modules: The modules by name.
-        folder: Where the chain file will be, and import paths start.
-
-    Raises:
-        SpecError: Arguments cannot be read, workers could not import a class, or what they would
-            build differs; or modules share weights, or some are in eval mode.
+    An argument is read from the attribute of its name, as ``torch.nn``'s layers keep them. Import
+    paths start in ``folder``, where the chain file will be.
     """
     found, owners = dict[str, Described](), dict[int, str]()
     modes = dict[bool, str]()
@@ -135,11 +122,7 @@ def _layer_entry(layer: nn.Module, folder: Path) -> Any:
 
 
 def _check_same(built: nn.Module, given: nn.Module) -> None:
-    """Refuse what workers would build otherwise.
-
-    Raises:
-        SpecError: There is something.
-    """
+    """Refuse a module that workers would build differently."""
     ours, theirs = dict(_facts(built)), dict(_facts(given))
     for place, what in theirs | ours:
         one, other = theirs.get((place, what), _ABSENT), ours.get((place, what), _ABSENT)
@@ -240,11 +223,7 @@ def _shown(value: Any) -> str:
 
 
 def _modes(built: nn.Module, given: nn.Module) -> set[bool]:
-    """Return whether a module is in train mode, as its classes understand that; both may fit.
-
-    Raises:
-        SpecError: Neither is: some layers are in eval mode.
-    """
+    """Return whether a module is in train mode, as its classes understand that; both may fit."""
 
     def of(module: nn.Module) -> dict[str, bool]:
         return {name: one.training for name, one in module.named_modules(remove_duplicate=False)}
@@ -268,14 +247,9 @@ def _in_eval_mode(what: str, others: str) -> SpecError:
 
 
 def import_path(cls: Callable[..., Any], folder: Path) -> str:
-    """``package.module:Class`` of a class or function that workers can import.
+    """Return ``package.module:Class`` of a class or function that workers can import.
 
-    Args:
-        cls: The class or function.
-        folder: Where the chain file will be, and import paths start.
-
-    Raises:
-        SpecError: They cannot: it is a notebook's own, or lies elsewhere.
+    Import paths start in ``folder``, where the chain file will be.
     """
     name = f"{cls.__module__}:{cls.__qualname__}"
     hint = f"move it to a file in {str(folder)!r} and import it from there"

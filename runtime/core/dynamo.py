@@ -1,6 +1,6 @@
-"""Doing without ``torch._dynamo``, the front end of ``torch.compile``, where nothing compiles.
+"""Doing without ``torch._dynamo``, the front end of ``torch.compile``, if nothing compiles.
 
-torch imports it at an optimizer's first step, and where shapes are inferred, only to keep
+torch imports it at an optimizer's first step, and when shapes are inferred, only to keep
 ``torch.compile`` away from some functions (``torch/_compile.py``, ``torch/optim``).
 """
 
@@ -37,13 +37,9 @@ def postpone_dynamo() -> None:
 
 
 class _StandIn(ModuleType):
-    """What eager code calls of ``torch._dynamo``; anything else imports the real one.
+    """What eager code calls of ``torch._dynamo``; anything else imports the real one."""
 
-    Attributes:
-        made: Whether the import system has done with it.
-    """
-
-    made = False
+    made = False  # whether the import system has done with it
 
     @staticmethod
     def graph_break(*args: object, **kwargs: object) -> None:
@@ -88,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Loaded(importlib.abc.Loader):
-    """A part that came with the real one while the stand-in was asked for its path: not again."""
+    """A part that the real one brought when the stand-in was asked for its path: not anew."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

@@ -30,14 +30,6 @@ class Evaluation:
 
     Means are over valid labels, as the loss of one large batch would be: batches weigh by their
     labels, not by their samples. Of several losses each counts its own.
-
-    Args:
-        loss: The chain's loss.
-        metrics: The metrics.
-        device: The predictions' device.
-
-    Attributes:
-        samples: Samples so far.
     """
 
     def __init__(
@@ -128,16 +120,10 @@ def _double(value: float) -> Tensor:
 
 def evaluate(
     predict: Callable[[Inputs], Tensor],
-    batches: Iterable[tuple[Inputs, Tensor]],
-    worker: WorkerSpec,
+    batches: Iterable[tuple[Inputs, Tensor]],  # samples and labels
+    worker: WorkerSpec,  # the tail
 ) -> dict[str, float]:
-    """Return loss and metrics of a whole network; see :class:`Evaluation`.
-
-    Args:
-        predict: The network in eval mode, from samples to predictions.
-        batches: Pairs of samples and labels.
-        worker: The tail's spec, for loss and metrics.
-    """
+    """Return loss and metrics of a whole network in eval mode; see :class:`Evaluation`."""
     assert worker.tail is not None
     loss = ChainLoss(worker.loss, worker.prediction, worker.label)
     evaluation = Evaluation(loss, worker.tail.metrics)

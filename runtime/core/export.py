@@ -39,17 +39,12 @@ METADATA = "dni-runtime"
 
 
 class ExportedModule(Frozen):
-    """A module in a ``.safetensors`` file.
-
-    Attributes:
-        name: Its name.
-        inputs: What it takes of others; None: the module before, in files of earlier versions.
-        data: Numbers of the data's inputs that it takes; None: the first one has it.
-        layers: Its layers.
-    """
+    """A module in a ``.safetensors`` file."""
 
     name: Name
+    # What it takes of other modules; None: the one before, in files of earlier versions.
     inputs: tuple[str, ...] | None = None
+    # Numbers of the data's inputs that it takes; None: the first module has it, in such files.
     data: tuple[Annotated[int, Field(ge=0, lt=1000)], ...] | None = None
     layers: tuple[LayerSpec, ...]
 
@@ -64,19 +59,10 @@ class Exported(Frozen):
 
 
 def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Module:
-    """Build the whole network from the modules' checkpoints.
+    """Build the whole network from its modules, head first, and their checkpoint files.
 
-    Recurrent layers start each batch with zeros, and have no synthesizers.
-
-    Args:
-        workers: The modules' specs, head first.
-        states: Each module's checkpoint file (``.safetensors``).
-
-    Returns:
-        The modules, by name, in eval mode on the CPU (``connect``).
-
-    Raises:
-        DataError: A checkpoint is missing or of another module.
+    It is in eval mode on the CPU (``connect``). Recurrent layers start each batch with zeros, and
+    have no synthesizers.
     """
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     for worker in workers:
@@ -89,16 +75,7 @@ def assemble(workers: Sequence[WorkerSpec], states: Mapping[str, Path]) -> nn.Mo
 
 
 def load_trained(layers: nn.Module, worker: WorkerSpec, states: Mapping[str, Path]) -> None:
-    """Load a module's trained weights: their average, if the chain keeps one.
-
-    Args:
-        layers: Its layers.
-        worker: The module.
-        states: Each module's checkpoint file.
-
-    Raises:
-        DataError: Its checkpoint is missing or of another module.
-    """
+    """Load a module's trained weights: their average, if the chain keeps one."""
     try:
         layers.load_state_dict(trained_tensors(worker, states))
     except RuntimeError as error:
@@ -109,15 +86,7 @@ def load_trained(layers: nn.Module, worker: WorkerSpec, states: Mapping[str, Pat
 
 
 def trained_tensors(worker: WorkerSpec, states: Mapping[str, Path]) -> dict[str, Tensor]:
-    """Return the tensors of a module's layers: their average, if the chain keeps one.
-
-    Args:
-        worker: The module.
-        states: Each module's checkpoint file.
-
-    Raises:
-        DataError: Its file cannot be read.
-    """
+    """Return the tensors of a module's layers: their average, if the chain keeps one."""
     # A module without trained weights keeps no average.
     tensors = {} if worker.ema is None else _read(states[worker.module], AVERAGE_PREFIX)
     return tensors or _read(states[worker.module], LAYERS_PREFIX)
@@ -142,21 +111,12 @@ def _source(input: str, names: Sequence[str]) -> tuple[int, int | None]:
 def export_model(
     workers: Sequence[WorkerSpec], states: Mapping[str, Path], output: Path, *, force: bool = False
 ) -> nn.Module:
-    """Write the whole network to one file.
+    """Write the whole network to one file, in the format of the file's ending; return the network.
 
-    Args:
-        workers: The modules' specs, head first.
-        states: Each module's checkpoint file.
-        output: ``.safetensors`` (weights, with the layers' description in the metadata; read by
-            ``dni_runtime.load``), ``.pt2`` (a program of ``torch.export``, which needs neither
-            this package nor the user's classes) or ``.onnx`` (for other runtimes).
-        force: Whether to write weights that are not finite.
-
-    Raises:
-        DataError: A checkpoint is missing or of another module.
-        DivergedError: Weights are not finite.
-        UnavailableError: ``.onnx`` needs packages that are not installed.
-        UsageError: The file's ending is none of these, or the network cannot be expressed so.
+    ``.safetensors`` has the weights, with the layers' description in the metadata
+    (``dni_runtime.load`` reads it), ``.pt2`` a program of ``torch.export``, which needs neither
+    this package nor the user's classes, and ``.onnx`` is for other runtimes. ``force`` writes
+    weights that are not finite, too.
     """
     if output.suffix not in (".safetensors", ".pt2", ".onnx"):
         raise UsageError(
@@ -231,14 +191,9 @@ def _onnx(program: torch.export.ExportedProgram) -> bytes:
 
 
 def write_state_dict(state: Mapping[str, Tensor], output: Path) -> None:
-    """Write tensors by name.
+    """Write tensors by name to one file, in the format of the file's ending.
 
-    Args:
-        state: The tensors.
-        output: ``.safetensors``, or ``.pt`` for ``torch.load(weights_only=True)``.
-
-    Raises:
-        UsageError: The file's ending is neither.
+    ``.safetensors``, or ``.pt`` or ``.pth`` for ``torch.load(weights_only=True)``.
     """
     if output.suffix == ".safetensors":
         data = save(separate(state), metadata={"format": "pt"})
@@ -314,11 +269,7 @@ def _build(description: Exported) -> nn.Module:
 
 
 def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a network that is larger than the tensors that come with it.
-
-    Raises:
-        ValueError: It is.
-    """
+    """Raise ``ValueError`` for a network that is larger than the tensors that come with it."""
     for name, value in model.state_dict().items():
         given = tensors.get(name)
         if not is_lazy(value) and (given is None or given.shape != value.shape):

@@ -37,16 +37,8 @@ def as_inputs(x: Inputs) -> tuple[Tensor, ...]:
 class ModuleForward:
     """A module's layers on their device, and its forward pass in the precision of its spec.
 
-    Args:
-        spec: The module.
-        device: Its device.
-
-    Attributes:
-        layers: Its layers, in train mode; the weights are the initial ones until others are loaded.
-        random_state: State of torch's generator on the CPU with which the module goes on.
-
-    Raises:
-        SpecError: A layer cannot be made.
+    The layers are in train mode, with the initial weights until others are loaded. The module
+    goes on with ``random_state``, a state of torch's generator on the CPU.
     """
 
     def __init__(self, spec: WorkerSpec, device: torch.device | str = "cpu") -> None:
@@ -79,10 +71,8 @@ class ModuleForward:
         """Return the activation in the contract's type, of the module or of a copy of it.
 
         Layers that change their input in place get a copy of it: others have the same memory, and
-        autograd refuses it for leaves. Whether they do is seen at the first batch.
-
-        Raises:
-            SpecError: They do it for later batches only.
+        autograd refuses it for leaves. Whether they do is seen at the first batch; doing it for
+        later batches only is an error.
         """
         layers = layers or self.layers
         training = getattr(layers, "training", self.layers.training)

@@ -24,10 +24,8 @@ RATE = 0.1
 class InputModel(nn.Module):
     """Draws inputs of a module, given labels; means and variances follow the true ones.
 
-    Args:
-        activation: One sample of the input.
-        label: One sample's label; with a label per token, each token is predicted by itself.
-        classes: Number of classes; None: labels are numbers, and inputs do not depend on them.
+    With a label per token, each token is predicted by itself. If ``classes`` is None, labels are
+    numbers, and inputs do not depend on them.
     """
 
     mean_CX: Tensor

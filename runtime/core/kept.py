@@ -16,33 +16,20 @@ from dni_runtime.wire import Part
 
 @dataclass
 class Kept:
-    """A batch, or a part of one, whose gradient is still to come.
+    """A batch, or a part of one, whose gradient is still to come."""
 
-    Attributes:
-        h_BH: The activation, detached.
-        y_BY: The labels.
-        part: Which part of its batch it is.
-        number: The batch's number among those of this module.
-        forward: The forward pass, if the gradient goes back through it.
-        g_BH: The error signal that was used at once and is to be corrected.
-    """
-
-    h_BH: Tensor
+    h_BH: Tensor  # detached
     y_BY: Tensor
     part: Part
-    number: int
-    forward: ForwardPass | None = None
-    g_BH: Tensor | None = None
+    number: int  # of the batch, among those of this module
+    forward: ForwardPass | None = None  # if the gradient goes back through it
+    g_BH: Tensor | None = None  # the signal that was used at once and is to be corrected
 
 
 class KeptBatches:
     """Batches, or parts of them, by their ids in the stream.
 
-    Args:
-        size: How many are kept; older ones are dropped. None: all, where waiting bounds them.
-
-    Attributes:
-        size: The same.
+    Beyond ``size``, older ones are dropped; None keeps all, because waiting bounds them.
     """
 
     def __init__(self, size: int | None) -> None:

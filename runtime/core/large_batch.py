@@ -1,7 +1,7 @@
 """LARS and LAMB: optimizers for large batches, whose steps are in proportion to the weights.
 
 Each tensor's step is scaled by a trust ratio of norms, which keeps large learning rates stable. The
-ratio is 1 where a norm is 0, as of new biases, and in groups with ``adapt=False``, which biases and
+ratio is 1 if a norm is 0, as of new biases, and in groups with ``adapt=False``, which biases and
 the parameters of normalisations usually are.
 """
 
@@ -18,11 +18,7 @@ _Tensors: TypeAlias = tuple[Tensor, ...] | list[Tensor]
 
 
 class _LayerWise(Optimizer):
-    """An optimizer that updates each group's tensors together.
-
-    Raises:
-        ValueError: A value is out of its range.
-    """
+    """An optimizer that updates each group's tensors together."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         for name, value in defaults.items():
@@ -61,16 +57,8 @@ class LARS(_LayerWise):
 
         v = m v + lr (eta |w| / (|g| + beta |w|)) (g + beta w),   w = w - v
 
-    Args:
-        params: Parameters, or groups of them.
-        lr: The learning rate.
-        momentum: The paper's m.
-        weight_decay: The paper's beta.
-        trust_coefficient: The paper's eta.
-        adapt: Whether to scale the steps; without, it is SGD with momentum.
-
-    Raises:
-        ValueError: A value is out of its range.
+    where m is ``momentum``, beta ``weight_decay`` and eta ``trust_coefficient``. Without ``adapt``,
+    it is SGD with momentum.
     """
 
     def __init__(
@@ -105,18 +93,8 @@ class LAMB(_LayerWise):
 
         u = m / (sqrt(v) + eps) + lambda w,   w = w - lr (|w| / |u|) u
 
-    where m and v are Adam's means, corrected for their start at zero.
-
-    Args:
-        params: Parameters, or groups of them.
-        lr: The learning rate.
-        betas: Decay of the means of gradients and of their squares.
-        eps: The paper's epsilon.
-        weight_decay: The paper's lambda.
-        adapt: Whether to scale the steps; without, it is AdamW.
-
-    Raises:
-        ValueError: A value is out of its range.
+    where m and v are Adam's means, corrected for their start at zero, and lambda is
+    ``weight_decay``. Without ``adapt``, it is AdamW.
     """
 
     def __init__(

@@ -45,11 +45,7 @@ class Add(nn.Module):
 
 
 class Concat(nn.Module):
-    """Several inputs one after the other.
-
-    Args:
-        dim: Their dimension that grows; 0 is the batch.
-    """
+    """Several inputs one after the other, along a dimension that is not the batch (0)."""
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
@@ -67,11 +63,8 @@ LAYERS |= {"Add": Add, "Concat": Concat, "Piece": Piece}
 class Layers(nn.Sequential):
     """The layers of a module with several inputs or outputs.
 
-    The first layer gets all inputs. Outputs travel in one row (:mod:`~dni_runtime.packing`).
-
-    Args:
-        layers: The layers.
-        rows: For each input, one sample of each tensor that it is a row of; empty if it is none.
+    The first layer gets all inputs. Outputs travel in one row (:mod:`~dni_runtime.packing`). For
+    each input, ``rows`` has one sample of each tensor that it is a row of; () if it is none.
     """
 
     def __init__(self, layers: Sequence[nn.Module], rows: Sequence[Sequence[TensorSpec]]) -> None:
@@ -102,25 +95,13 @@ class Residual(nn.Module):
 
 
 def build_layers(layers: Sequence[LayerSpec], location: Location = ()) -> nn.Sequential:
-    """Build layers, drawing initial weights from torch's global generator.
-
-    Args:
-        layers: The layers, in order.
-        location: Where the list is in the spec.
-
-    Raises:
-        SpecError: Unknown layer or keyword, or a value that the layer refuses.
-    """
+    """Build layers, drawing initial weights from torch's global generator."""
     built = (build_layer(layer, (*location, number)) for number, layer in enumerate(layers))
     return nn.Sequential(*built)
 
 
 def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequential:
-    """Build a module's layers in train mode, and infer the sizes of lazy ones.
-
-    Raises:
-        SpecError: As :func:`build_layers`.
-    """
+    """Build a module's layers in train mode, and infer the sizes of lazy ones."""
 
     def build() -> nn.Sequential:
         layers = build_sized(worker.layers, worker.arguments, ("layers",))
@@ -137,13 +118,7 @@ def build_sized(
 ) -> nn.Sequential:
     """Build layers that do not change their input, and infer the sizes of lazy ones.
 
-    Args:
-        layers: The layers, in order.
-        given: One sample of each of their inputs.
-        location: Where the list is in the spec.
-
-    Raises:
-        SpecError: As :func:`build_layers`.
+    ``given`` has one sample of each of their inputs.
     """
     built = build_layers(layers, location)
     lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
@@ -157,12 +132,9 @@ def build_sized(
 
 
 def _spare_input(layers: nn.Sequential) -> bool:
-    """Keep layers from changing their input in place.
+    """Keep layers from changing their input in place; return if the output may share its memory.
 
     Autograd refuses that if the input needs a gradient, and others may hold the same tensor.
-
-    Returns:
-        Whether the output may share the input's memory.
     """
     for layer in layers:
         match layer:
@@ -189,11 +161,7 @@ def tensors_of(worker: WorkerSpec) -> dict[str, tuple[int, ...]]:
 
 
 def load_initial(layers: nn.Module, file: Path) -> None:
-    """Load the initial weights that a run directory holds; others stay as they are.
-
-    Raises:
-        DataError: The file is missing, unreadable, or of another module.
-    """
+    """Load the initial weights that a run directory holds; others stay as they are."""
     try:
         tensors = load_file(file)
         unknown = layers.load_state_dict(tensors, strict=False).unexpected_keys

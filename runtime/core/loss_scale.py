@@ -17,27 +17,16 @@ class LossScale:
     rule, and with the defaults, of ``torch.amp.GradScaler``. That one divides gradients before the
     optimizer's step; here they are divided where they arrive, so that sums over batches, means over
     replicas, and what is sent upstream or saved, are true gradients.
-
-    Args:
-        parameters: The trained parameters.
-
-    Attributes:
-        value: The factor.
-        steps: Updates with finite gradients since it last changed.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        # Steps are updates with finite gradients since the factor last changed.
         self.value, self.steps = 65536.0, 0
         for p in parameters:
             _add(self._divided, p)
 
     def apply(self, xs: Iterable[Tensor], h: Tensor) -> None:
-        """Multiply the gradients that come to a module's output, and divide those at its inputs.
-
-        Args:
-            xs: The inputs.
-            h: The output, with its graph.
-        """
+        """Multiply the gradients that come to a module's output, and divide those at its inputs."""
         _add(lambda g: g * self.value, h)
         for x in xs:
             if x.requires_grad:
@@ -47,11 +36,7 @@ class LossScale:
         return g / self.value
 
     def update(self, *, finite: bool) -> None:
-        """Choose the next factor.
-
-        Args:
-            finite: Whether all gradients of the newest update were finite.
-        """
+        """Choose the next factor, by whether the newest update's gradients were all finite."""
         self.steps += 1
         if not finite:
             self.value, self.steps = self.value / 2, 0

@@ -3,7 +3,7 @@
 Shape suffixes: B samples, P one prediction, Y one label; N labels in a row (of all samples and
 tokens), C classes.
 
-It is one file because a sum of losses is a loss of which each term is one again.
+It is one file because a sum of losses is a loss itself, and each of its terms is one, too.
 """
 
 from __future__ import annotations
@@ -54,24 +54,6 @@ class ChainLoss(nn.Module):
     in the prediction's shape, if the two differ by axes of length 1 only: torch would broadcast
     them, and compare each prediction with each label of the batch. Other losses get both as they
     are.
-
-    Args:
-        choice: A class of ``torch.nn``, or a user's.
-        prediction: One sample at the chain's output.
-        label: One sample's label.
-        location: Where the loss is in the spec.
-
-    Attributes:
-        function: The loss module.
-        class_axis: Axis of the classes in a batch of predictions; None if labels are not class
-            indices.
-        scores: Size of that axis.
-        ignore_index: The label that is left out; None if all count.
-        allowed: The lowest and the highest label that it takes; None if it says nothing of them.
-
-    Raises:
-        SpecError: Unknown loss or keyword, a ``reduction`` other than ``mean``, or labels whose
-            type or shape the loss cannot compare with the prediction's.
     """
 
     def __init__(
@@ -82,11 +64,14 @@ class ChainLoss(nn.Module):
         self._name, self._args = choice.name, choice.args
         limits = pairs(self.function)
         self._paired = limits is not None
+        # Axis in a batch of predictions; None if labels are not class indices.
         self.class_axis = None if self._paired else class_axis(prediction, label)
+        # Size of that axis.
         self.scores = None if self.class_axis is None else prediction.shape[self.class_axis - 1]
         of_classes = isinstance(self.function, nn.CrossEntropyLoss | nn.NLLLoss)
         self.is_cross_entropy = of_classes and self.class_axis is not None
         ignore = getattr(self.function, "ignore_index", None)
+        # The label that is left out; None if all count.
         self.ignore_index = ignore if isinstance(ignore, int) and integer(label) else None
         # A user's subclass computes in its own way.
         self._sums = self.is_cross_entropy and type(self.function) in (
@@ -98,7 +83,7 @@ class ChainLoss(nn.Module):
         of_torch = type(self.function) in LOSSES.values()
         if self.scores is not None and (self.is_cross_entropy or of_torch):
             limits = (0, self.scores - 1)
-        self.allowed = limits
+        self.allowed = limits  # the lowest and the highest label; None: nothing is known of them
         shared = prediction.shape == label.shape and not integer(label)  # probabilities
         if self._paired and not alike(prediction.shape, label.shape):
             wrong = "compares each number of the output with one of the label"
@@ -131,12 +116,7 @@ class ChainLoss(nn.Module):
         return self._sums and self.weight is None and not self.label_smoothing
 
     def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
-        """Return the mean over valid labels.
-
-        Args:
-            p_BP: Predictions.
-            y_BY: Labels.
-        """
+        """Return the mean over valid labels."""
         if not self.is_cross_entropy:
             y_BY = lined_up(p_BP, y_BY) if self._paired else y_BY
             return cast("Tensor", self.function(p_BP, y_BY))
@@ -153,13 +133,8 @@ class ChainLoss(nn.Module):
     def check_labels(self, y_BY: Tensor, name: str, order_B: Tensor | None = None) -> None:
         """Refuse labels that the loss cannot take; torch does so on a CPU, and only some.
 
-        Args:
-            y_BY: Labels, in host memory.
-            name: What they are called, before the index.
-            order_B: Their numbers in the data; by default those in the batch.
-
-        Raises:
-            DataError: There is one; names the first.
+        They are in host memory. The error names the first one: ``name``, and its number in the data
+        (``order_B``; by default in the batch).
         """
         for loss, y in self.parts(y_BY):
             if loss.allowed is None:
@@ -220,12 +195,7 @@ class ChainLoss(nn.Module):
     def shares(self, y_BY: Tensor, whole_BY: Tensor) -> tuple[float, ...]:
         """Return what share of a batch's mean each loss counts in a part of it.
 
-        Args:
-            y_BY: The part's labels.
-            whole_BY: The batch's labels.
-
-        Returns:
-            One for each loss of a sum; nothing if all are the part's share of the samples.
+        There is one for each loss of a sum; none if all are the part's share of the samples.
         """
         found = tuple(
             min(float(loss.count(y)) / max(float(loss.count(whole)), _TINY), 1.0)
@@ -295,8 +265,7 @@ class ChainLoss(nn.Module):
 class SumOfLosses(nn.Module):
     """The weighted sum of several losses, each of a part of the prediction and of the label.
 
-    Args:
-        terms: Weights and losses, with where their parts are in the rows: see :func:`sum_of`.
+    The terms say where their parts are in the rows: see :func:`sum_of`.
     """
 
     def __init__(self, terms: Sequence[dict[str, Any]]) -> None:
@@ -308,12 +277,7 @@ class SumOfLosses(nn.Module):
         )
 
     def forward(self, p_BP: Tensor, y_BY: Tensor) -> Tensor:
-        """Return the sum of the means.
-
-        Args:
-            p_BP: Predictions, all outputs in a row.
-            y_BY: Labels, all in a row.
-        """
+        """Return the sum of the means; the outputs are all in a row, and so are the labels."""
         total = p_BP.new_zeros(())
         for weight, loss, p, y in self._parts(p_BP, y_BY):
             total = total + weight * loss(p, y)
@@ -358,16 +322,7 @@ def _part(row: Tensor, part: TensorSpec, first: int | None) -> Tensor:
 def sum_of(
     losses: Sequence[LossSpec], outputs: Sequence[TensorSpec], labels: Sequence[TensorSpec]
 ) -> Choice:
-    """Return several losses as one.
-
-    Args:
-        losses: The losses.
-        outputs: One sample of each of the last module's outputs.
-        labels: One sample of each label.
-
-    Raises:
-        SpecError: There is no such output or label, or an output has no loss.
-    """
+    """Return several losses as one."""
     terms = []
     for number, one in enumerate(losses):
         chosen = {}
@@ -405,12 +360,7 @@ def sum_of(
 
 
 def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss:
-    """Return ``CrossEntropyLoss`` of ``[N, classes]`` scores.
-
-    Args:
-        classes: Number of classes.
-        args: Its keywords.
-    """
+    """Return ``CrossEntropyLoss`` of ``[N, classes]`` scores."""
     return ChainLoss(
         Choice(name="CrossEntropyLoss", args=args or {}),
         TensorSpec(shape=(classes,), dtype="float32"),
@@ -419,11 +369,7 @@ def cross_entropy(classes: int, args: dict[str, Any] | None = None) -> ChainLoss
 
 
 def build_loss(choice: Choice, location: Location = ()) -> nn.Module:
-    """Make a loss that is a mean over the batch (gradients then travel per sample).
-
-    Raises:
-        SpecError: Unknown loss or keyword, or a ``reduction`` other than ``mean``.
-    """
+    """Make a loss that is a mean over the batch (gradients then travel per sample)."""
     if choice.name == _SUM:
         return SumOfLosses(**choice.args)
     cls = find_class(choice.name, "loss", LOSSES, nn.Module, location)

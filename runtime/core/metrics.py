@@ -60,11 +60,7 @@ METRICS = (*OF_CLASSES, *OF_NUMBERS, *OF_LOSS)
 def mean_of(name: str, loss: ChainLoss, p_BP: Tensor, y_BY: Tensor) -> tuple[Tensor, Tensor]:
     """Return a metric's sum over valid labels, or over all numbers, and their count.
 
-    Args:
-        name: A key of ``OF_CLASSES`` or ``OF_NUMBERS``.
-        loss: The chain's loss, with the classes' axis and the ignored label.
-        p_BP: Predictions.
-        y_BY: Labels.
+    It is one of ``OF_CLASSES`` or ``OF_NUMBERS``.
     """
     if name in OF_NUMBERS:
         values = OF_NUMBERS[name](p_BP, lined_up(p_BP, y_BY))
@@ -101,18 +97,9 @@ class TorchMetric:
     """A metric of torchmetrics over one evaluation.
 
     It gets scores ``[N, C]`` and class indices ``[N]`` of the valid labels (as one text of N tokens
-    if it is of ``torchmetrics.text``), or predictions and labels as they are if labels are not
-    class indices. Those of ``torchmetrics.classification`` get probabilities: they would compute
-    them only for batches that have a number outside 0 to 1.
-
-    Args:
-        choice: Its class and keywords.
-        loss: The chain's loss.
-        device: The predictions' device.
-        location: Where it is in the spec.
-
-    Raises:
-        SpecError: Unknown class or keyword, or a value that it refuses.
+    if it is of ``torchmetrics.text``). If labels are not class indices, it gets predictions, and
+    labels to compare with them one by one. Metrics of ``torchmetrics.classification`` get
+    probabilities: they would compute them only for batches that have a number outside 0 to 1.
     """
 
     def __init__(
@@ -185,11 +172,7 @@ class TorchMetric:
         self._metric._update_count += document["updates"]
 
     def check_merges(self, name: str, at: Location) -> None:
-        """Refuse a metric whose parts over several batches cannot be put together.
-
-        Raises:
-            SpecError: It is one.
-        """
+        """Refuse a metric whose parts over several batches cannot be put together."""
         from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
         merges = (dim_zero_sum, dim_zero_max, dim_zero_min)
@@ -201,12 +184,7 @@ class TorchMetric:
             )
 
     def try_out(self, name: str, prediction: TensorSpec, label: TensorSpec, at: Location) -> None:
-        """Count and compute a made-up batch, so that errors come before anything starts.
-
-        Raises:
-            SpecError: The metric does not take the chain's predictions and labels, returns more
-                than one number, or keeps all predictions.
-        """
+        """Count and compute a made-up batch, so that errors come before anything starts."""
         lists = [key for key, value in self._metric._defaults.items() if isinstance(value, list)]
         if lists:
             raise SpecError(
@@ -242,20 +220,9 @@ def check_metrics(
     prediction: TensorSpec,
     label: TensorSpec,
     *,
-    merged: bool = False,
+    merged: bool = False,  # whether replicas of the tail count parts of an evaluation
 ) -> None:
-    """Check names, keywords, and that each metric takes the chain's predictions and labels.
-
-    Args:
-        metrics: The metrics.
-        loss: The chain's loss.
-        prediction: The chain's output.
-        label: Its labels.
-        merged: Whether replicas of the tail count parts of an evaluation.
-
-    Raises:
-        SpecError: One does not.
-    """
+    """Check names, keywords, and that each metric takes the chain's predictions and labels."""
     for number, metric in enumerate(metrics):
         at: Location = ("metrics", number)
         name = metric.name

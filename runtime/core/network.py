@@ -13,22 +13,16 @@ from dni_runtime.core.piece import tie
 
 
 def connect(
-    modules: Mapping[str, nn.Module],
+    modules: Mapping[str, nn.Module],  # head first, each a sequence
+    # For each module, the numbers of those that it takes, each with which output, if of several.
     sources: Sequence[Sequence[tuple[int, int | None]]],
-    data: Sequence[Sequence[int]],
+    data: Sequence[Sequence[int]],  # for each module, which inputs of the data it takes after those
 ) -> nn.Module:
     """Connect modules to one network that needs nothing but torch.
 
-    Args:
-        modules: The modules' layers by name, head first, each a sequence.
-        sources: For each module, the numbers of those whose output it takes, each with which output
-            if that one has several.
-        data: For each module, which inputs of the data it takes after those.
-
-    Returns:
-        A ``nn.Sequential`` if each module takes the output of the one before, else a
-        ``torch.fx.GraphModule`` with one argument for each input of the data. Its children have the
-        modules' names. Tied parameters of :class:`~dni_runtime.core.piece.Piece` are one again.
+    It is a ``nn.Sequential`` if each module takes the output of the one before, else a
+    ``torch.fx.GraphModule`` with one argument for each input of the data. Its children have the
+    modules' names. Tied parameters of :class:`~dni_runtime.core.piece.Piece` are one again.
     """
     tie(one for module in modules.values() for one in module.modules())
     plain = [

@@ -40,29 +40,8 @@ _NORMS = (
 class Optimization:
     """Updates a module's weights.
 
-    Gradients are summed up in ``Tensor.grad`` between updates.
-
-    Args:
-        spec: The module.
-        layers: Its layers, with ``requires_grad`` already set.
-        predicts: Whether :meth:`ahead` will be used.
-
-    Attributes:
-        optimizers: Optimizers by name, the module's own first; none if nothing is trained.
-        schedules: One for each optimizer, if there is a schedule.
-        scale: The factor of gradients within the module, in float16.
-        average: The exponential moving average of the weights, if one is kept.
-        parameters: The trained parameters.
-        gathered: Batches whose gradients are summed up for the next update.
-        skipped: Updates that were not made, because a gradient was not finite (``on_nan: skip``).
-        before: The parameters before the newest update, if weights are predicted.
-        before_step: Called with the parameters when their gradients are complete, before clipping
-            and the optimizer's step; it may change the gradients, as an average over replicas does.
-        holds: Whether gradients are only summed up, until :meth:`step` is called.
-        version: A number that changes whenever the weights change.
-
-    Raises:
-        SpecError: An optimizer or schedule cannot be made, or a group matches nothing.
+    Gradients are summed up in ``Tensor.grad`` between updates. The layers come with
+    ``requires_grad`` already set; ``predicts`` is whether :meth:`ahead` will be used.
     """
 
     def __init__(self, spec: WorkerSpec, layers: nn.Module, *, predicts: bool = False) -> None:
@@ -70,11 +49,12 @@ class Optimization:
         self._layers = layers
         self.parameters = [p for p in layers.parameters() if p.requires_grad]
         _check_clip(spec, layers)
+        # The module's own first; none if nothing is trained.
         self.optimizers = build_optimizers(spec, layers)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] *= spec.lr_scale
-        self.schedules = [
+        self.schedules = [  # one for each optimizer, if there is a schedule
             build_schedule(spec.schedule, optimizer, ("schedule",))
             for optimizer in self.optimizers.values()
             if spec.schedule is not None
@@ -82,12 +62,17 @@ class Optimization:
         self.average: AveragedModel | None = None
         if spec.ema is not None and self.parameters:
             self.average = _average(layers, spec.ema)
+        # Batches whose gradients are summed up for the next update; updates that were not made,
+        # as a gradient was not finite (``on_nan: skip``); what changes whenever the weights do.
         self.gathered = self.skipped = self.version = 0
         self.scale = LossScale(self.parameters) if spec.precision == "float16" else None
         self._predicts = predicts
+        # The parameters before the newest update, if weights are predicted.
         self.before: list[Tensor] | None = None
+        # Called with the parameters when their gradients are complete, before clipping and the
+        # optimizer's step; it may change the gradients, as an average over replicas does.
         self.before_step: Callable[[Sequence[Tensor]], None] | None = None
-        self.holds = False
+        self.holds = False  # True: gradients are only summed up, until :meth:`step` is called
 
     def update(self) -> None:
         """Note a batch's complete gradient; update the weights every ``accumulate`` batches."""
@@ -135,11 +120,7 @@ class Optimization:
             optimizer.zero_grad(set_to_none=True)
 
     def try_schedules(self) -> None:
-        """Step each schedule once, so that errors come before anything starts.
-
-        Raises:
-            SpecError: One fails.
-        """
+        """Step each schedule once, so that errors come before anything starts."""
         for schedule in self.schedules:
             try:
                 with warnings.catch_warnings():
@@ -250,11 +231,7 @@ def _average(layers: nn.Module, decay: float) -> AveragedModel:
 
 
 def build_optimizers(spec: WorkerSpec, layers: nn.Module) -> dict[str, Optimizer]:
-    """Build a module's optimizers: its own, and one for each group that has another.
-
-    Raises:
-        SpecError: An optimizer cannot be made, or a group matches no parameter.
-    """
+    """Build a module's optimizers: its own, and one for each group that has another."""
     left = dict(trained_parameters(layers))
     if not left:
         return {}
@@ -330,21 +307,13 @@ def _check_options(
 
 
 def check_groups(groups: Sequence[GroupSpec], layers: Sequence[nn.Module], at: Location) -> None:
-    """Refuse a group that matches no parameter of any module.
-
-    Raises:
-        SpecError: There is one.
-    """
+    """Refuse a group that matches no parameter of any module."""
     for number, group in enumerate(groups):
         check_patterns(group.parameters, layers, (*at, number, "parameters"))
 
 
 def check_patterns(patterns: Sequence[str], layers: Sequence[nn.Module], at: Location) -> None:
-    """Refuse patterns of which none matches a parameter of any module.
-
-    Raises:
-        SpecError: They are such.
-    """
+    """Refuse patterns of which none matches a parameter of any module."""
     kinds = [(name, of_one) for of_one in map(_kinds, layers) for name in of_one]
     if not any(_matches(patterns, name, of_one) for name, of_one in kinds):
         raise SpecError(

@@ -32,27 +32,20 @@ from dni_runtime.core.training import random_state, set_random_state
 
 @dataclass
 class ForwardPass:
-    """A forward pass in train mode.
+    """A forward pass in train mode."""
 
-    Attributes:
-        xs: The inputs; leaves, which require a gradient if one is wanted for them.
-        h_BH: The activation, with its graph; detached if only the input is kept.
-        random_state: State of torch's generators before the pass, if it may be recomputed.
-    """
-
-    xs: tuple[Tensor, ...]
-    h_BH: Tensor
+    xs: tuple[Tensor, ...]  # leaves, which require a gradient if one is wanted for them
+    h_BH: Tensor  # with its graph; detached if only the input is kept
+    # Of torch's generators before the pass, if it may be recomputed.
     random_state: tuple[Tensor, Tensor | None] | None = None
 
 
 class ForwardPasses:
     """Computes a module's forward passes, so that gradients may go back through them later.
 
-    Args:
-        module: The module.
-        keep: What is kept of a pass that outlives an update.
-        version: Returns a number that changes whenever the weights change. (Tensors count their
-            changes, too, but not those by torch's fused optimizers.)
+    ``keep`` is what is kept of a pass that outlives an update. ``version`` returns a number that
+    changes whenever the weights change. (Tensors count their changes, too, but not those by torch's
+    fused optimizers.)
     """
 
     def __init__(self, module: ModuleForward, keep: Keep, version: Callable[[], int]) -> None:
@@ -68,10 +61,8 @@ class ForwardPasses:
     ) -> ForwardPass:
         """Compute one forward pass.
 
-        Args:
-            xs: The inputs.
-            grads: For which of the first ones a gradient is wanted.
-            outlives: Whether gradients go back through it after an update of the weights.
+        ``grads`` says for which of the first inputs a gradient is wanted, ``outlives`` whether
+        gradients go back through the pass after an update of the weights.
         """
         if any(grads):
             wanted = zip(xs, [*grads, *[False] * len(xs)], strict=False)

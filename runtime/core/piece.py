@@ -27,14 +27,8 @@ class Borrowed:
     """A tied parameter that another piece has; it comes with each batch, cut into rows.
 
     Each sample of a batch carries a piece of it, so that it travels, and its gradient comes back,
-    as activations do. A batch with fewer samples, as at the end of an evaluation, cannot carry it:
-    the newest one is kept for that.
-
-    Args:
-        value: The parameter.
-
-    Attributes:
-        now: Its value for this batch.
+    as activations do; ``now`` is its value for this batch. A batch with fewer samples, as at the
+    end of an evaluation, cannot carry it: the newest one is kept for that.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -70,22 +64,14 @@ def rows_of(value: Tensor, samples: int, rows: int) -> Tensor:
 
 
 class Operations:
-    """The operations of a section, with the tensors of a network.
-
-    Args:
-        one: The mode's trace.
-        section: The section.
-        network: The network, or what a piece has of it.
-        constants: Where the tensors that ``forward`` makes are kept.
-        borrowed: Parameters that another piece has, by name.
-    """
+    """The operations of a section, with the tensors of a network."""
 
     def __init__(
         self,
         one: Trace,
         section: Section,
-        network: nn.Module,
-        constants: nn.Module,
+        network: nn.Module,  # or what a piece has of it
+        constants: nn.Module,  # where the tensors that ``forward`` makes are kept
         borrowed: Mapping[str, Borrowed] = MappingProxyType({}),
     ) -> None:
         self._run = _program(one, section)
@@ -108,28 +94,17 @@ class Operations:
 
 
 class Piece(nn.Module):
-    """Part of a network that a function or class of the user's returns.
-
-    Args:
-        network: The network; see :class:`~dni_runtime.core.program.NetworkSpec`.
-        after: The module after which it begins; None: at the network's input.
-        until: The module after which it ends; None: at the network's output.
-        lends: Tied parameters that later pieces use, too; they are further outputs.
-        borrows: Tied parameters that an earlier piece has, and which input brings each.
-        rows: Samples over which these are spread: those of the smallest training batch.
-
-    Attributes:
-        network: The network without what other pieces have.
-    """
+    """Part of a network that a function or class of the user's returns."""
 
     def __init__(
         self,
-        network: Mapping[str, Any],
-        after: str | None = None,
-        until: str | None = None,
-        lends: Sequence[str] = (),
+        network: Mapping[str, Any],  # a :class:`~dni_runtime.core.source.NetworkSpec`
+        after: str | None = None,  # the module that it begins after; None: the network's input
+        until: str | None = None,  # the module that it ends after; None: the network's output
+        lends: Sequence[str] = (),  # tied parameters that later pieces use: further outputs
+        # Tied parameters that an earlier piece has, and which input brings each.
         borrows: Mapping[str, int] = MappingProxyType({}),
-        rows: int = 1,
+        rows: int = 1,  # samples that these are spread over: of the smallest training batch
     ) -> None:
         super().__init__()
         try:
@@ -171,7 +146,7 @@ class Piece(nn.Module):
         whole = build_network(spec) if memory else without_memory(lambda: build_network(spec))
         self.borrowed = {name: Borrowed(_tensor(whole, name)) for name in borrows}
         self._places = sorted((place, name) for name, place in borrows.items())
-        self.network = _pruned(whole, wanted)
+        self.network = _pruned(whole, wanted)  # without what other pieces have
         self._lends = {name: sorted(tied[name] & names)[0] for name in lends}
         self._rows = rows
         self._constants = nn.Module()
@@ -182,11 +157,7 @@ class Piece(nn.Module):
         )
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the operations.
-
-        Args:
-            inputs: Values of earlier pieces, then inputs of the data.
-        """
+        """Run the operations on values of earlier pieces, then inputs of the data."""
         given = [one.contiguous() for one in inputs]  # rows of several outputs are not
         for place, name in reversed(self._places):
             self.borrowed[name].take(given.pop(place))

@@ -16,12 +16,8 @@ class Axis(nn.Module):
     """Averages neighbours along one dimension, and spreads averages back.
 
     Equal blocks are added up slice by slice: on a CPU that takes a quarter to a half of the time of
-    torch's pooling, or of a product. If blocks overlap, there is a product with a matrix.
-
-    Args:
-        dim: The dimension, counted from the last: -1 or -2.
-        size: Its length.
-        places: Number of averages, less than ``size``.
+    torch's pooling, or of a product. If blocks overlap, there is a product with a matrix. The
+    dimension is counted from the last (-1 or -2), and has more than ``places`` values.
     """
 
     matrix: Tensor | None  # [places, size]
@@ -71,13 +67,8 @@ class Axis(nn.Module):
 class Grid(nn.Module):
     """Averages activations to few places, as ``AdaptiveAvgPool2d`` does, and back.
 
-    Args:
-        activation: One sample. Feature maps (C x H x W) are averaged to ``places`` x ``places``,
-            tokens (T x C) to ``places``, if there are more; others are only flattened.
-        places: Places along a side.
-
-    Attributes:
-        features: Length of the vector.
+    Feature maps (C x H x W) are averaged to ``places`` x ``places``, tokens (T x C) to ``places``,
+    if there are more; others are only flattened.
     """
 
     def __init__(self, activation: TensorSpec, places: int) -> None:
@@ -118,14 +109,7 @@ class Grid(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Passes each token on by itself, where :class:`Grid` averages a sample.
-
-    Args:
-        activation: One sample, tokens (T x C).
-
-    Attributes:
-        features: Length of a token's vector.
-    """
+    """Passes each token of a sample (T x C) on by itself; :class:`Grid` averages a sample."""
 
     def __init__(self, activation: TensorSpec) -> None:
         super().__init__()

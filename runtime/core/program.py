@@ -24,40 +24,26 @@ from dni_runtime.spec.load import suggestion
 
 @dataclass(frozen=True)
 class Cut:
-    """A place between two operations.
+    """A place between two operations."""
 
-    Attributes:
-        name: The module that it comes after; the shortest name if several end here.
-        position: Number of the last operation before it.
-        values: One sample of each value that passes.
-        made: Numbers of the operations that compute these.
-        reason: Why the network cannot be cut here; None if it can.
-    """
-
-    name: str
-    position: int
-    values: tuple[TensorSpec, ...] = ()
-    made: tuple[int, ...] = ()
-    reason: str | None = None
+    name: str  # of the module that it comes after; the shortest if several end here
+    position: int  # number of the last operation before it
+    values: tuple[TensorSpec, ...] = ()  # one sample of each value that passes
+    made: tuple[int, ...] = ()  # numbers of the operations that compute these
+    reason: str | None = None  # why the network cannot be cut here; None: it can
 
 
 @dataclass(frozen=True)
 class Program:
-    """A network's operations.
-
-    Attributes:
-        spec: The network.
-        train: The operations in train mode.
-        eval: The operations in eval mode.
-        aliases: Further names of tied parameters and buffers, by the one that a trace uses.
-        unused: Parameters and buffers that no operation uses, each with the number of the first
-            operation that uses another one of the same module; the last one if none does.
-    """
+    """A network's operations."""
 
     spec: NetworkSpec
     train: Trace
     eval: Trace
+    # Further names of tied parameters and buffers, by the one that a trace uses.
     aliases: dict[str, tuple[str, ...]]
+    # Parameters and buffers that no operation uses, each with the number of the first operation
+    # that uses another one of the same module; the last operation if none does.
     unused: dict[str, int]
 
     @cached_property
@@ -126,11 +112,7 @@ class Program:
         return "\n  ".join(told) or None
 
     def cut(self, name: str) -> Cut:
-        """Return the cut of a name.
-
-        Raises:
-            SpecError: There is none, or the network cannot be cut there.
-        """
+        """Return the cut of a name."""
         if name not in self.cuts:
             raise SpecError(
                 f"{self.spec.target} cannot be cut after {name!r}", hint=self._near(name)

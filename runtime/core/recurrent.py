@@ -29,17 +29,12 @@ CELLS: dict[str, type[nn.LSTM | nn.GRU | nn.RNN]] = {"LSTM": nn.LSTM, "GRU": nn.
 
 
 class FutureOptions(Frozen):
-    """Options of predicting the gradient from beyond a batch's last step.
+    """Options of predicting the gradient from beyond a batch's last step."""
 
-    Attributes:
-        synthesizer: ``linear``, ``mlp``, ``low-rank`` or a user class; it sees the state.
-        optimizer: The synthesizer's optimizer.
-        scale: Factor on the predicted gradient. The target of a prediction contains the next one:
-            at 1 errors add up over batches.
-    """
-
-    synthesizer: Choice = Choice(name="linear")
+    synthesizer: Choice = Choice(name="linear")  # it sees the state
     optimizer: Choice = Choice(name="Adam", args={"lr": 0.001})
+    # Factor on the predicted gradient. The target of a prediction contains the next prediction:
+    # at 1 errors add up over batches.
     scale: float = Field(default=0.3, gt=0)
 
 
@@ -61,38 +56,22 @@ class Recurrent(nn.Module):
     A pass without gradients (evaluation) has a state of its own, which starts with zeros at the
     first such batch after a training batch, or after :meth:`end_evaluation`. A
     batch of another size starts with zeros.
-
-    Args:
-        cell: ``LSTM``, ``GRU`` or ``RNN``.
-        input_size: C.
-        hidden_size: H.
-        num_layers: Layers of the cell.
-        dropout: Dropout between the cell's layers, as in ``torch.nn``.
-        carry: Whether the state is carried on; otherwise each batch starts with zeros.
-        synthetic: Whether future gradients are predicted, or :class:`FutureOptions` as a mapping.
-
-    Attributes:
-        state: The state after the last training batch, (B, S); (0, S) before the first.
-        start: The initial state of the newest training pass, if a gradient is wanted for it.
-
-    Raises:
-        ValueError: A value is not allowed, or the synthesizer or its optimizer cannot be made.
     """
 
-    state: Tensor
-    start: Tensor | None = None
+    state: Tensor  # after the last training batch, (B, S); (0, S) before the first
+    start: Tensor | None = None  # of the newest training pass, if its gradient is wanted
     _passing: Tensor | None = None
 
     def __init__(
         self,
         *,
         cell: str,
-        input_size: int,
-        hidden_size: int,
+        input_size: int,  # C
+        hidden_size: int,  # H
         num_layers: int = 1,
-        dropout: float = 0.0,
-        carry: bool = True,
-        synthetic: bool | dict[str, Any] = False,
+        dropout: float = 0.0,  # between the cell's layers
+        carry: bool = True,  # else each batch starts with zeros
+        synthetic: bool | dict[str, Any] = False,  # a mapping is :class:`FutureOptions`
     ) -> None:
         super().__init__()
         options = _checked(cell, num_layers, synthetic)

@@ -58,15 +58,7 @@ LATE_OPTIMIZER = Choice(name="Adam", args={"lr": 0.001, "betas": [0.0, 0.999]})
 
 
 def resolved_chain(chain: ChainSpec, info: DataInfo) -> ChainSpec:
-    """Return the chain with every module's settings, as ``dnictl config`` prints it.
-
-    Args:
-        chain: The chain.
-        info: Its data's shapes and classes.
-
-    Raises:
-        SpecError: A layer, gradient interface or option is unknown or does not fit.
-    """
+    """Return the chain with every module's settings, as ``dnictl config`` prints it."""
     return _resolve(chain, infer_shapes(chain, info), info)
 
 
@@ -126,15 +118,7 @@ def _resolve(chain: ChainSpec, inferred: Sequence[Inferred], info: DataInfo) -> 
 
 
 def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
-    """Check the whole chain and return each worker's spec.
-
-    Args:
-        chain: The chain.
-        info: Its data's shapes and classes.
-
-    Raises:
-        SpecError: Something is unknown, misspelt or does not fit, at ``location``.
-    """
+    """Check the whole chain and return each worker's spec."""
     inferred = infer_shapes(chain, info)
     full = _resolve(chain, inferred, info)
     activations = [one.output for one in inferred]
@@ -266,11 +250,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
 def _ahead(
     chain: ChainSpec, index: int, interface: Resolved | None, inferred: Sequence[Inferred]
 ) -> AheadSpec | None:
-    """Return the next modules' layers, for as many modules as the interface looks at.
-
-    Raises:
-        SpecError: The next module has several inputs, or is not the only one.
-    """
+    """Return the next modules' layers, for as many modules as the interface looks at."""
     if interface is None or not interface.wanted.lookahead:
         return None
     graph, at, layers = chain.graph, index, list[LayerSpec]()
@@ -293,21 +273,13 @@ def _ahead(
 
 @dataclass(frozen=True)
 class _Cut:
-    """Gradients sent up across the cut below a module.
+    """Gradients sent up across the cut below a module."""
 
-    Attributes:
-        every: n, if the gradient of every n-th batch is sent; 0: none.
-        bootstrapped: Whether they come from the error signal of the module below, at once.
-        awaited: Whether an update waits for them, at the module above the cut or further up.
-        resend: How many may be awaited before another batch is taken.
-        late: Batches by which a gradient may be late.
-    """
-
-    every: int = 0
-    bootstrapped: bool = False
-    awaited: bool = False
-    resend: int = 0
-    late: int = 0
+    every: int = 0  # the gradient of every n-th batch is sent; 0: none
+    bootstrapped: bool = False  # from the error signal of the module below, at once
+    awaited: bool = False  # by an update, at the module above the cut or further up
+    resend: int = 0  # how many may be awaited before another batch is taken
+    late: int = 0  # batches by which a gradient may be late
 
     @property
     def of_links(self) -> dict[str, Any]:
@@ -371,11 +343,7 @@ def _waited_for(interface: Resolved) -> int:
 
 
 def _selection(chain: ChainSpec) -> SelectionRole | None:
-    """Return how the tail selects the best evaluation.
-
-    Raises:
-        SpecError: There is no such metric, or no evaluation.
-    """
+    """Return how the tail selects the best evaluation."""
     wanted = chain.selection
     if wanted is None:
         return None

@@ -15,31 +15,20 @@ from dni_runtime.errors import SpecError
 
 @dataclass(frozen=True)
 class Section:
-    """What a piece needs and gives, in one mode.
+    """What a piece needs and gives, in one mode."""
 
-    Attributes:
-        takes: Values of earlier pieces, in the order in which they are computed.
-        data: Numbers of the data's inputs that it needs.
-        tensors: Placeholders of its parameters, buffers and constants.
-        gives: Values that later pieces take, or the network's output.
-        own: Its operations, in their order; those that follow from the data are among them.
-    """
-
-    takes: list[fx.Node]
-    data: list[int]
-    tensors: list[fx.Node]
-    gives: list[fx.Node]
-    own: list[fx.Node]
+    takes: list[fx.Node]  # values of earlier pieces, in the order in which they are computed
+    data: list[int]  # numbers of the data's inputs that it needs
+    tensors: list[fx.Node]  # placeholders of its parameters, buffers and constants
+    gives: list[fx.Node]  # values that later pieces take, or the network's output
+    own: list[fx.Node]  # its operations in their order, with those that follow from the data
 
     @classmethod
     def pair(cls, program: Program, after: str | None, until: str | None) -> tuple[Section, ...]:
         """Find it in train and in eval mode.
 
-        What passes its cuts in eval mode has the places of what does in train mode, though other
-        pieces may have made it: where one does nothing in eval mode, its input passes instead.
-
-        Raises:
-            SpecError: It takes other values in eval mode.
+        What passes its cuts has the same places in eval mode as in train mode, though other pieces
+        may have made it: if a piece does nothing in eval mode, its input passes instead.
         """
         train = cls.of(program.train, after, until)
 

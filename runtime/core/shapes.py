@@ -23,17 +23,11 @@ BATCH = 2
 
 
 class Inferred(NamedTuple):
-    """Result of running a module on the meta device.
+    """Result of running a module on the meta device."""
 
-    Attributes:
-        outputs: One sample at each of its outputs.
-        attends: Whether it has attention.
-        layers: Its layers, on the meta device.
-    """
-
-    outputs: tuple[TensorSpec, ...]
-    attends: bool
-    layers: tuple[nn.Module, ...]
+    outputs: tuple[TensorSpec, ...]  # one sample of each
+    attends: bool  # whether it has attention
+    layers: tuple[nn.Module, ...]  # on the meta device
 
     @property
     def output(self) -> TensorSpec:
@@ -47,11 +41,7 @@ class Inferred(NamedTuple):
 
 
 def infer_shapes(chain: ChainSpec, info: DataInfo) -> list[Inferred]:
-    """Run every layer on the meta device, and describe each module.
-
-    Raises:
-        SpecError: A layer is unknown, or does not fit what it gets.
-    """
+    """Run every layer on the meta device, and describe each module."""
     modules: list[Inferred] = []
     graph = chain.graph
     for index, module in enumerate(chain.modules):
@@ -95,11 +85,7 @@ def _several(layer: LayerSpec, at: Location, reason: str) -> SpecError:
 def taken_of(
     chain: ChainSpec, link: tuple[int, int], outputs: tuple[TensorSpec, ...]
 ) -> tuple[TensorSpec, ...]:
-    """Return one sample of each output of a module that another one takes.
-
-    Raises:
-        SpecError: There is no such output.
-    """
+    """Return one sample of each output of a module that another one takes."""
     takes = chain.graph.takes.get(link)
     if takes is None:
         return outputs
@@ -117,11 +103,7 @@ def taken_of(
 
 
 def data_of(chain: ChainSpec, index: int, info: DataInfo) -> tuple[int, ...]:
-    """Return which inputs of the data a module takes.
-
-    Raises:
-        SpecError: The data has no such input.
-    """
+    """Return which inputs of the data a module takes."""
     data, count = chain.graph.data[index], len(info.samples)
     wanted = tuple(range(count)) if data is None else data
     if any(one >= count for one in wanted):

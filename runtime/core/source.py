@@ -21,23 +21,16 @@ _Built = TypeVar("_Built", bound=nn.Module)
 
 
 class NetworkSpec(BaseModel):
-    """A network that a user's function or class returns.
-
-    Attributes:
-        target: Import path of the function or class, ``package.module:name``.
-        args: Its keyword arguments.
-        example: One sample of each input of the data, as ``float32[3, 32, 32]``.
-        takes: Names of the arguments of ``forward`` that get them; by default its first ones.
-        returns: Where the tensor is in what ``forward`` returns, if that is none: keys, indices and
-            attributes, as ``0`` or ``outputs.0.logits``.
-    """
+    """A network that a user's function or class returns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(alias="import", pattern=r"^[\w.]+:[\w.]+$")
     args: dict[str, Any] = Field(default_factory=dict)
-    example: tuple[TensorSpec, ...] = Field(min_length=1)
-    takes: tuple[str, ...] = ()
+    example: tuple[TensorSpec, ...] = Field(min_length=1)  # one sample of each input of the data
+    takes: tuple[str, ...] = ()  # arguments of ``forward`` that get them; (): its first ones
+    # Where the tensor is in what ``forward`` returns, if that is none: keys, indices and
+    # attributes, as ``0`` or ``outputs.0.logits``.
     returns: str | None = None
 
     @field_validator("example", mode="before")
@@ -57,11 +50,7 @@ class NetworkSpec(BaseModel):
 
 
 def read_tensor(text: str) -> TensorSpec:
-    """Read one sample as ``float32[3, 32, 32]``.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Read one sample as ``float32[3, 32, 32]``; other texts raise ``ValueError``."""
     match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,x]*)\]\s*", text)
     if match is None or not isinstance(getattr(torch, match[1], None), torch.dtype):
         raise ValueError(f"{text!r} is not a type and a shape, as in 'float32[3, 32, 32]'")
@@ -144,11 +133,7 @@ def _places(y: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:
-    """Call the user's function; the network has the weights that it gives.
-
-    Raises:
-        SpecError: It cannot be imported, fails, or returns no module.
-    """
+    """Call the user's function; the network has the weights that it gives."""
     build = find_attribute(spec.target, "network", ())
     try:
         network = build(**spec.args)

@@ -65,31 +65,15 @@ class ModuleStep(ModuleForward):
     The caller gives every training batch to :meth:`forward`, sends the activation on, and calls
     :meth:`update`; gradients from downstream go to :meth:`late_gradient` when they come. Both
     return gradients for the modules upstream, one for each of the module's links to them; None
-    where none is wanted, or it comes later.
-
-    Args:
-        spec: The module.
-        device: Its device.
-
-    Attributes:
-        counters: Counts and measurements.
-        loss: The chain's loss, by which the tail is trained.
-        optimization: Updates the weights.
-        batches: Training batches so far.
-        kept: Batches, or parts, whose gradient is still to come.
-        measure_late: Whether to measure the prediction of the next gradient.
-        measure_head: Whether to measure the early head on the next training batch.
-        classifies: Whether predictions are scores of classes, which have an accuracy.
-        shared: What the module's replicas share; None if it has none.
-
-    Raises:
-        SpecError: A layer, optimizer or interface cannot be made.
+    if none is wanted, or it comes later.
     """
 
     def __init__(self, spec: WorkerSpec, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, device)
         self.counters = StepCounters()
-        self.batches = 0
+        self.batches = 0  # training batches so far
+        # Whether to measure the prediction of the next gradient, and the early head at the next
+        # training batch.
         self.measure_late = self.measure_head = True
         interface: GradientInterface | None = None
         with seeded(self.random_state) as state:
@@ -110,8 +94,10 @@ class ModuleStep(ModuleForward):
         self.optimization = Optimization(spec, self.layers, predicts=predicts)
         keep: Keep = "graph" if interface is None else interface.keep
         self._passes = ForwardPasses(self, keep, version=lambda: self.optimization.version)
+        # Whether predictions are scores of classes, which have an accuracy.
         self.classifies = spec.classes is not None and (self.loss.scores or 0) >= spec.classes
         self._recurrent = [one for one in self.layers.modules() if isinstance(one, Recurrent)]
+        # What the module's replicas share.
         self.shared = Shared(self) if spec.strategy is not None else None
         store = None if interface is None else interface.store
         store = store or math.ceil((spec.late + MARGIN) / max(spec.gradients_in, 1))
@@ -147,15 +133,10 @@ class ModuleStep(ModuleForward):
         return self.kept.numbers if self._applies else set()
 
     def forward(self, id: int, x: Inputs, part: Part | None = None) -> Tensor:
-        """Compute the activation of a training batch, or of a part of it.
+        """Compute the activation of a training batch, or of a part of it (None: all).
 
-        Args:
-            id: Its position in the stream.
-            x: The input ``[B, *input]``, or several; kept until the update.
-            part: Which part it is; None: all.
-
-        Returns:
-            The activation, detached, in the contract's type: send it on, do not change it.
+        ``id`` is its position in the stream; inputs are kept until the update. The activation is
+        detached, in the contract's type: send it on, do not change it.
         """
         xs = as_inputs(x)
         part = part or Part(0, len(xs[0]))
@@ -188,8 +169,7 @@ class ModuleStep(ModuleForward):
     def skip(self) -> Gradients:
         """Learn nothing from the batch of the last :meth:`forward`, instead of :meth:`update`.
 
-        Returns:
-            NaN as the gradients for modules upstream that wait for one.
+        The gradients for modules upstream that wait for one are NaN.
         """
         id, done, part = self._current
         del self._current
@@ -202,11 +182,7 @@ class ModuleStep(ModuleForward):
     def update(self, y_BY: Tensor) -> Gradients:
         """Train on the batch of the last :meth:`forward`, unless that needs a true gradient.
 
-        Args:
-            y_BY: Its labels.
-
-        Returns:
-            Per-sample gradients dL_b/dx_b for the modules upstream, shaped like the inputs.
+        Returns per-sample gradients dL_b/dx_b for the modules upstream, shaped like the inputs.
         """
         id, done, part = self._current
         del self._current
@@ -269,12 +245,7 @@ class ModuleStep(ModuleForward):
 
     @_naming_module
     def replay(self, x: Inputs, y_BY: Tensor) -> None:
-        """Train on a batch once more, by the module's own error signal alone.
-
-        Args:
-            x: The input, or several.
-            y_BY: Its labels.
-        """
+        """Train on a batch once more, by the module's own error signal alone."""
         h_BH = self._passes.compute(as_inputs(x)).h_BH
         if self.interface is None:
             backward(self.loss(h_BH, y_BY), None)
@@ -285,15 +256,10 @@ class ModuleStep(ModuleForward):
 
     @_naming_module
     def late_gradient(self, id: int, g_BH: Tensor | None) -> Gradients:
-        """Process a gradient that has arrived from downstream.
+        """Process a per-sample gradient that has come from downstream; None if it was not finite.
 
-        Args:
-            id: The batch it belongs to; one that is no longer stored is counted and dropped.
-            g_BH: The per-sample gradient at the module's output; None if it was not finite, so
-                that nothing is learnt from it.
-
-        Returns:
-            The gradients for the modules upstream that waited for this one.
+        Nothing is learnt from None. A gradient of a batch that is no longer stored is counted and
+        dropped. Returns the gradients for the modules upstream that waited for this one.
         """
         self.counters.gradients += 1
         kept = self.kept.take(id)
@@ -332,13 +298,7 @@ class ModuleStep(ModuleForward):
         return self._gradients(done, kept.part, relays)
 
     def _gradients(self, done: ForwardPass, part: Part, wanted: Sequence[bool]) -> Gradients:
-        """Return the gradients that a backward pass has left at the inputs, zeros if it has not.
-
-        Args:
-            done: The forward pass.
-            part: Which part of a batch it is of.
-            wanted: For which links to return them.
-        """
+        """Return the gradients that a backward pass has left at the inputs, zeros if it has not."""
         found: list[Tensor | None] = []
         for x, one in zip(done.xs, wanted, strict=False):  # inputs of the data come last
             g_BX = torch.zeros_like(x) if one and x.grad is None else x.grad
@@ -394,24 +354,13 @@ class ModuleStep(ModuleForward):
         self.batches += 1
 
     def give_up_waiting(self, until: int | None = None) -> None:
-        """Drop batches whose gradient will not come any more.
-
-        Args:
-            until: The last of them; None: all.
-        """
+        """Drop batches, up to an id (None: all), whose gradient will not come any more."""
         self.counters.given_up += self.kept.drop(until)
         if self._summed is not None and not self.kept:
             self._end_batch()
 
     def predict(self, h_BH: Tensor) -> Tensor | None:
-        """Return the module's predictions: the tail's output, or an early head's.
-
-        Args:
-            h_BH: The activation from :meth:`evaluate`.
-
-        Returns:
-            Predictions in the shape of the chain's; None if the module has no head.
-        """
+        """Return the tail's output, or an early head's predictions; None if there is no head."""
         return h_BH if self.interface is None else self.interface.predict(h_BH)
 
 

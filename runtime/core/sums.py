@@ -21,9 +21,6 @@ class GradientSum:
 
     They are added in a fixed order, last module first, as autograd does: the sum does not depend on
     which one comes first.
-
-    Args:
-        consumers: Number of modules.
     """
 
     def __init__(self, consumers: int) -> None:
@@ -31,15 +28,9 @@ class GradientSum:
         self._parts: OrderedDict[int, list[_Part]] = OrderedDict()
 
     def add(self, id: int, place: int, g_BH: Tensor) -> Tensor | None:
-        """Add one module's gradient of a batch.
+        """Add one module's gradient of a batch; return the sum if all have come, else None.
 
-        Args:
-            id: The batch.
-            place: Number of the module among the consumers, from 0.
-            g_BH: Its gradient.
-
-        Returns:
-            The sum, if all gradients have come; else None.
+        ``place`` is the module's number among the consumers, from 0.
         """
         if self._consumers == 1:
             return g_BH
@@ -60,8 +51,7 @@ class GradientSum:
     def lacks(self, place: int, until: int) -> int | None:
         """Forget batches up to ``until`` that a module has sent no gradient of, and will not.
 
-        Returns:
-            The last of these batches, if there are any.
+        Returns the last of these batches, if there are any.
         """
         lost = [
             id

@@ -22,19 +22,12 @@ _DROPOUTS = frozenset(getattr(torch.ops.aten, kind).default for kind in _KINDS)
 
 @dataclass(eq=False)
 class Trace:
-    """The operations of a network in one mode.
+    """The operations of a network in one mode."""
 
-    Attributes:
-        graph: The operations, as ``torch.export`` has found them.
-        names: Where a placeholder's tensor is: the name of a parameter or buffer.
-        constants: Tensors that are neither, by placeholder.
-        data: Placeholders of the data's inputs, in their order.
-    """
-
-    graph: fx.Graph
-    names: dict[str, str]
-    constants: dict[str, Tensor]
-    data: tuple[str, ...]
+    graph: fx.Graph  # as ``torch.export`` has found it
+    names: dict[str, str]  # of a parameter or buffer, by its placeholder
+    constants: dict[str, Tensor]  # tensors that are neither, by placeholder
+    data: tuple[str, ...]  # placeholders of the data's inputs, in their order
     _order: dict[fx.Node, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -33,13 +33,9 @@ _BATCH = 5
 
 
 def trace(spec: NetworkSpec) -> Program:
-    """Trace a network, once in each mode.
+    """Trace a network, once in each mode; the result is remembered.
 
-    Args:
-        spec: The network; the result is remembered for it.
-
-    Raises:
-        SpecError: It cannot be built or traced; names the line of the user's code.
+    Errors name the line of the user's code.
     """
     build = find_attribute(spec.target, "network", ())
     return _traced(spec.model_dump_json(by_alias=True), build)
@@ -74,15 +70,11 @@ def _tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 class _Traced(Wrapped):
-    """A network while it is traced.
-
-    Attributes:
-        replaced: Attributes that ``forward`` has given another value.
-        assigned: Buffers to which it has.
-    """
+    """A network while it is traced."""
 
     def __init__(self, network: nn.Module, spec: NetworkSpec) -> None:
         super().__init__(network, spec)
+        # Attributes, and buffers, to which ``forward`` has given another value.
         self.replaced: set[str] = set()
         self.assigned: set[str] = set()
 

@@ -45,12 +45,9 @@ def module_seed(seed: int, index: int) -> int:
 
 @contextlib.contextmanager
 def seeded(start: int | Tensor) -> Iterator[Any]:
-    """Seed torch's CPU generator inside the block and restore it after it.
+    """Seed torch's CPU generator (or set its state) inside the block, and restore it after that.
 
     Yields a function that reads the generator's state.
-
-    Args:
-        start: The seed, or a state of the generator to go on from.
     """
     before = torch.get_rng_state()
     if isinstance(start, Tensor):
@@ -95,22 +92,12 @@ def build_optimizer(
     parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
     location: Location = (),
     *,
-    sparse: Collection[int] = (),
+    sparse: Collection[int] = (),  # of :func:`sparse_parameters`
 ) -> optim.Optimizer:
     """Make an optimizer, fused if torch has a fused one and the spec does not decide it.
 
     For parameters on the meta device, which are those of a module being checked, a step is tried
     with small ones of the same kinds.
-
-    Args:
-        choice: Its name and keywords.
-        parameters: What it updates, or groups of them with options of their own.
-        location: Where the choice is in the spec.
-        sparse: Ids of parameters whose gradients are sparse (:func:`sparse_parameters`).
-
-    Raises:
-        SpecError: Unknown optimizer or keyword, a value that it refuses, or parameters that it
-            cannot update.
     """
     cls = find_class(choice.name, "optimizer", OPTIMIZERS, optim.Optimizer, location)
     args = dict(choice.args)
@@ -174,11 +161,7 @@ def _refusal(choice: Choice, error: Exception, at: Location) -> SpecError:
 def build_schedule(
     choice: Choice, optimizer: optim.Optimizer, location: Location = ()
 ) -> lr_scheduler.LRScheduler:
-    """Make a learning-rate schedule; ``schedules`` of SequentialLR are choices themselves.
-
-    Raises:
-        SpecError: Unknown schedule or keyword, or a value that it refuses.
-    """
+    """Make a learning-rate schedule; ``schedules`` of SequentialLR are choices themselves."""
     cls = find_class(choice.name, "schedule", SCHEDULES, lr_scheduler.LRScheduler, location)
     at = (*location, choice.name)
     args = dict(choice.args)

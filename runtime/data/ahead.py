@@ -66,17 +66,9 @@ def in_processes(
 ) -> Generator[T, None, None]:
     """Yield the result of ``make`` for each number, in their order, made ahead by processes.
 
-    They are forks of this one and end with it, or with the generator. Errors of ``make`` are raised
-    when its result is due. Must be used in the main thread.
-
-    Args:
-        make: Called in the processes; its results are tensors, or tuples of them.
-        numbers: Its arguments.
-        processes: Number of processes.
-        seed: Seed of the global random generators of each process.
-
-    Raises:
-        WorkerError: A process has died.
+    They are forks of this one and end with it, or with the generator. Results are tensors, or
+    tuples of them; errors of ``make`` are raised when its result is due. The seed is for the global
+    random generators of each process. Must be used in the main thread.
     """
     if not numbers:
         return

@@ -25,37 +25,20 @@ class Augmentation:
 
     They use torch's global generator, which is seeded for each batch, so that a restart yields the
     same batches, and restored afterwards.
-
-    Args:
-        functions: The callables, with their names in the spec.
-        seed: Seed of their random numbers, at least 0.
     """
 
     def __init__(self, functions: Sequence[tuple[str, Callable[[Tensor], Any]]], seed: int) -> None:
         self._functions, self._seed = functions, seed
 
     def __call__(self, x_B: Tensor, epoch: int, number: int) -> Tensor:
-        """Apply them.
-
-        Args:
-            x_B: Samples (B, …), which may be changed.
-            epoch: The epoch.
-            number: Number of the batch in its epoch.
-
-        Raises:
-            DataError: A callable fails, or returns another shape or type.
-        """
+        """Apply them to batch ``number`` of an epoch, (B, …), which may be changed."""
         with seeded(self._seed, epoch, number):
             for name, function in self._functions:
                 x_B = _apply(name, function, x_B)
         return x_B
 
     def check(self, sample: TensorSpec) -> None:
-        """Apply each to two samples of zeros.
-
-        Raises:
-            SpecError: The samples are not floats, or a callable does not fit them.
-        """
+        """Apply each to two samples of zeros; refuse samples that are not floats."""
         if sample.dtype != "float32":
             raise SpecError(
                 f"samples are {sample}; only floats can be augmented", location=_LOCATION
@@ -72,16 +55,7 @@ class Augmentation:
 
 
 def find_augmentation(choices: Sequence[Choice], base: Path, seed: int) -> Augmentation | None:
-    """Import and make the callables of a spec; return None if there are none.
-
-    Args:
-        choices: Import paths of classes, and their keyword arguments.
-        base: Folder of ``chain.yaml``, where imports start.
-        seed: Seed of their random numbers, at least 0.
-
-    Raises:
-        SpecError: An import fails, a class cannot be instantiated, or its object is not callable.
-    """
+    """Import and make the callables of a spec; return None if there are none."""
     functions = []
     for number, choice in enumerate(choices):
         name, at = choice.name, (*_LOCATION, number)

@@ -38,11 +38,7 @@ _HINT = (
 
 
 def find_cifar10(spec: DataSpec, base: Path) -> Found:
-    """Find the six files; the number of images is known only after loading.
-
-    Raises:
-        DataError: Files are missing; on loading: they are not the published ones.
-    """
+    """Find the six files; the number of images is known only after loading."""
     folder = find_folder(
         spec,
         base,

@@ -18,15 +18,11 @@ Half = Literal["samples", "labels"]
 
 @dataclass(frozen=True)
 class Halves(Split):
-    """Samples of one split, and labels of another; one of them may be absent here.
+    """Samples of one split, and labels of another; one of them may be absent here."""
 
-    Attributes:
-        samples: Where samples come from; None: there are none, and batches of them are ``[B, 0]``.
-        labels: Where labels come from, likewise.
-    """
-
+    # Where they come from; None: there are none, and batches of them are ``[B, 0]``.
     samples: Split | None
-    labels: Split | None
+    labels: Split | None  # likewise
 
     @property
     def slow(self) -> bool:  # type: ignore[override]  # of one class elsewhere

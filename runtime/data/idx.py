@@ -64,11 +64,7 @@ _SETS = {
 
 
 def find_idx(spec: DataSpec, base: Path) -> Found:
-    """Find ``mnist`` or ``fashion-mnist`` and check the headers of its four files.
-
-    Raises:
-        DataError: Files are missing or are not the published ones.
-    """
+    """Find ``mnist`` or ``fashion-mnist`` and check the headers of its four files."""
     published = _SETS[spec.dataset]
     folder = find_folder(
         spec,

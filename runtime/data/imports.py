@@ -12,17 +12,7 @@ from dni_runtime.errors import SpecError, with_causes
 
 
 def import_class(name: str, base: Path, *, what: str, location: Sequence[str | int]) -> type[Any]:
-    """Import ``package.module:Class``.
-
-    Args:
-        name: The import path.
-        base: Folder of ``chain.yaml``, searched first by this and all later imports.
-        what: Kind of the class, for messages.
-        location: Location of the name in the spec.
-
-    Raises:
-        SpecError: There is no such module or class, or importing it fails.
-    """
+    """Import ``package.module:Class``; this and all later imports search ``base`` first."""
     module_name, _, attribute = name.partition(":")
     root = base.resolve()
     # Like a script's folder, and kept: the class may import neighbouring files later.

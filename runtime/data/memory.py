@@ -20,19 +20,13 @@ from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
 
 @dataclass(frozen=True)
 class MemorySplit(Split):
-    """Samples in memory.
+    """Samples in memory."""
 
-    Attributes:
-        x: Samples (N, …): uint8 images, or float32 or int64, which stay unchanged.
-        y: Labels (N, …), int64 or float32.
-        mean: Subtracted from uint8 images, in their own units; broadcasts over a sample.
-        std: Divisor of uint8 images after that.
-    """
-
-    x: Tensor
-    y: Tensor
+    x: Tensor  # (N, …): uint8 images, or float32 or int64, which stay unchanged
+    y: Tensor  # (N, …), int64 or float32
+    # Subtracted from uint8 images, in their own units; broadcasts over a sample.
     mean: Tensor | None = None
-    std: Tensor | None = None
+    std: Tensor | None = None  # divisor of uint8 images after that
 
     def __len__(self) -> int:
         return len(self.x)
@@ -50,24 +44,15 @@ class MemorySplit(Split):
 
 
 def image_split(
-    x_NCHW: Tensor,
-    y_N: Tensor,
-    spec: DataSpec,
+    x_NCHW: Tensor,  # uint8
+    y_N: Tensor,  # int64
+    spec: DataSpec,  # ``normalize: false`` scales to [0, 1] only
     *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    largest: float = 255.0,
+    mean: Sequence[float],  # of each channel, of pixels scaled to [0, 1]
+    std: Sequence[float],  # likewise
+    largest: float = 255.0,  # value of a white pixel
 ) -> MemorySplit:
-    """Return images with one mean and one standard deviation per channel.
-
-    Args:
-        x_NCHW: uint8 images.
-        y_N: int64 labels.
-        spec: ``normalize: false`` scales to [0, 1] only.
-        mean: Mean of each channel, of pixels scaled to [0, 1].
-        std: Standard deviation of each channel, likewise.
-        largest: Value of a white pixel.
-    """
+    """Return images with one mean and one standard deviation per channel."""
     x_NCHW = x_NCHW.contiguous()
     if not spec.normalize:
         return MemorySplit(x_NCHW, y_N, None, torch.tensor(largest, dtype=torch.float32))

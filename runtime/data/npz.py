@@ -40,11 +40,7 @@ _DIGITS_LARGEST = 16
 
 
 def find_digits(spec: DataSpec, base: Path) -> Found:
-    """Return the 8x8 digits in this package (source and licence: ``docs/data.md``).
-
-    Raises:
-        SpecError: A path is given.
-    """
+    """Return the 8x8 digits in this package (source and licence: ``docs/data.md``)."""
     if spec.path is not None:
         raise SpecError(
             f"data set 'digits' takes no path ({spec.path!r}): it is part of this package",
@@ -76,16 +72,8 @@ def find_npz(spec: DataSpec, base: Path, half: Half | None = None) -> Found:
 
     8-bit samples are images, scaled to [0, 1]; floats become float32; both are then normalised with
     the training set's mean and standard deviation (of each channel if samples are (C, H, W),
-    else of all values). Other integers (tokens) become int64, as labels do.
-
-    Args:
-        spec: The data set.
-        base: Folder of ``chain.yaml``.
-        half: The arrays that the file must have, if not all.
-
-    Raises:
-        SpecError: No path is given.
-        DataError: The file or an array is missing, or the arrays do not fit together.
+    else of all values). Other integers (tokens) become int64, as labels do. With a ``half``,
+    only its arrays must be there.
     """
     if spec.path is None:
         raise SpecError(

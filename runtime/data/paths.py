@@ -17,18 +17,10 @@ def resolve(path: str, base: Path) -> Path:
 def find_folder(
     spec: DataSpec, base: Path, *, files: Iterable[Sequence[str]], known: Sequence[str], hint: str
 ) -> Path:
-    """Find the folder that holds all files of a data set.
+    """Find the folder that holds all files of a data set, each by one of several names.
 
-    Args:
-        spec: The data set; its ``path``, if set, is the folder to search.
-        base: Folder of ``chain.yaml``.
-        files: Alternative names of each file.
-        known: Other folders to search: relative ones below ``path``, absolute ones if ``path`` is
-            not set.
-        hint: How to get the files.
-
-    Raises:
-        DataError: No folder has them all; names the folders and the missing files.
+    It is ``data.path`` if that is set, or a relative folder of ``known`` below it; else an absolute
+    one of ``known``.
     """
     if spec.path is not None:
         root = resolve(spec.path, base)

@@ -36,13 +36,9 @@ Where one half is elsewhere, samples or labels are (B, 0).
 
 
 class Split(Protocol):
-    """The training or the evaluation samples.
+    """The training or the evaluation samples."""
 
-    Attributes:
-        slow: Whether loading a batch is so slow that reading ahead pays off.
-    """
-
-    slow: ClassVar[bool] = False
+    slow: ClassVar[bool] = False  # loading a batch is so slow that reading ahead pays off
 
     def __len__(self) -> int:
         """N, the number of samples."""
@@ -63,29 +59,15 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """A data set that exists but is not loaded yet.
+    """A data set that exists but is not loaded yet."""
 
-    Attributes:
-        info: Its description before ``flatten``, with all samples; None for unknown counts.
-        path: Its folder or file; None if it needs none.
-        load: Reads the training and the evaluation samples.
-    """
-
-    info: DataInfo
-    path: Path | None
-    load: Callable[[], tuple[Split, Split]]
+    info: DataInfo  # before ``flatten``, with all samples; None for unknown counts
+    path: Path | None  # its folder or file; None: it needs none
+    load: Callable[[], tuple[Split, Split]]  # reads the training and the evaluation samples
 
 
 def used(info: DataInfo, spec: DataSpec) -> DataInfo:
-    """Return a data set's description after limits, validation part and ``flatten``.
-
-    Args:
-        info: Its description, with all samples.
-        spec: The settings to apply.
-
-    Raises:
-        DataError: The training samples do not fill one batch.
-    """
+    """Return a data set's description after limits, validation part and ``flatten``."""
     sample = info.sample
     if spec.flatten:
         sample = sample.model_copy(update={"shape": (prod(sample.shape),)})
@@ -125,41 +107,21 @@ def _least(count: int | None, limit: int | None) -> int | None:
 
 
 class DataSource:
-    """Training and evaluation batches of one data set.
-
-    Attributes:
-        info: Description of the data, with the numbers of samples that are used (``train_limit``,
-            ``eval_limit``, ``validation``).
-        train_batch_count: Batches in one epoch.
-        has_test: Whether evaluations use held-out training samples, so that there is a test set.
-    """
+    """Training and evaluation batches of one data set."""
 
     def __init__(
         self,
         info: DataInfo,
-        train: Split,
-        evaluation: Split,
+        train: Split,  # with the samples held out for validation
+        evaluation: Split,  # the test set if there is a validation part
         spec: DataSpec,
         *,
-        seed: int,
+        seed: int,  # at least 0
         augment: Augmentation | None = None,
     ) -> None:
-        """Wrap two splits.
-
-        Args:
-            info: Description of the data.
-            train: Training samples, including those held out for validation.
-            evaluation: Evaluation samples; the test set if there is a validation part.
-            spec: Batch sizes, limits and order.
-            seed: Seed of the order of the training samples, at least 0.
-            augment: Augmentation of training samples, or None.
-
-        Raises:
-            DataError: The samples do not fill one training batch.
-        """
         counts = {"train_samples": len(train), "eval_samples": len(evaluation)}
-        self.info = used(info.model_copy(update=counts), spec)
-        self.has_test = spec.validation is not None
+        self.info = used(info.model_copy(update=counts), spec)  # with the samples that are used
+        self.has_test = spec.validation is not None  # evaluations use held-out training samples
         self._train, self._evaluation, self._spec, self._seed = train, evaluation, spec, seed
         self._augment = augment
         self._ordered: tuple[tuple[str, int], Sequence[Tensor]] = ("", 0), ()
@@ -175,12 +137,10 @@ class DataSource:
             )
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the training batches of one epoch.
+        """Yield the training batches of one epoch from ``start`` on; those before are not read.
 
-        Args:
-            epoch: Number of the epoch; only it and the seed determine the order, so that batch *k*
-                of an epoch is the same after a restart.
-            start: Number of batches to skip at the beginning, without reading them.
+        Only the epoch and the seed determine the order, so that batch *k* of an epoch is the same
+        after a restart.
         """
         spec = self._spec
         split, orders_B = self._epoch(epoch)
@@ -215,9 +175,7 @@ class DataSource:
         """Yield the batches of one evaluation, in the data set's order; the last may be smaller.
 
         There are as many streams as samples allow, up to ``eval_batch_size``, all of one length.
-
-        Args:
-            start: Number of batches to skip at the beginning, without reading them.
+        Batches before ``start`` are not read.
         """
         split = self._train.held_out() if self.has_test else self._evaluation
         return self._read(split, self._in_order("eval"), start=start)
@@ -249,13 +207,9 @@ class DataSource:
     def some_batches(
         self, split: str, epoch: int, start: int, takes: Callable[[], bool]
     ) -> Iterator[Batch | None]:
-        """Yield the same batches, but None in place of those that are not to be read.
+        """Yield the same batches, with None in place of those that are not to be read.
 
-        Args:
-            split: ``train``, ``eval`` or ``test``.
-            epoch: Number of the epoch.
-            start: Number of batches to skip at the beginning.
-            takes: Returns whether to read the batch that comes next.
+        ``takes`` is called before each one, and returns whether to read it.
         """
         trains, part = split == "train", self._evaluation
         if trains:

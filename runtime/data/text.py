@@ -37,32 +37,21 @@ STDLIB_BYTES = 2_000_000
 
 
 class TextOptions(Frozen):
-    """Options of the data set ``text``.
+    """Options of the data set ``text``."""
 
-    Attributes:
-        context: Tokens per sample.
-        eval_share: Share of the text for evaluation, taken from its end.
-    """
-
-    context: Annotated[int, Field(ge=1, le=1 << 20)] = 64
-    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    context: Annotated[int, Field(ge=1, le=1 << 20)] = 64  # tokens per sample
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the text, from its end
 
 
 @dataclass(frozen=True)
 class TextSplit(Split):
-    """Windows of a text that do not overlap.
+    """Windows of a text that do not overlap."""
 
-    Attributes:
-        text_L: The text, uint8.
-        context: T, bytes per window.
-        spare: Bytes at the end outside of all windows, so that windows can be shifted by as many.
-        offset: Bytes before the first window, at most ``spare``.
-    """
-
-    text_L: Tensor
-    context: int
+    text_L: Tensor  # uint8
+    context: int  # T, bytes per window
+    # Bytes at the end outside of all windows, so that windows can be shifted by as many.
     spare: int = 0
-    offset: int = 0
+    offset: int = 0  # bytes before the first window, at most ``spare``
 
     def __len__(self) -> int:
         return _windows(len(self.text_L), self.context, self.spare)
@@ -83,11 +72,7 @@ class TextSplit(Split):
 
 
 def find_text(spec: DataSpec, base: Path, options: TextOptions) -> Found:
-    """Find a text and split it into a part for training and one for evaluation.
-
-    Raises:
-        DataError: There is no text, or a part is shorter than one window.
-    """
+    """Find a text and split it into a part for training and one for evaluation."""
     path = None if spec.path is None else resolve(spec.path, base)
     files = _standard_library() if path is None else _files(path)
     limit = STDLIB_BYTES if path is None else None

@@ -19,11 +19,7 @@ class Document(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Read the file; None if it does not exist.
-
-        Raises:
-            DataError: It is damaged, or was not written by this program.
-        """
+        """Read the file; None if it does not exist."""
         document = read_json(path)
         try:
             return None if document is None else cls.model_validate(document)
@@ -54,17 +50,9 @@ class Document(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     def write(self, path: Path, *, durable: bool = True) -> None:
-        """Write the file.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write the file."""
         write_json(path, self.model_dump(mode="json", by_alias=True), durable=durable)
 
     def append(self, path: Path) -> int:
-        """Append what was set as a line of a file; return the file's new size.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Append what was set as a line of a file; return the file's new size."""
         return append_line(path, self.to_dict())

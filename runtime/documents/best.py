@@ -6,18 +6,10 @@ from dni_runtime.documents.base import Document
 
 
 class Best(Document):
-    """The best evaluation so far, and its checkpoint.
+    """The best evaluation so far, and its checkpoint."""
 
-    Attributes:
-        metric: The metric by which evaluations are compared.
-        cut: The checkpoint; None if no evaluation was finite.
-        epoch: The epoch after which it was evaluated.
-        value: The metric there.
-        worse: The checkpoints of the evaluations since, none of which was better.
-    """
-
-    metric: str = ""
-    cut: int | None = None
-    epoch: int = 0
-    value: float = 0.0
-    worse: tuple[int, ...] = ()
+    metric: str = ""  # by which evaluations are compared
+    cut: int | None = None  # the checkpoint; None: no evaluation was finite
+    epoch: int = 0  # after which it was evaluated
+    value: float = 0.0  # the metric there
+    worse: tuple[int, ...] = ()  # checkpoints of the evaluations since, none of which was better

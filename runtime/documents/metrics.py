@@ -95,19 +95,13 @@ class EpochLine(MetricsLine):
 
 
 class Evaluation(Document):
-    """The result of an evaluation: its loss, and the chain's metrics as further fields.
-
-    Attributes:
-        epoch: The epoch after which it was.
-        step: Training batches until then.
-        loss: Mean loss; None if it is not finite.
-    """
+    """The result of an evaluation: its loss, and the chain's metrics as further fields."""
 
     model_config = ConfigDict(extra="allow")
 
-    epoch: int = 0
-    step: int = 0
-    loss: float | None = None
+    epoch: int = 0  # after which it was
+    step: int = 0  # training batches until then
+    loss: float | None = None  # mean; None: not finite
 
     @property
     def figures(self) -> dict[str, float | None]:

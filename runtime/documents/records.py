@@ -15,100 +15,56 @@ FORMAT = 1
 
 
 class Versions(Document):
-    """What created a run.
-
-    Attributes:
-        dni_runtime: The version of this package.
-        python: Python's.
-        protocol: The links' protocol.
-        checkpoint: The format of the first checkpoints; None if an earlier version created it.
-    """
+    """What created a run."""
 
     dni_runtime: str = "unknown"
     python: str = ""
-    protocol: int = 0
+    protocol: int = 0  # of the links
+    # Format of the first checkpoints; None: an earlier version created it.
     checkpoint: int | None = None
 
 
 class Made(Document):
-    """What is read first of ``run.json``, whatever version created the run.
+    """What is read first of ``run.json``, whatever version created the run."""
 
-    Attributes:
-        format: The format of the run directory.
-        versions: What created it.
-    """
-
-    format: int = FORMAT
+    format: int = FORMAT  # of the run directory
     versions: Versions = Versions()
 
 
 class RunRecord(Made):
-    """The content of ``run.json``.
-
-    Attributes:
-        name: The run's name (``run``).
-        chain: The chain's name.
-        modules: The workers, head first: the modules, and several for those with replicas.
-        backend: Backend of the workers.
-        scheduler: What starts the workers (``launch/schedulers.py``).
-        hosts: Their hosts, if the user named them.
-        created: Unix time of its creation.
-        chain_file: The chain file that it was started from.
-        data: Folder or file of the head's data, or None.
-        carried: The run whose state it goes on with, or None.
-        images: Image of each module, for containers.
-        epochs: Epochs requested.
-        batches_per_epoch: Training batches in one epoch, if known.
-        total_steps: Training batches in the whole run, if known.
-        user: Who created it.
-        host: On which host.
-    """
+    """The content of ``run.json``."""
 
     name: str = Field(alias="run")
-    chain: str
-    modules: tuple[str, ...]
+    chain: str  # the chain's name
+    modules: tuple[str, ...]  # the workers, head first: several for a module with replicas
     backend: str
-    scheduler: str = "local"
-    hosts: tuple[str, ...] = ()
-    created: float
-    chain_file: Path
-    data: Path | None = None
-    carried: Path | None = None
-    images: dict[str, Path] = Field(default_factory=dict)
-    epochs: int
-    batches_per_epoch: int | None = None
-    total_steps: int | None = None
-    user: str = ""
-    host: str = ""
+    scheduler: str = "local"  # what starts the workers (``launch/schedulers.py``)
+    hosts: tuple[str, ...] = ()  # if the user named them
+    created: float  # Unix time
+    chain_file: Path  # that it was started from
+    data: Path | None = None  # folder or file of the head's data
+    carried: Path | None = None  # the run whose state it goes on with
+    images: dict[str, Path] = Field(default_factory=dict)  # by module, for containers
+    epochs: int  # requested
+    batches_per_epoch: int | None = None  # training batches; None: not known
+    total_steps: int | None = None  # the same, in the whole run
+    user: str = ""  # who created it
+    host: str = ""  # on which host
 
 
 class Planned(Document):
-    """What commands read of the launch plan, ``plan.json``, of this version or another one.
+    """What commands read of the launch plan, ``plan.json``, of this version or another one."""
 
-    Attributes:
-        stop_grace_s: Seconds that workers have to stop.
-    """
-
-    stop_grace_s: float = 30.0
+    stop_grace_s: float = 30.0  # that workers have to stop
 
 
 class JobRecord(Document):
-    """The content of ``job.json``.
-
-    Attributes:
-        format: The format of the file.
-        job: The job's id, or None before its submission.
-        nodes: The node of each module, head first, from 0.
-        profile: Name of the site profile, or None.
-        settings: Content of the profile when the run was created.
-        log_level: Log level of the workers.
-        submitted: Unix time of the submission.
-    """
+    """The content of ``job.json``."""
 
     format: Literal[1] = 1
-    job: str | None = None
-    nodes: tuple[int, ...]
-    profile: str | None = None
-    settings: ProfileSpec = ProfileSpec()
-    log_level: str = "info"
-    submitted: float = 0.0
+    job: str | None = None  # the job's id; None: not submitted yet
+    nodes: tuple[int, ...]  # of each module, head first, from 0
+    profile: str | None = None  # name of the site profile
+    settings: ProfileSpec = ProfileSpec()  # content of the profile when the run was created
+    log_level: str = "info"  # of the workers
+    submitted: float = 0.0  # Unix time

@@ -24,21 +24,15 @@ ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed", "parked"})
 
 
 class Diverged(Document):
-    """A value that was not finite (``worker/divergence.py``).
+    """A value that was not finite (``worker/divergence.py``)."""
 
-    Attributes:
-        batch: Its position in the stream.
-        what: What was not finite.
-        times: How often anything was not finite so far.
-    """
-
-    batch: int
-    what: str
-    times: int
+    batch: int  # its position in the stream
+    what: str  # was not finite
+    times: int  # how often anything was not finite so far
 
 
 class _OfWorker(Document):
-    attempt: int = 0
+    attempt: int = 0  # number of the module's start, from 1
 
     def __bool__(self) -> bool:
         return self.attempt > 0
@@ -55,86 +49,47 @@ class _OfWorker(Document):
 
 
 class Report(_OfWorker):
-    """A worker's report (docs/metrics.md); false if it is empty.
-
-    Attributes:
-        attempt: Number of the module's start; from 1.
-        module: The module.
-        pid: The worker's process id.
-        born: Start time of that process (``documents.state``).
-        host: Its host.
-        state: Its phase.
-        time: Unix time of the report, by its host's clock.
-        id: Position in the stream.
-        epoch: The newest epoch.
-        step: Training batches so far.
-        samples: Training samples so far.
-        doing: What its computing thread does or waits for (``launch/stall.py``).
-        doing_s: Seconds since that began.
-        saving: Bytes that it has saved so far while it saves its state; None: it does not.
-        connected: Whether the links downstream are open; None for the tail.
-        in_flight: Unacknowledged messages there.
-        evaluation: Its newest evaluation.
-        error: The error that ended it.
-        exit_code: The exit code that follows from it.
-        warning: The newest problem that did not end it.
-        diverged: The newest value that was not finite.
-    """
+    """A worker's report (docs/metrics.md); false if it is empty."""
 
     module: str = ""
     pid: int | None = None
-    born: int | None = None
+    born: int | None = None  # start time of the process (``documents.state``)
     host: str | None = None
     state: WorkerPhase = "starting"
-    time: float = 0.0
-    id: int = 0
-    epoch: int | None = None
-    step: int | None = None
-    samples: int | None = None
-    doing: str = ""
-    doing_s: float = 0.0
-    saving: int | None = None
-    connected: bool | None = None
-    in_flight: int = 0
-    evaluation: Evaluation | None = None
-    error: str | None = None
-    exit_code: int | None = None
-    warning: str | None = None
-    diverged: Diverged | None = None
+    time: float = 0.0  # Unix time, by the clock of its host
+    id: int = 0  # position in the stream
+    epoch: int | None = None  # the newest
+    step: int | None = None  # training batches so far
+    samples: int | None = None  # training samples so far
+    doing: str = ""  # what its computing thread does or waits for (``launch/stall.py``)
+    doing_s: float = 0.0  # since that began
+    saving: int | None = None  # bytes saved so far, while it saves its state; None: it does not
+    connected: bool | None = None  # the links downstream are open; None: the tail
+    in_flight: int = 0  # unacknowledged messages downstream
+    evaluation: Evaluation | None = None  # the newest
+    error: str | None = None  # that ended it
+    exit_code: int | None = None  # that follows from the error
+    warning: str | None = None  # newest problem that did not end it
+    diverged: Diverged | None = None  # the newest
 
 
 class Endpoint(_OfWorker):
-    """Where a worker listens.
-
-    Attributes:
-        attempt: Number of the module's start; from 1.
-        module: The module.
-        address: Where it listens for the first of the modules upstream; None: not known.
-        further: Where it listens for each of the others, by name.
-        public_key: Its public key, if links are encrypted.
-        pid: The worker's process id.
-        host: Its host.
-        time: Unix time of the record.
-    """
+    """Where a worker listens."""
 
     module: str = ""
-    address: str | None = None
-    further: dict[str, str] = Field(default_factory=dict)
-    public_key: str | None = None
+    address: str | None = None  # for the first of the modules upstream; None: not known
+    further: dict[str, str] = Field(default_factory=dict)  # for each of the others, by name
+    public_key: str | None = None  # if links are encrypted
     pid: int | None = None
     host: str | None = None
-    time: float = 0.0
+    time: float = 0.0  # Unix time
 
 
 class Control(_OfWorker):
-    """What the supervisor wants of a worker.
+    """What the supervisor wants of a worker."""
 
-    Attributes:
-        attempt: Number of the module's start that it is for; from 1.
-        wanted: ``stop``: exit after a checkpoint, as all modules do; ``restart``: do so while the
-            others continue.
-    """
-
+    # ``stop``: exit after a checkpoint, as all modules do; ``restart``: do so while the others
+    # continue.
     wanted: Wanted = "run"
 
     def write(self, path: Path, *, durable: bool = False) -> None:

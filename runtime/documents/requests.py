@@ -11,61 +11,40 @@ from dni_runtime.spec.members import Active, active_of
 
 
 class Stop(Document):
-    """The content of ``stop.json``.
+    """The content of ``stop.json``."""
 
-    Attributes:
-        time: Unix time of the request.
-        timeout_s: Seconds until workers that still run are killed; None: the chain's.
-    """
-
-    time: float = 0.0
-    timeout_s: float | None = None
+    time: float = 0.0  # Unix time
+    timeout_s: float | None = None  # until workers that still run are killed; None: the chain's
 
 
 class Scale(Document):
-    """The content of ``scale.json``.
+    """The content of ``scale.json``."""
 
-    Attributes:
-        replicas: How many replicas are wanted, by module, as somebody has asked for.
-        balanced: How many balance the chain, of other modules.
-        left: How many are left at most since replicas were lost, until the run is started again or
-            somebody asks for more.
-    """
-
+    # By module, as somebody has asked for.
     replicas: dict[str, PositiveInt] = Field(default_factory=dict)
+    # Of other modules: as many as balance the chain.
     balanced: dict[str, PositiveInt] = Field(default_factory=dict)
+    # The most that are left since replicas were lost, until the run is started again or somebody
+    # asks for more.
     left: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
 class Replicas(Document):
-    """The content of ``ledger/replicas.json``.
+    """The content of ``ledger/replicas.json``."""
 
-    Attributes:
-        active: The replicas that are to take batches.
-        lost: Those that are gone for good, each with the newest cut before that.
-    """
-
-    active: Annotated[Active, BeforeValidator(active_of)]
+    active: Annotated[Active, BeforeValidator(active_of)]  # that are to take batches
+    # Gone for good, each with the newest cut before that.
     lost: dict[str, int] = Field(default_factory=dict)
 
 
 class Requested(Document):
-    """A line of ``ledger/HEAD.marks.jsonl``: what is to be put into the stream on request.
+    """A line of ``ledger/HEAD.marks.jsonl``: what is to be put into the stream on request."""
 
-    Attributes:
-        begun: Which start of the whole chain it is of.
-        round: Which line of that start (``worker/rounds.py``).
-        id: Its position; of a replica of the head, the lowest one that it has not used.
-        mark: The bits of the marker; 0: none.
-        ends: Whether training is to end from there on.
-        body: The marker's body.
-        heads: The replicas of the head that have a line in this round; empty: all.
-    """
-
-    begun: int = 0
-    round: int = 0
-    id: int
-    mark: int
-    ends: bool = False
-    body: dict[str, Any] = Field(default_factory=dict)
+    begun: int = 0  # which start of the whole chain it is of
+    round: int = 0  # which line of that start (``worker/rounds.py``)
+    id: int  # its position; of a replica of the head, the lowest one that it has not used
+    mark: int  # bits of the marker; 0: none
+    ends: bool = False  # training is to end from there on
+    body: dict[str, Any] = Field(default_factory=dict)  # the marker's
+    # Replicas of the head that have a line in this round; empty: all.
     heads: tuple[PositiveInt, ...] = ()

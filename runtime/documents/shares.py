@@ -8,16 +8,10 @@ from dni_runtime.documents.base import Document
 
 
 class Share(Document):
-    """A line of ``ledger/TAIL.shares.jsonl``.
+    """A line of ``ledger/TAIL.shares.jsonl``."""
 
-    Attributes:
-        begun: Which start of the whole chain it is of.
-        id: The marker at the end of the evaluation.
-        step: Training batches of the replica until then.
-        sums: Its part of the sums (``Evaluation.to_dict``); None: it got no batch.
-    """
-
-    begun: int = 0
-    id: int
-    step: int
+    begun: int = 0  # which start of the whole chain it is of
+    id: int  # the marker at the end of the evaluation
+    step: int  # training batches of the replica until then
+    # Its part of them (``Evaluation.to_dict``); None: it got no batch.
     sums: dict[str, Any] | None = None

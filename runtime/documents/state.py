@@ -33,70 +33,43 @@ _SILENCE_S = 90.0  # attribute caches of shared file systems show changes late
 
 @dataclass
 class ModuleState:
-    """State of one worker.
+    """State of one worker."""
 
-    Attributes:
-        state: Its phase; while it runs, as it reports itself.
-        attempt: Number of this start of the module.
-        pid: Its process id (in containers: of the process that watches it), or None.
-        born: Start time of that process; see :class:`RunState`.
-        exit_code: As a shell reports it (128 + n after signal n), or None while it runs.
-        signal: Name of the signal that killed it, or None.
-        log: Its log file.
-        restarts: Number of restarts of the module in this attempt of the run.
-    """
-
-    state: WorkerPhase = "new"
-    attempt: int = 0
-    pid: int | None = None
-    born: int | None = None
-    exit_code: int | None = None
-    signal: str | None = None
+    state: WorkerPhase = "new"  # while it runs, as it reports itself
+    attempt: int = 0  # number of this start of the module
+    pid: int | None = None  # in containers: of the process that watches it
+    born: int | None = None  # start time of that process; see :class:`RunState`
+    exit_code: int | None = None  # as a shell reports it (128 + n after signal n); None: it runs
+    signal: str | None = None  # name of the signal that killed it
     log: str = ""
-    restarts: int = 0
+    restarts: int = 0  # of the module in this attempt of the run
 
 
 @dataclass
 class RunState:
-    """State of a run.
+    """State of a run."""
 
-    Attributes:
-        phase: Phase of the run. Three are never written but found by readers: ``unsupervised`` and
-            ``lost`` (the supervisor is gone, with or without running workers) and ``queued`` (the
-            job waits, ``launch.slurm.job``).
-        attempt: Number of this start of the run, from 1.
-        backend: Backend of the workers.
-        pid: The supervisor's process id.
-        host: Its host.
-        machine: What numbers processes there (:func:`machine`): hosts may have one name.
-        born: Start time of that process (proc(5), starttime): a process id alone may be reused.
-        started: Unix time of this attempt's start.
-        updated: Unix time of the supervisor's last write.
-        ended: Unix time of the end, or None.
-        exit_code: Exit code of the supervisor, or None.
-        failed: The module that failed first, or None.
-        error: What went wrong, or why the run has stalled, or None.
-        modules: The workers, head first.
-        wanted: Replicas that are wanted of each module whose number of them may change.
-        anew: Why all modules have to begin again at the newest complete cut, or None.
-    """
-
+    # Three phases are never written but found by readers: ``unsupervised`` and ``lost`` (the
+    # supervisor is gone, with or without running workers) and ``queued`` (the job waits,
+    # ``launch.slurm.job``).
     phase: RunPhase = "new"
-    attempt: int = 0
-    backend: str = ""
-    pid: int = 0
-    host: str = ""
-    machine: str = ""
+    attempt: int = 0  # number of this start of the run, from 1
+    backend: str = ""  # of the workers
+    pid: int = 0  # the supervisor's
+    host: str = ""  # its host
+    machine: str = ""  # what numbers processes there (:func:`machine`): hosts may have one name
+    # Start time of that process (proc(5), starttime): a process id alone may be reused.
     born: int | None = None
-    started: float = 0.0
-    updated: float = 0.0
-    ended: float | None = None
-    exit_code: int | None = None
-    failed: str | None = None
-    error: str | None = None
-    modules: dict[str, ModuleState] = field(default_factory=dict)
+    started: float = 0.0  # Unix time of this attempt's start
+    updated: float = 0.0  # Unix time of the supervisor's last write
+    ended: float | None = None  # Unix time
+    exit_code: int | None = None  # of the supervisor
+    failed: str | None = None  # the module that failed first
+    error: str | None = None  # what went wrong, or why the run has stalled
+    modules: dict[str, ModuleState] = field(default_factory=dict)  # the workers, head first
+    # Replicas that are wanted of each module whose number of them may change.
     wanted: dict[str, int] = field(default_factory=dict)
-    anew: str | None = None
+    anew: str | None = None  # why all modules have to begin again at the newest complete cut
 
     @classmethod
     def begin(cls, backend: str, attempt: int, modules: Iterable[str]) -> Self:
@@ -162,11 +135,7 @@ class RunState:
 
     @classmethod
     def read(cls, run: RunDir) -> Self:
-        """Read the state; if the supervisor is gone, derive it from the workers' reports.
-
-        Raises:
-            DataError: The file was not written by this program.
-        """
+        """Read the state; if the supervisor is gone, derive it from the workers' reports."""
         document = read_json(run.state)
         if document is None:
             return cls()

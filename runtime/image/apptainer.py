@@ -76,17 +76,11 @@ _HINTS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Apptainer:
-    """A container program and its features.
-
-    Attributes:
-        path: The program.
-        name: ``apptainer`` or ``singularity``.
-        version: Major, minor and patch version.
-    """
+    """A container program and its features."""
 
     path: Path
     name: Literal["apptainer", "singularity"]
-    version: tuple[int, int, int]
+    version: tuple[int, int, int]  # major, minor, patch
 
     def __str__(self) -> str:
         return f"{self.name} {'.'.join(map(str, self.version))}"
@@ -104,13 +98,7 @@ class Apptainer:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host folder or file inside a container.
-
-    Attributes:
-        source: Absolute path on the host.
-        target: Absolute path in the container.
-        read_only: Whether the container may only read it.
-    """
+    """A host folder or file inside a container, each as an absolute path."""
 
     source: str
     target: str
@@ -148,8 +136,7 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
 def find_apptainer(environ: Mapping[str, str] | None = None) -> Apptainer:
     """Find the container program: ``$DNI_APPTAINER``, the PATH, or the setup script's prefixes.
 
-    Raises:
-        UnavailableError: There is none, or it does not run or is too old.
+    Raises ``UnavailableError`` if there is none, or it does not run or is too old.
     """
     hint = "install Apptainer 1.1 or newer, or set DNI_APPTAINER to its program"
     problem = "Apptainer is not installed: no 'apptainer' or 'singularity' was found"
@@ -187,27 +174,18 @@ def build_argv(tool: Apptainer, image: str, definition: str, *, test: bool = Tru
 def run_argv(
     tool: Apptainer,
     image: str | Path,
-    args: Sequence[str],
+    args: Sequence[str],  # the worker's
     *,
-    mounts: Sequence[Mount] = (),
+    mounts: Sequence[Mount] = (),  # beside /dev, /proc, /sys and /tmp
     nv: bool = False,
     rocm: bool = False,
-    extra: Sequence[str] = (),
+    extra: Sequence[str] = (),  # options of "run", from a site profile
 ) -> list[str]:
     """Return the command that runs an image's runscript; it execs the worker, which gets signals.
 
     Never ``--compat`` or ``--no-init``: as PID 1 the worker would ignore signals without a handler.
-    Run it with :func:`host_environment`.
-
-    Args:
-        tool: The container program.
-        image: The image.
-        args: The worker's arguments.
-        mounts: Mounts of the host beside /dev, /proc, /sys and /tmp.
-        nv: Mount the host's NVIDIA devices and driver. If there are none, Apptainer only warns: the
-            worker itself must refuse to start.
-        rocm: The same for AMD.
-        extra: Further options of ``run``, from a site profile.
+    Run it with :func:`host_environment`. If ``nv`` (NVIDIA) or ``rocm`` (AMD) finds no devices and
+    driver on the host, Apptainer only warns: the worker itself must refuse to start.
     """
     argv = [str(tool.path), "--quiet", "run"]
     if tool.has_no_eval:
@@ -265,28 +243,14 @@ def hint_for(lines: Sequence[str]) -> str | None:
 def stream(
     argv: Sequence[str],
     *,
-    what: str,
-    on_line: Callable[[str], None] | None = None,
+    what: str,  # its purpose, for the error: "building the base image"
+    on_line: Callable[[str], None] | None = None,  # of its output and its errors
     cwd: Path | None = None,
-    log: Path | None = None,
-    environ: Mapping[str, str] | None = None,
-    tail_lines: int = 20,
+    log: Path | None = None,  # for the whole output
+    environ: Mapping[str, str] | None = None,  # default: this process's; it is cleaned
+    tail_lines: int = 20,  # in an error
 ) -> None:
-    """Run a program to its end, passing on each line that it prints.
-
-    Args:
-        argv: The command.
-        what: Its purpose, for the error: ``building the base image``.
-        on_line: Called with each line of its output and its errors.
-        cwd: Folder to run it in.
-        log: File for the whole output.
-        environ: Its environment (default: this process's, cleaned).
-        tail_lines: Number of last lines in an error.
-
-    Raises:
-        UnavailableError: The program cannot be started.
-        BuildError: It failed.
-    """
+    """Run a program to its end, passing on each line that it prints."""
     tail: deque[str] = deque(maxlen=tail_lines)
     try:
         process = subprocess.Popen(
@@ -335,9 +299,7 @@ def capture_bytes(
 ) -> bytes:
     """Run a short program and return its output, which an untrusted file may determine.
 
-    Raises:
-        UnavailableError: The program cannot be started.
-        BuildError: It failed, took too long or printed more than ``most_bytes``.
+    Raises ``BuildError`` if it fails, takes too long or prints more than ``most_bytes``.
     """
     with tempfile.TemporaryFile() as errors:
         try:

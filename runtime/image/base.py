@@ -28,23 +28,14 @@ _LOCAL_SOURCE = "source.sif"
 
 @dataclass(frozen=True, slots=True)
 class BasePlan:
-    """The plan of a base image, which may already be in the cache.
-
-    Attributes:
-        definition: Its definition file.
-        content: Hash of its inputs; None while its wheels are not resolved.
-        torch: torch's version, ``base``, or the requirement while it is not resolved.
-        source: The image to start from, for ``localimage``.
-        image: Its path in the cache; None while ``content`` is None.
-        mirror: The Debian mirror, for debootstrap.
-    """
+    """The plan of a base image, which may already be in the cache."""
 
     definition: str
-    content: str | None
-    torch: str
-    source: Path | None
-    image: Path | None
-    mirror: str | None = None
+    content: str | None  # hash of its inputs; None while its wheels are not resolved
+    torch: str  # version, "base", or the requirement while it is not resolved
+    source: Path | None  # the image to start from, for localimage
+    image: Path | None  # in the cache; None while content is None
+    mirror: str | None = None  # Debian's, for debootstrap
 
     @property
     def ready(self) -> bool:
@@ -64,25 +55,11 @@ def plan_base(
     image: ImageSpec,
     cache: Path,
     *,
-    folder: Path,
-    house: Wheelhouse | None = None,
-    lock: ImageLock | None = None,
+    folder: Path,  # the chain's, base of relative paths
+    house: Wheelhouse | None = None,  # by default looked up in the cache
+    lock: ImageLock | None = None,  # whose base image to reproduce exactly
 ) -> BasePlan:
-    """Plan the base image without building or downloading anything.
-
-    Args:
-        image: The chain's image settings.
-        cache: The cache folder.
-        folder: The chain's folder, base of relative paths.
-        house: The wheels, if prepared; by default they are looked up in the cache.
-        lock: Lock whose base image to reproduce exactly.
-
-    Raises:
-        SpecError: A setting cannot be used.
-        ImageError: The settings, or the image to start from, differ from the lock's.
-        DataError: The local base image does not exist.
-        UnavailableError: debootstrap is required but not installed.
-    """
+    """Plan the base image without building or downloading anything."""
     house = house or wheelhouse.cached(image, cache, locked=_wheels(lock))
     requirements = wheelhouse.requirements_of(image)
     source = image.base.source
@@ -146,27 +123,13 @@ def build_base(
     image: ImageSpec,
     cache: Path,
     *,
-    folder: Path,
+    folder: Path,  # the chain's, base of relative paths
     report: Report,
-    test: bool = True,
-    force: bool = False,
-    lock: ImageLock | None = None,
+    test: bool = True,  # run the image's %test
+    force: bool = False,  # even if it exists
+    lock: ImageLock | None = None,  # whose base image to reproduce exactly
 ) -> tuple[BasePlan, LockedBase]:
-    """Make sure that the cache holds the base image.
-
-    Args:
-        tool: The container program.
-        image: The chain's image settings.
-        cache: The cache folder.
-        folder: The chain's folder, base of relative paths.
-        report: Called with each event.
-        test: Run the image's ``%test``.
-        force: Build it even if it exists.
-        lock: Lock whose base image to reproduce exactly.
-
-    Raises:
-        DniError: See :func:`plan_base`, :func:`download.prepare` and :func:`apptainer.stream`.
-    """
+    """Make sure that the cache holds the base image."""
     with _one_at_a_time(cache / "build.lock"):
         house = download.prepare(image, cache, report=report, locked=_wheels(lock))
         plan = plan_base(image, cache, folder=folder, house=house, lock=lock)

@@ -30,17 +30,11 @@ from dni_runtime.spec import ImageSpec
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """Result of a build.
-
-    Attributes:
-        lock: The lock that describes all images.
-        path: Its file.
-        built: Names of the modules whose images were built or signed.
-    """
+    """Result of a build."""
 
     lock: ImageLock
-    path: Path
-    built: tuple[str, ...]
+    path: Path  # of the lock
+    built: tuple[str, ...]  # modules whose images were built or signed
 
 
 def build_images(
@@ -53,15 +47,8 @@ def build_images(
 ) -> BuildResult:
     """Build those of a chain's images that are missing or outdated.
 
-    Args:
-        modules: The chain's modules.
-        image: The chain's image settings.
-        options: Options of the build.
-        tool: The container program.
-        report: Called with each event, possibly from several threads.
-
-    Raises:
-        DniError: An image cannot be built; images built before that stay, and are in the lock.
+    If one fails, those built before it stay, and are in the lock. ``report`` may be called from
+    several threads.
     """
     if os.geteuid() == 0:
         raise UnavailableError(
@@ -233,9 +220,6 @@ def sign(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:
 
     On a terminal the program may ask for the key's passphrase; it writes to stderr, since stdout is
     for results.
-
-    Raises:
-        BuildError: There is no key, or its passphrase is wrong.
     """
     argv = apptainer.sign_argv(tool, image, key=key)
     hint = (

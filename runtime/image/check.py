@@ -17,40 +17,24 @@ from dni_runtime.image.wheelhouse import sha256_file
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Result of verifying an image.
-
-    Attributes:
-        image: The image.
-        sha256: Hash of the file, as in the lock.
-        signed: Whether a signature was checked and is valid.
-    """
+    """Result of verifying an image."""
 
     image: Path
-    sha256: str
-    signed: bool
+    sha256: str  # of the file, as in the lock
+    signed: bool  # a signature was checked and is valid
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Labels and spec of an image.
-
-    Attributes:
-        image: The image.
-        labels: Our labels, without prefix.
-        module: The worker's spec.
-    """
+    """Labels and spec of an image."""
 
     image: Path
-    labels: dict[str, str]
-    module: dict[str, Any]
+    labels: dict[str, str]  # ours, without prefix
+    module: dict[str, Any]  # the worker's spec
 
 
 def locked_images(folder: Path) -> list[Path]:
-    """Return all module images that a folder's lock names.
-
-    Raises:
-        DataError: The folder has no lock.
-    """
+    """Return all module images that a folder's lock names."""
     lock = read_lock(folder)
     if lock is None:
         raise DataError(
@@ -60,12 +44,7 @@ def locked_images(folder: Path) -> list[Path]:
 
 
 def lock_entry(image: Path) -> LockedImage:
-    """Return an image's entry in the lock beside it.
-
-    Raises:
-        DataError: There is no such image or no lock beside it.
-        ImageError: The lock does not name the image.
-    """
+    """Return an image's entry in the lock beside it."""
     if not image.is_file():
         raise DataError(f"{image} does not exist", hint="build it: dnictl build")
     lock = read_lock(image.parent)
@@ -84,24 +63,13 @@ def lock_entry(image: Path) -> LockedImage:
 
 
 def verify_image(
-    tool: Apptainer | None,
+    tool: Apptainer | None,  # checks signatures
     image: Path,
     *,
-    key: Path | None = None,
-    require_signature: bool = False,
+    key: Path | None = None,  # public, in PEM form; default: the local PGP keyring
+    require_signature: bool = False,  # refuse unsigned images
 ) -> Verified:
-    """Compare an image with its lock, and check its signature if it has, or must have, one.
-
-    Args:
-        tool: The container program, which checks signatures.
-        image: The image, with its lock in the same folder.
-        key: Public key in PEM form (default: the local PGP keyring).
-        require_signature: Refuse unsigned images.
-
-    Raises:
-        ImageError: It was altered, or its signature is missing, invalid or of an unknown key.
-        DataError: The image or its lock is missing.
-    """
+    """Compare an image with its lock, and check its signature if it has, or must have, one."""
     entry = lock_entry(image)
     sha256 = verify_hash(image, entry)
     if entry.signed is None and not require_signature and key is None:
@@ -118,11 +86,7 @@ def verify_image(
 
 
 def verify_hash(image: Path, entry: LockedImage) -> str:
-    """Compare an image's SHA-256 with its lock, and return it.
-
-    Raises:
-        ImageError: They differ.
-    """
+    """Compare an image's SHA-256 with its lock, and return it."""
     sha256 = sha256_file(image)
     if sha256 != entry.sha256:
         raise ImageError(
@@ -134,11 +98,7 @@ def verify_hash(image: Path, entry: LockedImage) -> str:
 
 
 def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -> None:
-    """Check an image's signature.
-
-    Raises:
-        ImageError: It is missing, invalid, or of an unknown key.
-    """
+    """Check that an image's signature is valid, and of a known key."""
     try:
         apptainer.capture(apptainer.verify_argv(tool, image, key=key), what="verifying")
     except BuildError as error:
@@ -152,12 +112,7 @@ def verify_signature(tool: Apptainer, image: Path, *, key: Path | None = None) -
 
 
 def inspect_image(tool: Apptainer, image: Path) -> Inspected:
-    """Read an image's labels and the spec of its module, without running the image.
-
-    Raises:
-        DataError: There is no such image.
-        ImageError: It is not a module image.
-    """
+    """Read an image's labels and the spec of its module, without running the image."""
     if not image.is_file():
         raise DataError(f"{image} does not exist", hint="build it: dnictl build")
     labels = sif.read_labels(tool, image)

@@ -60,23 +60,12 @@ def _render(template: str, **values: object) -> str:
 def render_base(
     image: ImageSpec,
     *,
-    source: str,
-    mirror: str | None,
-    requirements: Sequence[str],
-    torch: str,
+    source: str,  # image or suite to start from; for localimage its name in that folder
+    mirror: str | None,  # for debootstrap
+    requirements: Sequence[str],  # to install from the wheelhouse
+    torch: str,  # version, for the label
 ) -> str:
-    """Return the base image's definition, to be built in a folder that holds ``wheelhouse/``.
-
-    Args:
-        image: The chain's image settings.
-        source: Image or suite to start from; for ``localimage`` its name in that folder.
-        mirror: Package mirror, for debootstrap.
-        requirements: Requirements to install from the wheelhouse.
-        torch: Version of torch, for the label.
-
-    Raises:
-        SpecError: A value is not allowed in a definition.
-    """
+    """Return the base image's definition, to be built in a folder that holds ``wheelhouse/``."""
     for index, package in enumerate(image.packages):
         if _PACKAGE.fullmatch(package) is None:
             raise SpecError(
@@ -106,12 +95,7 @@ def render_base(
 def render_module(labels: Mapping[str, str], help_text: str) -> str:
     """Return a module image's definition, to be built beside ``base.sif`` and ``layer/``.
 
-    Args:
-        labels: Label names without prefix, and values.
-        help_text: Text that ``apptainer run-help`` prints.
-
-    Raises:
-        SpecError: A value is not allowed in a definition.
+    Names in ``labels`` have no prefix; ``help_text`` is what ``apptainer run-help`` prints.
     """
     return _render(
         "module.def.j2",

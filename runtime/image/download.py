@@ -53,23 +53,10 @@ def prepare(
     cache: Path,
     *,
     report: Report,
-    machine: str | None = None,
-    locked: Sequence[Wheel] | None = None,
+    machine: str | None = None,  # the images' machine type; default: this host's
+    locked: Sequence[Wheel] | None = None,  # exactly these, by hash; nothing is resolved
 ) -> Wheelhouse:
-    """Download the image's wheels, or find them in the cache.
-
-    Args:
-        image: The chain's image settings.
-        cache: The cache folder; the wheels go to ``wheels/<key>`` below it.
-        report: Called with each event.
-        machine: The images' machine type (default: this host's).
-        locked: Download exactly these wheels, by hash, instead of resolving the requirements.
-
-    Raises:
-        SpecError: A requirement is malformed.
-        UnavailableError: This Python has no pip.
-        BuildError: The wheels cannot be downloaded.
-    """
+    """Download the image's wheels to ``wheels/<key>`` in the cache, or find them there."""
     if (found := cached(image, cache, machine=machine, locked=locked)) is not None:
         report(Step("wheels", "same", f"{len(found.wheels)} wheels"))
         return found
@@ -160,22 +147,12 @@ def download_argv(
     folder: Path,
     target: Target,
     *,
-    indexes: Sequence[str] = (),
+    indexes: Sequence[str] = (),  # beside pip's own
     only_index: str | None = None,
     dependencies: bool = True,
-    hashes: Path | None = None,
+    hashes: Path | None = None,  # of further requirements; only wheels with these are accepted
 ) -> list[str]:
-    """Return ``pip download`` for another Python than the one it runs on (pip's documentation).
-
-    Args:
-        requirements: Packages to download.
-        folder: Folder for the wheels.
-        target: The Python that the wheels are for.
-        indexes: Indexes beside pip's own.
-        only_index: The only index.
-        dependencies: Whether to download dependencies, too.
-        hashes: File of further requirements with hashes; only wheels with these are accepted.
-    """
+    """Return ``pip download`` for another Python than the one it runs on (pip's documentation)."""
     argv = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"]
     argv += ["--progress-bar", "off", "--only-binary=:all:", "--dest", str(folder)]
     argv += ["--find-links", str(folder), "--implementation", "cp"]

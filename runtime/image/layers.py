@@ -26,23 +26,13 @@ _NOT_IN_IMAGES = frozenset({"image", "split", "launch", "bench", "definitions", 
 
 @dataclass(frozen=True, slots=True)
 class ModuleBuild:
-    """Inputs of one module's image.
+    """Inputs of one module's image."""
 
-    Attributes:
-        name: The module's name; the image is ``<name>.sif``.
-        chain: The chain's name.
-        module_json: The worker's spec, as stored in ``/opt/dni/module.json``.
-        module_hash: Hash that changes if and only if the image must.
-        sources: The user's source files: path below ``/opt/dni/src`` -> file.
-        runtime_version: Version of the runtime, for labels.
-        wire_protocol: Version of the wire protocol, for labels.
-    """
-
-    name: str
+    name: str  # the image is NAME.sif
     chain: str
-    module_json: str
-    module_hash: str
-    sources: Mapping[str, Path]
+    module_json: str  # the worker's spec
+    module_hash: str  # changes if and only if the image must
+    sources: Mapping[str, Path]  # path below /opt/dni/src -> file
     runtime_version: str
     wire_protocol: str
 
@@ -70,11 +60,7 @@ def runtime_files(package: Path | None = None) -> dict[str, Path]:
 
 
 def layer_files(module: ModuleBuild, runtime: Mapping[str, Path]) -> dict[str, bytes]:
-    """Return all files of a module's layer, by path without the leading slash.
-
-    Raises:
-        SpecError: A source's path leaves its folder, or it cannot be read.
-    """
+    """Return all files of a module's layer, by path without the leading slash."""
     files = {MODULE_JSON: module.module_json.encode()}
     for inner, source in module.sources.items():
         path = PurePosixPath(inner)
@@ -123,12 +109,7 @@ def squashfs_argv(program: str, root: Path, target: Path) -> list[str]:
 
 
 def pack_layer(root: Path, target: Path) -> None:
-    """Make a squashfs file of a layer.
-
-    Raises:
-        UnavailableError: mksquashfs is not installed.
-        BuildError: It failed.
-    """
+    """Make a squashfs file of a layer."""
     environ = apptainer.host_environment(os.environ)
     environ.pop("SOURCE_DATE_EPOCH", None)  # mksquashfs refuses it beside -mkfs-time
     program = shutil.which("mksquashfs", path=environ["PATH"])

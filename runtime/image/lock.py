@@ -28,46 +28,26 @@ class LockedWheel(_Frozen):
 
 
 class LockedBase(_Frozen):
-    """The base image.
+    """The base image."""
 
-    Attributes:
-        content: Hash of its inputs (definition, wheels); its name in the cache.
-        sha256: Hash of the image file.
-        definition_sha256: Hash of its definition.
-        torch: Version of torch, or ``base`` for the base's own.
-        wheels: The installed wheels.
-        mirror: The Debian mirror, for debootstrap.
-    """
-
-    content: str
-    sha256: str
+    content: str  # hash of its inputs (definition, wheels); its name in the cache
+    sha256: str  # of the image file
     definition_sha256: str
-    torch: str
+    torch: str  # version, or "base" for the base's own
     wheels: tuple[LockedWheel, ...]
-    mirror: str | None = None
+    mirror: str | None = None  # Debian's, for debootstrap
 
 
 class LockedImage(_Frozen):
-    """A module's image.
+    """A module's image."""
 
-    Attributes:
-        image: File name, in the lock's folder.
-        sha256: Hash of the file.
-        size_bytes: Its size.
-        content: Hash of its inputs (base, layer, build method).
-        module_hash: The module's spec hash.
-        method: ``layer`` on a copy of the base, or ``full`` build from its own definition.
-        definition_sha256: Hash of its definition, for ``full``.
-        signed: ``pgp`` or ``pem`` if it is signed.
-    """
-
-    image: str
-    sha256: str
+    image: str  # file name, in the lock's folder
+    sha256: str  # of the file
     size_bytes: int
-    content: str
-    module_hash: str
-    method: Literal["layer", "full"]
-    definition_sha256: str | None = None
+    content: str  # hash of its inputs (base, layer, build method)
+    module_hash: str  # of the module's spec
+    method: Literal["layer", "full"]  # on a copy of the base, or built from its own definition
+    definition_sha256: str | None = None  # for "full"
     signed: Literal["pgp", "pem"] | None = None
 
 
@@ -83,11 +63,7 @@ class ImageLock(_Frozen):
 
 
 def read_lock(folder: Path) -> ImageLock | None:
-    """Return the lock in a folder of images, or None if there is none.
-
-    Raises:
-        ImageError: It cannot be read.
-    """
+    """Return the lock in a folder of images, or None if there is none."""
     path = folder / LOCK_NAME
     try:
         return ImageLock.model_validate_json(path.read_bytes())

@@ -25,9 +25,7 @@ def parse_os_release(text: str) -> dict[str, str]:
 def main_archives(text: str, *, deb822: bool) -> list[tuple[str, str]]:
     """Suites and addresses of the main archives that an apt source file names (sources.list(5)).
 
-    Args:
-        text: The file.
-        deb822: Whether it is a ``.sources`` file; else it has one source a line.
+    ``deb822``: it is a ``.sources`` file; else it has one source a line.
     """
     found = []
     if deb822:
@@ -81,12 +79,8 @@ def debian_mirror(
 ) -> str:
     """The mirror for a debootstrap base.
 
-    In this order: ``image.base.mirror``, the host's own when it is a Debian, and what its
-    debootstrap program takes by default.
-
-    Raises:
-        UnavailableError: debootstrap is not installed.
-        SpecError: No mirror is known.
+    In this order: ``image.base.mirror``, the host's own if it is a Debian, and the default of its
+    debootstrap program.
     """
     if base.mirror is not None:
         return base.mirror

@@ -27,29 +27,17 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """Options of a build.
+    """Options of a build."""
 
-    Attributes:
-        out: Folder of the module images and of ``dni.lock``.
-        cache: Folder of wheels and base images.
-        folder: The chain's folder, base of relative paths in the spec.
-        full: Build each module from its own definition instead of appending a layer.
-        force: Rebuild everything.
-        test: Run the ``%test`` of images built from a definition.
-        sign: Sign the module images.
-        key: Private key in PEM form (default: the user's PGP key).
-        locked: Install exactly the packages that the lock in ``out`` names.
-    """
-
-    out: Path
-    cache: Path
-    folder: Path
-    full: bool = False
-    force: bool = False
-    test: bool = True
+    out: Path  # of the module images and of dni.lock
+    cache: Path  # of wheels and base images
+    folder: Path  # the chain's, base of relative paths in the spec
+    full: bool = False  # build each module from its own definition instead of appending a layer
+    force: bool = False  # rebuild everything
+    test: bool = True  # run the %test of images built from a definition
     sign: bool = False
-    key: Path | None = None
-    locked: bool = False
+    key: Path | None = None  # private, in PEM form; default: the user's PGP key
+    locked: bool = False  # install exactly the packages that the lock in 'out' names
 
     @property
     def method(self) -> Literal["layer", "full"]:
@@ -64,22 +52,13 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """The plan of one module's image.
-
-    Attributes:
-        module: The module.
-        files: Its layer.
-        content: Hash of the image's inputs; None while the base's hash is not known.
-        definition: Its own definition, for ``full``.
-        reason: Why it is built, or None if the existing image is up to date.
-        locked: Its entry in the lock.
-    """
+    """The plan of one module's image."""
 
     module: ModuleBuild
-    files: Mapping[str, bytes]
-    content: str | None
-    definition: str | None
-    reason: str | None
+    files: Mapping[str, bytes]  # its layer
+    content: str | None  # hash of the image's inputs; None while the base's hash is not known
+    definition: str | None  # its own, for "full"
+    reason: str | None  # why it is built; None: the existing image is up to date
     locked: LockedImage | None
 
 
@@ -94,22 +73,14 @@ class BuildPlan:
 def plan_build(
     modules: Sequence[ModuleBuild], image: ImageSpec, options: BuildOptions
 ) -> BuildPlan:
-    """Plan a build without downloading, building or writing anything.
-
-    Raises:
-        DniError: A setting cannot be used, or the lock cannot be read.
-    """
+    """Plan a build without downloading, building or writing anything."""
     old = read_lock(options.out)
     base = plan_base(image, options.cache, folder=options.folder, lock=lock_to_keep(old, options))
     return BuildPlan(base, plan_modules(modules, base, old, options))
 
 
 def lock_to_keep(old: ImageLock | None, options: BuildOptions) -> ImageLock | None:
-    """Return the lock that a build must reproduce, or None if it makes a new one.
-
-    Raises:
-        DataError: There is no lock.
-    """
+    """Return the lock that a build must reproduce, or None if it makes a new one."""
     if not options.locked:
         return None
     if old is None:
@@ -123,14 +94,7 @@ def lock_to_keep(old: ImageLock | None, options: BuildOptions) -> ImageLock | No
 def plan_modules(
     modules: Sequence[ModuleBuild], base: BasePlan, old: ImageLock | None, options: BuildOptions
 ) -> tuple[ModulePlan, ...]:
-    """Compare each module with its image's entry in the lock.
-
-    Args:
-        modules: The chain's modules.
-        base: Their base image.
-        old: The lock of the last build.
-        options: Options of the build.
-    """
+    """Compare each module with its image's entry in ``old``, the lock of the last build."""
     runtime = layers.runtime_files()
     plans = []
     for module in modules:
@@ -175,11 +139,7 @@ def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str |
 
 
 def definition_of(module: ModuleBuild) -> str:
-    """Return a module image's own definition, for a ``full`` build.
-
-    Raises:
-        SpecError: A value is not allowed in a definition.
-    """
+    """Return a module image's own definition, for a ``full`` build."""
     return render_module(module.labels, help_of(module))
 
 

@@ -9,18 +9,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An event during a build.
+    """An event during a build."""
 
-    Attributes:
-        subject: ``wheels``, ``base`` or a module's name.
-        state: ``start`` and ``done`` of work, ``same`` if there was nothing to do, or one
-            ``line`` that a program printed.
-        text: The work, its result, or the line.
-    """
-
-    subject: str
-    state: Literal["start", "line", "done", "same"]
-    text: str = ""
+    subject: str  # wheels, base or a module's name
+    state: Literal["start", "line", "done", "same"]  # same: nothing to do; line: a program's output
+    text: str = ""  # the work, its result, or the line
 
 
 Report = Callable[[Step], None]

@@ -40,17 +40,11 @@ MOST_READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class SifObject:
-    """One object in a SIF file.
-
-    Attributes:
-        id: Its number.
-        start: Offset in the file, in bytes.
-        type: Type as ``apptainer sif list`` prints it.
-    """
+    """One object in a SIF file."""
 
     id: int
-    start: int
-    type: str
+    start: int  # bytes
+    type: str  # as "apptainer sif list" prints it
 
 
 def copy_image(source: Path, target: Path) -> None:
@@ -80,11 +74,7 @@ def parse_list(text: str) -> list[SifObject]:
 
 
 def objects(tool: Apptainer, image: Path) -> list[SifObject]:
-    """Return the objects in a SIF file.
-
-    Raises:
-        ImageError: It is not a SIF file.
-    """
+    """Return the objects in a SIF file."""
     try:
         argv = sif_argv(tool, "list", str(image.absolute()))
         return parse_list(apptainer.capture(argv, what="reading"))
@@ -94,11 +84,7 @@ def objects(tool: Apptainer, image: Path) -> list[SifObject]:
 
 
 def append_layer(tool: Apptainer, image: Path, layer: Path, *, machine: str) -> None:
-    """Append a squashfs file as an overlay partition, which Apptainer mounts over the base.
-
-    Raises:
-        BuildError: The container program fails.
-    """
+    """Append a squashfs file as an overlay partition, which Apptainer mounts over the base."""
     architecture = _ARCHITECTURES.get(machine)
     if architecture is None:
         raise BuildError(f"no SIF architecture is known for {machine!r}", hint="use --full")
@@ -124,10 +110,8 @@ def relabel(
     """Write the module's labels and help into a copied base image, for ``inspect``, ``run-help``.
 
     Files in the layer would not do: if a SIF holds the metadata object that Apptainer writes at
-    each build, ``inspect`` and ``run-help`` read only that.
-
-    Returns:
-        False if the image has no such object (built by an old Singularity).
+    each build, ``inspect`` and ``run-help`` read only that. Return False if the image has no such
+    object (built by an old Singularity), or not in the expected form.
     """
     found = [o.id for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
     if not found:
@@ -152,12 +136,7 @@ def relabel(
 
 
 def read_labels(tool: Apptainer, image: Path) -> dict[str, str]:
-    """Return an image's labels with our prefix, without the prefix.
-
-    Raises:
-        ImageError: The image's labels cannot be read.
-        UnavailableError: unsquashfs is missing.
-    """
+    """Return an image's labels with our prefix, without the prefix."""
     labels: Any = {}
     found = [o for o in objects(tool, image) if o.type.startswith(_METADATA_TYPE)]
     try:
@@ -185,12 +164,7 @@ def _printable(text: str) -> str:
 
 
 def read_module_json(tool: Apptainer, image: Path) -> bytes:
-    """Return the worker's spec in a module image, whichever layer it is in.
-
-    Raises:
-        ImageError: The image holds no spec, or it cannot be read.
-        UnavailableError: unsquashfs is missing.
-    """
+    """Return the worker's spec in a module image, whichever layer it is in."""
     content = read_file(tool, image, MODULE_JSON)
     if content is None:
         raise ImageError(
@@ -201,16 +175,9 @@ def read_module_json(tool: Apptainer, image: Path) -> bytes:
 
 
 def read_file(tool: Apptainer, image: Path, path: str) -> bytes | None:
-    """Read a small file of an image from its squashfs partitions, the topmost first.
+    """Read a small file from an image's squashfs partitions, topmost first; None if none has it.
 
     unsquashfs writes it to a pipe, so that paths and links of the image do not affect this host.
-
-    Returns:
-        Its content; None if no partition holds it.
-
-    Raises:
-        ImageError: It is not a plain file, is too large, or cannot be read.
-        UnavailableError: unsquashfs is missing or too old.
     """
     program = shutil.which("unsquashfs", path=apptainer.host_environment(os.environ)["PATH"])
     hint = "install the package squashfs-tools, version 4.5 or newer"

@@ -48,15 +48,10 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The Python that the wheels are for.
+    """The Python that the wheels are for."""
 
-    Attributes:
-        python: ``major.minor``.
-        machine: As ``uname -m`` names it.
-    """
-
-    python: str
-    machine: str
+    python: str  # major.minor
+    machine: str  # as "uname -m" names it
 
     @property
     def abi(self) -> str:
@@ -87,17 +82,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Wheelhouse:
-    """A folder of wheels.
-
-    Attributes:
-        folder: The folder.
-        requirements: Requirements to install.
-        wheels: The wheels, sorted by name.
-    """
+    """A folder of wheels."""
 
     folder: Path
-    requirements: tuple[str, ...]
-    wheels: tuple[Wheel, ...]
+    requirements: tuple[str, ...]  # to install
+    wheels: tuple[Wheel, ...]  # sorted by name
 
     def version(self, name: str) -> str | None:
         """Return the version of a package, or None if it is not included."""
@@ -106,11 +95,7 @@ class Wheelhouse:
 
 
 def requirements_of(image: ImageSpec) -> tuple[str, ...]:
-    """Return the requirements that an image installs, as written.
-
-    Raises:
-        SpecError: A requirement is malformed (PEP 508).
-    """
+    """Return the requirements that an image installs, as written."""
     torch = () if image.torch == "base" else (image.torch,)
     places: list[tuple[tuple[str | int, ...], str]] = [(("image", "torch"), t) for t in torch]
     places += [(("image", "requirements", i), r) for i, r in enumerate(image.requirements)]
@@ -192,11 +177,7 @@ def cached(
 
 
 def check_hashes(house: Wheelhouse) -> None:
-    """Compare the wheels with their lock.
-
-    Raises:
-        BuildError: A wheel was altered since it was downloaded.
-    """
+    """Compare the wheels with their lock."""
     for wheel in house.wheels:
         if sha256_file(house.folder / wheel.file) != wheel.sha256:
             raise BuildError(

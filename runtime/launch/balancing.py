@@ -27,23 +27,14 @@ from dni_runtime.split.plan import Request
 
 @dataclass(frozen=True)
 class Proposal:
-    """Better cuts of a chain.
+    """Better cuts of a chain."""
 
-    Attributes:
-        path: The chain file.
-        base: Its text.
-        recut: The modules that there are, and the better ones.
-        hosts: For each module, where it ran; None: not known.
-        measured: For each module, whether its time was measured there; else it is estimated.
-        text: The better chain file.
-    """
-
-    path: Path
-    base: str
+    path: Path  # the chain file
+    base: str  # its text
     recut: Recut
-    hosts: Sequence[str | None]
-    measured: Sequence[bool]
-    text: str
+    hosts: Sequence[str | None]  # for each module, where it ran; None: not known
+    measured: Sequence[bool]  # for each module; else its time is estimated
+    text: str  # the better chain file
 
     @property
     def faster(self) -> float:
@@ -56,17 +47,10 @@ class Proposal:
         return self.faster > SLACK
 
     def write(self, path: Path | None = None, *, force: bool = False) -> Path:
-        """Write the better chain file.
+        """Write the better chain file, by default over the chain file itself; return its path.
 
-        Args:
-            path: A file in the same folder; by default the chain file itself.
-            force: Whether to replace a chain file that this program has not written.
-
-        Returns:
-            The file.
-
-        Raises:
-            UsageError: It may not be replaced, or is in another folder.
+        ``path`` must be in the same folder. ``force`` replaces a file that has changed since the
+        run, or that this program has not written.
         """
         path = path or self.path
         if path.parent.absolute() != self.path.parent.absolute():
@@ -88,14 +72,7 @@ class Proposal:
 def balance_chain(path: Path, balance: Balance = "time", links: str = "fast") -> Proposal:
     """Find better cuts for a chain, by what its parts cost on this machine.
 
-    Args:
-        path: Its file.
-        balance: What is to be equal among the modules: time, memory, or both.
-        links: ``fast`` or ``slow``.
-
-    Raises:
-        UsageError: It is not one network that has been taken apart.
-        SpecError: The chain file is invalid, or the network cannot be cut so.
+    ``links`` is ``fast`` or ``slow``.
     """
     chain = load_chain(path)
     return _proposed(
@@ -106,14 +83,7 @@ def balance_chain(path: Path, balance: Balance = "time", links: str = "fast") ->
 def balance_run(record: Record, balance: Balance = "time", links: str = "fast") -> Proposal:
     """Find better cuts for a run, by how long a batch took where its modules ran.
 
-    Args:
-        record: The run.
-        balance: What is to be equal among the modules: time, memory, or both.
-        links: ``fast`` or ``slow``.
-
-    Raises:
-        UsageError: It is not one network that has been taken apart.
-        SpecError: The network cannot be cut so.
+    ``links`` is ``fast`` or ``slow``.
     """
     run = record.run
     text = run.chain_file.read_text("utf-8")

@@ -23,28 +23,14 @@ _OF_THE_STREAM = ("dataset", "batch_size", "shuffle", "streams", "train_limit", 
 
 @dataclass(frozen=True)
 class Carried:
-    """The checkpoint that a new run goes on from.
+    """The checkpoint that a new run goes on from."""
 
-    Attributes:
-        record: Its run.
-        cut: Its stream position.
-    """
-
-    record: Record
-    cut: int
+    record: Record  # of its run
+    cut: int  # its stream position
 
 
 def carry_over(prepared: Prepared, record: Record) -> Prepared:
-    """Have a chain's next run go on from another run's newest checkpoint.
-
-    Args:
-        prepared: The chain: the layers of the run, cut elsewhere.
-        record: The run.
-
-    Raises:
-        CheckpointError: The run has no checkpoint that can be read.
-        UsageError: It is active, or has finished; or the chain's layers or data are others.
-    """
+    """Have a chain's next run go on from the newest checkpoint of a run with the same layers."""
     record.compare_versions()
     state, name = read_state(record.run), record.name
     if state.active:
@@ -71,11 +57,7 @@ def carry_over(prepared: Prepared, record: Record) -> Prepared:
 
 
 def write_carried(run: RunDir, prepared: Prepared) -> None:
-    """Write the checkpoint that a new run begins with.
-
-    Raises:
-        DniError: The other run's checkpoint is damaged.
-    """
+    """Write the checkpoint that a new run begins with."""
     assert prepared.carried is not None
     its, cut = prepared.carried.record, prepared.carried.cut
     first = (workers[0] for workers in replicas_of(its.modules).values())

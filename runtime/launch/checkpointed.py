@@ -18,15 +18,7 @@ if TYPE_CHECKING:  # torch takes a while to import
 class Checkpointed:
     """What is done with a run's checkpoints.
 
-    Args:
-        record: What the run directory says of the run.
-        trust: Whether it may be executed, too, if it belongs to somebody else.
-
-    Attributes:
-        record: The same.
-        directory: Its files.
-        name: Its name.
-        modules: Its workers, head first.
+    ``trust``: it may be executed, too, if it belongs to somebody else.
     """
 
     def __init__(self, record: Record, *, trust: bool = False) -> None:
@@ -34,14 +26,10 @@ class Checkpointed:
         self._trust = trust
         self.directory: RunDir = record.run
         self.name = record.name
-        self.modules = record.modules
+        self.modules = record.modules  # its workers, head first
 
     def check_trusted(self) -> None:
-        """Refuse to execute a run of somebody else's that is not trusted.
-
-        Raises:
-            UsageError: It is one.
-        """
+        """Refuse to execute a run of somebody else's that is not trusted."""
         self.record.check_trusted(self._trust)
 
     def choose_cut(

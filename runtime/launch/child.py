@@ -78,9 +78,7 @@ def become(command: list[str]) -> NoReturn:
 def watch(command: list[str], *, send: bool = False) -> NoReturn:
     """Run the command, forward signals, and exit with its status.
 
-    Args:
-        command: The command.
-        send: Write the names of signals to its input instead.
+    ``send``: write the names of signals to its input instead.
     """
     awaited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -155,13 +153,10 @@ def session_of(pid: int) -> int | None:
 
 
 def kill_session(leader: int) -> None:
-    """Kill a process and all of its session.
+    """Kill a process and all of its session, which it leads or is about to lead.
 
     The process group is not enough: Apptainer's FUSE helpers have groups of their own, and stay
     when the starter is killed.
-
-    Args:
-        leader: A session leader, or a new process that is about to become one.
     """
     others = (int(name) for name in os.listdir("/proc") if name.isdigit())
     for pid in [leader, *(pid for pid in others if session_of(pid) == leader)]:

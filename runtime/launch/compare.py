@@ -39,53 +39,31 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """One training.
+    """One training."""
 
-    Attributes:
-        method: The method's label, or ``backprop``.
-        seed: The chain's seed.
-        points: The evaluations.
-        samples_per_s: Training samples per second over the whole training, evaluations included.
-        path: The run directory.
-        test: The metric on the test set, if evaluations use a validation part; else None.
-        shared_bytes: All that replicas have sent each other; None without replicas.
-    """
-
-    method: str
-    seed: int
+    method: str  # its label, or ``backprop``
+    seed: int  # the chain's
     points: tuple[Point, ...]
-    samples_per_s: float
-    path: str
-    test: float | None = None
-    shared_bytes: int | None = None
+    samples_per_s: float  # over the whole training, evaluations included
+    path: str  # the run directory
+    test: float | None = None  # the metric on the test set, if evaluations use a validation part
+    shared_bytes: int | None = None  # all that replicas have sent each other; None: no replicas
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all seeds.
+    """One method over all seeds."""
 
-    Attributes:
-        method: The method's label, or ``backprop``.
-        mean: Mean of the last evaluations' metric.
-        low: Smallest of them.
-        high: Largest of them.
-        samples_per_s: Median of the trainings' samples per second.
-        reached: Number of trainings that reached the target.
-        trials: Number of trainings.
-        target_s: Median of the seconds to the target; None unless all reached it.
-        test: Mean of the metric on the test set; None without one.
-        shared_bytes: Median of what replicas have sent each other; None without replicas.
-    """
-
-    method: str
-    mean: float
-    low: float
-    high: float
-    samples_per_s: float
-    reached: int
-    trials: int
-    target_s: float | None
-    test: float | None = None
+    method: str  # its label, or ``backprop``
+    mean: float  # of the last evaluations' metric
+    low: float  # the smallest of them
+    high: float  # the largest of them
+    samples_per_s: float  # median
+    reached: int  # number of trainings that reached the target
+    trials: int  # number of trainings
+    target_s: float | None  # median of the seconds to the target; None unless all reached it
+    test: float | None = None  # mean of the metric on the test set
+    # median of what replicas have sent each other; None: no replicas
     shared_bytes: int | None = None
 
 
@@ -95,29 +73,21 @@ ALONE = "no-replicas"
 
 @dataclass(frozen=True)
 class Method:
-    """What a training differs in from the chain as written.
+    """What a training differs in from the chain as written."""
 
-    Attributes:
-        interface: The gradient interface at every cut; None: as written.
-        replication: How replicas learn together, where it is not as written.
-        replicas: Workers of each module that has replicas; if none has, of all between head and
-            tail, or of both if there are no others; None: as written.
-    """
-
-    interface: str | Choice | None = None
+    interface: str | Choice | None = None  # at every cut; None: as written
+    # how replicas learn together, if not as written
     replication: Mapping[str, Any] = field(default_factory=dict)
+    # Workers of each module that has replicas; if none has, of all between head and tail, or of
+    # both if there are no others; None: as written.
     replicas: int | None = None
 
 
 def read_interfaces(names: Sequence[str], labelled: Sequence[str]) -> dict[str, Method]:
     """Return the gradient interfaces to compare, by label.
 
-    Args:
-        names: Names of gradient interfaces, used as labels.
-        labelled: ``LABEL=INTERFACE``, with the interface as in a chain file.
-
-    Raises:
-        UsageError: An interface is unknown or malformed, or a label is used twice.
+    ``names`` are used as labels; ``labelled`` are ``LABEL=INTERFACE``, with the interface as in a
+    chain file.
     """
     texts, taken = (*names, *labelled), (REFERENCE,)
     found = _read("gradient interface", INTERFACES, texts, parse_choice, lambda it: it, taken)
@@ -132,14 +102,9 @@ def read_strategies(
 ) -> dict[str, Method]:
     """Return the strategies to compare, by label, and first the chain without replicas.
 
-    Args:
-        names: Names of strategies, used as labels.
-        labelled: ``LABEL=STRATEGY``, with the strategy as in a chain file; more keys of
-            ``replication`` may follow: ``int8=diloco, compression: int8``.
-        replicas: Workers of each module that has replicas.
-
-    Raises:
-        UsageError: A strategy is unknown or malformed, or a label is used twice.
+    ``names`` are used as labels; ``labelled`` are ``LABEL=STRATEGY``, with the strategy as in a
+    chain file; more keys of ``replication`` may follow: ``int8=diloco, compression: int8``.
+    ``replicas`` are the workers of each module that has some.
     """
     texts, taken = (*names, *labelled), (REFERENCE, ALONE)
     found = _read("strategy", STRATEGIES, texts, parse_replication, lambda it: it.strategy, taken)
@@ -187,9 +152,6 @@ def variant(prepared: Prepared, method: Method, seed: int) -> Prepared:
 
     If only an interface's name is given, a module whose own interface has that name keeps its
     options; ``mixed`` and its parts, ``synthetic`` and ``local``, pass their options to each other.
-
-    Raises:
-        SpecError: The method does not fit the chain.
     """
     chain, interface = prepared.written, method.interface
     modules = list(chain.modules)
@@ -224,15 +186,10 @@ def _choice(own: Choice | None, name: str) -> Choice:
 
 
 class Compared(NamedTuple):
-    """The compared metric.
+    """The compared metric."""
 
-    Attributes:
-        name: Its name, or ``loss``.
-        rises: Whether larger is better.
-    """
-
-    name: str
-    rises: bool
+    name: str  # of the metric, or ``loss``
+    rises: bool  # larger is better
 
 
 def metric_of(chain: ChainSpec) -> Compared:
@@ -244,11 +201,7 @@ def metric_of(chain: ChainSpec) -> Compared:
 
 
 def read_trial(record: Record, method: str, seed: int, metric: Compared) -> Trial:
-    """Read the measurements of a finished run.
-
-    Raises:
-        DataError: It has no evaluation.
-    """
+    """Read the measurements of a finished run."""
     reference = method == REFERENCE
     workers = [REFERENCE] if reference else record.modules
     head, tails = workers[0], tails_of(workers)
@@ -325,8 +278,7 @@ def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -
 def draw(trials: Sequence[Trial], metric: str, title: str, path: Path) -> None:
     """Draw each method's curves (mean over seeds), against epochs and against seconds.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    Raises ``ImportError`` if matplotlib is not installed.
     """
     import matplotlib as mpl
 

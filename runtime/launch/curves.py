@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def draw_curves(figures: RunFigures) -> Figure:
-    """Draw the loss and each metric of a run's evaluations by epoch.
-
-    Raises:
-        UnavailableError: matplotlib is not installed.
-    """
+    """Draw the loss and each metric of a run's evaluations by epoch."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -27,38 +27,21 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Exit:
-    """What is known of a worker that has exited.
+    """What is known of a worker that has exited."""
 
-    Attributes:
-        exit_code: Its exit code, as a shell reports it.
-        finished: Whether its last report says that it has finished.
-        reported: Whether it has reported at all, or was ended by a signal.
-        lost: Whether its node is lost.
-        killed: Whether the supervisor has killed it.
-        asked: Whether it left because a restart was requested.
-        due: Whether a restart of all modules is due.
-        older_cut: Whether there may be an older checkpoint to start from.
-        may_restart: Whether the rules allow another restart (``launch/restarts.py``).
-        again: Whether the same error has ended it at the same position before.
-    """
-
-    exit_code: int
-    finished: bool = False
-    reported: bool = True
-    lost: bool = False
-    killed: bool = False
-    asked: bool = False
-    due: bool = False
-    older_cut: bool = False
-    may_restart: bool = False
-    again: bool = False
+    exit_code: int  # as a shell reports it
+    finished: bool = False  # its last report says so
+    reported: bool = True  # at all; also if a signal or exit code 0 ended it
+    lost: bool = False  # with its node
+    killed: bool = False  # by the supervisor
+    asked: bool = False  # it left because a restart was requested
+    due: bool = False  # a restart of all modules is scheduled
+    older_cut: bool = False  # there may be an older checkpoint to start from
+    may_restart: bool = False  # the rules allow it (``launch/restarts.py``)
+    again: bool = False  # the same error has ended it at the same position before
 
     def ending(self, *, stopping: bool) -> Ending:
-        """Return how the worker has ended.
-
-        Args:
-            stopping: Whether the run is being stopped.
-        """
+        """Return how the worker has ended."""
         # SIGTERM kills a worker that is still importing torch and has no handler yet.
         obeyed = self.killed or self.exit_code in (0, 128 + signal.SIGTERM)
         if self.lost:  # however its process ended
@@ -70,12 +53,7 @@ class Exit:
 
 
 def decide(worker: Exit, *, stopping: bool) -> Action:
-    """Return what to do when a worker has exited; the first rule that applies decides.
-
-    Args:
-        worker: What is known of it.
-        stopping: Whether the run is being stopped.
-    """
+    """Return what to do when a worker has exited; the first rule that applies decides."""
     ending = worker.ending(stopping=stopping)
     damaged = worker.exit_code == DamagedError.exit_code
     may_restart = worker.reported and worker.may_restart and not worker.again
@@ -97,11 +75,9 @@ def conclusion(
 ) -> tuple[Literal["finished", "stopped", "failed"], int]:
     """Return a run's last phase and exit code.
 
-    Args:
-        failed: Exit code of the module that failed first; None: no module failed.
-        workers: States of the workers that take batches.
-        killed_by: The second signal, which killed all workers; None: there was none.
-        whole: Asked if all have finished: whether their last checkpoint is there.
+    ``failed`` is the exit code of the module that failed first, ``workers`` the states of those
+    that take batches, ``killed_by`` the second signal, which killed all workers. ``whole`` is
+    called if all have finished: it returns whether their last checkpoint is there.
     """
     if failed is not None:
         told = (DivergedError.exit_code, DataError.exit_code)

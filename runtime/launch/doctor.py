@@ -31,21 +31,13 @@ _REMOTE = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|smb|cifs|panfs|afs|9p|fuse\.s
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check.
-
-    Attributes:
-        name: Name of the check.
-        status: ``ok``, ``warning`` (works with limits) or ``missing``.
-        detail: The finding.
-        need: Needed by every run, by containers, by image builds, or by some chains only.
-        hint: Advice, or None.
-    """
+    """Result of one check."""
 
     name: str
-    status: Status
-    detail: str
-    need: Need = "optional"
-    hint: str | None = None
+    status: Status  # ``warning``: works with limits
+    detail: str  # the finding
+    need: Need = "optional"  # ``optional``: by some chains only
+    hint: str | None = None  # advice
 
 
 def examine() -> Iterator[Check]:
@@ -177,9 +169,7 @@ def _folders() -> Iterator[Check]:
 def mount_of(path: Path, mounts: str | None = None) -> tuple[str, frozenset[str]]:
     """Return type and mount options of the file system of ``path``.
 
-    Args:
-        path: A file or folder.
-        mounts: Text of a mountinfo file (proc(5); default: this process's).
+    ``mounts`` is the text of a mountinfo file (proc(5); default: this process's).
     """
     if mounts is None:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")

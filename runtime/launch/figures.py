@@ -36,102 +36,57 @@ _LINK_COUNTS = ("missed", "replayed", "resent", "duplicates", "gaps")
 
 
 class ModuleFigures(Measured):
-    """Figures of one module; None if unknown or not applicable.
-
-    Attributes:
-        module: Its name.
-        state: Its worker's phase.
-        attempt: Number of this start of the module.
-        restarts: Number of its restarts in this attempt of the run.
-        pid: Its worker's process id.
-        host: Its worker's host.
-        epoch: The newest epoch it has seen.
-        step: Training batches so far.
-        samples: Training samples so far.
-        head_loss: Loss of the early head in the newest evaluation.
-        head_accuracy: Accuracy of the early head in the newest evaluation.
-        head_train_accuracy: Accuracy of the early head on training batches, lately.
-        exit_code: Exit code of the worker.
-        signal: Name of the signal that killed it.
-        error: The worker's last error.
-        warning: Problem that did not stop the worker, such as a checkpoint that cannot be written.
-        diverged: Non-finite value (NaN or infinite); or None.
-        log: Its log file.
-    """
+    """Figures of one module; None if unknown or not applicable."""
 
     module: str
     state: WorkerPhase
-    attempt: int
-    restarts: int = 0
+    attempt: int  # number of this start of the module
+    restarts: int = 0  # in this attempt of the run
     pid: int | None = None
     host: str | None = None
-    epoch: int | None = None
-    step: int | None = None
-    samples: int | None = None
-    head_loss: float | None = None
-    head_accuracy: float | None = None
-    head_train_accuracy: float | None = None
+    epoch: int | None = None  # the newest that it has seen
+    step: int | None = None  # training batches so far
+    samples: int | None = None  # of training, so far
+    head_loss: float | None = None  # of the early head, in the newest evaluation
+    head_accuracy: float | None = None  # of the early head, in the newest evaluation
+    head_train_accuracy: float | None = None  # of the early head, on training batches, lately
     exit_code: int | None = None
-    signal: str | None = None
-    error: str | None = None
+    signal: str | None = None  # name of the one that killed it
+    error: str | None = None  # the worker's last one
+    # a problem that did not stop it, such as a checkpoint that cannot be written
     warning: str | None = None
-    diverged: Diverged | None = None
-    log: str | None = None
+    diverged: Diverged | None = None  # a value that is NaN or infinite
+    log: str | None = None  # a file
 
 
 class RunFigures(Document):
-    """Figures of a run.
-
-    Attributes:
-        run: The run's name.
-        path: Its directory.
-        chain: The chain's name.
-        backend: Backend of its workers.
-        state: Phase of the run.
-        attempt: Number of this start of the run.
-        created: Unix time of its creation.
-        started: Unix time of this attempt's start, or None.
-        ended: Unix time of the end, or None.
-        exit_code: Exit code of the run.
-        error: Error message, or None.
-        epoch: Epochs evaluated, or the tail's epoch before the first evaluation.
-        epochs: Epochs requested.
-        step: Training batches completed by the tail.
-        total_steps: Training batches of the whole run, if known.
-        accuracy: Accuracy of the last evaluation.
-        loss: Loss of the last evaluation.
-        evaluations: The last evaluations (up to ``EVALUATIONS``).
-        samples_per_s: Training samples per second at the tail, of all its replicas, from the
-            attempt's first to its last measurement.
-        eta_s: Seconds left, at the pace of this attempt.
-        modules: The modules, head first.
-        job: Its Slurm job, or None.
-        test: The evaluation of the test set; None before or without it.
-    """
+    """Figures of a run."""
 
     run: str
-    path: str
+    path: str  # its directory
     chain: str
     backend: str
     state: str
-    attempt: int
-    created: float
-    started: float | None
+    attempt: int  # number of this start of the run
+    created: float  # Unix time, as the next two
+    started: float | None  # of this attempt
     ended: float | None
     exit_code: int | None
     error: str | None
-    epoch: int | None
-    epochs: int
-    step: int | None
-    total_steps: int | None
-    accuracy: float | None
-    loss: float | None
-    evaluations: tuple[EvaluationLine, ...]
+    epoch: int | None  # epochs evaluated, or the tail's epoch before the first evaluation
+    epochs: int  # requested
+    step: int | None  # training batches completed by the tail
+    total_steps: int | None  # training batches of the whole run, if known
+    accuracy: float | None  # of the last evaluation
+    loss: float | None  # of the last evaluation
+    evaluations: tuple[EvaluationLine, ...]  # the last ones, up to ``EVALUATIONS``
+    # of training, at the tail with all its replicas, from the attempt's first to its last
+    # measurement
     samples_per_s: float | None
-    eta_s: float | None
-    modules: tuple[ModuleFigures, ...]
-    job: str | None = None
-    test: EvaluationLine | None = None
+    eta_s: float | None  # seconds left, at the pace of this attempt
+    modules: tuple[ModuleFigures, ...]  # head first
+    job: str | None = None  # of Slurm
+    test: EvaluationLine | None = None  # evaluation of the test set
 
 
 def newest_train(run: RunDir, module: str) -> TrainLine | None:
@@ -145,10 +100,6 @@ class MetricsReader:
     """Reads the figures of one run; :meth:`read` is cheap enough to be called every second.
 
     Metrics files are read from their end: a run of months costs no more than one of minutes.
-
-    Args:
-        record: The run.
-        evaluations: Number of last evaluations to read.
     """
 
     def __init__(self, record: Record, *, evaluations: int = EVALUATIONS) -> None:
@@ -163,11 +114,7 @@ class MetricsReader:
         self._test: EvaluationLine | None = None
 
     def read(self, state: RunState | None = None) -> RunFigures:
-        """Return the current figures.
-
-        Args:
-            state: The run's state, if the caller has it.
-        """
+        """Return the current figures; ``state`` is the run's, if the caller has it."""
         record = self._record
         state = state or read_state(record.run)
         job = JobRecord.load(record.run.job)

@@ -24,16 +24,9 @@ _ANSWER_S = 10.0
 
 
 class ForkServer:
-    """Starts workers of one environment.
+    """Starts workers of one environment; raises ``OSError`` if it cannot be started.
 
-    Args:
-        python: The interpreter.
-        environ: The environment.
-        name: What ``ps`` shows beside its name.
-        tied: Whether the workers get SIGTERM when this process dies.
-
-    Raises:
-        OSError: It cannot be started.
+    ``ps`` shows ``name`` beside its own name. Tied workers get SIGTERM when this process dies.
     """
 
     def __init__(self, python: str, environ: Mapping[str, str], name: str, *, tied: bool) -> None:
@@ -58,12 +51,8 @@ class ForkServer:
     def start(self, arguments: Sequence[str], log: int) -> ForkedProcess | None:
         """Start a worker; None if the server is gone, or still imports.
 
-        Args:
-            arguments: The worker's own ones.
-            log: Descriptor of the file for its output.
-
-        Raises:
-            OSError: It cannot be started.
+        ``log`` is the descriptor of the file for its output. Raises ``OSError`` if the worker
+        cannot be started.
         """
         self._ready = self._ready or self._receive() is not None
         if not self._ready:
@@ -126,12 +115,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A worker that a server has forked, in a session of its own.
-
-    Args:
-        server: The server.
-        pid: Its process id.
-    """
+    """A worker that a server has forked, in a session of its own."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid

@@ -40,49 +40,30 @@ _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/a
 
 @dataclass(frozen=True)
 class Site:
-    """Resources of this host for a run.
-
-    Attributes:
-        backend: Backend of the workers.
-        tool: The container program, for containers.
-        images: Image of each module, for containers.
-        mounts: Mounts that the host adds to containers.
-        notice: Message to the user about the choice of backend, or None.
-    """
+    """Resources of this host for a run."""
 
     backend: Backend
     tool: Apptainer | None = None
-    images: Mapping[str, Path] = field(default_factory=dict)
-    mounts: tuple[Mount, ...] = ()
-    notice: str | None = None
+    images: Mapping[str, Path] = field(default_factory=dict)  # by module
+    mounts: tuple[Mount, ...] = ()  # that the host adds to containers
+    notice: str | None = None  # for the user, about the choice of backend
 
 
 def check_host(
     chain: ChainSpec,
     workers: Sequence[WorkerSpec],
     *,
+    # auto: Apptainer, if it and the images are there
     wanted: Literal["auto", "process", "apptainer"],
-    images: Path,
-    data: Path | None,
+    images: Path,  # their folder
+    data: Path | None,  # folder or file
     locate: Locator,
     elsewhere: bool = False,
 ) -> Site:
     """Check whether a run can start on this host, and choose its backend.
 
-    Args:
-        chain: The chain.
-        workers: The workers' specs.
-        wanted: The requested backend; ``auto`` takes Apptainer if it and the images are available.
-        images: Folder of the module images.
-        data: Folder or file of the data, or None.
-        locate: Returns the location of a setting in the chain file.
-        elsewhere: Whether the workers run on other hosts: their devices and addresses are not
-            checked; all files are on a shared file system.
-
-    Raises:
-        DataError: The data does not exist.
-        ImageError: An image was built from another spec.
-        UnavailableError: A device, port, interface, image or program is missing.
+    If the workers run ``elsewhere``, their devices and addresses are not checked; all files are on
+    a shared file system.
     """
     heads = range(1, workers[0].replicas + 1)
     for path in () if data is None else dict.fromkeys(own_path(data, one) for one in heads):
@@ -111,11 +92,9 @@ def check_host(
 
 
 def exposure(chain: ChainSpec, interface: str | None = None) -> str | None:
-    """Return the warning for a chain without encryption; None if nothing is exposed.
+    """Return the warning for links that are not encrypted; None if nothing is exposed.
 
-    Args:
-        chain: The chain.
-        interface: Interface of links between hosts if the chain names none.
+    ``interface`` is that of links between hosts if the chain names none.
     """
     links, backend = chain.links, chain.replication.backend
     interface = links.interface or interface
@@ -189,20 +168,12 @@ def _image(folder: Path, worker: WorkerSpec) -> Path:
 def check_images(
     tool: Apptainer,
     workers: Sequence[WorkerSpec],
-    folder: Path,
+    folder: Path,  # of the images and their lock
     require_signed: bool | str = False,
 ) -> dict[str, Path]:
     """Return the image of each module after checking spec, hash and signature; run none.
 
-    Args:
-        tool: The container program.
-        workers: The workers' specs.
-        folder: Folder of the images and their lock.
-        require_signed: Whether each image needs a valid signature, or the public key for it.
-
-    Raises:
-        UnavailableError: An image is missing.
-        ImageError: An image has another spec, differs from the lock, or lacks a signature.
+    ``require_signed``: each image needs a valid signature; a text names the public key for it.
     """
     lock = read_lock(folder)
     key = Path(require_signed).expanduser() if isinstance(require_signed, str) else None
@@ -257,11 +228,7 @@ def _hash_inside(tool: Apptainer, image: Path) -> str:
 def check_devices(
     chain: ChainSpec, workers: Sequence[WorkerSpec], backend: Backend, locate: Locator
 ) -> None:
-    """Refuse a chain that requests a missing GPU, instead of silently using the CPU.
-
-    Raises:
-        UnavailableError: Names the module, its setting and what is missing.
-    """
+    """Refuse a chain that requests a missing GPU, instead of silently using the CPU."""
     for worker in workers:
         kind, _, number = worker.device.partition(":")
         if kind not in ("cuda", "rocm"):
@@ -309,12 +276,7 @@ def infiniband_mounts(
 ) -> tuple[Mount, ...]:
     """Return mounts of the host's InfiniBand devices, providers and libraries.
 
-    Args:
-        wanted: ``auto`` mounts what exists.
-        root: The host's root folder.
-
-    Raises:
-        UnavailableError: InfiniBand is required but missing.
+    ``auto`` mounts what exists; ``root`` is the host's root folder.
     """
     if wanted == "off":
         return ()

@@ -25,16 +25,10 @@ _LAYERS = "layers."
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        file: The file.
-        key: Its name there.
-        shape: Its shape.
-    """
+    """A tensor in a safetensors file."""
 
     file: Path
-    key: str
+    key: str  # its name there
     shape: tuple[int, ...]
 
 
@@ -43,15 +37,9 @@ Found = dict[str, dict[str, Stored]]
 
 
 def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) -> Found:
-    """Find the initial weights that a chain requests; reads headers only.
+    """Find the initial weights that a chain, as written, requests; reads headers only.
 
-    Args:
-        chain: The chain as written.
-        workers: The workers' specs.
-        base: Folder of ``chain.yaml``, the base of relative paths.
-
-    Raises:
-        SpecError: A file is missing or unreadable, lacks a tensor, or has one of another shape.
+    ``base`` is the folder of ``chain.yaml``, where relative paths start.
     """
     found: Found = {}
     stored: dict[str, dict[str, Stored]] = {}
@@ -68,11 +56,7 @@ def find_initial(chain: ChainSpec, workers: tuple[WorkerSpec, ...], base: Path) 
 
 
 def write_initial(run: RunDir, found: Found) -> None:
-    """Copy the initial weights into a run directory, one file per module.
-
-    Raises:
-        DataError: A file is gone, such as an old checkpoint of a run that is still active.
-    """
+    """Copy the initial weights into a run directory, one file per module."""
     for module, tensors in found.items():
         loaded = {}
         for name, one in tensors.items():
@@ -163,14 +147,9 @@ def _matched(
 
 
 def name_in_file(name: str, names: Mapping[str, str]) -> str | None:
-    """Return a parameter's name in a file of initial weights.
+    """Return a module's parameter's name in a file of initial weights; None if no prefix matches.
 
-    Args:
-        name: The name that the module has for it.
-        names: ``InitSpec.names``; the longest prefix counts.
-
-    Returns:
-        The name; None if no prefix matches.
+    ``names`` is ``InitSpec.names``; the longest prefix counts.
     """
     for prefix in sorted(names, key=len, reverse=True):
         if _under(name, prefix):

@@ -30,24 +30,14 @@ LOG_BYTES = 64 << 20
 
 
 class Journal:
-    """Writes the state and the events of a run; tolerates a full disk.
-
-    Args:
-        run: The run directory.
-        state: The state, written by :meth:`write`.
-        clock: Monotonic time in seconds.
-        lease: The ownership of the run; None if no other supervisor can exist.
-
-    Attributes:
-        failing: Whether the last write of the state failed.
-    """
+    """Writes the state and the events of a run; tolerates a full disk."""
 
     def __init__(
         self,
         run: RunDir,
         state: RunState,
-        clock: Callable[[], float],
-        lease: Lease | None = None,
+        clock: Callable[[], float],  # monotonic, in seconds
+        lease: Lease | None = None,  # None: no other supervisor can exist
     ) -> None:
         self.state = state
         self._lease = lease
@@ -56,13 +46,12 @@ class Journal:
         self._clock = clock
         self._written_at = 0.0
         self._complained = False
-        self.failing = False
+        self.failing = False  # whether the last write of the state failed
 
     def check(self) -> None:
         """Check that the run still belongs to this supervisor; if not, never write again.
 
-        Raises:
-            LeaseError: It does not. Raised once.
+        Raises ``LeaseError``, once, if it does not.
         """
         if self._lease is not None and not self._silent:
             try:

@@ -42,25 +42,15 @@ class LeaseError(WorkerError):
 
 
 class Owner(Document):
-    """The content of ``owner.json``.
+    """The content of ``owner.json``."""
 
-    Attributes:
-        token: Random id of the lease.
-        host: Host of the owner.
-        machine: What numbers processes there: hosts may have one name.
-        pid: Process id of the owner; 0 if the run has been released.
-        born: Start time of that process (proc(5), starttime).
-        job: Its Slurm job, or None.
-        restarts: Number of restarts of that job.
-    """
-
-    token: str
+    token: str  # random id of the lease
     host: str = ""
-    machine: str = ""
-    pid: int = 0
-    born: int | None = None
-    job: str | None = None
-    restarts: int = 0
+    machine: str = ""  # what numbers processes there: hosts may have one name
+    pid: int = 0  # 0: the run has been released
+    born: int | None = None  # start time of the process (proc(5), starttime)
+    job: str | None = None  # of Slurm
+    restarts: int = 0  # of that job
 
     @classmethod
     def me(cls, job: str | None = None) -> Self:
@@ -91,11 +81,7 @@ class Owner(Document):
 
 
 class Lease:
-    """The right to start workers of a run and to write its state.
-
-    Attributes:
-        owner: The process that holds it.
-    """
+    """The right to start workers of a run and to write its state."""
 
     def __init__(self, run: RunDir, owner: Owner) -> None:
         self.owner = owner
@@ -106,23 +92,15 @@ class Lease:
     def take(
         cls,
         run: RunDir,
-        job: str | None = None,
+        job: str | None = None,  # of Slurm, that this process is in
         *,
-        told: Callable[[str], None] = lambda line: None,
-        clock: Callable[[], float] = time.monotonic,
+        told: Callable[[str], None] = lambda line: None,  # gets a line of text if this takes long
+        clock: Callable[[], float] = time.monotonic,  # monotonic, in seconds
         sleep: Callable[[float], None] = time.sleep,
     ) -> Self:
         """Become the owner of a run; take over from an owner that is gone.
 
-        Args:
-            run: The run.
-            job: The Slurm job of this process.
-            told: Called with a line of text if this takes long.
-            clock: Monotonic time in seconds.
-            sleep: Sleeps for the given seconds.
-
-        Raises:
-            UsageError: A living process owns it. The run has not been changed.
+        Raises ``UsageError`` if a living process owns the run, which has not been changed then.
         """
         me = Owner.me(job)
         handed = os.environ.pop(TOKEN_VARIABLE, None)
@@ -169,21 +147,13 @@ class Lease:
             return False
 
     def check(self) -> None:
-        """Check that this process still owns the run.
-
-        Raises:
-            LeaseError: It does not.
-        """
+        """Check that this process still owns the run; raises ``LeaseError`` if not."""
         if self.lost:
             owner = _current(self._run)
             raise LeaseError(f"the run {self._run.root.name!r} has been taken over by {owner}")
 
     def beat(self) -> None:
-        """Increase the owner's counter.
-
-        Raises:
-            OSError: The run directory cannot be written.
-        """
+        """Increase the owner's counter."""
         self._beats += 1
         write_json(self._run.beats(self.owner.token), {"beats": self._beats}, durable=False)
 
@@ -201,11 +171,7 @@ class Lease:
 
 
 def _current(run: RunDir) -> Owner:
-    """Return the newest owner.
-
-    Raises:
-        DataError: The file that names it is damaged.
-    """
+    """Return the newest owner."""
     path, until = run.owner, time.monotonic() + _WRITTEN_S
     while True:
         owner = Owner.peek(path)

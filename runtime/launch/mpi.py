@@ -62,11 +62,7 @@ class Mpi(Local):
         return replace(plan, workers=ranks, scheduler="mpi")
 
     def check(self, plan: LaunchPlan) -> None:
-        """Refuse to start it: that is for ``mpirun``.
-
-        Raises:
-            UsageError: Always; it shows the command.
-        """
+        """Refuse to start it: that is for ``mpirun``; the error shows the command."""
         raise UsageError(
             "this run is started by mpirun or srun, on the hosts that they choose, not by dnictl",
             hint=f"continue it with: {mpirun_command(plan)}",
@@ -104,9 +100,8 @@ def _describe(run: RunDir, state: RunState) -> RunState:
 def judge(reports: Mapping[str, Report], living: set[str]) -> RunState:
     """Return the state of a run that its workers' reports show (pure).
 
-    Args:
-        reports: The newest report of each worker, head first; false if it has not reported yet.
-        living: The workers that still run.
+    The reports are the newest ones, head first; false if a worker has not reported yet. ``living``
+    are the workers that still run.
     """
     if not any(reports.values()):
         return RunState()

@@ -22,19 +22,12 @@ DEFAULT_MEMORY_MIB = 2048
 
 @dataclass(frozen=True)
 class Capacity:
-    """The resources of a node; None if unknown.
-
-    Attributes:
-        cpus: Processors.
-        gpus: GPUs.
-        memory_mib: Memory in MiB.
-        modules: Most modules on it.
-    """
+    """The resources of a node; None if unknown."""
 
     cpus: int | None = None
     gpus: int | None = None
     memory_mib: int | None = None
-    modules: int | None = None
+    modules: int | None = None  # most of them
 
     def lacks(self, needs: Sequence[Need]) -> str | None:
         """Return a resource that the modules need and the node lacks, or None."""
@@ -78,18 +71,9 @@ def wanted_placement(chain: ChainSpec, nodes: int | None) -> PlacementSpec:
 def place(
     needs: Sequence[Need], wanted: PlacementSpec, *, node: Capacity | None = None
 ) -> tuple[int, ...]:
-    """Place each module on a node.
+    """Place modules, given head first: return the node of each, numbered from 0 without gaps.
 
-    Args:
-        needs: The modules, head first.
-        wanted: The strategy and the number of nodes.
-        node: The resources of each node.
-
-    Returns:
-        The number of each module's node, from 0; each number up to the largest is used.
-
-    Raises:
-        UsageError: The modules cannot be placed; says why.
+    ``node`` has the resources of each node.
     """
     node = Capacity() if node is None else node
     modules = node.modules if wanted.per_node is None else wanted.per_node
@@ -204,9 +188,7 @@ def _why(needs: Sequence[Need], blocks: Sequence[int], node: Capacity) -> str:
 def crossing(links: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[int | None]:
     """Return for each worker one that has a link to it over the network, if any.
 
-    Args:
-        links: For each worker, those that have a link to it.
-        nodes: The node of each worker.
+    ``links`` has for each worker those that have a link to it, ``nodes`` its node.
     """
     return [
         next((source for source in own if nodes[source] != nodes[index]), None)
@@ -228,13 +210,8 @@ def link_kinds(
 ) -> dict[str, tuple[str, str | None]]:
     """Return transport and interface of the links that others open to each worker.
 
-    ``auto``: ipc if all ends are on one node, else tcp on the chain's or the site's interface.
-
-    Args:
-        chain: The chain.
-        workers: The workers' specs.
-        interface: The site's interface, or None.
-        nodes: The node of each worker.
+    ``auto``: ipc if all ends are on one node, else tcp on the chain's interface, or on
+    ``interface``, the site's. ``nodes`` has the node of each worker.
     """
     interface = chain.links.interface or interface
     kinds: dict[str, tuple[str, str | None]] = {}
@@ -250,22 +227,11 @@ def link_kinds(
 def check_links(
     chain: ChainSpec,
     workers: Sequence[WorkerSpec],
-    nodes: Sequence[int],
-    interface: str | None,
+    nodes: Sequence[int],  # of each worker
+    interface: str | None,  # of links between nodes, if the chain names none
     locate: Locator,
 ) -> None:
-    """Refuse links that cannot work between the nodes.
-
-    Args:
-        chain: The chain.
-        workers: The workers' specs.
-        nodes: The node of each worker.
-        interface: Interface of links between nodes if the chain names none.
-        locate: Returns the location of a setting in the chain file.
-
-    Raises:
-        SpecError: Names the setting.
-    """
+    """Refuse links that cannot work between the nodes."""
     crossed = enumerate(crossing(_links(workers), nodes))
     ends = next(((source, index) for index, source in crossed if source is not None), None)
     if ends is None:

@@ -34,93 +34,54 @@ _FORMAT = 2  # 1 held commands instead of fields
 
 @dataclass(frozen=True)
 class Need:
-    """The resources that one module needs.
-
-    Attributes:
-        module: Its name.
-        cpus: Processors.
-        gpus: GPUs.
-        memory_mib: Memory in MiB.
-        cost: Its share of the work, in the same unit for all modules.
-    """
+    """The resources that one module needs."""
 
     module: str
     cpus: int = 1
     gpus: int = 0
     memory_mib: int = 0
-    cost: float = 1.0
+    cost: float = 1.0  # its share of the work, in the same unit for all modules
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """How one worker is started; paths are the host's.
-
-    Attributes:
-        module: The module that it serves.
-        attempt: Number of this start of the module, from 1.
-        run: The run directory.
-        sockets: Folder of the run's ipc sockets.
-        log: File for its output.
-        resume: Where it starts: ``auto``, ``none`` or the stream position of a checkpoint.
-        first: Its attempt when the whole chain was last started; None without a supervisor.
-        log_level: Its log level.
-        data: Folder or file of the data or the labels that it reads, or None.
-        transport: Transport of its link from upstream, if it differs from the chain's.
-        interface: Interface of that link, if it differs from the chain's.
-        environment: Variables that extend the starting process's environment.
-        backend: Its container runtime (``launch/runtimes.py``).
-        python: The interpreter on its host.
-        tool: The container program, for containers.
-        image: Path of its image, or None without a container.
-        mounts: Folders of the host inside its container.
-        gpu: The kind of GPU that its container gets, or None.
-        container_args: Further arguments of the container program.
-        prefix: A command that executes the worker's command, such as ``nsenter``.
-        node: The host that it runs on, or None for this one.
-        gained: Whether that host has come to the job later.
-        need: Its resources there.
-        scratch: Folder for temporary files there, or an empty string.
-        scheduler_args: Further arguments of the scheduler's command.
-        by_rank: Whether the worker finds its module by its rank (``worker/rank.py``).
-        active: The replicas that take batches when it starts, of each elastic module.
-    """
+    """How one worker is started; paths are the host's."""
 
     module: str
-    attempt: int
-    run: str
-    sockets: str
-    log: str
-    resume: str = AUTO
+    attempt: int  # number of this start of the module, from 1
+    run: str  # the directory
+    sockets: str  # folder, for ipc
+    log: str  # file for its output
+    resume: str = AUTO  # ``auto``, ``none``, ``join`` or the stream position of a checkpoint
+    # its attempt when the whole chain was last started; None: no supervisor
     first: int | None = None
     log_level: str = "info"
-    data: str | None = None
-    transport: str | None = None
-    interface: str | None = None
+    data: str | None = None  # folder or file of the data or labels that it reads
+    transport: str | None = None  # of its link from upstream, if not the chain's
+    interface: str | None = None  # of that link, if not the chain's
+    # extends that of the starting process
     environment: dict[str, str] = field(default_factory=dict)
     backend: Backend = "process"
-    python: str = "python3"
+    python: str = "python3"  # on its host
     tool: Apptainer | None = None
-    image: str | None = None
-    mounts: tuple[Mount, ...] = ()
-    gpu: Literal["cuda", "rocm"] | None = None
-    container_args: tuple[str, ...] = ()
-    prefix: tuple[str, ...] = ()
-    node: str | None = None
-    gained: bool = False
-    need: Need | None = None
-    scratch: str = ""
-    scheduler_args: tuple[str, ...] = ()
-    by_rank: bool = False
+    image: str | None = None  # path; None: no container
+    mounts: tuple[Mount, ...] = ()  # folders of the host inside its container
+    gpu: Literal["cuda", "rocm"] | None = None  # that its container gets
+    container_args: tuple[str, ...] = ()  # further ones of the container program
+    prefix: tuple[str, ...] = ()  # a command that executes the worker's, such as ``nsenter``
+    node: str | None = None  # the host that it runs on; None: this one
+    gained: bool = False  # that host has come to the job later
+    need: Need | None = None  # its resources there
+    scratch: str = ""  # folder for temporary files there, or empty
+    scheduler_args: tuple[str, ...] = ()  # further ones of the scheduler's command
+    by_rank: bool = False  # it finds its module by its rank (``worker/rank.py``)
+    # replicas that take batches when it starts, of each elastic module
     active: Active | None = None
 
     def moved(self, node: str, *, gained: bool = False) -> WorkerPlan:
         """Return the plan of the worker on another node, where it listens on tcp.
 
         Its neighbours may be anywhere; those on its old node, linked by ipc, move as well.
-
-        Args:
-            node: The node.
-            gained: Whether the job has gained it.
         """
         transport = None if self.transport is None else "tcp"  # a head has no link from upstream
         return replace(self, node=node, gained=gained, transport=transport)
@@ -128,10 +89,8 @@ class WorkerPlan:
     def again(self, attempt: int, *, resume: str | None = None) -> WorkerPlan:
         """Return the plan of the worker's next start.
 
-        Args:
-            attempt: Number of that start of the module.
-            resume: Where the whole chain starts (``worker/resume.py``); None: only this worker
-                restarts, at its own newest state if it has joined the stream.
+        ``resume`` is where the whole chain starts (``worker/resume.py``); None: only this worker
+        restarts, at its own newest state if it has joined the stream.
         """
         log = str(RunDir(Path(self.run)).log(self.module, attempt))
         plan = replace(self, attempt=attempt, log=log)
@@ -140,33 +99,21 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How a run's workers are started.
+    """How a run's workers are started."""
 
-    Attributes:
-        run: The run directory.
-        backend: Backend of the workers.
-        sockets: Folder of the run's ipc sockets.
-        stop_grace_s: Seconds that workers have to stop.
-        workers: The workers, head first.
-        sources: Names of the workers that each one takes its inputs from.
-        keys: Whether the workers need keys, for links that may be encrypted.
-        restart: Rules for restarts of dead workers.
-        scheduler: What starts the workers (``launch/schedulers.py``).
-        elastic: The modules whose number of replicas may change, each with that at the start.
-        auto: Those of them whose number follows what balances the chain.
-    """
-
-    run: str
+    run: str  # the directory
     backend: Backend
-    sockets: str
-    stop_grace_s: float
-    workers: tuple[WorkerPlan, ...]
+    sockets: str  # folder, for ipc
+    stop_grace_s: float  # that workers have to stop
+    workers: tuple[WorkerPlan, ...]  # head first
+    # names of the workers that each one takes its inputs from
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    keys: bool = False
+    keys: bool = False  # workers need some, for links that may be encrypted
     restart: RestartPlan = field(default_factory=RestartPlan)
-    scheduler: str = "local"
+    scheduler: str = "local"  # what starts the workers (``launch/schedulers.py``)
+    # modules whose number of replicas may change: that at the start
     elastic: dict[str, int] = field(default_factory=dict)
-    auto: tuple[str, ...] = ()
+    auto: tuple[str, ...] = ()  # those of them whose number follows what balances the chain
 
     @property
     def resume(self) -> str:
@@ -179,11 +126,7 @@ class LaunchPlan:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> LaunchPlan:
-        """Return the plan in a document of :meth:`to_json`.
-
-        Raises:
-            DataError: The document is not a plan, or one of another version.
-        """
+        """Return the plan in a document of :meth:`to_json`."""
         if document.get("format") != _FORMAT:
             raise DataError(
                 "not a launch plan of this version of dni-runtime",
@@ -198,12 +141,7 @@ class LaunchPlan:
 
     @classmethod
     def read(cls, run: RunDir) -> LaunchPlan:
-        """Return the plan in a run directory.
-
-        Raises:
-            UsageError: There is none.
-            DataError: It is not a plan, or one of another version.
-        """
+        """Return the plan in a run directory."""
         document = read_json(run.plan)
         if document is None:
             raise UsageError(f"{str(run.root)!r} holds no launch plan")

@@ -25,14 +25,8 @@ def plan_again(
 ) -> LaunchPlan:
     """Plan the next start of an existing run, with its scheduler, its backend and its images.
 
-    Args:
-        record: The run.
-        attempt: Number of this start of the run.
-        resume: ``auto``, ``none`` or the stream position of a checkpoint.
-        log_level: Log level of the workers.
-
-    Raises:
-        DniError: As :func:`check_host` and :func:`plan_here`.
+    ``attempt`` is the number of this start of the run; ``resume`` is ``auto``, ``none`` or the
+    stream position of a checkpoint.
     """
     chain, workers = record.specs()
     site = check_host(
@@ -59,37 +53,20 @@ def plan_again(
 
 
 def plan_here(
-    root: Path,
+    root: Path,  # the run directory
     chain: ChainSpec,
-    workers: tuple[WorkerSpec, ...],
+    workers: tuple[WorkerSpec, ...],  # of the modules
     site: Site,
     *,
-    data: Path | None,
-    attempt: int = 1,
-    resume: str = "auto",
+    data: Path | None,  # folder or file
+    attempt: int = 1,  # number of this start of the run
+    resume: str = "auto",  # ``auto``, ``none`` or the stream position of a checkpoint
     log_level: str = "info",
-    supervised: bool = True,
-    scheduler: str = "local",
-    hosts: Sequence[str] = (),
+    supervised: bool = True,  # a supervisor will start the workers
+    scheduler: str = "local",  # what starts them (``launch/schedulers.py``)
+    hosts: Sequence[str] = (),  # if the user names them
 ) -> LaunchPlan:
-    """Plan a start of a run; writes nothing.
-
-    Args:
-        root: The run directory.
-        chain: The chain.
-        workers: The modules' specs.
-        site: Resources of this host.
-        data: Folder or file of the data.
-        attempt: Number of this start of the run.
-        resume: ``auto``, ``none`` or the stream position of a checkpoint.
-        log_level: Log level of the workers.
-        supervised: Whether a supervisor will start the workers.
-        scheduler: What starts them (``launch/schedulers.py``).
-        hosts: Their hosts, if the user names them.
-
-    Raises:
-        DniError: The chain cannot be placed on the hosts.
-    """
+    """Plan a start of a run; writes nothing."""
     root, labels = root.absolute(), chain.data.labels_path
     heads = range(1, workers[0].replicas + 1)
     read = [labels] if data is None else [labels, *(own_path(data, one) for one in heads)]

@@ -50,21 +50,6 @@ class WorkerPool:
 
     A worker is told what is wanted of it by a document (``reports.Control``), which it reads about
     twice a second. A worker that cannot be told is killed when its time is over.
-
-    Args:
-        run: The run directory.
-        plan: The workers to start.
-        starter: Starts them.
-        journal: The run's state and events.
-        clock: Monotonic time in seconds.
-        sleep: Sleeps for the given seconds.
-
-    Attributes:
-        processes: The running workers, by module.
-        due: Times of the scheduled restarts, by module.
-        killed: Modules whose workers the pool has killed.
-        parking: Replicas whose workers are ended because they are not needed any more.
-        workers: Plan of each module's next start.
     """
 
     def __init__(
@@ -74,12 +59,13 @@ class WorkerPool:
         starter: Starter,
         journal: Journal,
         *,
-        clock: Callable[[], float],
+        clock: Callable[[], float],  # monotonic, in seconds
         sleep: Callable[[float], None],
     ) -> None:
-        self.processes: dict[str, Process] = {}
-        self.due: dict[str, float] = {}
-        self.killed: set[str] = set()
+        self.processes: dict[str, Process] = {}  # the running ones, by module
+        self.due: dict[str, float] = {}  # times of the scheduled restarts
+        self.killed: set[str] = set()  # by the pool
+        # replicas that are not needed any more, whose workers are ended
         self.parking: set[str] = set()
         self._run = run
         self._plan = plan
@@ -88,6 +74,7 @@ class WorkerPool:
         self._modules = journal.state.modules
         self._clock = clock
         self._sleep = sleep
+        # plan of each module's next start
         self.workers = {worker.module: worker for worker in plan.workers}
         self._shutdown: dict[str, float] = {}
         self._untold: dict[str, Wanted] = {}
@@ -99,11 +86,7 @@ class WorkerPool:
         return bool(self.processes or self.due)
 
     def start(self, name: str) -> None:
-        """Start a module's worker.
-
-        Raises:
-            DniError: It cannot be started.
-        """
+        """Start a module's worker; raises ``DniError`` if that fails."""
         worker, module = self.workers[name], self._modules[name]
         module.attempt, module.log = worker.attempt, worker.log
         module.exit_code = module.signal = None
@@ -116,12 +99,7 @@ class WorkerPool:
         self._journal.write()  # for a supervisor that takes over
 
     def start_all(self) -> None:
-        """Start all workers; by default at the newest complete cut.
-
-        Raises:
-            DamagedError: All checkpoints are damaged.
-            DniError: A worker cannot be started.
-        """
+        """Start all workers; by default at the newest complete cut."""
         cut = int(self._plan.resume) if self._plan.resume.isdecimal() else 0
         if self._plan.resume == AUTO:
             cut = self._newest_cut(None)
@@ -155,8 +133,7 @@ class WorkerPool:
     def join(self, name: str) -> None:
         """Start the worker of a replica that is to be added to those that take batches.
 
-        Raises:
-            DniError: It cannot be started.
+        Raises ``DniError`` if that fails.
         """
         worker, now = self.workers[name], replicas_now(self._run, self._plan.elastic)
         # the start of the whole chain that it takes part in, as the first replica knows it
@@ -213,15 +190,11 @@ class WorkerPool:
         resume: str | None = None,
         attempt: int | None = None,
     ) -> None:
-        """Restart a worker that has ended.
+        """Restart a worker that has ended, after a delay; the reason is for the event.
 
-        Args:
-            name: Its module.
-            delay_s: Seconds until the restart.
-            reason: Reason for the event.
-            resume: Cut at which the whole chain starts; by default the worker starts at its own
-                newest state, if it has joined the stream.
-            attempt: Number of its next attempt, if not the next one.
+        ``resume`` is the cut at which the whole chain starts; by default the worker starts at its
+        own newest state, if it has joined the stream. ``attempt`` is the number of its next
+        attempt, if not the next one.
         """
         worker, module = self.workers[name], self._modules[name]
         attempt = attempt or worker.attempt + 1
@@ -247,13 +220,7 @@ class WorkerPool:
     def restart_all(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
         """Kill all workers and restart them from the newest complete cut.
 
-        Args:
-            delay_s: Seconds until the restart.
-            reason: Reason for the events.
-            below: A damaged cut; only earlier ones are used.
-
-        Raises:
-            DamagedError: All checkpoints are damaged.
+        ``below`` is a damaged cut: only earlier ones are used.
         """
         self._starter.kill_all(self.processes)
         until_s = self._clock() + LEAVE_S
@@ -276,11 +243,7 @@ class WorkerPool:
         return self.workers[name].resume != self._plan.resume
 
     def fall_back(self, name: str) -> None:
-        """Restart all modules at an older cut, because one module's part is damaged.
-
-        Raises:
-            DamagedError: All older cuts are damaged.
-        """
+        """Restart all modules at an older cut, because one module's part is damaged."""
         begun_at = self.workers[name].resume
         problem = Report.read(self._run.worker(name)).error
         problem = problem or how_it_ended(name, self._modules[name])
@@ -332,11 +295,7 @@ class WorkerPool:
         return self._shutdown.pop(name, None) is not None
 
     def kill_late(self, saves: Callable[[str], bool]) -> None:
-        """Kill the workers that did not exit in time.
-
-        Args:
-            saves: Whether a worker still saves something: it gets more time.
-        """
+        """Kill workers that did not exit in time; one that still ``saves`` something gets more."""
         now = self._clock()
         self._shutdown |= {
             name: max(kill_at, now + LEAVE_S)

@@ -28,30 +28,17 @@ if TYPE_CHECKING:  # they import torch
 
 @dataclass(frozen=True)
 class Prepared:
-    """A chain that has been checked as a whole.
+    """A chain that has been checked as a whole."""
 
-    Attributes:
-        path: Its file.
-        written: The chain as written.
-        chain: The chain with all defaults filled in.
-        info: Description of its data.
-        data: Folder or file of the data; None if the package or the user's class provides it.
-        workers: The modules' specs, head first.
-        sources: The user's source files, by their path relative to an import root.
-        initial: Locations of the modules' initial weights.
-        carried: The checkpoint of another run to go on from.
-        looked: What has been checked, and what has not.
-    """
-
-    path: Path
+    path: Path  # its file
     written: ChainSpec
-    chain: ChainSpec
+    chain: ChainSpec  # with all defaults filled in
     info: DataInfo
-    data: Path | None
-    workers: tuple[WorkerSpec, ...]
-    sources: dict[str, Path]
+    data: Path | None  # folder or file; None: the package or the user's class provides it
+    workers: tuple[WorkerSpec, ...]  # of the modules, head first
+    sources: dict[str, Path]  # the user's source files, by their path relative to an import root
     initial: Found
-    carried: Carried | None = None
+    carried: Carried | None = None  # what to go on from
     looked: Looked | None = None
 
     @property
@@ -106,17 +93,11 @@ def location_in(path: Path, *location: str | int) -> str:
 def prepare(path: Path, *, data: Path | None = None, tries: bool = True) -> Prepared:
     """Read a chain file and check all that can be checked without starting anything.
 
-    Shapes, names and keywords are checked with torch's meta device, the data by its files'
-    headers; then a few samples of it are trained on and evaluated (``trial.py``). Imports torch.
+    Shapes, names and keywords are checked with torch's meta device, the data by its files' headers;
+    then, if ``tries``, a few samples of it are trained on and evaluated (``trial.py``). Imports
+    torch.
 
-    Args:
-        path: The ``chain.yaml``.
-        data: Folder or file to use instead of the chain's ``data.path``.
-        tries: Whether to try it; not for those who only want to know what is written.
-
-    Raises:
-        SpecError: The chain is invalid, or a part of it fails; names file, line and allowed values.
-        DataError: Its data is missing or malformed.
+    ``data`` is a folder or file to use instead of the chain's ``data.path``.
     """
     base = path.parent.absolute()
     written = _beside(base, load_chain(path))
@@ -170,11 +151,7 @@ def _imported(base: Path) -> dict[str, Path]:
 
 
 def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
-    """Check another version of a chain, with the same data.
-
-    Raises:
-        SpecError: It is invalid.
-    """
+    """Check another version of a chain, with the same data."""
     from dni_runtime.core.resolve import resolved_chain, worker_specs
 
     with naming_file(prepared.path), importing_from(prepared.base.absolute()):
@@ -184,11 +161,7 @@ def prepare_again(prepared: Prepared, written: ChainSpec) -> Prepared:
 
 
 def _find_data(chain: ChainSpec, base: Path) -> tuple[DataInfo, Path | None]:
-    """Describe a chain's data, and find its folder or file; with ``{replica}`` in it if there is.
-
-    Raises:
-        DataError: It is missing or malformed; or that of the head's replicas differs.
-    """
+    """Describe a chain's data, and find its folder or file; the path may contain ``{replica}``."""
     from dni_runtime.data import describe, locate
     from dni_runtime.data.paths import resolve
 

@@ -49,17 +49,11 @@ class Starter(Protocol):
     def start(self, worker: WorkerPlan) -> Process:
         """Start one worker, with its output in its log file.
 
-        Raises:
-            UnavailableError: The program cannot be started.
+        Raises ``UnavailableError`` if the program cannot be started.
         """
 
     def adopt(self, worker: WorkerPlan, module: ModuleState) -> Process:
-        """Return a worker that a former supervisor has started.
-
-        Args:
-            worker: Its plan.
-            module: Its recorded state.
-        """
+        """Return a worker that a former supervisor started; ``module`` is its recorded state."""
 
     def kill_all(self, workers: Mapping[str, Process]) -> None:
         """Kill workers, by module, on all hosts."""
@@ -74,9 +68,7 @@ class Hosts(Protocol):
     def lost(self, hosts: Collection[str], *, at_once: bool) -> Sequence[str]:
         """Return those of the hosts that are known to be lost for good.
 
-        Args:
-            hosts: Names of the hosts.
-            at_once: Whether to check now; otherwise only from time to time.
+        ``at_once``: check now; otherwise only from time to time.
         """
 
     def move(
@@ -84,20 +76,13 @@ class Hosts(Protocol):
     ) -> list[WorkerPlan] | None:
         """Return plans of the named workers on other hosts; None if there is no room.
 
-        Args:
-            workers: The present workers, as they are placed now.
-            names: Modules to move.
+        ``workers`` are the present ones, as they are placed now.
         """
 
     def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
-        """Return the plan of a worker that is to start: if possible where it was planned.
+        """Return the plan of a worker that is to start, if possible where it was planned.
 
-        Args:
-            workers: The present workers, as they are placed now.
-            worker: Another one.
-
-        Returns:
-            None if no host has room.
+        None if no host has room. ``workers`` are the present ones, as they are placed now.
         """
 
 
@@ -128,11 +113,7 @@ class LocalProcess:
 
 
 class AdoptedProcess:
-    """A worker whose parent process is gone.
-
-    Args:
-        module: Its recorded state; its process is a session leader.
-    """
+    """A worker whose parent process is gone; it is a session leader."""
 
     def __init__(self, module: ModuleState) -> None:
         self.pid = module.pid or 0
@@ -149,10 +130,7 @@ class AdoptedProcess:
 def guarded(argv: Sequence[str], *, mode: Mode = "exec", tied: bool = True) -> list[str]:
     """Return a command that gets SIGTERM when the thread that starts it ends (``launch.child``).
 
-    Args:
-        argv: The command.
-        mode: As described there.
-        tied: False: the command continues instead.
+    The modes are described there. If not ``tied``, the command continues instead.
     """
     wrapper = [sys.executable, "-I", "-S", str(Path(child.__file__))]
     return [*wrapper, mode, str(os.getpid()), str(int(signal.SIGTERM) if tied else 0), *argv]
@@ -164,20 +142,16 @@ class LocalStarter:
     Tied workers get SIGTERM when this process dies; others continue. The thread that starts tied
     workers must outlive them: the kernel counts the *thread* that started a process as its parent
     (prctl(2), PR_SET_PDEATHSIG).
-
-    Args:
-        environ: The environment, which a plan's own variables extend.
-        tied: Whether the workers end with this process.
-        render: Returns a worker's command on this host.
-        mode: How it gets signals (``launch.child``); by default as a process of this host.
     """
 
     def __init__(
         self,
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,  # a plan's own variables extend it
         *,
         tied: bool = True,
+        # a worker's command on this host
         render: Callable[[WorkerPlan], Sequence[str]] = worker_argv,
+        # how it gets signals (``launch.child``); None: as a process of this host
         mode: Mode | None = None,
     ) -> None:
         self._tied = tied

@@ -35,27 +35,15 @@ def new_run_id(chain: str) -> str:
 
 
 def create_run(
-    root: Path,
+    root: Path,  # must not hold a run yet
     prepared: Prepared,
     *,
     backend: str,
-    images: Mapping[str, Path] | None = None,
+    images: Mapping[str, Path] | None = None,  # by module, for containers
     scheduler: str = "local",
-    hosts: Sequence[str] = (),
+    hosts: Sequence[str] = (),  # of the workers, if the user names them
 ) -> RunDir:
-    """Write all that workers, supervisor and later commands need into a new run directory.
-
-    Args:
-        root: The directory, which must not hold a run yet.
-        prepared: The checked chain.
-        backend: Backend of the workers.
-        images: Image of each module, for containers.
-        scheduler: What starts the workers.
-        hosts: Their hosts, if the user names them.
-
-    Raises:
-        UsageError: The directory already holds a run, or cannot be created.
-    """
+    """Write all that workers, supervisor and later commands need into a new run directory."""
     run = RunDir(root.absolute())
     if run.record.exists():
         raise UsageError(
@@ -128,8 +116,7 @@ class Record(RunRecord):
     def read(cls, root: Path) -> Record:
         """Read the record of the run at ``root``.
 
-        Raises:
-            DataError: There is no run, or its record has another format or is malformed.
+        Raises ``DataError`` if there is no run, or its record has another format or is malformed.
         """
         run = RunDir(root.absolute())
         made = Made.load(run.record)
@@ -153,8 +140,7 @@ class Record(RunRecord):
     def owners(self) -> set[int]:
         """The users to whom its folder, a link to that, and its ``run.json`` belong.
 
-        Raises:
-            OSError: It is gone.
+        Raises ``OSError`` if it is gone.
         """
         root = self.run.root
         return {one.st_uid for one in (root.lstat(), root.stat(), self.run.record.lstat())}
@@ -167,15 +153,9 @@ class Record(RunRecord):
         return False
 
     def check_trusted(self, trust: bool = False) -> None:
-        """Refuse to execute what somebody else has written, other than root.
+        """Refuse to execute what somebody else has written, other than root, without ``trust``.
 
         A run names what is imported and what is started: its specs, its sources, its plan.
-
-        Args:
-            trust: Whether the caller trusts it.
-
-        Raises:
-            UsageError: It is not trusted.
         """
         others = self.owners - {os.geteuid(), 0}
         if others and not trust:
@@ -187,11 +167,7 @@ class Record(RunRecord):
             )
 
     def specs(self) -> tuple[ChainSpec, tuple[WorkerSpec, ...]]:
-        """Return the chain and the modules' specs, as of the run's creation.
-
-        Raises:
-            DataError: The run directory is damaged or of another version.
-        """
+        """Return the chain and the modules' specs, as of the run's creation."""
         try:
             chain = ChainSpec.model_validate_json(self.run.chain.read_bytes())
             workers = [
@@ -207,8 +183,7 @@ class Record(RunRecord):
     def compare_versions(self) -> str | None:
         """Return a note for resuming a run of another version; None if it is of this one.
 
-        Raises:
-            CheckpointError: This version cannot read its checkpoints.
+        Refuses a run with checkpoints that this version cannot read.
         """
         made, version = self.versions.checkpoint, self.versions.dni_runtime
         if made is not None and made not in READABLE:
@@ -235,15 +210,7 @@ def list_runs(folder: Path) -> list[Record]:
 
 
 def find_run(name: str | None, folder: Path) -> Record:
-    """Find a run by path, name or beginning of its name; by default the caller's latest.
-
-    Args:
-        name: Text from the user.
-        folder: Folder of the runs.
-
-    Raises:
-        UsageError: There is none, or more than one.
-    """
+    """Find a run by path, name or beginning of its name; by default the caller's latest."""
     if name is not None:
         for path in (Path(name), folder / name):
             if (path / "run.json").is_file():

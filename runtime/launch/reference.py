@@ -38,24 +38,12 @@ def default_threads(prepared: Prepared) -> int:
 
 
 def run_reference(record: Record, threads: int) -> None:
-    """Train in a new process, which has its own number of threads.
-
-    Args:
-        record: The reference's run.
-        threads: Threads of its computations.
-
-    Raises:
-        WorkerError: The process failed.
-    """
+    """Train in a new process, which has its own number of threads."""
     in_new_process(record, ["dnictl", "reference", str(record.run.root), "--threads", str(threads)])
 
 
 def in_new_process(record: Record, module: Sequence[str]) -> str:
-    """Run a Python module with a log in the run directory; return its output.
-
-    Raises:
-        WorkerError: The process failed.
-    """
+    """Run a Python module with a log in the run directory; return its output."""
     log = record.run.log(REFERENCE, 1)
     with log.open("wb") as file:
         done = subprocess.run(
@@ -96,10 +84,6 @@ def train_reference(record: Record, threads: int) -> None:
     """Train the concatenated network on the same batches.
 
     Write a line of metrics at the start and after each evaluation, as a tail does.
-
-    Args:
-        record: The run directory.
-        threads: Threads of the computations.
     """
     with opened(record, threads) as (chain, workers, reference, source):
         postpone_dynamo()

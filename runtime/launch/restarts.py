@@ -14,43 +14,30 @@ Scope = Literal["module", "chain"]
 class RestartPlan:
     """A plan's rules for restarts (``restart`` in chain.yaml).
 
-    Attributes:
-        policy: Whether dead workers are restarted.
-        limit: Consecutive restarts of one module before the run fails.
-        backoff_s: Seconds before the first restart; doubled for each further one.
-        backoff_max_s: Longest wait before a restart, in seconds.
-        healthy_s: Seconds of uptime that reset the count of restarts.
-        on_stall: Whether stalled modules (``launch/stall.py``) are restarted or only reported.
-        stall_s: Seconds without progress after which a module may count as stalled.
-        scope: The module that died, or the whole chain if a gradient interface waits for true
-            gradients, which are lost with the module, or replicas form a process group, which does
-            not survive the loss of a process.
+    The ``scope`` is the module that died, or the whole chain if a gradient interface waits for true
+    gradients, which are lost with the module, or replicas form a process group, which does not
+    survive the loss of a process.
     """
 
     policy: Literal["on-failure", "never"] = "never"
-    limit: int = 10
-    backoff_s: float = 0.5
-    backoff_max_s: float = 30.0
-    healthy_s: float = 60.0
+    limit: int = 10  # consecutive restarts of one module before the run fails
+    backoff_s: float = 0.5  # before the first restart; doubled for each further one
+    backoff_max_s: float = 30.0  # longest wait before a restart
+    healthy_s: float = 60.0  # of uptime, which reset the count of restarts
+    # whether stalled modules (``launch/stall.py``) are restarted or only reported
     on_stall: Literal["warn", "restart"] = "warn"
-    stall_s: float = 120.0
+    stall_s: float = 120.0  # without progress, after which a module may count as stalled
     scope: Scope = "module"
 
 
 @dataclass
 class Backoff:
-    """Recent restarts of one module.
+    """Recent restarts of one module."""
 
-    Attributes:
-        streak: Consecutive restarts without ``healthy_s`` of uptime between.
-        attempt: The newest attempt that has run; 0: none.
-        running_since_s: Time since which its worker runs; None: it has ended.
-        death: The error that ended it last, and its position in the stream then; None: a signal.
-    """
-
-    streak: int = 0
-    attempt: int = 0
-    running_since_s: float | None = None
+    streak: int = 0  # consecutive restarts without ``healthy_s`` of uptime between
+    attempt: int = 0  # the newest that has run; 0: none
+    running_since_s: float | None = None  # None: its worker does not run
+    # the error that ended it last, and its position in the stream then; None: a signal
     death: tuple[str, int] | None = None
 
     def repeats(self, error: str | None, id: int) -> bool:
@@ -86,10 +73,7 @@ class Backoff:
     def delay_s(self, plan: RestartPlan, exit_code: int, now_s: float) -> float | None:
         """Return the seconds until the restart; None if there is none.
 
-        Args:
-            plan: The rules.
-            exit_code: The worker's exit code, as a shell reports it.
-            now_s: Time, by the clock of ``running_since_s``.
+        ``exit_code`` is as a shell reports it, ``now_s`` by the clock of ``running_since_s``.
         """
         allowed = self.allows(plan, exit_code, now_s)
         since_s, self.running_since_s = self.running_since_s, None

@@ -264,11 +264,7 @@ class Run(Checkpointed):
             request.unlink(missing_ok=True)
 
     def _supervised(self, problem: str) -> RunState:
-        """Return the state of the run, which must have a supervisor.
-
-        Raises:
-            UsageError: It has none.
-        """
+        """Return the state of the run; refuse one without a supervisor."""
         state = self.state()
         if state.phase not in ("starting", "running", "stalled") or not state.pid:
             done = state.phase in ("queued", "stopping", "finished")
@@ -281,11 +277,7 @@ class Run(Checkpointed):
         return state
 
     def _answered(self, state: RunState, done: Callable[[], bool]) -> None:
-        """Wait until the supervisor has taken a request.
-
-        Raises:
-            UsageError: It does not answer.
-        """
+        """Wait until the supervisor has taken a request."""
         until = time.monotonic() + _REQUEST_TIMEOUT_S
         while not done():
             if time.monotonic() >= until:

@@ -54,7 +54,7 @@ def _forget_groups(run: RunDir) -> None:
 
 
 def remove_runtime_files(run: RunDir, sockets: Path) -> None:
-    """Remove the sockets and keys.
+    """Remove the sockets, the keys and the files of process groups.
 
     Others may write to the parent of the socket folder: links are not followed, and a folder that
     is not private to this user is left alone.

@@ -24,8 +24,7 @@ from dni_runtime.spec import ChainSpec, WorkerSpec
 class Scheduler(Protocol):
     """Runs the workers of a run; logs are files in the run directory, whatever starts them.
 
-    Attributes:
-        elsewhere: Whether workers run on other hosts, which share the files of this one.
+    ``elsewhere``: the workers run on other hosts, which share the files of this one.
     """
 
     @property
@@ -34,44 +33,19 @@ class Scheduler(Protocol):
     def plan(
         self, chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
     ) -> LaunchPlan:
-        """Plan a start of a run; writes nothing.
-
-        Args:
-            chain: The chain.
-            workers: The workers' specs, head first.
-            settings: All other settings.
-
-        Raises:
-            DniError: The chain cannot be placed on the hosts.
-        """
+        """Plan a start of a run, with its workers given head first; writes nothing."""
 
     def check(self, plan: LaunchPlan) -> None:
-        """Check that workers can be started on the hosts of a plan.
-
-        Raises:
-            UnavailableError: A host cannot be used.
-        """
+        """Check that workers can be started on the hosts of a plan."""
 
     def take_over(self, record: Record, state: RunState) -> LaunchPlan | None:
-        """Return the plan that a supervisor in the background starts; None if the run has finished.
-
-        Args:
-            record: The run.
-            state: Its state.
-
-        Raises:
-            DniError: There is no plan.
-        """
+        """Return the plan that a background supervisor starts; None if the run has finished."""
 
     def command(self, worker: WorkerPlan) -> Sequence[str]:
         """Return the command of this host that runs a worker."""
 
     def starter(self, environ: Mapping[str, str]) -> Starter:
-        """Return what starts and kills workers.
-
-        Args:
-            environ: The environment, which a plan's own variables extend.
-        """
+        """Return what starts and kills workers; a plan's own variables extend ``environ``."""
 
     def hosts(self, plan: LaunchPlan) -> Hosts | None:
         """Return the hosts of a plan's workers, if a host can be lost and its modules moved."""
@@ -80,12 +54,7 @@ class Scheduler(Protocol):
         """Remove what a run has left on its hosts."""
 
     def describe(self, runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
-        """Complete the states of those runs that are this scheduler's.
-
-        Args:
-            runs: Runs, of any scheduler.
-            states: Their own states.
-        """
+        """Complete the states of this scheduler's runs; ``runs`` may have those of others, too."""
 
     def cancel(self, run: RunDir) -> None:
         """Cancel a start that waits for its hosts."""

@@ -32,52 +32,32 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """Settings of a plan besides the chain.
+    """Settings of a plan besides the chain."""
 
-    Attributes:
-        run: The run directory, as an absolute path.
-        backend: Backend of the workers.
-        sockets: Folder for the run's ipc sockets.
-        data: Folder or file of the head's data, or None.
-        labels: Folder or file of the labels, if the tail reads them from one of their own.
-        tool: The container program, for containers.
-        images: Image of each module, for containers.
-        files: Which of ``data`` and ``labels`` are files: containers see the folders they are in.
-        mounts: Further mounts of the containers.
-        attempt: Number of this start of the run, from 1.
-        resume: ``auto``, ``none`` or the stream position of a checkpoint.
-        python: The interpreter, for processes.
-        python_path: The caller's ``PYTHONPATH``, for processes.
-        log_level: Log level of the workers.
-        links: Transport and interface of upstream links, by module, if they differ from the chain.
-        container_args: Further arguments of the container program.
-        scratch: Folder for temporary files on the worker's node, or an empty string.
-        hosts: The hosts of the workers, if the user names them.
-        supervised: Whether a supervisor prepares the run. Otherwise containers see the whole run
-            directory, and the workers create the files that they need.
-        by_rank: Whether one launcher starts all workers, by one command.
-    """
-
-    run: Path
+    run: Path  # the directory, as an absolute path
     backend: Backend
-    sockets: Path
-    data: Path | None = None
-    labels: Path | None = None
+    sockets: Path  # folder, for ipc
+    data: Path | None = None  # folder or file, of the head
+    labels: Path | None = None  # folder or file, if the tail reads them from one of their own
     tool: Apptainer | None = None
-    images: Mapping[str, Path] = field(default_factory=dict)
+    images: Mapping[str, Path] = field(default_factory=dict)  # by module
+    # which of ``data`` and ``labels`` are files: containers see the folders they are in
     files: Collection[Path] = ()
-    mounts: tuple[Mount, ...] = ()
-    attempt: int = 1
-    resume: str = "auto"
-    python: str = "python3"
-    python_path: str = ""
+    mounts: tuple[Mount, ...] = ()  # further ones of the containers
+    attempt: int = 1  # number of this start of the run, from 1
+    resume: str = "auto"  # ``auto``, ``none`` or the stream position of a checkpoint
+    python: str = "python3"  # for processes
+    python_path: str = ""  # the caller's ``PYTHONPATH``, for processes
     log_level: str = "info"
+    # transport and interface of upstream links, by module, if not the chain's
     links: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
-    container_args: tuple[str, ...] = ()
-    scratch: str = ""
-    hosts: tuple[str, ...] = ()
+    container_args: tuple[str, ...] = ()  # further ones of the container program
+    scratch: str = ""  # folder for temporary files on the worker's node, or empty
+    hosts: tuple[str, ...] = ()  # if the user names them
+    # A supervisor prepares the run. Otherwise containers see the whole run directory, and the
+    # workers create the files that they need.
     supervised: bool = True
-    by_rank: bool = False
+    by_rank: bool = False  # one launcher starts all workers, by one command
 
     def read_by(self, worker: WorkerSpec) -> Path | None:
         """Folder or file of the data that a worker reads; None if it reads none, or needs none."""
@@ -91,19 +71,7 @@ class LaunchSettings:
 def make_plan(
     chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
 ) -> LaunchPlan:
-    """Plan the start of all workers of a chain.
-
-    Args:
-        chain: The chain.
-        workers: The workers' specs, head first.
-        settings: All other settings.
-
-    Returns:
-        The plan; it depends on the arguments alone.
-
-    Raises:
-        UsageError: Replicas that come and go, or have to agree, lack a supervisor.
-    """
+    """Plan the start of all workers, given head first; the plan depends on the arguments alone."""
     changing = [
         one.name
         for one in chain.modules

@@ -28,59 +28,34 @@ from dni_runtime.split.weights import load_weights
 
 @dataclass(frozen=True)
 class Taken:
-    """A network that has been taken apart.
-
-    Attributes:
-        prepared: The chain, checked as a whole.
-        parts: Its modules.
-        weights: The file of the weights.
-    """
+    """A network that has been taken apart."""
 
     prepared: Prepared
-    parts: Sequence[Part]
-    weights: Path
+    parts: Sequence[Part]  # its modules
+    weights: Path  # their file
 
 
 def split_chain(
-    target: str,
-    path: Path,
-    settings: Mapping[str, Any],
+    target: str,  # import path of a function or class that returns the network
+    path: Path,  # the chain file to write; import paths start in its folder
+    settings: Mapping[str, Any],  # the chain's other keys; ``data`` is needed
     *,
-    args: Mapping[str, Any] | None = None,
-    modules: int = 2,
-    at: Sequence[str] = (),
+    args: Mapping[str, Any] | None = None,  # keywords of the function
+    modules: int = 2,  # their number
+    at: Sequence[str] = (),  # instead, the network's own modules after which to cut
     balance: Balance = "time",
-    links: str = "fast",
+    links: str = "fast",  # ``fast`` or ``slow``
+    # arguments of ``forward`` for the data's inputs; by default its first ones
     takes: Sequence[str] = (),
+    # where the tensor is in what ``forward`` returns: ``0``, ``logits``
     returns: str | int | None = None,
+    # a state dict to start from; None: the weights that the function gives
     weights: Path | None = None,
-    state: nn.Module | None = None,
-    interface: str | None = None,
-    force: bool = False,
+    state: nn.Module | None = None,  # instead, a network that has them
+    interface: str | None = None,  # of all modules, as in a chain file
+    force: bool = False,  # replace a chain file that ``split`` has not written
 ) -> Taken:
-    """Take a network apart, and write a chain file and its weights.
-
-    Args:
-        target: Import path of a function or class that returns the network.
-        path: The chain file to write; import paths start in its folder.
-        settings: The chain's other keys; ``data`` is needed.
-        args: Keyword arguments of the function.
-        modules: Number of modules.
-        at: Instead, the network's own modules after which to cut.
-        balance: What is to be equal among the modules: time, memory, or both.
-        links: ``fast`` or ``slow``.
-        takes: Arguments of ``forward`` for the data's inputs; by default its first ones.
-        returns: Where the tensor is in what ``forward`` returns: ``0``, ``logits``.
-        weights: A state dict to start from; by default the weights that the function gives.
-        state: Instead, a network that has them.
-        interface: The gradient interface of all modules, as in a chain file.
-        force: Whether to replace a chain file that ``split`` has not written.
-
-    Raises:
-        SpecError: The network cannot be built, traced or cut so.
-        DataError: The data or the weights cannot be used.
-        UsageError: The chain file exists.
-    """
+    """Take a network apart, and write a chain file and its weights."""
     if path.exists() and not force and not path.read_text("utf-8").startswith(HEADER):
         raise UsageError(
             f"{str(path)!r} exists, and 'dnictl split' did not write it",
@@ -120,11 +95,7 @@ def split_chain(
 
 
 def first_batch(data: DataSpec, base: Path) -> tuple[Tensor, ...]:
-    """Return the inputs of the first training batch.
-
-    Raises:
-        DataError: The data cannot be read.
-    """
+    """Return the inputs of the first training batch."""
     source = open_data(data.model_copy(update={"workers": 0}), base, seed=0)
     return as_inputs(next(source.train_batches(0))[0])
 
@@ -139,11 +110,7 @@ def _freeze_as(network: nn.Module, state: nn.Module, defaults: Mapping[str, Any]
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Return the keys of a chain file, without its modules.
-
-    Raises:
-        SpecError: It is no chain file.
-    """
+    """Return the keys of a chain file, without its modules."""
     try:
         document = parse_yaml(path.read_text("utf-8"), str(path))[0]
     except (OSError, UnicodeDecodeError) as error:

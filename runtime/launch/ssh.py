@@ -41,11 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts in a list such as ``a,user@b``.
-
-    Raises:
-        UsageError: It is malformed, or names a host twice.
-    """
+    """Return the hosts in a list such as ``a,user@b``."""
     hosts = tuple(text.split(","))
     for host in hosts:
         if not host or host.startswith("-") or any(c.isspace() for c in host):

@@ -52,42 +52,27 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Stall:
-    """One stall and its cause.
+    """One stall and its cause."""
 
-    Attributes:
-        modules: The modules that cause it: one that hangs, or the two of a link, downstream first.
-            The first one is restarted.
-        starts: Attempt of each.
-        message: Description for people.
-    """
-
+    # The causes: one that hangs, or the two of a link, downstream first; they are restarted in
+    # turn.
     modules: tuple[str, ...]
-    starts: tuple[int, ...]
-    message: str = field(compare=False)
+    starts: tuple[int, ...]  # attempt of each
+    message: str = field(compare=False)  # for people
 
 
 @dataclass
 class _Seen:
-    """Observations of one attempt of a module; times in seconds in which the supervisor looked.
+    """Observations of one attempt of a module; times in seconds in which the supervisor looked."""
 
-    Attributes:
-        report: The newest report; empty before the first.
-        changed_s: Time of its last change.
-        moved_s: Time of the last change of the module's phase or position.
-        began_s: Time of the first report of what it does now.
-        moves: Number of changes of its position.
-        longest_s: Duration of its longest batch, except the first.
-        passed_s: Time when the modules upstream had moved past the position of this one.
-        saved_s: Time of the last progress with saving its state.
-    """
-
-    report: Report
-    changed_s: float
-    moved_s: float
-    began_s: float
-    saved_s: float
-    moves: int = 0
-    longest_s: float = 0.0
+    report: Report  # the newest; empty before the first
+    changed_s: float  # of the report's last change
+    moved_s: float  # of the last change of the module's phase or position
+    began_s: float  # of the first report of what it does now
+    saved_s: float  # of the last progress with saving its state
+    moves: int = 0  # changes of its position
+    longest_s: float = 0.0  # duration of its longest batch, except the first
+    # when the modules upstream had moved past the position of this one
     passed_s: float | None = None
 
     @property
@@ -109,18 +94,13 @@ class _Seen:
 
 
 class StallRule:
-    """Follows the reports of a run's workers.
-
-    Args:
-        modules: The modules, head first.
-        stall_s: ``restart.stall_s`` of the chain.
-        sources: The modules that each one takes its inputs from (default: the one before).
-    """
+    """Follows the reports of a run's workers."""
 
     def __init__(
         self,
-        modules: Sequence[str],
-        stall_s: float,
+        modules: Sequence[str],  # head first
+        stall_s: float,  # ``restart.stall_s`` of the chain
+        # that each one takes its inputs from (default: the one before)
         sources: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._modules = modules
@@ -138,10 +118,9 @@ class StallRule:
     ) -> list[Stall]:
         """Return the stalls according to the reports until now.
 
-        Args:
-            now_s: The reader's monotonic time in seconds.
-            reports: The newest report of each module that has a worker; empty before the first.
-            finished: Modules that have finished and whose workers have exited.
+        ``now_s`` is the reader's monotonic time. ``reports`` has the newest one of each module that
+        has a worker, empty before the first; ``finished`` are modules that have finished and whose
+        workers have exited.
         """
         if self._looked_s is not None:
             self._now_s += min(now_s - self._looked_s, GAP_S)

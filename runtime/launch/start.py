@@ -42,9 +42,6 @@ def take(run: RunDir) -> Lease:
     """Become the owner of a run, so that no other process supervises it.
 
     A supervisor reports the end of a run shortly before it releases it: that is waited for.
-
-    Raises:
-        UsageError: Another process owns it.
     """
     until = time.monotonic() + _RELEASED_S
     while True:
@@ -61,27 +58,16 @@ def take(run: RunDir) -> Lease:
 
 @dataclass(frozen=True)
 class Launch:
-    """A plan and the right to start it.
-
-    Attributes:
-        run: The run directory.
-        plan: The workers to start.
-        lease: The ownership of the run.
-        adopt: State of a run whose running workers are taken over instead.
-    """
+    """A plan and the right to start it."""
 
     run: RunDir
     plan: LaunchPlan
     lease: Lease
-    adopt: RunState | None = None
+    adopt: RunState | None = None  # of a run whose running workers are taken over instead
 
     @classmethod
     def of(cls, run: RunDir, plan: LaunchPlan, lease: Lease | None = None) -> Launch:
-        """Become the owner of a run, and keep the plan in its directory.
-
-        Raises:
-            UsageError: Another process owns the run.
-        """
+        """Become the owner of a run, and keep the plan in its directory."""
         lease = lease or take(run)
         write_json(run.plan, plan.to_json())
         return cls(run, plan, lease)
@@ -89,11 +75,7 @@ class Launch:
     def supervise(self, observe: Callable[[RunState], None] | None = None) -> RunState:
         """Start the workers, by the plan's scheduler, and supervise them.
 
-        Args:
-            observe: Called with the run's state a few times a second, and at the end.
-
-        Raises:
-            DniError: A worker cannot be started.
+        ``observe`` gets the run's state a few times a second, and at the end.
         """
         owned = True
         try:
@@ -115,14 +97,7 @@ class Launch:
         return Supervisor(self.run, plan, starter, hosts=hosts, lease=self.lease, adopt=self.adopt)
 
     def detach(self) -> int:
-        """Start a supervisor in the background and wait until it runs.
-
-        Returns:
-            The supervisor's process id.
-
-        Raises:
-            WorkerError: The supervisor exited at once, or did not start in time.
-        """
+        """Start a supervisor in the background, wait until it runs, and return its process id."""
         self.run.supervisor_log.parent.mkdir(parents=True, exist_ok=True)
         with self.run.supervisor_log.open("ab") as log:
             process = subprocess.Popen(
@@ -154,20 +129,9 @@ class Launch:
 
 
 def end_leftovers(run: RunDir, state: RunState, grace_s: float) -> RunState:
-    """Stop workers that have no supervisor, after a common checkpoint.
+    """Stop workers that have no supervisor, after a common checkpoint; return the run's state then.
 
-    Those that take too long are killed, unless they save something.
-
-    Args:
-        run: The run directory.
-        state: The run's state.
-        grace_s: Seconds until they are killed.
-
-    Returns:
-        The run's state after they have exited.
-
-    Raises:
-        UsageError: They are on another host.
+    Those that take longer than ``grace_s`` are killed, unless they save something.
     """
     if state.phase not in ("unsupervised", "lost"):
         return state

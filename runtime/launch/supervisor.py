@@ -45,31 +45,22 @@ class Supervisor:
     A worker that dies is restarted according to the plan's ``restart``, from its own newest state,
     while its neighbours continue or wait. If a restart cannot help, or the limit is reached, the
     run ends: the other workers are stopped cleanly and keep their checkpoints. The first SIGINT,
-    SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them.
-    Workers of a lost host are restarted on other hosts; if these have no room, the run stops and
-    can be resumed.
-
-    Args:
-        run: The run directory.
-        plan: The workers to start.
-        starter: Starts them; by default on this host.
-        hosts: The hosts of the workers, if a host can be lost.
-        lease: The ownership of the run; released at the end.
-        adopt: State of a run whose supervisor was killed; its running workers are taken over.
-        clock: Monotonic time in seconds.
-        sleep: Sleeps for the given seconds.
+    SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them. Workers
+    of a lost host are restarted on other hosts; if these have no room, the run stops and can be
+    resumed.
     """
 
     def __init__(
         self,
         run: RunDir,
         plan: LaunchPlan,
-        starter: Starter | None = None,
+        starter: Starter | None = None,  # None: of processes of this host
         *,
-        hosts: Hosts | None = None,
-        lease: Lease | None = None,
+        hosts: Hosts | None = None,  # of the workers, if a host can be lost
+        lease: Lease | None = None,  # released at the end
+        # of a run whose supervisor was killed; its running workers are taken over
         adopt: RunState | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,  # monotonic, in seconds
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._run = run
@@ -98,16 +89,10 @@ class Supervisor:
         self._sleep = sleep
 
     def run(self, observe: Callable[[RunState], None] | None = None) -> RunState:
-        """Supervise until the last worker has ended.
+        """Supervise until the last worker has ended; return the final state, with an exit code.
 
-        Args:
-            observe: Called first, then a few times a second, after each poll, and at the end.
-
-        Returns:
-            The final state: ``finished``, ``stopped`` or ``failed``, with an exit code.
-
-        Raises:
-            DniError: A worker cannot be started; those already started have been killed.
+        ``observe`` gets the state first, then a few times a second, after each poll, and at the
+        end. If a worker cannot be started at first, those already started are killed.
         """
         sockets, observe = Path(self._plan.sockets), observe or (lambda state: None)
         with catching_signals(self.interrupt):

@@ -46,9 +46,7 @@ _CRC_BYTES = 4
 def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
     """The points of one line of metrics, by tag; what is null has none.
 
-    Args:
-        line: The line.
-        early: Whether its module is not the tail, so that evaluations are of an early head.
+    ``early``: its module is not the tail, so that evaluations are of an early head.
     """
     found: dict[str, float | None] = {}
     if isinstance(line, EvaluationLine):
@@ -61,15 +59,7 @@ def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
 
 
 class Board:
-    """The event files of a run.
-
-    Args:
-        record: The run.
-        folder: Where they lie, a folder per module.
-
-    Raises:
-        UnavailableError: The package ``tensorboard`` is not installed.
-    """
+    """The event files of a run, a folder per module."""
 
     def __init__(self, record: Record, folder: Path) -> None:
         self.folder = folder
@@ -79,14 +69,7 @@ class Board:
         self._files: dict[str, _EventFile] = {}
 
     def update(self) -> dict[str, int]:
-        """Add what is new.
-
-        Returns:
-            How many events were added, by module.
-
-        Raises:
-            UsageError: The folder cannot be written.
-        """
+        """Add what is new; return how many events were added, by module."""
         for path in sorted(self._metrics.glob("*.jsonl")):
             if path.stem not in self._files:
                 self._files[path.stem] = _EventFile(

@@ -56,15 +56,8 @@ def try_chain(
 ) -> Looked:
     """Look at a chain's data, and train and evaluate its modules on a few samples of it.
 
-    Args:
-        chain: The chain.
-        workers: Its modules.
-        base: Folder of the chain file.
-        path: Folder or file of its data; None if it needs none.
-
-    Raises:
-        DataError: A sample or a label is not what the chain can use; names it.
-        SpecError: A module, the loss, an interface or a metric fails on them.
+    ``base`` is the folder of the chain file, ``path`` the folder or file of the data, if it needs
+    one.
     """
     looked, stops = Looked(), chain.on_nan == "stop"
     if path is not None and path.is_file() and path.stat().st_size > LARGEST_BYTES:
@@ -135,11 +128,7 @@ def _read(split: Split) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
 def _run(
     workers: Sequence[WorkerSpec], train: Batch | None, evaluated: Batch | None, *, stops: bool
 ) -> str | None:
-    """Train and evaluate all modules on a batch; return why they cannot be tried here.
-
-    Raises:
-        SpecError: One fails.
-    """
+    """Train and evaluate all modules on a batch; return why they cannot be tried here."""
     assert train is not None  # the data fill a batch
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a batch that is not the training's

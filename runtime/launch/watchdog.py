@@ -14,28 +14,16 @@ from dni_runtime.launch.stall import Stall, StallRule
 
 @dataclass
 class _Open:
-    """A stall that is not over; its modules may have been restarted.
+    """A stall that is not over; its modules may have been restarted."""
 
-    Attributes:
-        since_s: Time of its detection.
-        moves: Moves of the modules until then.
-        starts: Number of stalled attempts of the modules.
-        stall: The newest finding.
-    """
-
-    since_s: float
-    moves: int
-    starts: int = 0
-    stall: Stall | None = None
+    since_s: float  # time of its detection
+    moves: int  # of the modules, until then
+    starts: int = 0  # stalled attempts of the modules
+    stall: Stall | None = None  # the newest finding
 
 
 class Watchdog:
-    """Maintains the run's phase ``stalled``, with the reason as its error, and its events.
-
-    Args:
-        plan: The run's plan.
-        journal: The run's state and events.
-    """
+    """Maintains the run's phase ``stalled``, with the reason as its error, and its events."""
 
     def __init__(self, plan: LaunchPlan, journal: Journal) -> None:
         self._rule = StallRule([w.module for w in plan.workers], plan.restart.stall_s, plan.sources)
@@ -45,14 +33,10 @@ class Watchdog:
         self._before: RunPhase = "starting"
 
     def look(self, now_s: float, reports: Mapping[str, Report]) -> dict[str, float]:
-        """Judge the workers by their newest reports.
+        """Judge the workers by their newest reports; return the modules to restart.
 
-        Args:
-            now_s: The supervisor's monotonic time in seconds.
-            reports: The report of each module that has a worker; empty before the first.
-
-        Returns:
-            Seconds for which each module to restart has stood still.
+        With each: the seconds for which it has stood still. ``now_s`` is the supervisor's monotonic
+        time; ``reports`` has that of each module with a worker, empty before the first.
         """
         state, restart = self._journal.state, dict[str, float]()
         ended = [n for n, m in state.modules.items() if m.state == "finished" and n not in reports]

@@ -23,20 +23,10 @@ _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def listen_address(links: LinksSpec, index: int, socket_folder: Path, module: str) -> str:
-    """The address that a module's input end binds.
+    """The address that a module's input end binds: ``ipc://PATH`` or ``tcp://IP:PORT``.
 
-    Args:
-        links: The chain's link settings.
-        index: Number of the link; its port is ``links.port + index``.
-        socket_folder: Where ipc sockets lie (``rundir.socket_folder``).
-        module: The module's name, or that of its link.
-
-    Returns:
-        ``ipc://PATH`` or ``tcp://IP:PORT``; the port is ``*`` where the system chooses one.
-
-    Raises:
-        UnavailableError: The interface or address is not there.
-        SpecError: That is no address to listen on, or there is no such port.
+    The port is ``links.port + index`` (of the link), or ``*`` if the system chooses one; ``module``
+    may also be the name of the link.
     """
     if links.transport != "tcp":
         return f"ipc://{socket_folder / module}.sock"
@@ -57,7 +47,7 @@ def listen_address(links: LinksSpec, index: int, socket_folder: Path, module: st
 
 
 def encrypted(links: LinksSpec, address: str) -> bool:
-    """Whether a link whose input end listens at an address is encrypted.
+    """Whether a link whose input end listens at this address is encrypted.
 
     Both ends ask this, and know the same address. ``ipc://`` never is: its sockets lie in a folder
     that only their owner can enter.
@@ -76,9 +66,8 @@ def encrypted(links: LinksSpec, address: str) -> bool:
 def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str) -> str:
     """The address as :func:`listen_address` gives it, with proof that it can be had now.
 
-    Raises:
-        UnavailableError: The port or path is taken; or as :func:`listen_address`.
-        SpecError: As :func:`listen_address`.
+    Raises ``UnavailableError`` if the interface, address, port or path is missing or taken,
+    ``SpecError`` if it is no address to listen on or there is no such port.
     """
     address = listen_address(links, index, socket_folder, module)
     if address.startswith("ipc://"):
@@ -90,12 +79,7 @@ def check_address(links: LinksSpec, index: int, socket_folder: Path, module: str
 
 
 def interface_name(interface: str) -> str:
-    """Return the name of the interface that ``links.interface`` means.
-
-    Raises:
-        UnavailableError: The interface or address is not there.
-        SpecError: That is no address to listen on.
-    """
+    """Return the name of the interface that ``links.interface`` means."""
     ip = _resolve(interface)
     return next(name for name, own in addresses() if own == ip)
 

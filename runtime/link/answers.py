@@ -21,13 +21,8 @@ class Answers:
     What cannot be sent now waits for :meth:`send_due`, in this order: DRAINED promises that
     gradients have been sent. A gradient waits only if a module upstream waits for it.
 
-    Args:
-        receiver: The end's state.
-        resend: Number of gradients to send again on a new connection; 0: none is waited for.
-        send: Sends frames upstream; returns whether that was possible.
-
-    Attributes:
-        ack_due: Whether an acknowledgement is still to be sent.
+    ``resend`` is the number of gradients to send again on a new connection; 0: none is waited for.
+    ``send`` returns whether that was possible.
     """
 
     def __init__(

@@ -15,33 +15,18 @@ End = Literal["input", "output"]
 
 @dataclass(frozen=True)
 class LinkContract:
-    """Properties of one link that both ends must agree on.
-
-    Attributes:
-        source: The module upstream.
-        target: The module downstream.
-        activation: Contract of activations, sent downstream as ``h``; None if only inputs of the
-            data are.
-        data: Contracts of inputs of the data, sent as ``x0``, ``x1`` …
-        label: Contract of labels, sent downstream as ``y``, which is empty if they stay at the
-            tail.
-        labelled: Whether labels travel.
-        gradient: Contract of gradients, sent upstream as ``g``; None if upstream needs none.
-        dtype: Compute type of the module at this end.
-        messages: Whether samples are words of messages; see ``EdgeSpec``.
-        agreement: Fields that HELLO compares, in this order.
-    """
+    """Properties of one link that both ends must agree on."""
 
     source: str
     target: str
-    activation: TensorContract | None
-    data: tuple[TensorContract, ...]
-    label: TensorContract
-    labelled: bool
-    gradient: TensorContract | None
-    dtype: str
-    messages: bool
-    agreement: dict[str, str]
+    activation: TensorContract | None  # sent downstream as h; None if only inputs of the data are
+    data: tuple[TensorContract, ...]  # sent downstream as x0, x1 …
+    label: TensorContract  # sent downstream as y, which is empty if they stay at the tail
+    labelled: bool  # whether labels travel
+    gradient: TensorContract | None  # sent upstream as g; None if upstream needs none
+    dtype: str  # compute type of the module at this end
+    messages: bool  # samples are words of messages; see EdgeSpec
+    agreement: dict[str, str]  # what HELLO compares, in this order
 
     @classmethod
     def of(cls, spec: WorkerSpec, edge: EdgeSpec) -> Self:

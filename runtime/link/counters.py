@@ -15,27 +15,18 @@ _QUIET_S = 10.0
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Counts of one end of a link since it was made.
+    """Counts of one end of a link since it was made."""
 
-    Attributes:
-        refused: Refused messages and connections, by reason (docs/wire.md, "Checks").
-        resent: Messages transmitted again, on a new connection.
-        duplicates: Messages dropped because they had come before.
-        gaps: Ids that never came.
-        gradients: Gradients received (output end) or sent (input end).
-        gradients_dropped: Gradients not sent because the neighbour was slow or gone.
-        missed: Batches not sent, because the neighbour was gone and the window full.
-        handshakes: Completed handshakes; more than one means reconnections.
-    """
-
+    # messages and connections, by reason (docs/wire.md, "Checks")
     refused: Counter[str] = field(default_factory=Counter)
-    resent: int = 0
-    duplicates: int = 0
-    gaps: int = 0
-    gradients: int = 0
-    gradients_dropped: int = 0
+    resent: int = 0  # transmitted again, on a new connection
+    duplicates: int = 0  # dropped because they had come before
+    gaps: int = 0  # ids that never came
+    gradients: int = 0  # received (output end) or sent (input end)
+    gradients_dropped: int = 0  # not sent because the neighbour was slow or gone
+    # batches left out: the neighbour was gone and the window full, or they were not finite
     missed: int = 0
-    handshakes: int = 0
+    handshakes: int = 0  # completed; more than one means reconnections
 
     @classmethod
     def total(cls, several: Sequence[LinkCounters]) -> LinkCounters:
@@ -50,13 +41,7 @@ class LinkCounters:
 
 
 class Refusals:
-    """Counter of refused messages that logs at most one line in ten seconds.
-
-    Args:
-        counters: The link's counters.
-        link: Name of the link in log lines.
-        log: Logger for the lines.
-    """
+    """Counter of refused messages that logs at most one line in ten seconds."""
 
     def __init__(self, counters: LinkCounters, link: str, log: logging.Logger) -> None:
         self._counters = counters

@@ -31,44 +31,26 @@ _OTHER_MECHANISM = 0x11000002  # zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMAT
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason why the newest handshake failed.
+    """The reason why the newest handshake failed."""
 
-    Attributes:
-        reason: A word for counters.
-        message: Behaviour of the other end.
-        final: Whether libzmq will not retry by itself.
-    """
-
-    reason: str
-    message: str
-    final: bool
+    reason: str  # a word for counters
+    message: str  # what the other end does
+    final: bool  # libzmq will not retry by itself
 
 
 class Dialer:
-    """The connection of an output end; used by the thread that uses the socket.
-
-    Args:
-        context: The socket's context.
-        socket: The socket, not yet connected.
-        contract: The link's contract.
-        links: The module's link settings.
-        keys: The module's keys, for addresses that require encryption.
-
-    Attributes:
-        address: Address of the module downstream; None before :meth:`dial`.
-        failure: Why handshakes have failed since the last successful one; None if none failed.
-            A final failure is not replaced by one that is not final.
-    """
+    """The connection of an output end; used by the thread that uses the socket."""
 
     def __init__(
         self,
         context: sockets.Context,
-        socket: sockets.Socket,
+        socket: sockets.Socket,  # not yet connected
         contract: LinkContract,
         links: LinksSpec,
-        keys: Keyring | None,
+        keys: Keyring | None,  # for addresses that require encryption
     ) -> None:
-        self.address: str | None = None
+        self.address: str | None = None  # of the module downstream; None before dial()
+        # since the last successful handshake; a final one is replaced only by another final one
         self.failure: Failure | None = None
         self._socket = socket
         self._contract = contract
@@ -85,15 +67,8 @@ class Dialer:
     def dial(self, address: str, server_key: bytes | None = None) -> bool:
         """Start to connect to an address; disconnect from a previous one.
 
-        Args:
-            address: Address of the module downstream.
-            server_key: Its public key; by default the keyring's.
-
-        Returns:
-            Whether the address or the key differs from before.
-
-        Raises:
-            DataError: The address or the key is not valid.
+        Without ``server_key`` the keyring's is used. Returns whether the address or the key differs
+        from before.
         """
         if (address, server_key) == (self.address, self._server_key):
             return False
@@ -105,13 +80,10 @@ class Dialer:
         return True
 
     def look(self, *, connected: bool) -> Failure | None:
-        """Process monitor events, without waiting; redial if libzmq has given up.
+        """Process monitor events without waiting, and redial if libzmq has given up.
 
-        Args:
-            connected: Whether the link is in use: then once a second is enough.
-
-        Returns:
-            The newest failure among these events, or None.
+        Returns the newest failure among these events. If the link is ``connected``, it looks once a
+        second.
         """
         now_s = time.monotonic()
         if self.address is None or (connected and now_s < self._look_s):
@@ -180,7 +152,7 @@ class Dialer:
 
 
 def _failure(kind: int, value: int, encrypted: bool) -> Failure | None:
-    """Return the encryption failure behind an event; None where it tells of none."""
+    """Return the encryption failure behind an event; None if it tells of none."""
     if kind == _FAILED_AUTH:
         return Failure("unauthorised", "it refused our key", final=True)
     if kind == _FAILED_PROTOCOL and value == _OTHER_MECHANISM:

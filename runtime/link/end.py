@@ -26,27 +26,15 @@ _POLL_S = 0.2
 
 
 class LinkEnd:
-    """One end of a link, for use by one thread.
-
-    Args:
-        spec: The module.
-        edge: The link.
-        end: Which end it is.
-        members: Which replicas take batches, where that changes.
-
-    Attributes:
-        counters: Counts of this end.
-        refuse: Counts what is refused, and logs it.
-        carries: Whether the batch with an id goes over this link.
-        passes: Whether the marker with an id does.
-        routed: Whether there are batches that take another one.
-    """
+    """One end of a link, for use by one thread."""
 
     def __init__(self, spec: WorkerSpec, edge: EdgeSpec, end: End, members: Members) -> None:
         self._contract = LinkContract.of(spec, edge)
         self._neighbour = edge.source if end == "input" else edge.target
+        # whether the batch with an id goes over this link
         self.carries = partial(members.carries, edge)
-        self.passes = partial(members.passes, edge)
+        self.passes = partial(members.passes, edge)  # whether the marker with an id does
+        # whether some batches take another link
         self.routed = bool(edge.route) or members.elastic(edge)
         self.counters = LinkCounters()
         self.refuse = Refusals(self.counters, str(self._contract), log)
@@ -92,13 +80,10 @@ class LinkEnd:
         deadline_s: float,
         stop: Callable[[], bool] | None = None,
     ) -> bool:
-        """Wait until ``done``, asked a few times a second and whenever something has come.
+        """Wait until ``done``; return whether that was before the deadline.
 
-        Returns:
-            Whether it was before the deadline.
-
-        Raises:
-            StoppedError: ``stop``, asked after it, returned True.
+        ``done``, then ``stop``, are asked a few times a second and whenever something has come; if
+        ``stop`` returns True, ``StoppedError`` is raised.
         """
         end_s = time.monotonic() + deadline_s
         while not done():

@@ -55,8 +55,7 @@ _EVENTS = sum(_FAILED) | _ACCEPTED | _GONE
 class AllowList:
     """The one key that may connect, reread when another key comes, since it may appear late.
 
-    Args:
-        read: Returns the key in Z85, or None while there is none.
+    ``read`` returns it in Z85, or None while there is none.
     """
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
@@ -82,28 +81,18 @@ class AllowList:
 
 
 class Guard:
-    """Authentication and connection limit of one input end's socket.
-
-    Args:
-        context: The socket's context; only one encrypted input end may use it.
-        socket: The socket, before it listens.
-        allowed: Returns whether a key may connect; None if the link is not encrypted.
-        connections: Maximum number of connections.
-
-    Attributes:
-        encrypted: Whether the link is encrypted.
-        alarmed: Whether a connection was refused since the last :meth:`take`.
-    """
+    """Authentication and connection limit of one input end's socket."""
 
     def __init__(
         self,
-        context: sockets.Context,
-        socket: sockets.Socket,
+        context: sockets.Context,  # only one encrypted input end may use it
+        socket: sockets.Socket,  # not listening yet
+        # whether a key may connect; None if the link is not encrypted
         allowed: Callable[[bytes], bool] | None,
         connections: int = CONNECTIONS,
     ) -> None:
         self.encrypted = allowed is not None
-        self.alarmed = False
+        self.alarmed = False  # a connection was refused since the last take()
         self._allowed = allowed
         self._limit = connections
         self._watched = socket

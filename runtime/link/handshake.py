@@ -18,26 +18,17 @@ CUT = "cut"
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Content of an output end's HELLO.
+    """Content of an output end's HELLO."""
 
-    Attributes:
-        session: Random identifier of its process's link.
-        first: The lowest id that it can still send.
-        link: Properties that both ends must agree on.
-        number: Number of this HELLO in its session, from 1: a connection that has ended may be
-            read after its successor.
-        newest: The highest id in its window, which may be far above what it has transmitted.
-        cut: The cut at which the whole chain started; None if only its module was restarted.
-        attempt: Number of its module's attempt.
-    """
-
-    session: str
-    first: int
-    link: Mapping[str, str]
+    session: str  # random identifier of its process's link
+    first: int  # the lowest id that it can still send
+    link: Mapping[str, str]  # what both ends must agree on
+    # of this HELLO in its session, from 1: a connection that has ended may be read after its
+    # successor
     number: int = 1
-    newest: int = 0
-    cut: int | None = None
-    attempt: int = 1
+    newest: int = 0  # the highest id in its window, which may be far above what it has transmitted
+    cut: int | None = None  # where the whole chain started; None if only its module was restarted
+    attempt: int = 1  # of its module
 
     def body(self) -> dict[str, Body]:
         """As a message's body."""
@@ -53,11 +44,7 @@ class Hello:
 
     @classmethod
     def of(cls, message: Message) -> Self:
-        """Read a HELLO.
-
-        Raises:
-            WireError: ``body``: it lacks a field, or one is not what it should be.
-        """
+        """Read a HELLO; ``WireError`` (``body``) if a field is missing or not valid."""
         link = message.body.get("link")
         if not isinstance(link, dict) or len(link) > 32:
             raise WireError("body", "HELLO without 'link'")
@@ -76,17 +63,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why an input end does not accept a HELLO.
+    """The reason why an input end does not accept a HELLO."""
 
-    Attributes:
-        field: Field that differs; ``hello``: send HELLO; ``session``: another session took over.
-        mine: Value at the end that refuses.
-        yours: Value at the end that is refused.
-    """
-
-    field: str
-    mine: str = ""
-    yours: str = ""
+    field: str  # that differs; hello: send HELLO; session: another session took over
+    mine: str = ""  # at the end that refuses
+    yours: str = ""  # at the end that is refused
 
     def body(self) -> dict[str, Body]:
         """As a message's body."""
@@ -94,11 +75,7 @@ class Refusal:
 
     @classmethod
     def of(cls, message: Message) -> Self:
-        """Read a REFUSE.
-
-        Raises:
-            WireError: ``body``: a field is missing or not valid.
-        """
+        """Read a REFUSE; ``WireError`` (``body``) if a field is missing or not valid."""
         body = message.body
         return cls(_text(body, "field"), _text(body, "mine"), _text(body, "yours"))
 
@@ -148,20 +125,12 @@ def other_version(version: int) -> Refusal:
 
 
 def number_of(message: Message) -> int:
-    """Return the number of a HELLO, or of the one that a WELCOME answers.
-
-    Raises:
-        WireError: ``body``: it is missing or not valid.
-    """
+    """Return the number of a HELLO, or of the one that a WELCOME answers."""
     return _natural(message.body, "number", 1)
 
 
 def received_of(message: Message) -> int:
-    """Return the last id that the input end has accepted, from its WELCOME.
-
-    Raises:
-        WireError: ``body``: it is missing or not valid.
-    """
+    """Return the last id that the input end has accepted, from its WELCOME."""
     return _natural(message.body, "received", 0)
 
 

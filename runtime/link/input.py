@@ -29,21 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class InputLink(LinkEnd):
-    """The downstream end of a link; see :class:`LinkEnd`.
-
-    Args:
-        spec: The module that receives.
-        edge: The link (default: the module's only one).
-        run: The run.
-        received: Everything up to this id was processed before (a checkpoint's cut).
-        keys: Its keys, for addresses where links are encrypted.
-        again: Whether only this module was restarted: it takes all that the module upstream can
-            still send, also what it has processed before.
-        members: Which replicas take batches, where that changes.
-
-    Attributes:
-        awaited: Whether an update upstream waits for gradients.
-    """
+    """The downstream end of a link (default: the module's only one); see :class:`LinkEnd`."""
 
     def __init__(
         self,
@@ -51,15 +37,17 @@ class InputLink(LinkEnd):
         edge: EdgeSpec | None = None,
         *,
         run: str,
-        received: int = 0,
-        keys: Keyring | None = None,
+        received: int = 0,  # processed before (a checkpoint's cut)
+        keys: Keyring | None = None,  # for addresses where links are encrypted
+        # only this module was restarted: it takes all that the module upstream can still send, also
+        # what it has processed before
         again: bool = False,
         members: Members | None = None,
     ) -> None:
         if edge is None:
             (edge,) = spec.sources
         super().__init__(spec, edge, "input", members or Members({}))
-        self.awaited = edge.awaited
+        self.awaited = edge.awaited  # an update upstream waits for gradients
         self._dtypes = {"h": self._contract.dtype}
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
         self._receiver = Receiver(
@@ -98,12 +86,7 @@ class InputLink(LinkEnd):
     def bind(self, address: str) -> str:
         """Listen at ``address`` (``listen_address``).
 
-        Returns:
-            The actual address, with the port that was chosen for ``:*``.
-
-        Raises:
-            UnavailableError: It is in use, too long, or not this machine's; or links are encrypted
-                there, and the module has no keys.
+        Returns the actual address, with the port that was chosen for ``:*``.
         """
         secret = encrypted(self._links, address)
         if address.startswith("tcp:"):
@@ -133,11 +116,9 @@ class InputLink(LinkEnd):
         return Guard(self._context, self._socket, AllowList(lambda: keys.public(source)))
 
     def wait_for_peer(self, deadline_s: float, stop: Callable[[], bool] | None = None) -> None:
-        """Wait until the module upstream has completed HELLO.
+        """Wait until the module upstream has completed HELLO; ``UnavailableError`` if not in time.
 
-        Raises:
-            UnavailableError: It did not connect in time.
-            StoppedError: ``stop``, called a few times a second, returned True.
+        ``stop`` is asked a few times a second.
         """
         if not self._wait_until(self.greet, deadline_s, stop):
             refused = self.counters.refused
@@ -150,8 +131,7 @@ class InputLink(LinkEnd):
     def greet(self) -> bool:
         """Answer handshakes, without waiting, while there is no peer.
 
-        Returns:
-            Whether there is a peer.
+        Returns whether there is a peer.
         """
         for _ in range(MESSAGES_PER_CALL):
             if self.connected or not self._take():
@@ -161,8 +141,7 @@ class InputLink(LinkEnd):
     def receive(self) -> Batch | Marker | None:
         """Return the next message of the stream, without waiting; also send what is due.
 
-        Returns:
-            The message, or None if there is none (or only refused ones: call again).
+        None: there is none, or only refused ones have come (call again).
         """
         self._answers.send_due()
         for _ in range(MESSAGES_PER_CALL):
@@ -186,13 +165,9 @@ class InputLink(LinkEnd):
         gradients, only the acknowledgement is sent. The tensor MUST NOT be changed afterwards: its
         memory is sent.
 
-        Args:
-            id: The batch.
-            g: ``dL_b/dh_b`` per sample ``[B, *input]``, not divided by the batch size.
-            ack: Everything up to this id has been processed; beyond what has come here, all is.
-
-        Raises:
-            WireError: The tensor breaks the contract (a bug of the caller).
+        ``g`` is ``dL_b/dh_b`` per sample ``[B, *input]``, not divided by the batch size. ``ack``:
+        everything up to this id has been processed; if it is beyond what has come here, all that
+        has.
         """
         self._answers.gradient(id, g, ack)
 
@@ -214,13 +189,10 @@ class InputLink(LinkEnd):
         return not self._answers.ack_due
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait until the module upstream has received all acknowledgements and sent BYE.
+        """Wait until upstream has all acknowledgements and has sent BYE; return whether in time.
 
         When a connection ends, unread messages are lost: a module that exits right after its last
         acknowledgement may leave its neighbour waiting for it.
-
-        Returns:
-            Whether BYE came before the deadline.
         """
 
         def over() -> bool:

@@ -11,27 +11,17 @@ from dni_runtime.wire import Body, Mark, Mode, Part, Rows
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of the stream.
-
-    Attributes:
-        id: Its position.
-        epoch: Its epoch.
-        mode: What to do with it.
-        xs: The module's inputs ``[B, *input]``, in its compute type.
-        y: Labels ``[B, *label]``; ``[B, 0]`` if they stay at the tail.
-        part: Part of a training batch; None: all of it.
-        data: Inputs of the data: at the head all, else those that came with it.
-        rows: Which samples it has, if the labels stay at the tail.
-    """
+    """A batch of the stream."""
 
     id: int
     epoch: int
     mode: Mode
-    xs: tuple[Tensor, ...]
-    y: Tensor
-    part: Part | None = None
+    xs: tuple[Tensor, ...]  # inputs [B, *input], in the module's compute type
+    y: Tensor  # labels [B, *label]; [B, 0] if they stay at the tail
+    part: Part | None = None  # None: the whole batch
+    # inputs of the data: at the head all, else those that came with it
     data: tuple[Tensor, ...] = ()
-    rows: Rows | None = None
+    rows: Rows | None = None  # if the labels stay at the tail
 
     @property
     def ends(self) -> bool:
@@ -41,54 +31,34 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A marker of the stream.
-
-    Attributes:
-        id: Its position.
-        epoch: The epoch that it refers to.
-        mark: Its meaning.
-        body: Further fields, from the head.
-    """
+    """A marker of the stream."""
 
     id: int
     epoch: int
     mark: Mark
-    body: dict[str, Body]
+    body: dict[str, Body]  # from the head
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A true gradient.
+    """A true gradient."""
 
-    Attributes:
-        id: The batch that it belongs to.
-        g: ``dL_b/dh_b`` per sample ``[B, *output]``, in the module's compute type.
-    """
-
-    id: int
-    g: Tensor
+    id: int  # of the batch
+    g: Tensor  # dL_b/dh_b per sample [B, *output], in the module's compute type
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """No gradient of a batch before this marker will follow.
-
-    Attributes:
-        id: The marker.
-    """
+    """No gradient of a batch before this marker will follow."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of a module downstream to the head.
+    """A request of a module downstream to the head."""
 
-    Attributes:
-        what: ``checkpoint``: put a checkpoint marker into the stream.
-    """
-
-    what: str
+    what: str  # such as checkpoint: put a checkpoint marker into the stream
 
 
 Event = Gradient | Drained | Request

@@ -2,8 +2,6 @@
 
 For use by one thread. Only :meth:`OutputLink.connect` and :meth:`OutputLink.flush` wait, and both
 have a deadline.
-
-It is one file because it is one class, a half of which says what its methods raise and return.
 """
 
 from __future__ import annotations
@@ -47,21 +45,7 @@ _ASK_S = 5.0
 
 
 class OutputLink(LinkEnd):
-    """The upstream end of a link; see :class:`LinkEnd`.
-
-    Args:
-        spec: The module that sends.
-        edge: The link (default: the module's only one).
-        run: The run.
-        next_id: The first id that will be sent.
-        keys: Its keys, for addresses where links are encrypted.
-        cut: The cut at which the whole chain started; None if only the module was restarted.
-        attempt: Number of the module's attempt.
-        members: Which replicas take batches, where that changes.
-
-    Attributes:
-        heard_s: Time of the last message from downstream (``time.monotonic``).
-    """
+    """The upstream end of a link (default: the module's only one); see :class:`LinkEnd`."""
 
     def __init__(
         self,
@@ -69,8 +53,9 @@ class OutputLink(LinkEnd):
         edge: EdgeSpec | None = None,
         *,
         run: str,
-        next_id: int = 1,
-        keys: Keyring | None = None,
+        next_id: int = 1,  # the first id that will be sent
+        keys: Keyring | None = None,  # for addresses where links are encrypted
+        # where the whole chain started; None if only the module was restarted
         cut: int | None = None,
         attempt: int = 1,
         members: Members | None = None,
@@ -97,7 +82,7 @@ class OutputLink(LinkEnd):
             attempt=attempt,
         )
         self._dialer = Dialer(self._context, self._socket, self._contract, spec.links, keys)
-        self.heard_s = time.monotonic()
+        self.heard_s = time.monotonic()  # last message from downstream
         self._greet_again_s = 0.0
         self._events: list[Event] = []
 
@@ -173,19 +158,10 @@ class OutputLink(LinkEnd):
     ) -> None:
         """Connect and shake hands; with another address than before, move the link there.
 
-        Args:
-            address: Address of the module downstream.
-            deadline_s: Seconds to wait for it.
-            server_key: Its public key, if the link is encrypted (default: the keyring's).
-            stop: Called a few times a second; returns whether to give up.
-
-        Raises:
-            HandshakeError: The neighbour does not fit.
-            EncryptionError: It refused our key, has another one, or only one end encrypts; raised
-                only at the deadline, because keys and addresses may appear late.
-            UnavailableError: It did not answer in time.
-            DataError: The address or the key is not valid.
-            StoppedError: ``stop`` returned True.
+        Without ``server_key`` the keyring's is used; ``stop`` is asked a few times a second. Raises
+        ``UnavailableError`` if the neighbour has not answered in time, and ``EncryptionError`` if
+        it refused our key, has another one, or only one end encrypts: that, too, only at the
+        deadline, because keys and addresses may appear late.
         """
         if self._dialer.dial(address, server_key):
             self._lose()
@@ -205,15 +181,7 @@ class OutputLink(LinkEnd):
         log.info("link %s: connected to %s", self._contract, address)
 
     def move(self, address: str, server_key: bytes | None = None) -> None:
-        """Reconnect, to the same or another address, without waiting for the other end.
-
-        Args:
-            address: Address of the module downstream.
-            server_key: Its public key, if the link is encrypted (default: the keyring's).
-
-        Raises:
-            DataError: The address or the key is not valid.
-        """
+        """Reconnect, to the same or another address, without waiting for the other end."""
         if not self._dialer.dial(address, server_key):
             self._dialer.dial_again()
         self._lose()
@@ -228,30 +196,16 @@ class OutputLink(LinkEnd):
         id: int,
         epoch: int,
         mode: Mode,
-        h: Tensor,
-        y: Tensor,
-        part: Part | None = None,
-        data: Sequence[Tensor] = (),
-        rows: Rows | None = None,
+        h: Tensor,  # the module's whole output [B, *output]
+        y: Tensor,  # labels [B, *label]
+        part: Part | None = None,  # None: the whole batch
+        data: Sequence[Tensor] = (),  # all inputs of the data, at the head
+        rows: Rows | None = None,  # if the labels stay at the tail
     ) -> None:
-        """Send a batch downstream, without waiting.
+        """Send a batch downstream, without waiting; ids MUST grow, and the window MUST have room.
 
         The tensors MUST NOT be changed until the batch is acknowledged: their memory is sent, and
         sent again to a neighbour that restarts.
-
-        Args:
-            id: Position in the stream; grows.
-            epoch: Epoch of the batch.
-            mode: What to do with it.
-            h: The module's whole output ``[B, *output]``.
-            y: Labels ``[B, *label]``.
-            part: Part of a training batch; None: all of it.
-            data: All inputs of the data, at the head.
-            rows: Which samples it has, if the labels stay at the tail.
-
-        Raises:
-            WireError: A tensor breaks the contract (a bug of the caller).
-            ValueError: The window is full, or the id does not grow (a bug of the caller).
         """
         edge = self._edge
         given = () if edge.tensor is None else (taken(h, self._outputs, edge),)
@@ -283,11 +237,7 @@ class OutputLink(LinkEnd):
     ) -> None:
         """Send a marker downstream, without waiting; it takes room in the window like a batch.
 
-        A full window accepts it, too: markers are never left out.
-
-        Raises:
-            WireError: The body is too large, or the mark is empty (a bug of the caller).
-            ValueError: The id does not grow (a bug of the caller).
+        A full window accepts it, too: markers are never left out. Ids MUST grow.
         """
         message = Message(
             Kind.MARK,
@@ -302,22 +252,14 @@ class OutputLink(LinkEnd):
         self._transmit()
 
     def receive(self) -> list[Event]:
-        """Return what has come from downstream, without waiting; also resend and reconnect.
-
-        Raises:
-            HandshakeError: A restarted neighbour does not fit, or has accepted another process.
-        """
+        """Return what has come from downstream, without waiting; also resend and reconnect."""
         events, self._events = self._events, []
         return events + self._receive()
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until everything is acknowledged; events that come meanwhile are kept.
+        """Wait until everything is acknowledged; return whether it was before the deadline.
 
-        Returns:
-            Whether everything was acknowledged before the deadline.
-
-        Raises:
-            HandshakeError: As :meth:`receive`.
+        Events that come meanwhile are kept for :meth:`receive`.
         """
 
         def acknowledged() -> bool:

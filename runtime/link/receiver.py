@@ -50,8 +50,7 @@ INVITED_KEPT = 64
 def change_of(body: Mapping[str, Body]) -> tuple[Active, Active]:
     """Return the sets of replicas before and after a SCALE marker.
 
-    Raises:
-        WireError: The body is not that of a SCALE marker.
+    Raises ``WireError`` if the body is not that of a SCALE marker.
     """
     try:
         return active_of(body.get("before")), active_of(body.get("after"))
@@ -60,33 +59,19 @@ def change_of(body: Mapping[str, Body]) -> tuple[Active, Active]:
 
 
 class Receiver:
-    """State of an input end.
-
-    Args:
-        contract: The link's contract.
-        run: The run.
-        received: Everything up to this id was accepted and processed before.
-        counters: Counters of this end.
-        again: Whether this module was restarted while its neighbours kept running: it takes all
-            that the first peer can still send, and passes it on again.
-        carries: Whether the batch with an id comes this way; None: all do.
-
-    Attributes:
-        peer: Identity of the accepted peer's connection, or None.
-        replies: Handshake messages to send, each with the identity of its receiver.
-        order: Which messages were accepted and processed.
-        session: Random identifier of the accepted peer's process.
-        left: Whether the peer has sent BYE.
-    """
+    """State of an input end."""
 
     def __init__(
         self,
         contract: LinkContract,
         *,
         run: str,
-        received: int,
+        received: int,  # everything up to this id was accepted and processed before
         counters: LinkCounters,
+        # this module was restarted while its neighbours kept running: it takes all that the first
+        # peer can still send, and passes it on again
         again: bool = False,
+        # whether the batch with an id comes this way; None: all do
         carries: Callable[[int], bool] | None = None,
     ) -> None:
         self.contract = contract
@@ -94,13 +79,14 @@ class Receiver:
         self.counters = counters
         self.order = ReceiveOrder(received, carries)
         self._begun_at = received
-        self.peer: bytes | None = None
-        self.left = False
+        self.peer: bytes | None = None  # identity of the accepted peer's connection
+        self.left = False  # the peer has sent BYE
         self._again = again
+        # handshake messages to send, each with the identity of its receiver
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
         self._limits = contract.down
         self._of_strangers = replace(contract.down, header_bytes=STRANGERS_HEADER_BYTES)
-        self.session = ""
+        self.session = ""  # random identifier of the accepted peer's process
         self._attempt = 0  # of the module upstream
         self._number = 0  # of the session's newest HELLO
         self._newest = 0  # the highest id in the peer's window by then
@@ -108,13 +94,9 @@ class Receiver:
         self._invited: deque[bytes] = deque(maxlen=INVITED_KEPT)
 
     def handle(self, identity: bytes, frames: Sequence[Buffer]) -> Message | None:
-        """Process a message.
+        """Process a message; return a new BATCH or MARK, in the stream's order, else None.
 
-        Returns:
-            A new BATCH or MARK, in the stream's order; None if nothing is left to do.
-
-        Raises:
-            WireError: The message cannot be accepted; nothing has changed.
+        Raises ``WireError`` if it cannot be accepted.
         """
         if identity != self.peer:
             self._stranger(identity, frames)

@@ -73,25 +73,7 @@ class State(Enum):
 
 
 class Sender:
-    """State of an output end.
-
-    Args:
-        contract: The link's contract.
-        run: The run.
-        window: Maximum number of unacknowledged messages.
-        next_id: The first id that will be sent.
-        counters: Counters of this end.
-        retain: Acknowledged messages to keep for a neighbour that restarts.
-        largest_window: Maximum number of unacknowledged messages on any link of the chain.
-        cut: The cut at which the whole chain started; None if only the module was restarted.
-        attempt: Number of the module's attempt.
-
-    Attributes:
-        window: The unacknowledged messages.
-        below: Windows of the next links, as far as downstream has reported them.
-        drained: Id up to which no more gradients will come: downstream has sent DRAINED, or had
-            the batches from an earlier process of this module.
-    """
+    """State of an output end."""
 
     def __init__(
         self,
@@ -99,10 +81,11 @@ class Sender:
         *,
         run: str,
         window: int,
-        next_id: int,
+        next_id: int,  # the first id that will be sent
         counters: LinkCounters,
-        retain: int = 0,
-        largest_window: int | None = None,
+        retain: int = 0,  # acknowledged messages to keep for a neighbour that restarts
+        largest_window: int | None = None,  # on any link of the chain
+        # where the whole chain started; None if only the module was restarted
         cut: int | None = None,
         attempt: int = 1,
     ) -> None:
@@ -111,7 +94,10 @@ class Sender:
         self.counters = counters
         self.window = SendWindow(window, next_id=next_id, retain=retain)
         self._state = State.SILENT
+        # windows of the next links, as far as downstream has reported them
         self.below: tuple[int, ...] = ()
+        # no more gradients will come up to this id: downstream has sent DRAINED, or had the batches
+        # from an earlier process of this module
         self.drained = 0
         self._cut = cut
         self._attempt = attempt
@@ -168,10 +154,9 @@ class Sender:
             self._state, self._since = State.SILENT, self._number + 1
 
     def dismiss(self) -> bool:
-        """Note that the module downstream has finished: it has all, and sends no more gradients.
+        """Note that downstream has finished: it has all, and sends no more gradients.
 
-        Returns:
-            Whether that is new.
+        Returns whether that is new.
         """
         new = self._state is not State.DISMISSED
         self._state, self.drained = State.DISMISSED, ID_LIMIT
@@ -183,16 +168,7 @@ class Sender:
         return encode(Message(Kind.BYE, self.run, self.contract.source))
 
     def add(self, message: Message, samples: int | None = None, *, force: bool = False) -> None:
-        """Put a message into the window.
-
-        Args:
-            message: A BATCH or MARK.
-            samples: Samples in a batch.
-            force: Whether to add it even to a full window.
-
-        Raises:
-            ValueError: The window is full, or its id does not grow (a bug of the caller).
-        """
+        """Put a BATCH (of so many samples) or MARK into the window; only ``force`` overfills it."""
         missed = Mark.MISSED in message.mark
         self.window.add(message.id, encode(message), force=force, missed=missed)
         if self._state is State.DISMISSED:
@@ -215,14 +191,10 @@ class Sender:
             self.counters.resent += 1
 
     def handle(self, frames: Sequence[Buffer]) -> Message | None:
-        """Process a message from downstream.
+        """Process a message from downstream; return a GRADIENT, DRAINED or REQUEST for the module.
 
-        Returns:
-            A GRADIENT, DRAINED or REQUEST for the module; None if nothing is left to do.
-
-        Raises:
-            HandshakeError: The other end does not fit.
-            WireError: The message cannot be accepted; nothing has changed.
+        Raises ``WireError`` if it cannot be accepted, ``HandshakeError`` if the other end does not
+        fit.
         """
         if self._state is State.DISMISSED:
             return None

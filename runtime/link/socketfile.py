@@ -18,11 +18,9 @@ PATH_BYTES = 107
 def check(path: Path) -> None:
     """Check that a Unix socket can be made here; a dead process's file is no obstacle.
 
-    libzmq removes whatever lies at the path, so this must run first.
-
-    Raises:
-        UnavailableError: The path is too long, its folder is missing, or it exists and is not a
-            socket that a dead process of this user left.
+    libzmq removes whatever lies at the path, so this must run first. Raises ``UnavailableError`` if
+    the path is too long, its folder is missing, or it exists and is not a socket that a dead
+    process of this user left.
     """
     if len(os.fsencode(path)) > PATH_BYTES:
         raise UnavailableError(
@@ -51,7 +49,7 @@ def check(path: Path) -> None:
 
 
 def file_id(address: str) -> tuple[int, int] | None:
-    """Return what identifies the file of an ipc address, or None if there is none."""
+    """Return what identifies an ipc address's file: device and inode; None if there is none."""
     if not address.startswith("ipc://"):
         return None
     try:

@@ -47,10 +47,8 @@ def open_context() -> Context:
 def output_socket(context: Context, *, window: int, frame_limit: int) -> Socket:
     """A DEALER: sends activations and markers, gets acknowledgements and gradients.
 
-    Args:
-        context: Where it lives.
-        window: Unacknowledged messages that the link allows.
-        frame_limit: Bytes of the largest frame that may come.
+    ``window`` is the number of unacknowledged messages that the link allows, ``frame_limit`` the
+    bytes of the largest frame that may come.
     """
     socket = context.socket(zmq.DEALER)
     # without IMMEDIATE messages would queue for a neighbour that is not there, and the probe
@@ -68,12 +66,7 @@ def input_socket(context: Context, *, window: int, frame_limit: int) -> Socket:
     """A ROUTER: gets activations and markers, sends acknowledgements and gradients.
 
     Identities are ZeroMQ's own, a new one for each connection: without ROUTER_HANDOVER nobody can
-    take over another one's.
-
-    Args:
-        context: Where it lives.
-        window: Unacknowledged messages that the link allows.
-        frame_limit: Bytes of the largest frame that may come.
+    take over another one's. See :func:`output_socket` for the parameters.
     """
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -101,10 +94,9 @@ def _limit(socket: Socket, window: int, frame_limit: int) -> None:
 
 
 def encrypt_input(socket: Socket, own: KeyPair) -> None:
-    """Let a socket that will listen accept only CURVE, and only whom a ZAP handler lets in.
+    """Let a socket that will listen accept only CURVE, and only peers that a ZAP handler lets in.
 
-    Without ZAP_ENFORCE_DOMAIN libzmq lets everybody in where no handler answers
-    (zmq_setsockopt(3)).
+    Without ZAP_ENFORCE_DOMAIN libzmq lets everybody in if no handler answers (zmq_setsockopt(3)).
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
@@ -113,11 +105,7 @@ def encrypt_input(socket: Socket, own: KeyPair) -> None:
 
 
 def encrypt_output(socket: Socket, own: KeyPair, server: bytes) -> None:
-    """Let a socket connect by CURVE, only to the owner of a key.
-
-    Raises:
-        DataError: That is no key.
-    """
+    """Let a socket connect by CURVE, only to the owner of a key."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
     try:
@@ -145,7 +133,7 @@ def monitor(socket: Socket, context: Context, events: int) -> Socket:
 
 
 def next_event(reader: Socket) -> tuple[int, int] | None:
-    """A monitor's next event and its value, or None when there is none."""
+    """A monitor's next event and its value, or None if there is none."""
     try:
         if not int(reader.getsockopt(zmq.EVENTS)) & _READABLE:
             return None
@@ -157,14 +145,7 @@ def next_event(reader: Socket) -> tuple[int, int] | None:
 
 
 def bind(socket: Socket, address: str) -> str:
-    """Listen.
-
-    Returns:
-        The actual address, with the port that was chosen for ``:*``.
-
-    Raises:
-        UnavailableError: The address is taken, too long, or not this machine's.
-    """
+    """Listen; return the actual address, with the port that was chosen for ``:*``."""
     if address.startswith("ipc://"):
         socketfile.check(Path(address.removeprefix("ipc://")))
     _allow_ipv6(socket, address)
@@ -176,11 +157,7 @@ def bind(socket: Socket, address: str) -> str:
 
 
 def connect(socket: Socket, address: str) -> None:
-    """Start to connect; ZeroMQ goes on trying until it succeeds.
-
-    Raises:
-        DataError: That is no address.
-    """
+    """Start to connect; ZeroMQ goes on trying until it succeeds."""
     _allow_ipv6(socket, address)
     try:
         socket.connect(address)
@@ -228,11 +205,7 @@ def cannot_listen(address: str, code: int | None) -> UnavailableError:
 def send(socket: Socket, frames: Sequence[Buffer]) -> bool:
     """Hand a message to ZeroMQ, without waiting and, if it is large, without copying.
 
-    Returns:
-        Whether ZeroMQ took it; False when the peer is gone or does not keep up.
-
-    Raises:
-        WorkerError: The socket cannot be used.
+    Returns False if the peer is gone or does not keep up.
     """
     last = len(frames) - 1
     for index, frame in enumerate(frames):
@@ -256,17 +229,10 @@ def _swallow(socket: Socket, frames: int) -> None:
 
 
 def receive(socket: Socket, limit: int) -> list[zmq.Frame] | None:
-    """A message that is there, as frames that own their memory.
+    """Return a waiting message, as frames that own their memory; None if there is none.
 
-    Args:
-        socket: Where from.
-        limit: Frames to keep; one more tells that there were too many, the others are dropped.
-
-    Returns:
-        The frames, or None when there is no message.
-
-    Raises:
-        WorkerError: The socket cannot be used.
+    At most ``limit`` frames are kept, and one more, which tells that there were too many; the
+    others are dropped.
     """
     frames: list[zmq.Frame] = []
     try:

@@ -32,17 +32,10 @@ _TINY = torch.finfo(torch.float32).tiny
 def to_buffers(
     tensor: Tensor, contract: TensorContract
 ) -> tuple[tuple[TensorEntry, ...], tuple[memoryview, ...]]:
-    """Return a tensor as rows of the tensor table and views of their bytes.
+    """Return a tensor ``[B, *sample]`` as rows of the tensor table and views of their bytes.
 
     Converts it to the contract's type and moves it to the CPU if necessary; else the bytes are the
     tensor's own, which then MUST NOT change until the message has been acknowledged.
-
-    Args:
-        tensor: ``[B, *sample]`` on any device.
-        contract: The tensor's contract.
-
-    Raises:
-        WireError: The tensor breaks the contract (a bug of the sender).
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -64,15 +57,7 @@ def to_buffers(
 def to_table(
     tensors: Sequence[Tensor], contracts: Sequence[TensorContract]
 ) -> tuple[tuple[TensorEntry, ...], tuple[memoryview, ...]]:
-    """Return the tensors of a BATCH as its table and their bytes; see :func:`to_buffers`.
-
-    Args:
-        tensors: Each ``[B, *sample]``, the labels last.
-        contracts: Their contracts.
-
-    Raises:
-        WireError: A tensor breaks its contract, or has not as many samples as the labels.
-    """
+    """Return a BATCH's tensors, the labels last, as its table and bytes; see :func:`to_buffers`."""
     samples = len(tensors[-1])
     entries: tuple[TensorEntry, ...] = ()
     buffers: tuple[memoryview, ...] = ()
@@ -85,18 +70,11 @@ def to_table(
 
 
 def from_buffers(entries: Sequence[TensorEntry], buffers: Sequence[Buffer], dtype: str) -> Tensor:
-    """Return a tensor over buffers whose table rows have been checked against its contract.
+    """Return a tensor on the CPU over buffers whose rows have been checked against its contract.
 
-    The tensor shares the buffer's memory, and keeps it alive, unless it must be converted to
-    ``dtype`` or the buffer is misaligned.
-
-    Args:
-        entries: Rows of the table: the tensor's, and that of its scales if it has any.
-        buffers: Their bytes, writable.
-        dtype: Type of the result.
-
-    Returns:
-        The tensor, on the CPU.
+    The tensor shares the memory of its buffer, which MUST be writable, and keeps it alive, unless
+    it must be converted to ``dtype`` or the buffer is misaligned. A second row and buffer are those
+    of its scales.
     """
     tensor = _tensor(entries[0], buffers[0])
     if len(entries) > 1:
@@ -105,20 +83,14 @@ def from_buffers(entries: Sequence[TensorEntry], buffers: Sequence[Buffer], dtyp
 
 
 def quantize(x_BX: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Symmetric 8-bit quantization: integers and their scales, ``x`` being about ``q * scale``.
+    """Symmetric 8-bit quantization: ``int8[B, *X]`` and ``float32[*sizes]``; x is about q * scale.
 
     The scale is the largest magnitude over 127; integers are rounded to the nearest, ties to even.
-    A NaN or an infinity makes the scale NaN, and with it all values that share the scale.
+    A NaN or an infinity makes the scale NaN, and with it all values that share the scale. ``sizes``
+    broadcast to a sample's; empty: one scale.
 
     Uses plain operations: torch's quantized tensors are deprecated (pytorch/pytorch#184982), and
     those with a scale per channel are several times slower.
-
-    Args:
-        x_BX: A tensor of floating-point numbers.
-        sizes: Sizes of the scales, which broadcast to a sample's; empty for one scale.
-
-    Returns:
-        ``int8[B, *X]`` and ``float32[*sizes]``.
     """
     x_BX = x_BX.to(torch.float32)
     if x_BX.numel() == 0:

@@ -18,41 +18,24 @@ GAP_COUNTED = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message kept until it is acknowledged, or longer for a neighbour that restarts.
-
-    Attributes:
-        id: Its position in the stream.
-        frames: Its frames; they keep the tensors' memory alive.
-        missed: Whether it only says that batches up to its id were left out.
-    """
+    """A message kept until it is acknowledged, or longer for a neighbour that restarts."""
 
     id: int
-    frames: Sequence[Buffer]
-    missed: bool = False
+    frames: Sequence[Buffer]  # keep the tensors' memory alive
+    missed: bool = False  # it only says that batches up to its id were left out
 
 
 class SendWindow:
-    """Unacknowledged messages, and which of them were transmitted on this connection.
-
-    Args:
-        size: Maximum number of unacknowledged messages.
-        next_id: The first id that will be added.
-        retain: Acknowledged messages to keep nevertheless: a neighbour that restarts has lost the
-            messages that it had passed on but its own neighbour had not received.
-
-    Attributes:
-        size: Maximum number of unacknowledged messages.
-        last: The highest id that was added, or the one before the first.
-        acked: Everything up to this id is acknowledged.
-        received: Everything up to this id has reached the other end.
-    """
+    """Unacknowledged messages, and which of them were transmitted on this connection."""
 
     def __init__(self, size: int, *, next_id: int = 1, retain: int = 0) -> None:
-        self.size = size
+        self.size = size  # maximum number of unacknowledged messages
+        # acknowledged messages kept nevertheless: a neighbour that restarts has lost those that it
+        # had passed on but its own neighbour had not received
         self.retain = retain
-        self.last = next_id - 1
-        self.acked = 0
-        self.received = 0
+        self.last = next_id - 1  # the highest id that was added, or the one before the first
+        self.acked = 0  # everything up to this id is acknowledged
+        self.received = 0  # everything up to this id has reached the other end
         self._kept: deque[Sent] = deque()
         self._retained = 0  # acknowledged ones at the start of _kept
         self._transmitted = 0  # transmitted ones at the start of _kept
@@ -74,17 +57,11 @@ class SendWindow:
     def add(
         self, id: int, frames: Sequence[Buffer], *, force: bool = False, missed: bool = False
     ) -> None:
-        """Add a message, to be returned by :meth:`pending`.
+        """Add a message, to be returned by :meth:`pending`; ids MUST grow.
 
-        Args:
-            id: Its position in the stream; grows.
-            frames: Its frames.
-            force: Whether to add it even to a full window.
-            missed: Whether it only says that batches were left out. One that follows another, which
-                was never transmitted, replaces it: a long outage takes no more memory.
-
-        Raises:
-            ValueError: The id does not grow, or the window is full (a bug of the caller).
+        A full window takes it only with ``force``. ``missed``: it only says that batches were left
+        out. If it follows another such message, which was never transmitted, it replaces that: a
+        long outage takes no more memory.
         """
         if id <= self.last:
             raise ValueError(f"id {id} after {self.last}")
@@ -119,11 +96,7 @@ class SendWindow:
         return again
 
     def acknowledge(self, id: int) -> bool:
-        """Forget everything up to ``id``.
-
-        Returns:
-            False, with nothing changed, if the other end cannot have processed ``id``.
-        """
+        """Forget all up to ``id``; return False if the other end cannot have processed it."""
         if id > max(self.last, self.received):
             return False
         self.acked = max(self.acked, id)
@@ -146,23 +119,13 @@ class SendWindow:
 
 
 class ReceiveOrder:
-    """Which messages of the stream were accepted, and which were processed.
-
-    Args:
-        received: Everything up to this id was accepted and processed before.
-        carries: Whether the batch with an id comes this way; None: all do.
-
-    Attributes:
-        received: The highest id that was accepted.
-        acked: Everything up to this id has been processed.
-        gaps: Ids that never came.
-    """
+    """Which messages of the stream were accepted, and which were processed."""
 
     def __init__(self, received: int = 0, carries: Callable[[int], bool] | None = None) -> None:
-        self._carries = carries
-        self.received = received
-        self.acked = received
-        self.gaps = 0
+        self._carries = carries  # whether the batch with an id comes this way; None: all do
+        self.received = received  # the highest id that was accepted
+        self.acked = received  # everything up to this id has been processed
+        self.gaps = 0  # ids that never came
 
     def accept(self, id: int) -> bool:
         """Accept a message if it is new; return whether it is."""
@@ -173,11 +136,7 @@ class ReceiveOrder:
         return True
 
     def acknowledge(self, id: int) -> None:
-        """Note that everything up to ``id`` has been processed.
-
-        Raises:
-            ValueError: It has not been accepted (a bug of the caller).
-        """
+        """Note that everything up to ``id``, which MUST have been accepted, has been processed."""
         if id > self.received:
             raise ValueError(f"id {id} is acknowledged, but {self.received} is the last that came")
         self.acked = max(self.acked, id)
@@ -185,19 +144,14 @@ class ReceiveOrder:
     def start_at(self, first: int) -> int:
         """Accept all that the other end can still send, even again, after a restart.
 
-        Returns:
-            Number of ids that are lost, as :meth:`skip_to`.
+        Returns the number of ids that are lost, as :meth:`skip_to`.
         """
         if first <= self.received:
             self.received = self.acked = first - 1
         return self.skip_to(first)
 
     def skip_to(self, first: int) -> int:
-        """Skip to ``first``, the lowest id that the other end can still send.
-
-        Returns:
-            Number of ids that are lost.
-        """
+        """Skip to the lowest id that the other end can still send; return how many are lost."""
         lost = self._between(first)
         if first - 1 > self.received:
             self.gaps += lost

@@ -19,65 +19,45 @@ def own_path(path: str | Path, replica: int) -> Path:
 
 
 class LabelsSpec(Frozen):
-    """The labels, if the tail reads them itself.
+    """The labels, if the tail reads them itself."""
 
-    Attributes:
-        dataset: The data set of labels alone; None: the tail reads the head's data set, too.
-        path: Folder or file of that data set.
-        args: Its options.
-    """
-
-    dataset: str | None = None
-    path: str | None = None
+    dataset: str | None = None  # of labels alone; None: the tail reads the head's data set, too
+    path: str | None = None  # folder or file of that data set
     args: dict[str, Any] = Field(default_factory=dict)
 
 
 class DataSpec(Frozen):
-    """The data that the head reads.
+    """The data that the head reads."""
 
-    Attributes:
-        dataset: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``npz``, ``text``, or the
-            import path (``package.module:Class``) of a ``torch.utils.data.Dataset``.
-        path: Folder or file of the data; not needed if a system package installs it. With
-            ``{replica}`` in it each replica of the head has data of its own.
-        batch_size: Samples per training batch.
-        eval_batch_size: Samples per evaluation batch (default: four training batches).
-        flatten: Pass samples as vectors.
-        normalize: Scale images to zero mean and unit variance of the training set.
-        shuffle: Draw a new order of the samples each epoch, from the chain's seed.
-        streams: Instead split the samples into ``batch_size`` contiguous streams, one for each row
-            of the batches, so that each row continues from batch to batch.
-        drop_last: Leave out a last, smaller batch.
-        train_limit: Maximum number of training samples.
-        eval_limit: Maximum number of evaluation samples.
-        validation: Number or share of the last training samples to hold out: evaluations during
-            training use these, and the data set's own evaluation samples become the test set,
-            evaluated once, at the end of the run.
-        augment: Import paths of classes, with keyword arguments; their objects are called in this
-            order with each batch of training samples.
-        workers: Processes that load and augment training batches in parallel to training; 0: a
-            thread loads them if loading is slow, and the main thread augments them.
-        args: Options of the data set. A user's class gets them as keyword arguments and is
-            instantiated twice: with ``train=True`` and with ``train=False``.
-        labels: The labels, if they stay at the tail: written as ``tail``, or as their own data set;
-            None: the head sends them.
-    """
-
+    # A name of ``data/registry.py``, or the import path of a ``torch.utils.data.Dataset``.
     dataset: str = "digits"
+    # Not needed if a system package installs the data. With ``{replica}`` in it each replica of the
+    # head has data of its own.
     path: str | None = None
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 128
+    # None: four training batches.
     eval_batch_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    flatten: bool = False
-    normalize: bool = True
-    shuffle: bool = True
+    flatten: bool = False  # pass samples as vectors
+    normalize: bool = True  # images to zero mean and unit variance of the training set
+    shuffle: bool = True  # a new order each epoch, from the chain's seed
+    # Instead split the samples into ``batch_size`` contiguous streams, one for each row of the
+    # batches, so that each row continues from batch to batch.
     streams: bool = False
-    drop_last: bool = False
-    train_limit: Annotated[int, Field(ge=1)] | None = None
-    eval_limit: Annotated[int, Field(ge=1)] | None = None
+    drop_last: bool = False  # leave out a last, smaller batch
+    train_limit: Annotated[int, Field(ge=1)] | None = None  # most training samples
+    eval_limit: Annotated[int, Field(ge=1)] | None = None  # most evaluation samples
+    # Number or share of the last training samples to hold out for evaluations during training; the
+    # data set's own evaluation samples are then the test set, evaluated once, at the end.
     validation: int | float | None = None
+    # Classes, whose objects are called in this order with each batch of training samples.
     augment: tuple[Choice, ...] = ()
+    # Processes that load and augment training batches in parallel to training; 0: a thread loads
+    # them if loading is slow, and the main thread augments them.
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    # Options; a user's class gets them as keywords, and is made twice, with ``train`` true and
+    # false.
     args: dict[str, Any] = Field(default_factory=dict)
+    # Written as ``tail``, or as a data set, if they stay at the tail; None: the head sends them.
     labels: LabelsSpec | None = None
 
     @field_validator("labels", mode="before")

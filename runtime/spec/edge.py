@@ -8,15 +8,10 @@ from dni_runtime.spec.named import Frozen
 
 
 class TensorSpec(Frozen):
-    """Shape and type of one sample's tensor.
+    """Shape and type of one sample's tensor."""
 
-    Attributes:
-        shape: Sizes without the batch dimension.
-        dtype: torch's name of the type, such as ``float32``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # without the batch dimension
+    dtype: str  # torch's name, such as ``float32``
 
     def __str__(self) -> str:
         return f"{self.dtype}[{' x '.join(['B', *map(str, self.shape)])}]"
@@ -29,78 +24,52 @@ Route = tuple[tuple[int, int], ...]
 
 
 def replica_of(id: int, replicas: int) -> int:
-    """Return which replica gets a batch, from 1.
+    """Return which replica gets the batch at this position of the stream, from 1.
 
-    Of as many ids in a row as there are replicas each one gets one. Which one begins changes from
+    Of as many ids in a row as there are replicas, each one gets one. Which one begins changes from
     row to row as if drawn, so that markers, which have ids too and may come at regular intervals,
-    do not always take the place of the same one's batches.
-
-    Args:
-        id: The batch's position in the stream.
-        replicas: Number of replicas.
+    do not always take the place of the batches of the same one.
     """
     drawn = (id // replicas * 0x9E3779B1 & 0xFFFFFFFF) >> 16  # Knuth's multiplicative hash
     return (id + drawn) % replicas + 1
 
 
 class LaneSpec(Frozen):
-    """A link between two workers: one of those of a link between modules that have replicas.
+    """A link between two workers: one of those of a link between modules that have replicas."""
 
-    Attributes:
-        source: The worker upstream.
-        target: The worker downstream.
-        number: Number of the link among those of all workers.
-        route: It carries the batches that these replicas get, each as (replicas, replica): of one
-            module, or of both at its ends. Empty: all. An end whose number of replicas may change
-            is not among them (``spec/members.py``).
-    """
-
-    source: str
-    target: str
-    number: int
+    source: str  # the worker upstream
+    target: str  # the worker downstream
+    number: int  # among the links of all workers
+    # It carries the batches that these replicas get, each as (replicas, replica): of one module, or
+    # of both at its ends. Empty: all. An end whose number of replicas may change is not among them
+    # (``spec/members.py``).
     route: Route = ()
 
 
 class EdgeSpec(Frozen):
-    """A link between two modules.
+    """A link between two modules."""
 
-    Attributes:
-        source: The module upstream.
-        target: The module downstream.
-        number: Number of the link in the chain; its port is ``links.port`` plus this.
-        tensor: One sample of what travels of the source's output; None if only inputs of the data
-            travel.
-        takes: Which of the source's outputs travel, if not all.
-        outputs: One sample of each of those, if they are several, which travel as one row.
-        data: Which inputs of the data travel, from the head.
-        samples: One sample of each of those.
-        labelled: Whether labels travel.
-        gradients: The target sends gradients of every n-th batch (by id); 0: of none.
-        bootstrapped: Whether those are computed at once from the target's own error signal instead
-            of true gradients.
-        awaited: Whether an update upstream waits for them.
-        resend: Newest gradients to send again after a lost connection, because an upstream module
-            takes no other batch before it has them.
-        lanes: The links of this worker that it consists of; none: it is one link.
-        route: Which batches come this way; see ``LaneSpec``.
-        messages: Whether a sample is a word of a message; an answer has a length of its own then.
-    """
-
-    source: str
-    target: str
-    number: int
+    source: str  # the module upstream
+    target: str  # the module downstream
+    number: int  # in the chain; its port is ``links.port`` plus this
+    # One sample of what travels of the source's output; None: only inputs of the data travel.
     tensor: TensorSpec | None
-    takes: tuple[int, ...] = ()
-    outputs: tuple[TensorSpec, ...] = ()
-    data: tuple[int, ...] = ()
-    samples: tuple[TensorSpec, ...] = ()
-    labelled: bool = True
-    gradients: int = Field(ge=0)
+    takes: tuple[int, ...] = ()  # which of the source's outputs travel, if not all
+    outputs: tuple[TensorSpec, ...] = ()  # one sample of each, if several travel, as one row
+    data: tuple[int, ...] = ()  # which inputs of the data travel, from the head
+    samples: tuple[TensorSpec, ...] = ()  # one sample of each of those
+    labelled: bool = True  # labels travel
+    gradients: int = Field(ge=0)  # the target sends those of every n-th batch (by id); 0: none
+    # Gradients are computed at once from the target's own error signal, and not true ones.
     bootstrapped: bool = False
-    awaited: bool = False
+    awaited: bool = False  # an update upstream waits for gradients
+    # Newest gradients to send again after a lost connection, because an upstream module takes no
+    # other batch before it has them.
     resend: int = 0
+    # Links between workers that it consists of; none: it is one link.
     lanes: tuple[LaneSpec, ...] = ()
-    route: Route = ()
+    route: Route = ()  # as in ``LaneSpec``
+    # A sample is a word of a message; an answer has a length of its own then.
     messages: bool = False
 
     @property

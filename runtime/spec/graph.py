@@ -20,28 +20,18 @@ DATA = "data."
 
 @dataclass(frozen=True)
 class Graph:
-    """Links between modules.
+    """Links between modules."""
 
-    Attributes:
-        sources: For each module, those whose output it takes, in the order of its inputs.
-        data: For each module, which inputs of the data it takes after those; None for a head that
-            takes all.
-        takes: Which outputs of a module (source, target) another one takes; it takes all of those
-            that are not here.
-    """
-
+    # Of each module: those whose output it takes, in the order of its inputs.
     sources: tuple[tuple[int, ...], ...]
+    # Of each module: the inputs of the data that it takes after those; None: a head that takes all.
     data: tuple[tuple[int, ...] | None, ...]
+    # Which outputs of a module (source, target) another one takes, if not all.
     takes: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, modules: Sequence[ModuleSpec]) -> Graph:
-        """Read the modules' inputs.
-
-        Raises:
-            ValueError: An input is not the name of an earlier module, or of an output of one; is
-                named twice; or a module's output goes nowhere.
-        """
+        """Read the modules' inputs; raises ``ValueError``, for pydantic, if they make no chain."""
         names = [module.name for module in modules]
         sources: list[tuple[int, ...]] = []
         data: list[tuple[int, ...] | None] = []

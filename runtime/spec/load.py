@@ -87,18 +87,7 @@ _Loader.add_constructor(  # without the other bases, whose numbers may be too lo
 
 
 def load_chain(path: str | Path) -> ChainSpec:
-    """Read and check a chain specification.
-
-    Args:
-        path: The ``chain.yaml``.
-
-    Returns:
-        The checked spec. Names and keywords of layers are checked later, with torch.
-
-    Raises:
-        SpecError: The file is missing, is not YAML, or breaks the schema; names file, line, path,
-            value and what is allowed.
-    """
+    """Read and check a chain specification; names and keywords of layers are checked later."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -128,11 +117,7 @@ def parse_chain(text: str, *, file: str = "chain.yaml") -> ChainSpec:
 
 
 def parse_choice(text: str) -> Choice:
-    """Parse a name with keywords, written as in a chain file.
-
-    Raises:
-        SpecError: The text is not a name with keywords.
-    """
+    """Parse a name with keywords, as in a chain file; raises ``SpecError`` if it is none."""
     try:
         return Choice.model_validate(parse_yaml(text, text)[0])
     except ValidationError:
@@ -142,8 +127,7 @@ def parse_choice(text: str) -> Choice:
 def parse_replication(text: str) -> ReplicationSpec:
     """Parse a strategy, after which more keys of ``replication`` may follow, as in a chain file.
 
-    Raises:
-        SpecError: The text is something else.
+    Raises ``SpecError`` if it is something else.
     """
     try:
         return ReplicationSpec.model_validate(parse_yaml(f"{{strategy: {text}}}", text)[0])
@@ -169,20 +153,11 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def source_files(chain: ChainSpec, base: Path) -> dict[str, Path]:
-    """Find the user's Python files that the chain needs, by path relative to an import root.
+    """Find the user's Python files that the chain needs, by POSIX path relative to ``base``.
 
     Those are the files of import paths, the files beside them that these import, and ``sources``.
-
-    Args:
-        chain: The chain.
-        base: Folder of ``chain.yaml``, where import paths start.
-
-    Returns:
-        Relative POSIX path -> file. Import paths not found below ``base`` are assumed to be
-        installed packages and left out.
-
-    Raises:
-        SpecError: A file listed under ``sources`` is missing or lies outside ``base``.
+    Import paths not found below ``base``, the folder of ``chain.yaml``, are assumed to be installed
+    packages and left out.
     """
     root = base.resolve()
     found: dict[str, Path] = {}
@@ -264,13 +239,10 @@ def import_paths(node: object) -> Iterator[str]:
 
 
 def parse_yaml(text: str, file: str) -> tuple[Any, dict[Location, int]]:
-    """Parse a YAML document that may come from elsewhere.
+    """Parse a YAML document that may come from elsewhere; return also the line of each location.
 
-    Returns:
-        The document, None if there is none; and the line of each location in it.
-
-    Raises:
-        SpecError: It is not YAML, is too large, or has a key twice.
+    An empty document is None. Raises ``SpecError`` if it is not YAML, is too large, or has a key
+    twice.
     """
     try:
         loader = _Loader(text)

@@ -12,19 +12,13 @@ from dni_runtime.spec.named import Frozen, module_of
 
 
 class BaseSpec(Frozen):
-    """Origin of the base image (apptainer-build, "definition files").
+    """Origin of the base image (apptainer-build, "definition files")."""
 
-    Attributes:
-        bootstrap: Apptainer's bootstrap agent.
-        source: Debian suite for debootstrap, else the image's URI or path.
-        mirror: Package mirror for debootstrap (default: the build host's own).
-        python: Python version inside the image, ``major.minor``.
-    """
-
+    # Apptainer's bootstrap agent.
     bootstrap: Literal["debootstrap", "docker", "oras", "library", "localimage"] = "debootstrap"
-    source: str = "bookworm"
-    mirror: str | None = None
-    python: Annotated[str, StringConstraints(pattern=r"^3\.\d{1,2}$")] = "3.11"
+    source: str = "bookworm"  # Debian suite for debootstrap, else the image's URI or path
+    mirror: str | None = None  # for debootstrap; None: the build host's own
+    python: Annotated[str, StringConstraints(pattern=r"^3\.\d{1,2}$")] = "3.11"  # in the image
 
     @field_validator("source", "mirror")
     @classmethod
@@ -42,40 +36,26 @@ def _own_torch() -> str:
 
 
 class ImageSpec(Frozen):
-    """Content of the module images.
-
-    Attributes:
-        base: Origin of the base image.
-        torch: A requirement such as ``torch==2.13.0``, or ``base`` to keep the base image's own.
-            Default: the version installed here, so that containers compute as this host does.
-        torch_index: Package index URL of the torch build (CPU, CUDA or ROCm).
-        requirements: Further Python requirements, for user layers and data sets.
-        packages: Further distribution packages.
-        environment: Environment variables set in the image.
-        require_signed: Start only images with a valid signature, checked with the local PGP
-            keyring, or with the public key in PEM form at this path.
-    """
+    """Content of the module images."""
 
     base: BaseSpec = BaseSpec()
+    # A requirement such as ``torch==2.13.0``, or ``base`` to keep the base image's own. Default:
+    # the version installed here, so that containers compute as this host does.
     torch: str = Field(default_factory=_own_torch)
-    torch_index: str | None = None
-    requirements: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()
+    torch_index: str | None = None  # package index URL of the torch build (CPU, CUDA or ROCm)
+    requirements: tuple[str, ...] = ()  # of Python, for user layers and data sets
+    packages: tuple[str, ...] = ()  # of the distribution
     environment: dict[str, str] = Field(default_factory=dict)
+    # Start only images with a valid signature, checked with the local PGP keyring, or with the
+    # public key in PEM form at this path.
     require_signed: bool | str = False
 
 
 class MountSpec(Frozen):
-    """A folder of the host inside the containers.
+    """A folder of the host inside the containers."""
 
-    Attributes:
-        source: Path on the host.
-        target: Absolute path in the container (default: the same).
-        read_only: Whether the container may only read it.
-    """
-
-    source: str
-    target: str | None = None
+    source: str  # on the host
+    target: str | None = None  # absolute path in the container; None: the same
     read_only: bool = True
 
     @field_validator("target")
@@ -87,17 +67,11 @@ class MountSpec(Frozen):
 
 
 class ResourcesSpec(Frozen):
-    """Cluster resources of one module's worker.
+    """Cluster resources of one module's worker."""
 
-    Attributes:
-        cpus: Number of processors, and of compute threads.
-        gpus: Number of GPUs.
-        memory: Memory, such as ``800M`` or ``16G`` (powers of 1024, as Slurm counts).
-        partition: Slurm partition.
-    """
-
-    cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    cpus: Annotated[int, Field(ge=1, le=1024)] | None = None  # and compute threads
     gpus: Annotated[int, Field(ge=0, le=64)] | None = None
+    # Such as ``800M`` or ``16G``: powers of 1024, as Slurm counts.
     memory: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}[MG]$")] | None = None
     partition: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
 
@@ -116,20 +90,16 @@ WorkerName = Annotated[
 
 
 class PlacementSpec(Frozen):
-    """Placement of the modules on the nodes of an allocation.
+    """Placement of the modules on the nodes of an allocation."""
 
-    Attributes:
-        strategy: ``packed`` fills one node before the next; ``spread`` gives each node the same
-            number of modules; ``auto`` the same amount of work; ``explicit`` follows ``map``.
-            Neighbours stay together, except with ``explicit``.
-        nodes: Number of nodes (default: one, or as many as the map names).
-        per_node: Maximum number of modules on one node.
-        map: For ``explicit``: each module's node, from 0; of a replica by itself: ``upper.2``.
-    """
-
+    # ``packed`` fills one node before the next; ``spread`` gives each node the same number of
+    # modules; ``auto`` the same amount of work; ``explicit`` follows ``map``. Neighbours stay
+    # together, except with ``explicit``.
     strategy: Literal["packed", "spread", "explicit", "auto"] = "auto"
+    # None: one, or as many as the map names.
     nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
-    per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    per_node: Annotated[int, Field(ge=1, le=1024)] | None = None  # most modules on one node
+    # For ``explicit``: each module's node, from 0; of a replica by itself: ``upper.2``.
     map: dict[WorkerName, Annotated[int, Field(ge=0, le=1023)]] = Field(default_factory=dict)
 
     def node_of(self, worker: str) -> int:

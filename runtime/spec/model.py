@@ -37,40 +37,31 @@ AUTO_WINDOW_LIMIT = 64
 
 
 class LinksSpec(Frozen):
-    """Communication between neighbouring modules.
+    """Communication between neighbouring modules."""
 
-    Attributes:
-        transport: ``ipc`` (same host), ``tcp``, or ``auto`` (ipc if both ends share a host).
-        interface: For tcp: the network interface, address or network (``10.0.0.0/24``: the host's
-            address in it) to listen on (default: loopback). With ``auto`` only for links between
-            hosts.
-        port: For tcp: first port; module *i* listens on ``port + i``. Default: a free port.
-        window: Batches in flight on a link before the sender waits; ``auto``: measure how many fill
-            the connection and keep the other end busy.
-        dtype: Type of activations on the wire (default: the module's compute type).
-        gradient_dtype: Type of gradients on the wire (default: the activations' type).
-        security: ``auto`` encrypts tcp beyond loopback and accepts only the neighbour; ``curve``
-            does so on loopback too; ``none`` encrypts nothing and accepts every peer.
-        connect_timeout_s: Seconds to wait for a neighbour at the start.
-        on_loss: Behaviour when the downstream neighbour is gone and the window is full:
-            ``wait`` for it, or ``continue`` training with the module's own gradient interface,
-            without sending the batches that do not fit.
-        replay: Batches that a module keeps and trains on again while its upstream neighbour is
-            gone; 0 for none.
-        synthetic_inputs: Instead train on inputs predicted from labels, while the upstream
-            neighbour is ``gone``, or whenever the next batch is ``late``.
-    """
-
-    transport: Literal["auto", "ipc", "tcp"] = "auto"
+    transport: Literal["auto", "ipc", "tcp"] = "auto"  # ``auto``: ipc if both ends share a host
+    # For tcp: the network interface, address or network (``10.0.0.0/24``: the host's address in it)
+    # to listen on; None: loopback. With ``auto`` only for links between hosts.
     interface: str | None = None
+    # For tcp: link *i* of the chain, from 1, listens on ``port + i``. None: a free port.
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    # Batches in flight on a link before the sender waits; ``auto``: measure how many fill the
+    # connection and keep the other end busy.
     window: int | Literal["auto"] = 8
-    dtype: Dtype | None = None
-    gradient_dtype: Dtype | None = None
+    dtype: Dtype | None = None  # of activations on the wire; None: the module's compute type
+    gradient_dtype: Dtype | None = None  # on the wire; None: the activations' type
+    # ``auto`` encrypts tcp beyond loopback and accepts only the neighbour; ``curve`` does so on
+    # loopback too; ``none`` encrypts nothing and accepts every peer.
     security: Literal["auto", "curve", "none"] = "auto"
-    connect_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    connect_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for a neighbour at the start
+    # When the downstream neighbour is gone and the window is full: ``wait`` for it, or ``continue``
+    # training with the module's own gradient interface, without sending the batches that do not
+    # fit.
     on_loss: Literal["wait", "continue"] = "wait"
+    # Batches that a module keeps and trains on again while its upstream neighbour is gone.
     replay: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    # Instead train on inputs predicted from labels, while the upstream neighbour is ``gone``, or
+    # whenever the next batch is ``late``.
     synthetic_inputs: Literal["gone", "late"] | None = None
 
     @field_validator("window", mode="before")
@@ -95,50 +86,25 @@ class LinksSpec(Frozen):
 
 
 class ChainSpec(Frozen):
-    """A whole chain, as written in ``chain.yaml``.
-
-    Attributes:
-        name: Name of the chain.
-        seed: Seed of the initial weights, of the order of the samples and of dropout.
-        data: Data that the head reads.
-        epochs: Passes over the training data.
-        steps: Training batches after which the run ends, even within an epoch.
-        eval_every: Evaluate after every n-th epoch; 0 for never.
-        loss: A loss of ``torch.nn``, at the tail.
-        losses: Instead, several: the chain's loss is their sum.
-        metrics: Figures that evaluation reports beside the loss: ``PLAIN_METRICS``, or classes of
-            torchmetrics.
-        defaults: Defaults of the modules' settings.
-        network: The network that ``Piece`` layers are parts of, if they name no other.
-        modules: The modules, head first.
-        links: Communication between neighbours.
-        placement: Placement of the modules on a cluster.
-        checkpoint: When checkpoints are written.
-        selection: Whether to keep the best checkpoint, too, and when to stop early.
-        replication: How the replicas of a module learn together.
-        restart: Behaviour when a worker dies.
-        image: Content of the images.
-        mounts: Host folders inside the containers.
-        infiniband: Whether containers get the host's InfiniBand devices.
-        on_nan: Behaviour when a loss, gradient or weight is not finite: ``stop`` the run; ``skip``
-            the batch and count it; or ``warn`` and continue. Weights that are not finite stop the
-            run with ``skip``, too.
-        stop_grace_s: Seconds for the final checkpoint when the run is stopped.
-        sources: Further source files for user classes, relative to ``chain.yaml``.
-    """
+    """A whole chain, as written in ``chain.yaml``."""
 
     name: Name
+    # Of the initial weights, of the order of the samples and of dropout.
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     data: DataSpec = DataSpec()
-    epochs: Annotated[int, Field(ge=1)] = 1
+    epochs: Annotated[int, Field(ge=1)] = 1  # passes over the training data
+    # Training batches after which the run ends, even within an epoch.
     steps: Annotated[int, Field(ge=1)] | None = None
-    eval_every: Annotated[int, Field(ge=0)] = 1
-    loss: Choice = Choice(name="CrossEntropyLoss")
+    eval_every: Annotated[int, Field(ge=0)] = 1  # evaluate after every n-th epoch; 0: never
+    loss: Choice = Choice(name="CrossEntropyLoss")  # of ``torch.nn``, at the tail
+    # Instead, several: the chain's loss is their sum.
     losses: Annotated[tuple[LossSpec, ...], Field(min_length=1)] | None = None
+    # Beside the loss: ``PLAIN_METRICS``, or classes of torchmetrics.
     metrics: tuple[Choice, ...] = (Choice(name="accuracy"),)
     defaults: ModuleDefaults = ModuleDefaults()
+    # The network that ``Piece`` layers are parts of, if they name no other.
     network: dict[str, Any] | None = None
-    modules: Annotated[tuple[ModuleSpec, ...], Field(min_length=1, max_length=1024)]
+    modules: Annotated[tuple[ModuleSpec, ...], Field(min_length=1, max_length=1024)]  # head first
     links: LinksSpec = LinksSpec()
     placement: PlacementSpec = PlacementSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -146,10 +112,14 @@ class ChainSpec(Frozen):
     replication: ReplicationSpec = ReplicationSpec()
     restart: RestartSpec = RestartSpec()
     image: ImageSpec = ImageSpec()
-    mounts: tuple[MountSpec, ...] = ()
-    infiniband: Literal["auto", "required", "off"] = "auto"
+    mounts: tuple[MountSpec, ...] = ()  # host folders inside the containers
+    infiniband: Literal["auto", "required", "off"] = "auto"  # containers get the host's devices
+    # When a loss, gradient or weight is not finite: ``stop`` the run; ``skip`` the batch and count
+    # it; or ``warn`` and continue. Weights that are not finite stop the run with ``skip``, too.
     on_nan: OnNan = "stop"
+    # Seconds for the final checkpoint when the run is stopped.
     stop_grace_s: Annotated[float, Field(gt=0)] = 30.0
+    # Further source files for user classes, relative to ``chain.yaml``.
     sources: tuple[str, ...] = ()
 
     @model_validator(mode="before")

@@ -35,31 +35,22 @@ Patterns = Annotated[
 
 
 class ClipSpec(Frozen):
-    """Gradient clipping, of each module by itself.
+    """Gradient clipping, of each module by itself."""
 
-    Attributes:
-        norm: Maximum norm of the gradient of all the module's parameters together.
-        value: Maximum magnitude of an element.
-    """
-
+    # Maximum norm of the gradient of all the module's parameters together.
     norm: Annotated[float, Field(gt=0)] | None = None
-    value: Annotated[float, Field(gt=0)] | None = None
+    value: Annotated[float, Field(gt=0)] | None = None  # maximum magnitude of an element
 
 
 class GroupSpec(Frozen):
-    """Parameters with options, or an optimizer, of their own.
+    """Parameters with options, or an optimizer, of their own."""
 
-    Attributes:
-        parameters: ``norms``, ``biases``, ``embeddings``, ``vectors``, ``matrices`` (except those
-            of embeddings), or name patterns such as ``*.attn.*``. A parameter belongs to the first
-            group that matches it.
-        options: Options of the module's optimizer, such as ``weight_decay``.
-        optimizer: Another optimizer.
-    """
-
+    # ``norms``, ``biases``, ``embeddings``, ``vectors``, ``matrices`` (except those of embeddings),
+    # or name patterns such as ``*.attn.*``. A parameter belongs to the first group that matches it.
     parameters: tuple[str, ...]
+    # Of the module's optimizer, such as ``weight_decay``.
     options: dict[str, Any] = Field(default_factory=dict)
-    optimizer: Choice | None = None
+    optimizer: Choice | None = None  # another one
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -74,19 +65,14 @@ class GroupSpec(Frozen):
 
 
 class InitSpec(Frozen):
-    """Initial weights from a file.
+    """Initial weights from a file."""
 
-    Attributes:
-        file: A safetensors file, or the directory of a run (its newest complete checkpoint).
-        names: Map from prefixes of the module's parameter names to prefixes in the file, as in
-            ``{"0": transformer.wte, "1": transformer.h.0}``; ``""`` matches all (default: the
-            module's name, as ``dnictl export`` writes it). Other parameters are random.
-        strict: Whether the file must hold all parameters that have a prefix.
-    """
-
-    file: str
+    file: str  # safetensors, or the directory of a run (its newest complete checkpoint)
+    # Map from prefixes of the module's parameter names to prefixes in the file, as in ``{"0":
+    # transformer.wte, "1": transformer.h.0}``; ``""`` matches all (default: the module's name, as
+    # ``dnictl export`` writes it). Other parameters are random.
     names: dict[str, str] = Field(default_factory=dict)
-    strict: bool = True
+    strict: bool = True  # the file must hold all parameters that have a prefix
 
 
 Input = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?(\.[0-7])?$")]
@@ -94,38 +80,23 @@ Input = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z
 
 
 class ModuleDefaults(Frozen):
-    """Settings of one module, or the defaults of all modules.
+    """Settings of one module, or the defaults of all modules."""
 
-    Attributes:
-        interface: The gradient interface at the module's output (the tail has the loss instead).
-        optimizer: A class of ``torch.optim`` and its keywords.
-        groups: Parameters with options, or an optimizer, of their own.
-        schedule: A class of ``torch.optim.lr_scheduler`` and its keywords.
-        schedule_every: Whether the schedule steps once an epoch or once a batch.
-        clip: Gradient clipping.
-        accumulate: Batches per update of the weights.
-        ema: Decay of an exponential moving average of the weights, which is evaluated and exported.
-        init: Initial weights from a file.
-        freeze: Parameters that stay as they are, as ``GroupSpec.parameters``, or ``true``: all;
-            gradients pass through.
-        device: ``cpu``, ``cuda``, ``rocm``, one of several as ``cuda:1``, or ``auto``.
-        precision: Type of the module's matrix products (``bfloat16``, ``float16``: torch.autocast).
-        cpus: Compute threads of the worker; the same as ``resources.cpus``.
-        resources: Cluster resources of the worker.
-    """
-
-    interface: Choice | None = None
-    optimizer: Choice | None = None
-    schedule: Choice | None = None
+    interface: Choice | None = None  # at the output; the tail has the loss instead
+    optimizer: Choice | None = None  # a class of ``torch.optim``
+    schedule: Choice | None = None  # a class of ``torch.optim.lr_scheduler``
     schedule_every: Literal["epoch", "batch"] | None = None
     groups: tuple[GroupSpec, ...] | None = None
     clip: ClipSpec | None = None
-    accumulate: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    accumulate: Annotated[int, Field(ge=1, le=1 << 16)] | None = None  # batches per update
+    # Decay of an exponential moving average of the weights, which is evaluated and exported.
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     init: InitSpec | None = None
-    freeze: Patterns | None = None
+    freeze: Patterns | None = None  # parameters that stay as they are; gradients pass through
     device: Device | None = None
+    # Of matrix products (``bfloat16``, ``float16``: torch.autocast).
     precision: Literal["float32", "bfloat16", "float16"] | None = None
+    # Compute threads, as ``resources.cpus``.
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = None
     resources: ResourcesSpec = ResourcesSpec()
 
@@ -141,17 +112,11 @@ AUTO, MOST = "auto", 4
 
 
 class ElasticSpec(Frozen):
-    """A number of replicas that may change while the run goes on.
+    """A number of replicas that may change while the run goes on."""
 
-    Attributes:
-        start: Replicas at the start of the run.
-        most: The largest number.
-        auto: Whether the number follows how long a batch takes: as many as balance the chain.
-    """
-
-    start: Annotated[int, Field(ge=1, le=64)] = 1
-    most: Annotated[int, Field(ge=2, le=64)]
-    auto: bool = False
+    start: Annotated[int, Field(ge=1, le=64)] = 1  # at the start of the run
+    most: Annotated[int, Field(ge=2, le=64)]  # the largest number
+    auto: bool = False  # as many as balance the chain, by how long a batch takes
 
     @model_validator(mode="before")
     @classmethod
@@ -171,22 +136,17 @@ def _kind_of_replicas(value: object) -> str:
 
 
 class ModuleSpec(ModuleDefaults):
-    """One module of the chain: consecutive layers, served by one worker.
-
-    Attributes:
-        name: Its name.
-        inputs: What it takes: names of earlier modules (``stem.0``, ``stem.1`` … for some outputs
-            of a module that has several), then ``data.0``, ``data.1`` … for inputs of the data
-            (default: the module before; of the first module, all of the data). Several are joined
-            batch by batch, and the first layer gets one argument for each.
-        layers: Its layers.
-        replicas: Number of its workers, which take the batches in turn, and of whom some may be
-            lost; or ``start`` and ``most`` of them, if more may come; or ``auto``.
-    """
+    """One module of the chain: consecutive layers, served by one worker."""
 
     name: Name
+    # Names of earlier modules (``stem.0``, ``stem.1`` … for some outputs of a module that has
+    # several), then ``data.0``, ``data.1`` … for inputs of the data. None: the module before; of
+    # the first module, all of the data. Several are joined batch by batch, and the first layer gets
+    # one argument for each.
     inputs: Annotated[tuple[Input, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
+    # Number of its workers, which take the batches in turn, and of which some may be lost; or
+    # ``start`` and ``most`` of them, if more may come; or ``auto``.
     replicas: Annotated[
         Annotated[int, Field(ge=1, le=64), Tag(f"{TAG}number")]
         | Annotated[ElasticSpec, Tag(f"{TAG}elastic")],

@@ -94,35 +94,21 @@ class Choice(Frozen):
 
 
 class LossSpec(Frozen):
-    """One of several losses, of one of the last module's outputs and one of the labels.
+    """One of several losses, of one of the last module's outputs and one of the labels."""
 
-    Attributes:
-        loss: A loss of ``torch.nn``, or a user's.
-        weight: Its factor in the sum.
-        output: Number of the output.
-        label: Number of the label.
-    """
-
-    loss: Choice
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    output: Annotated[int, Field(ge=0)] = 0
-    label: Annotated[int, Field(ge=0)] = 0
+    loss: Choice  # of ``torch.nn``, or a user's
+    weight: Annotated[float, Field(gt=0)] = 1.0  # factor in the sum
+    output: Annotated[int, Field(ge=0)] = 0  # number of the output
+    label: Annotated[int, Field(ge=0)] = 0  # number of the label
 
 
 class LayerSpec(Frozen):
-    """One layer: a class of ``torch.nn``, a user's class, or a block of layers.
+    """One layer: a class of ``torch.nn``, a user's class, or a block of layers."""
 
-    Attributes:
-        type: Name in ``torch.nn``; ``Sequential`` or ``Residual``; or ``package.module:Class``.
-        args: Keyword arguments of the class.
-        layers: The layers inside a block, in order.
-        shortcut: For ``Residual``: the layers on the other path (identity when empty).
-    """
-
-    type: str
+    type: str  # name in ``torch.nn``; ``Sequential`` or ``Residual``; or ``package.module:Class``
     args: dict[str, Any] = Field(default_factory=dict)
-    layers: tuple[LayerSpec, ...] = ()
-    shortcut: tuple[LayerSpec, ...] = ()
+    layers: tuple[LayerSpec, ...] = ()  # inside a block, in order
+    shortcut: tuple[LayerSpec, ...] = ()  # of ``Residual``: the other path; empty: identity
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -15,45 +15,33 @@ Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]{1,1024}$")]
 
 
 class ProfileSpec(Frozen):
-    """Settings for submitting jobs to one cluster.
-
-    Attributes:
-        account: Account that is charged (``--account``).
-        partition: Default partition (``--partition``).
-        qos: Quality of service (``--qos``).
-        constraint: Required node features (``--constraint``).
-        reservation: Reservation to run in (``--reservation``).
-        time: Default time limit (``--time``).
-        directives: Further ``#SBATCH`` directives, such as ``--mail-type=FAIL``.
-        suppress: Directives to leave out, such as ``mem`` if a site refuses ``--mem``.
-        prologue: Shell lines before the workers start, such as ``module load apptainer``.
-        gpu_request: Slurm option that requests GPUs.
-        gpu_type: Type of the GPUs (``--gres=gpu:TYPE:N``).
-        interface: Network interface, or network as ``10.0.0.0/24``, of links between nodes.
-        scratch: Folder on each node's own disk, for temporary files; the shell of the batch script
-            expands variables in it, on the job's first node.
-        binds: Folders mounted into containers at the same path; ``PATH:ro`` for read-only.
-        container_args: Further arguments of ``apptainer run``.
-        python: Python with dnictl on the nodes (default: the submitting one).
-        max_requeues: How often a job that ran out of time or was preempted resumes automatically.
-    """
+    """Settings for submitting jobs to one cluster."""
 
     account: Word | None = None
     partition: Word | None = None
     qos: Word | None = None
-    constraint: Word | None = None
+    constraint: Word | None = None  # required node features
     reservation: Word | None = None
     time: Word | None = None
+    # Further ``#SBATCH`` directives, such as ``--mail-type=FAIL``.
     directives: tuple[Annotated[str, StringConstraints(pattern=r"^--[a-z][^\n\r\x00]*$")], ...] = ()
+    # Directives to leave out, such as ``mem`` if a site refuses ``--mem``.
     suppress: tuple[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")], ...] = ()
+    # Shell lines before the workers start, such as ``module load apptainer``.
     prologue: tuple[Line, ...] = ()
+    # Slurm option that requests GPUs.
     gpu_request: Literal["gres", "gpus-per-task", "gpus-per-node"] = "gres"
+    # As in ``--gres=gpu:TYPE:N``.
     gpu_type: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    # Network interface, or network as ``10.0.0.0/24``, of links between nodes.
     interface: Word | None = None
+    # Folder on each node's own disk, for temporary files; the shell of the batch script expands
+    # variables in it, on the job's first node.
     scratch: Annotated[str, StringConstraints(pattern=r"^[/$][^\s'\"\\`:,]*$")] | None = None
-    binds: tuple[Line, ...] = ()
-    container_args: tuple[Line, ...] = ()
-    python: Line | None = None
+    binds: tuple[Line, ...] = ()  # folders in containers at the same path; ``PATH:ro``: read-only
+    container_args: tuple[Line, ...] = ()  # of ``apptainer run``
+    python: Line | None = None  # with dnictl, on the nodes; None: the submitting one
+    # How often a job that ran out of time or was preempted resumes automatically.
     max_requeues: Annotated[int, Field(ge=0, le=10_000)] = 10
 
     @field_validator("prologue", mode="before")

@@ -36,11 +36,7 @@ def modules_of(workers: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
 
 
 def workers_of(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
-    """Return the spec of each worker, head first, the replicas of a module one after the other.
-
-    Args:
-        modules: The modules' specs, head first.
-    """
+    """Return the spec of each worker, head first, the replicas of a module one after the other."""
     if all(module.replicas == 1 for module in modules):
         return tuple(modules)
     replicas = {

@@ -38,27 +38,16 @@ def retained(chain: ChainSpec, index: int) -> int:
 
 
 class DataInfo(Frozen):
-    """Shapes, types and sizes of the head's data.
+    """Shapes, types and sizes of the head's data."""
 
-    Attributes:
-        sample: One input; the first of several.
-        further: The other inputs.
-        label: One label; several in a row.
-        labels: Each of several labels.
-        classes: Number of classes, or None if labels are not class indices.
-        train_samples: Number of training samples, or None if not known yet.
-        eval_samples: Number of samples of each evaluation, or None if not known yet.
-        test_samples: Number of test samples; None without a separate test set.
-    """
-
-    sample: TensorSpec
-    further: tuple[TensorSpec, ...] = ()
-    label: TensorSpec
-    labels: tuple[TensorSpec, ...] = ()
-    classes: int | None = None
-    train_samples: int | None = None
-    eval_samples: int | None = None
-    test_samples: int | None = None
+    sample: TensorSpec  # one input; the first of several
+    further: tuple[TensorSpec, ...] = ()  # the other inputs
+    label: TensorSpec  # one label; several in a row
+    labels: tuple[TensorSpec, ...] = ()  # each of several
+    classes: int | None = None  # None: labels are not class indices
+    train_samples: int | None = None  # None: not known yet
+    eval_samples: int | None = None  # of each evaluation; None: not known yet
+    test_samples: int | None = None  # None: no separate test set
 
     @property
     def samples(self) -> tuple[TensorSpec, ...]:
@@ -67,38 +56,24 @@ class DataInfo(Frozen):
 
 
 class SelectionRole(Frozen):
-    """How the tail finds the best evaluation.
-
-    Attributes:
-        metric: Figure that is compared.
-        rises: Whether more is better.
-        patience: Evaluations without improvement before the run ends; None: any number.
-        min_delta: A difference up to this is no improvement.
-    """
+    """How the tail finds the best evaluation."""
 
     metric: str
-    rises: bool
-    patience: int | None
-    min_delta: float
+    rises: bool  # more is better
+    patience: int | None  # evaluations without improvement before the run ends; None: any number
+    min_delta: float  # a difference up to this is no improvement
 
 
 class HeadRole(Frozen):
-    """Settings that only the first module needs.
+    """Settings that only the first module needs."""
 
-    Attributes:
-        samples: One sample of each of the data's inputs.
-        takes: Which of them the module itself takes.
-        selects: Whether each evaluation needs a checkpoint before it.
-        micro_batches: Number of parts into which each training batch is split.
-        sync_steps: Training batches from one SYNC marker to the next; None: there are none.
-    """
-
-    samples: tuple[TensorSpec, ...]
-    takes: tuple[int, ...] = (0,)
+    samples: tuple[TensorSpec, ...]  # one sample of each of the data's inputs
+    takes: tuple[int, ...] = (0,)  # which of them the module itself takes
     data: DataSpec
-    micro_batches: int = 1
+    micro_batches: int = 1  # parts of each training batch
+    # Training batches from one SYNC marker to the next; None: no markers.
     sync_steps: int | None = None
-    selects: bool = False
+    selects: bool = False  # each evaluation needs a checkpoint before it
     epochs: int
     steps: int | None
     eval_every: int
@@ -106,138 +81,80 @@ class HeadRole(Frozen):
 
 
 class TailRole(Frozen):
-    """Settings that only the last module needs.
+    """Settings that only the last module needs."""
 
-    Attributes:
-        metrics: Figures of evaluations beside the loss.
-        selection: How the best evaluation is found.
-        labels: The data whose labels it reads itself; None: they come with the batches.
-    """
-
-    metrics: tuple[Choice, ...]
+    metrics: tuple[Choice, ...]  # beside the loss
     selection: SelectionRole | None = None
+    # The data whose labels it reads itself; None: they come with the batches.
     labels: DataSpec | None = None
 
 
 class AheadSpec(Frozen):
-    """The next modules, for a local head that begins with layers like theirs.
-
-    Attributes:
-        layers: Their layers.
-        output: One sample at the output of the last of them.
-        ends: Whether the last of them is the chain's last module.
-    """
+    """The next modules, for a local head that begins with layers like theirs."""
 
     layers: tuple[LayerSpec, ...]
-    output: TensorSpec
-    ends: bool
+    output: TensorSpec  # one sample, of the last layer
+    ends: bool  # the last of them is the chain's last module
 
 
 class WorkerSpec(Frozen):
-    """Everything that one worker needs to serve its module.
-
-    Attributes:
-        chain: Name of the chain.
-        module: Name of the module; of a replica's worker, with its number: ``upper.2``.
-        index: Position of the module in the chain, from 0.
-        layers: The module's layers.
-        interface: The gradient interface at its output; None for the tail.
-        ahead: The next modules' layers, if the interface uses them.
-        optimizer: Class of ``torch.optim`` with keywords.
-        schedule: Class of ``torch.optim.lr_scheduler`` with keywords, or None.
-        schedule_every: When the schedule steps.
-        groups: Parameters with options, or an optimizer, of their own.
-        clip: Gradient clipping.
-        accumulate: Batches per update.
-        ema: Decay of the average of the weights, or None.
-        freeze: Parameters that stay as they are; see ``ModuleDefaults``.
-        initial: Whether the run directory holds the module's initial weights.
-        loss: The chain's loss; local gradient interfaces use it too.
-        seed: The chain's seed.
-        device: Compute device.
-        precision: Type of its matrix products.
-        cpus: Number of compute threads.
-        sources: Its links from upstream, one for each input; none for the head.
-        targets: Its links to downstream; none for the tail.
-        output: One sample at the module's output; a row of all its outputs if they are several.
-        outputs: One sample of each of those, if they are several.
-        label: One sample's label.
-        prediction: One sample at the chain's output (what a local head must produce).
-        classes: Number of classes, or None.
-        batch_limit: Samples in the largest batch.
-        gradients_in: Gradients of every n-th batch (by id) come from downstream; 0: of none.
-        late: Batches by which they may come late.
-        links: Communication with the neighbours.
-        retain: Acknowledged messages that the output end keeps for a neighbour that restarts.
-        max_late: Maximum number of updates missing from the weights of a forward pass; at that
-            number the module waits for true gradients. None: any number.
-        attends: Whether the module's layers contain attention.
-        snapshot_s: Minimum seconds between snapshots of the module's own state; 0 for none.
-        keep: Number of complete checkpoints to keep.
-        on_nan: Behaviour when a value is not finite; see ``ChainSpec``.
-        stop_grace_s: Seconds for the final checkpoint when the run is stopped.
-        head: Settings that only the head needs; None for the others.
-        tail: Settings that only the tail needs; None for the others.
-        replicas: Number of the module's workers.
-        replica: Which of them this is, from 1.
-        elastic: The modules of the chain whose number of replicas may change, each with that at the
-            start.
-        peers: The links by which they share their weights, from each to the first.
-        strategy: How they do; see ``core/replication``.
-        compression: How what they share is compressed; None: not at all.
-        backend: The backend of torch.distributed by which they do; None: the links of ``peers``.
-        lr_scale: Factor of the learning rates of the module's optimizers.
-    """
+    """Everything that one worker needs to serve its module."""
 
     format: Literal[2] = 2
     chain: str
-    module: str
-    index: int
+    module: str  # of a replica's worker, with its number: ``upper.2``
+    index: int  # of the module in the chain, from 0
     layers: tuple[LayerSpec, ...]
-    interface: Choice | None
-    ahead: AheadSpec | None = None
+    interface: Choice | None  # at its output; None: the tail
+    ahead: AheadSpec | None = None  # the next modules' layers, if the interface uses them
     optimizer: Choice
     schedule: Choice | None
     schedule_every: Literal["epoch", "batch"]
     groups: tuple[GroupSpec, ...] = ()
     clip: ClipSpec = ClipSpec()
-    accumulate: int = 1
-    ema: float | None = None
-    freeze: Patterns = ()
-    initial: bool = False
-    loss: Choice
-    seed: int
+    accumulate: int = 1  # batches per update
+    ema: float | None = None  # decay of the average of the weights
+    freeze: Patterns = ()  # as in ``ModuleDefaults``
+    initial: bool = False  # the run directory holds the module's initial weights
+    loss: Choice  # the chain's; local gradient interfaces use it too
+    seed: int  # the chain's
     device: str
-    precision: Literal["float32", "bfloat16", "float16"]
-    cpus: int
-    sources: tuple[EdgeSpec, ...]
-    targets: tuple[EdgeSpec, ...]
-    output: TensorSpec
-    outputs: tuple[TensorSpec, ...] = ()
-    label: TensorSpec
-    prediction: TensorSpec
-    classes: int | None
-    batch_limit: int = Field(ge=1)
-    gradients_in: int = Field(ge=0)
-    late: int = Field(ge=0)
+    precision: Literal["float32", "bfloat16", "float16"]  # of matrix products
+    cpus: int  # compute threads
+    sources: tuple[EdgeSpec, ...]  # links from upstream, one for each input; none: the head
+    targets: tuple[EdgeSpec, ...]  # links to downstream; none: the tail
+    output: TensorSpec  # one sample; a row of all outputs if they are several
+    outputs: tuple[TensorSpec, ...] = ()  # one sample of each, if they are several
+    label: TensorSpec  # one sample
+    prediction: TensorSpec  # one sample at the chain's output
+    classes: int | None  # None: labels are not class indices
+    batch_limit: int = Field(ge=1)  # samples in the largest batch
+    gradients_in: int = Field(ge=0)  # of every n-th batch (by id) from downstream; 0: none
+    late: int = Field(ge=0)  # batches by which gradients may come late
     links: LinksSpec
-    retain: int = Field(default=0, ge=0)
+    retain: int = Field(default=0, ge=0)  # acknowledged messages kept for a neighbour that restarts
+    # Maximum number of updates missing from the weights of a forward pass; at that number the
+    # module waits for true gradients. None: any number.
     max_late: int | None = None
-    attends: bool = False
+    attends: bool = False  # the layers contain attention
+    # Minimum seconds between snapshots of the module's own state; 0: none.
     snapshot_s: float = Field(default=0.0, ge=0)
-    keep: int
-    on_nan: OnNan = "stop"
-    stop_grace_s: float
-    head: HeadRole | None
-    tail: TailRole | None
-    replicas: int = 1
-    replica: int = 1
+    keep: int  # complete checkpoints
+    on_nan: OnNan = "stop"  # as in ``ChainSpec``
+    stop_grace_s: float  # seconds for the final checkpoint when the run is stopped
+    head: HeadRole | None  # None: not the head
+    tail: TailRole | None  # None: not the tail
+    replicas: int = 1  # the module's workers
+    replica: int = 1  # which of them this is, from 1
+    # Modules of the chain whose number of replicas may change, each with that at the start.
     elastic: dict[str, int] = Field(default_factory=dict)
+    # Links by which replicas share their weights, from each to the first.
     peers: tuple[LaneSpec, ...] = ()
-    strategy: Choice | None = None
-    compression: Choice | None = None
+    strategy: Choice | None = None  # how they do; see ``core/replication``
+    compression: Choice | None = None  # of what they share; None: not at all
+    # Of torch.distributed; None: the links of ``peers``.
     backend: Literal["gloo", "nccl", "mpi"] | None = None
-    lr_scale: float = 1.0
+    lr_scale: float = 1.0  # factor of learning rates of the module's optimizers
 
     def to_json(self) -> str:
         """Return the spec as canonical JSON (sorted keys), as stored in the module's image."""
@@ -252,11 +169,7 @@ class WorkerSpec(Frozen):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the output of :meth:`to_json`.
-
-        Raises:
-            pydantic.ValidationError: The text is not a worker's spec.
-        """
+        """Parse the output of :meth:`to_json`; raises pydantic's ``ValidationError`` otherwise."""
         return cls.model_validate_json(text)
 
     @property

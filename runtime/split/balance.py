@@ -16,28 +16,16 @@ SLACK = 1.05
 def best_cuts(
     segments: int,
     modules: int,
+    # (number, i, j): segments i to j - 1 as module ``number``, from 0; infinite: impossible
     cost: Callable[[int, int, int], float],
-    traffic: Sequence[float],
+    traffic: Sequence[float],  # bytes that pass a cut after each segment
+    # (end): the link at a cut after this many segments, in the unit of the cost
     link: Callable[[int], float] = lambda end: 0.0,
 ) -> list[int]:
-    """Choose where to cut a sequence of segments.
+    """Choose where to cut a sequence of segments; return the number of segments before each cut.
 
     A chain is as fast as its slowest module or link (each works while the others do). Of all cuts
-    that are as good as the best one, but for ``SLACK``, those are taken over which least travels.
-
-    Args:
-        segments: How many there are.
-        modules: How many modules are wanted.
-        cost: Cost of segments ``i`` to ``j - 1`` as the module of a number, from 0; infinite
-            where they cannot be.
-        traffic: For each segment, the bytes that pass a cut after it.
-        link: Cost of the link at a cut after ``end`` segments, in the unit of ``cost``.
-
-    Returns:
-        For each cut, the number of segments before it.
-
-    Raises:
-        ValueError: There are fewer segments than modules.
+    that are as good as the best one, but for ``SLACK``, those with the least traffic are taken.
     """
     if not 1 <= modules <= segments:
         raise ValueError(f"{segments} segments cannot become {modules} modules")

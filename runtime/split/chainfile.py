@@ -33,21 +33,9 @@ def write_chain(
     spec: NetworkSpec,
     network: nn.Module,
     parts: Sequence[Part],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Any],  # the chain's other keys
 ) -> Path:
-    """Write a chain file, and the network's weights beside it.
-
-    Args:
-        path: The chain file.
-        name: The chain's name.
-        spec: The network.
-        network: The network itself.
-        parts: Its parts.
-        settings: The chain's other keys.
-
-    Returns:
-        The file of the weights.
-    """
+    """Write a chain file, and the network's weights beside it; return the file of the weights."""
     weights = path.with_suffix(".safetensors")
     rest = {key: value for key, value in settings.items() if key != "name"}
     image, defaults = (dict(rest.pop(key, {})) for key in ("image", "defaults"))
@@ -62,19 +50,12 @@ def write_chain(
 
 
 def chain_text(
-    head: Mapping[str, Any],
+    head: Mapping[str, Any],  # its keys, but the network and the modules
     spec: NetworkSpec,
     parts: Sequence[Part],
-    modules: Sequence[Mapping[str, Any]] = (),
+    modules: Sequence[Mapping[str, Any]] = (),  # each part keeps the other settings of its module
 ) -> str:
-    """Return the text of a chain file.
-
-    Args:
-        head: Its keys, but the network and the modules.
-        spec: The network.
-        parts: Its parts.
-        modules: Modules of a chain file, of which each part keeps the other settings.
-    """
+    """Return the text of a chain file."""
     head = dict(head)
     if any(part.lends for part in parts):
         head["data"] = {**head["data"], "drop_last": True}  # see core.piece.Borrowed
@@ -114,9 +95,7 @@ def _flow(document: Any) -> str:
 def requirements(target: str, folder: Path) -> list[str]:
     """Return the installed packages that a network's source needs in an image.
 
-    Args:
-        target: Its import path.
-        folder: The folder of the chain file; files in it are packed as sources.
+    Files in ``folder``, that of the chain file, are packed as sources.
     """
     packages = metadata.packages_distributions()
     found: dict[str, None] = {}

@@ -30,33 +30,19 @@ _COPIES = 4
 
 @dataclass(frozen=True)
 class Segment:
-    """The operations between two neighbouring cuts.
+    """The operations between two neighbouring cuts."""
 
-    Attributes:
-        end: The cut after them; None for the last ones.
-        seconds: Time of one training batch: forward, backward, and a step of Adam.
-        parameters: Its parameters by name.
-        saved: Bytes that autograd keeps of a batch.
-        attends: Number of the segment in which a module that begins with this one meets attention;
-            infinite if it never does.
-    """
-
-    end: Cut | None
-    seconds: float
+    end: Cut | None  # None: the last segment
+    seconds: float  # of one training batch: forward, backward, and a step of Adam
     parameters: dict[str, nn.Parameter]
-    saved: int
+    saved: int  # bytes that autograd keeps of a batch
+    # Number of the segment in which a module that begins with this one meets attention; infinite if
+    # it never does.
     attends: float
 
 
 class Costs:
-    """What modules would cost that begin and end at any two cuts.
-
-    Args:
-        program: The network's operations.
-        network: The network itself.
-        batch: One batch of the data's inputs.
-        repeats: Measurements, of which the fastest counts.
-    """
+    """What modules would cost that begin and end at any two cuts."""
 
     def __init__(
         self,
@@ -113,17 +99,13 @@ def measure(
     program: Program,
     network: nn.Module,
     batch: Sequence[Tensor],
-    ends: Sequence[Cut | None],
+    ends: Sequence[Cut | None],  # None: the network's output
     repeats: int,
 ) -> list[Segment]:
     """Run a network segment by segment, in train mode, and measure each.
 
-    Args:
-        program: The network's operations.
-        network: The network itself; its weights and buffers change, as in training.
-        batch: One batch of the data's inputs.
-        ends: The cuts, and None for the network's output.
-        repeats: Measurements, of which the fastest counts: other programs only take time.
+    The network's weights and buffers change, as in training. The fastest of ``repeats``
+    measurements counts: other programs only take time.
     """
     names = [None, *(cut.name for cut in ends if cut is not None), None]
     sections = [Section.of(program.train, after, until) for after, until in pairwise(names)]
@@ -215,13 +197,7 @@ def _parameters(
 
 
 def interface_seconds(choice: Choice, boundary: Boundary, samples: int) -> float:
-    """Measure the time that a gradient interface takes for a batch.
-
-    Args:
-        choice: The interface.
-        boundary: The module's output.
-        samples: Samples in the batch.
-    """
+    """Measure the time that a gradient interface takes for a batch."""
     resolved = resolve_interface(choice)
     interface = build_interface(choice, boundary)
     h_BH = torch.rand(samples, *boundary.activation.shape)

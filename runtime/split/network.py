@@ -34,37 +34,20 @@ def take_apart(
     network: nn.Module,
     info: DataInfo,
     wanted: Request,
-    batch: Sequence[Tensor] = (),
+    batch: Sequence[Tensor] = (),  # of the data's inputs; empty: noise
 ) -> list[Part]:
-    """Choose the cuts of a network, and describe its parts.
-
-    Args:
-        spec: The network.
-        network: The network itself, with its weights.
-        info: The data.
-        wanted: What is asked for.
-        batch: A batch of the data's inputs; by default, of noise.
-
-    Raises:
-        SpecError: It cannot be traced or cut so; or its parts do not compute what it computes.
-    """
+    """Choose the cuts of a network, and describe its parts."""
     with planning(spec, network, info, wanted, batch) as plan:
         return plan.checked(plan.named(wanted.at) if wanted.at else plan.best(), network)
 
 
 @dataclass(frozen=True)
 class Recut:
-    """A network's modules, and better ones.
+    """A network's modules, and better ones."""
 
-    Attributes:
-        parts: The modules that there are.
-        better: As many modules, of which the slowest is as fast as can be.
-        slowness: For each module, its time where it runs, divided by that on this machine.
-    """
-
-    parts: list[Part]
-    better: list[Part]
-    slowness: list[float]
+    parts: list[Part]  # as they are
+    better: list[Part]  # as many, of which the slowest is as fast as can be
+    slowness: list[float]  # of each module: its time where it runs, divided by that on this machine
 
     @property
     def seconds(self) -> list[float]:
@@ -85,22 +68,13 @@ def cut_again(
     network: nn.Module,
     info: DataInfo,
     wanted: Request,
-    measured: Sequence[float | None] = (),
-    batch: Sequence[Tensor] = (),
+    measured: Sequence[float | None] = (),  # seconds of each module's batch; None: not known
+    batch: Sequence[Tensor] = (),  # of the data's inputs; empty: noise
 ) -> Recut:
-    """Find better cuts of a network that has been taken apart.
+    """Find better cuts of a network that has been taken apart, which ``wanted.at`` gives.
 
-    Args:
-        spec: The network.
-        network: The network itself.
-        info: The data.
-        wanted: What is asked for; ``at`` says where it is cut now.
-        measured: For each module, the seconds of a batch where it runs; None is not known. The
-            module of the same number is expected to be as fast, compared with this machine.
-        batch: A batch of the data's inputs; by default, of noise.
-
-    Raises:
-        SpecError: As :func:`take_apart`.
+    A better module is expected to run as much slower than on this machine as the present one of its
+    number does.
     """
     wanted = replace(wanted, modules=len(wanted.at) + 1)
     with planning(spec, network, info, wanted, batch) as plan:
@@ -126,20 +100,9 @@ def planning(
     network: nn.Module,
     info: DataInfo,
     wanted: Request,
-    batch: Sequence[Tensor] = (),
+    batch: Sequence[Tensor] = (),  # of the data's inputs; empty: noise
 ) -> Iterator[Plan]:
-    """Measure a network, for the time of this context; its weights stay what they are.
-
-    Args:
-        spec: The network.
-        network: The network itself.
-        info: The data.
-        wanted: What is asked for.
-        batch: A batch of the data's inputs; by default, of noise.
-
-    Raises:
-        SpecError: It cannot be traced, or fails.
-    """
+    """Measure a network, for the time of this context; its weights stay what they are."""
     keep_freed_memory()  # as workers do
     program = trace(spec)
     batch = batch or [_batch(one, wanted.batch_size) for one in spec.example]
@@ -158,12 +121,7 @@ def network_of(
     takes: Sequence[str] = (),
     returns: str | int | None = None,
 ) -> tuple[NetworkSpec, nn.Module]:
-    """Build a network for some data.
-
-    Raises:
-        SpecError: It cannot be built.
-        UsageError: ``takes`` names more inputs than the data has.
-    """
+    """Build a network for some data."""
     if takes and len(takes) != len(info.samples):
         raise UsageError(
             f"{len(takes)} arguments of forward are named, and the data has {len(info.samples)} "
@@ -188,11 +146,7 @@ def chain_name(target: str) -> str:
 
 
 def _try(spec: NetworkSpec, network: nn.Module, batch: Sequence[Tensor]) -> None:
-    """Run a network in train mode.
-
-    Raises:
-        SpecError: It fails, or returns NaN.
-    """
+    """Refuse a network that fails on a batch, or returns NaN."""
     try:
         y = Wrapped(network, spec)(*(one.clone() for one in batch))
     except Exception as error:

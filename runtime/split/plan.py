@@ -34,49 +34,25 @@ DEFAULT_LOSS = Choice(name="CrossEntropyLoss")
 
 @dataclass(frozen=True)
 class Request:
-    """How a network is to be taken apart.
-
-    Attributes:
-        modules: Number of modules.
-        at: Instead, the modules of the network after which to cut.
-        balance: What is to be equal among the modules.
-        links: Speed of the links, a key of ``LINKS``.
-        batch_size: Samples in a training batch.
-        loss: The chain's loss.
-        interfaces: The gradient interface of each module, or one for all; empty: chosen for each.
-        frozen: Whether each module is; then no other layers come to those that are.
-        names: Names of the modules.
-        threads: Compute threads of a worker.
-        repeats: Measurements of each time, of which the fastest counts.
-    """
+    """How a network is to be taken apart."""
 
     modules: int = 2
-    at: tuple[str, ...] = ()
+    at: tuple[str, ...] = ()  # instead, the modules of the network after which to cut
     balance: Balance = "time"
-    links: str = "fast"
+    links: str = "fast"  # their speed, a key of ``LINKS``
     batch_size: int = 128
     loss: Choice = DEFAULT_LOSS
+    # Of each module, or one for all; empty: chosen for each.
     interfaces: tuple[Choice | None, ...] = ()
+    # Whether each module is; then no other layers come to those that are.
     frozen: tuple[bool, ...] = ()
-    names: tuple[str, ...] = ()
-    threads: int = 1
-    repeats: int = 5
+    names: tuple[str, ...] = ()  # of the modules
+    threads: int = 1  # of a worker
+    repeats: int = 5  # measurements of each time, of which the fastest counts
 
 
 class Plan:
-    """The costs of modules, with their gradient interfaces.
-
-    Args:
-        program: The network's operations.
-        costs: What lies between two cuts costs.
-        info: The data.
-        wanted: What is asked for.
-        batch: One batch of the data's inputs.
-
-    Attributes:
-        costs: What lies between two cuts costs.
-        wanted: What is asked for.
-    """
+    """The costs of modules, with their gradient interfaces."""
 
     def __init__(
         self,
@@ -101,11 +77,7 @@ class Plan:
         self._interfaces: dict[tuple[str, TensorSpec], float] = {}
 
     def named(self, at: Sequence[str]) -> list[int]:
-        """Return the cuts of some names, as numbers of segments before them.
-
-        Raises:
-            SpecError: There is no such cut, or they are not in order.
-        """
+        """Return the cuts of some names, as numbers of segments before them."""
         positions = [self._program.cut(name).position for name in at]
         if positions != sorted(set(positions)):
             raise SpecError(f"'--at {','.join(at)}' is not the order in which the network runs")
@@ -115,12 +87,8 @@ class Plan:
     def best(self, slowness: Sequence[float] = (), now: Sequence[int] = ()) -> list[int]:
         """Return the best cuts, as numbers of segments before them.
 
-        Args:
-            slowness: Factor on the time of each module; by default all are as fast.
-            now: The present cuts, for modules that are frozen.
-
-        Raises:
-            SpecError: The network has fewer segments than modules are wanted.
+        ``slowness`` is a factor on the time of each module; by default all are as fast. ``now`` are
+        the present cuts, for modules that are frozen.
         """
         count, wanted, costs = len(self.costs.segments), self.wanted, self.costs
         if wanted.modules > count:
@@ -181,11 +149,7 @@ class Plan:
         return self._interfaces[key]
 
     def checked(self, ends: Sequence[int], network: nn.Module) -> list[Part]:
-        """Describe the modules between some cuts, which compute what the network computes.
-
-        Raises:
-            SpecError: They do not.
-        """
+        """Describe the modules between some cuts; refuse those that compute another result."""
         parts = self.parts(ends)
         check_parts(self._program.spec, network, self._batch, parts)
         return parts

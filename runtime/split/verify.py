@@ -40,14 +40,7 @@ def check_parts(
 ) -> None:
     """Train the network whole and in parts, and compare outputs, gradients, buffers and names.
 
-    Args:
-        spec: The network.
-        network: The network itself; its tensors stay what they are.
-        batch: One batch of the data's inputs.
-        parts: Its parts.
-
-    Raises:
-        SpecError: The parts compute something else, or have other tensors.
+    The network's tensors stay what they are.
     """
     torch.manual_seed(_STEPS)  # a worker builds the network by itself, and loads its tensors
     pieces = {part.name: _piece(spec, network, part) for part in parts}
@@ -159,11 +152,7 @@ def _compare(
     parts: Mapping[str, list[tuple[str, Tensor]]],
     first: Mapping[str, Tensor],
 ) -> None:
-    """Compare what a pass has left in the network and in its parts; ``first`` are buffers before.
-
-    Raises:
-        SpecError: There is a difference.
-    """
+    """Compare what a pass has left in the network and in its parts; ``first``: buffers before."""
     sizes: dict[str, float] = {}
     for what, [(_, one)] in whole.items():
         still = what in first and torch.equal(first[what], one)

@@ -15,15 +15,7 @@ from dni_runtime.spec.load import suggestion
 
 
 def load_weights(network: nn.Module, file: Path) -> None:
-    """Load a state dict, by the network's own names.
-
-    Args:
-        network: The network.
-        file: safetensors, or a file of ``torch.save`` that holds tensors only.
-
-    Raises:
-        DataError: It cannot be read, or lacks tensors, has others, or has other shapes.
-    """
+    """Load a state dict, by the network's own names."""
     state = read_state_dict(file)
     own = network.state_dict()
     missing = [name for name in own if name not in state]
@@ -55,11 +47,7 @@ def load_weights(network: nn.Module, file: Path) -> None:
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
-    """Read tensors by name from safetensors, or from what ``torch.save`` wrote.
-
-    Raises:
-        DataError: It is neither, or holds other things than tensors.
-    """
+    """Read tensors by name from safetensors, or from what ``torch.save`` wrote."""
     if not file.is_file():
         raise DataError(f"there is no file {str(file)!r}")
     try:

@@ -15,17 +15,12 @@ SPLITS = ("train", "eval", "test")
 
 
 class Part(NamedTuple):
-    """Samples of a training batch that are sent together (a micro-batch).
+    """Samples of a training batch that are sent together (a micro-batch)."""
 
-    Attributes:
-        first: Number of the first sample, from 0.
-        samples: Number of samples in the whole batch.
-        shares: What share of the batch each loss counts in it, of its valid labels or of their
-            weights; empty: as many as it has of the samples.
-    """
-
-    first: int
-    samples: int
+    first: int  # number of the first sample, from 0
+    samples: int  # of the whole batch
+    # what share of the batch each loss counts in it, of its valid labels or of their weights;
+    # empty: as many as it has of the samples
     shares: tuple[float, ...] = ()
 
     def ends_with(self, count: int) -> bool:
@@ -36,21 +31,14 @@ class Part(NamedTuple):
 class Rows(NamedTuple):
     """Which samples of the data a batch has, without naming them.
 
-    The owner of the labels finds them by it, and compares the rest with its own data.
-
-    Attributes:
-        split: ``train``, ``eval`` or ``test``.
-        number: Number of the batch in its epoch or evaluation, from 0.
-        order: CRC-32 of the samples' numbers in their order.
-        train: Number of training samples.
-        evaluation: Number of evaluation samples.
-        test: Number of test samples.
+    The owner of the labels finds them by ``split`` and ``number``, and compares the rest with its
+    own data.
     """
 
-    split: str
-    number: int
-    order: int
-    train: int
+    split: str  # one of SPLITS
+    number: int  # of the batch in its epoch or evaluation, from 0
+    order: int  # CRC-32 of the samples' numbers in their order
+    train: int  # number of training samples; likewise the next two
     evaluation: int
     test: int
 
@@ -66,10 +54,9 @@ def body_of(part: Part | None, rows: Rows | None) -> dict[str, Body]:
 
 
 def samples_of(message: Message) -> tuple[Part | None, Rows | None]:
-    """Return which samples a BATCH has: a part of a training batch, and its place in the data.
+    """Return which samples a BATCH has: its part of a training batch, and its place in the data.
 
-    Raises:
-        WireError: ``body``: the body is not valid in a BATCH.
+    Raises ``WireError`` (``body``) if the body is not valid in a BATCH.
     """
     if not message.body:
         return None, None

@@ -84,11 +84,7 @@ _STRICT: dict[str, Any] = {
 
 
 def encode(message: Message) -> list[Buffer]:
-    """Return the frames of a message: its header, then its buffers unchanged.
-
-    Raises:
-        WireError: The message breaks the format (a bug of the sender), or its body is too large.
-    """
+    """Return a message's frames: its header, then its buffers unchanged."""
     try:
         header: bytes = msgpack.packb(
             [
@@ -119,8 +115,7 @@ def encode(message: Message) -> list[Buffer]:
 def decode(frames: Sequence[Buffer], limits: Limits) -> Message:
     """Return the message in these frames, completely checked against the format and the limits.
 
-    Raises:
-        WireError: It cannot be accepted; docs/wire.md lists the reasons.
+    Raises ``WireError`` if it cannot be accepted; docs/wire.md lists the reasons.
     """
     if not frames:
         raise WireError("truncated", "a message without frames")

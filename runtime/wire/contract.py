@@ -33,35 +33,22 @@ SCALE_DTYPE = "float32"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes above which a message is refused unread.
+    """Sizes above which a message is refused unread."""
 
-    Attributes:
-        tensors: Number of tensors in one message.
-        buffer_bytes: Size of one tensor's buffer.
-        header_bytes: Size of the header.
-    """
-
-    tensors: int
-    buffer_bytes: int
+    tensors: int  # number in one message
+    buffer_bytes: int  # of one tensor
     header_bytes: int = HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TensorContract:
-    """Type and sizes of one tensor of a link.
+    """Type and sizes of one tensor of a link."""
 
-    Attributes:
-        name: Its name in the tensor table.
-        dtype: torch's name of its type on the wire.
-        shape: Sizes of one sample, without the batch dimension.
-        batch_limit: Samples in the largest batch.
-        scale: For a quantized tensor: sizes of its scales, which broadcast to a sample's.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    batch_limit: int
+    name: str  # in the tensor table
+    dtype: str  # on the wire (torch's name)
+    shape: tuple[int, ...]  # of one sample, without the batch dimension
+    batch_limit: int  # samples in the largest batch
+    # if quantized: sizes of its scales, which broadcast to a sample's
     scale: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
@@ -84,18 +71,10 @@ class TensorContract:
         return max(self.batch_limit * self.sample_bytes, scales)
 
     def check(self, entries: Sequence[TensorEntry], buffers: Sequence[Buffer]) -> int:
-        """Compare a tensor, and its scales, with the contract, before its bytes are viewed.
+        """Compare a tensor, and its scales, with the contract; return the number of samples.
 
-        Args:
-            entries: Rows of the tensor table.
-            buffers: Their bytes.
-
-        Returns:
-            The number of samples.
-
-        Raises:
-            WireError: They differ; reasons ``count``, ``dtype``, ``shape``, ``truncated``,
-                ``oversized`` and ``scale``.
+        MUST come before its bytes are viewed. Raises ``WireError`` with the reasons ``count``,
+        ``dtype``, ``shape``, ``truncated``, ``oversized`` and ``scale``.
         """
         names = tuple([entry.name for entry in entries])
         if names != self.names:
@@ -115,11 +94,7 @@ class TensorContract:
         return samples
 
     def samples(self, shape: tuple[int, ...]) -> int:
-        """Return the number of samples in a tensor of these sizes.
-
-        Raises:
-            WireError: ``shape``: the sizes break the contract.
-        """
+        """Return the number of samples in a tensor of these sizes, once they fit the contract."""
         if not shape or shape[1:] != self.shape or not 1 <= shape[0] <= self.batch_limit:
             raise WireError(
                 "shape", f"{self}, B from 1 to {self.batch_limit}, comes with sizes {shape}"

@@ -31,28 +31,15 @@ class Mode(IntEnum):
 
 
 class Mark(IntFlag):
-    """Meanings of a marker, which can be combined.
+    """Meanings of a marker, which can be combined."""
 
-    Attributes:
-        EPOCH: A training epoch is complete.
-        EVAL: Its evaluation is complete.
-        CHECKPOINT: Write a checkpoint at this cut.
-        STOP: Exit after this marker; the run can be resumed.
-        END: Training has finished.
-        ASKED: A module has requested the checkpoint and may exit there.
-        TEST: The evaluation of the test set is complete.
-        MISSED: The batches since the message before it, up to its own id, were left out.
-        SYNC: The replicas of each module share what they have learnt.
-        SCALE: From the next id on other replicas take the batches.
-    """
-
-    EPOCH = 1
-    EVAL = 2
-    CHECKPOINT = 4
-    STOP = 8
-    END = 16
-    ASKED = 32
-    TEST = 64
-    MISSED = 128
-    SYNC = 256
-    SCALE = 512
+    EPOCH = 1  # a training epoch is complete
+    EVAL = 2  # its evaluation is complete
+    CHECKPOINT = 4  # write a checkpoint at this cut
+    STOP = 8  # exit after this marker; the run can be resumed
+    END = 16  # training has finished
+    ASKED = 32  # a module has requested the checkpoint and may exit there
+    TEST = 64  # the evaluation of the test set is complete
+    MISSED = 128  # batches since the message before it, up to its own id, were left out
+    SYNC = 256  # the replicas of each module share what they have learnt
+    SCALE = 512  # from the next id on other replicas take the batches

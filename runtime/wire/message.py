@@ -23,46 +23,25 @@ def nbytes(buffer: Buffer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One row of a message's tensor table.
+    """One row of a message's tensor table."""
 
-    Attributes:
-        name: ``h``, ``y`` or ``g``; ``h_scale`` or ``g_scale``; ``x0``, ``x1`` … for inputs of the
-            data.
-        dtype: torch's name of the type.
-        shape: Sizes, the batch dimension included.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # h, y or g; h_scale or g_scale; x0, x1 … for inputs of the data
+    dtype: str  # torch's name
+    shape: tuple[int, ...]  # with the batch dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of any kind; docs/wire.md lists the fields that each kind uses.
-
-    Attributes:
-        kind: Its purpose.
-        run: The run that it belongs to.
-        source: Name of the module that sends it.
-        id: Position in the stream, from 1; 0 if it has none.
-        epoch: Epoch of a batch or marker.
-        mode: What to do with a batch.
-        mark: Meaning of a marker.
-        ack: Everything up to this id has been processed.
-        tensors: Table of the tensors.
-        buffers: Their bytes, in the table's order.
-        body: The kind's own fields.
-    """
+    """A message of any kind; docs/wire.md lists the fields that each kind uses."""
 
     kind: Kind
     run: str
-    source: str
-    id: int = 0
-    epoch: int = 0
+    source: str  # the module that sends it
+    id: int = 0  # position in the stream, from 1; 0 if it has none
+    epoch: int = 0  # of a batch or marker
     mode: Mode = Mode.TRAIN
     mark: Mark = NO_MARK
-    ack: int = 0
+    ack: int = 0  # everything up to this id has been processed
     tensors: tuple[TensorEntry, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    body: Mapping[str, Body] = field(default_factory=dict)
+    buffers: tuple[Buffer, ...] = ()  # in the table's order
+    body: Mapping[str, Body] = field(default_factory=dict)  # the kind's own fields

@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def repeating(name: str, every_s: float, work: Callable[[], None]) -> Iterator[None]:
-    """Do some work every few seconds.
-
-    Args:
-        name: The thread's name.
-        every_s: Seconds before each time.
-        work: The work; raises nothing.
-    """
+    """Do some work, which raises nothing, every few seconds in a thread of this name."""
     over = threading.Event()
 
     def run() -> None:

@@ -23,16 +23,10 @@ _HEADS = ("position", "again")
 
 
 class Names:
-    """What the tensors of a chain's modules are called in the whole network.
-
-    Args:
-        workers: The modules' specs, head first.
-
-    Attributes:
-        ends: For each module, the cut after it: layers up to it, and the network's own module.
-    """
+    """What the tensors of a chain's modules, head first, are called in the whole network."""
 
     def __init__(self, workers: Sequence[WorkerSpec]) -> None:
+        # of each module: the cut after it, as layers up to it and the network's own module
         self.ends: list[tuple[int, str | None]] = []
         self._prefixes: list[list[str]] = []
         count = 0
@@ -55,22 +49,10 @@ class Names:
 def carry(
     old: Sequence[WorkerSpec], states: Iterable[State], new: Sequence[WorkerSpec]
 ) -> Iterator[State]:
-    """Make the parts of a checkpoint for other cuts.
+    """Make the parts of a checkpoint, in order, for modules with other cuts and the same layers.
 
     What the new chain sets, such as optimizers and learning rates, counts. An optimizer of another
-    class, and the interface of a new cut, begin anew.
-
-    Args:
-        old: The modules' specs, head first.
-        states: Their parts of a checkpoint.
-        new: The specs of the modules with other cuts, and the same layers.
-
-    Yields:
-        For each of these, its part.
-
-    Raises:
-        CheckpointError: A part does not fit its spec.
-        SpecError: A module cannot be built.
+    class, and the interface of a new cut, begin anew. All modules are given head first.
     """
     with torch.random.fork_rng(devices=[]):
         names = Names(old)
@@ -102,24 +84,13 @@ def carry(
 
 
 class _Module:
-    """A module of the checkpoint.
-
-    Attributes:
-        step: The module itself.
-        document: What its part says of the stream.
-        end: The cut after it.
-        random: Its random numbers' state.
-        tensors: Those of its layers, by its own names.
-        averages: The averages that are kept of them; themselves where none are.
-        before: Its parameters before the newest update, if weights are predicted.
-        parameters: Its parameters.
-        optimizers: The optimizer of each trained one.
-    """
+    """A module of the checkpoint."""
 
     def __init__(self, step: ModuleStep, state: State, end: tuple[int, str | None]) -> None:
         restore(step, *state)
         self.step, self.document, self.end = step, state[1], end
         self.random = torch.get_rng_state()
+        # by the module's own names; the averages are the tensors themselves if none are kept
         self.tensors = self.averages = step.layers.state_dict()
         optimization = step.optimization
         if optimization.average is not None:
@@ -128,6 +99,7 @@ class _Module:
         before = dict(
             zip(map(id, optimization.parameters), optimization.before or (), strict=False)
         )
+        # parameters before the newest update, if weights are predicted
         self.before = {own: before[id(p)] for own, p in self.parameters.items() if id(p) in before}
         owner = {
             id(p): optimizer
@@ -137,16 +109,14 @@ class _Module:
         }
         self.optimizers: dict[str, Optimizer] = {
             own: owner[id(p)] for own, p in self.parameters.items() if id(p) in owner
-        }
+        }  # of each trained parameter
 
 
 def _take_layers(step: ModuleStep, its: dict[str, tuple[_Module, str]], like: _Module) -> None:
     """Take weights, and all that belongs to one of them.
 
-    Args:
-        step: The new module.
-        its: For each of its tensors, the module that had it, and that one's name for it.
-        like: A module as far in the stream.
+    ``its`` has, for each of the new module's tensors, the module that had it, and that one's name
+    for it. ``like`` is a module as far in the stream.
     """
     optimization, average = step.optimization, step.optimization.average
     step.layers.load_state_dict({own: old.tensors[name] for own, (old, name) in its.items()})

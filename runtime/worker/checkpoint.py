@@ -58,8 +58,7 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 def snapshot(step: ModuleStep) -> State:
     """Copy a module's whole state: weights, interface, optimizers, schedules, random numbers.
 
-    Returns:
-        Tensors by name (on the CPU, independent of the module), and a JSON document.
+    Tensors are on the CPU, and independent of the module.
     """
     tensors = {f"layers.{k}": v for k, v in step.layers.state_dict().items()}
     if step.interface is not None:
@@ -113,11 +112,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
-    """Put a module into the state that :func:`snapshot` copied.
-
-    Raises:
-        CheckpointError: The state is of another module, spec or format.
-    """
+    """Put a module into the state that :func:`snapshot` copied."""
     module, made_by = step.spec.module, document.get("version", "an earlier version")
     if document.get("format") not in READABLE:
         raise CheckpointError(
@@ -201,14 +196,10 @@ def _with_numbers(schedule: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> State:
-    """Read a module's part of a checkpoint.
+    """Read a module's part of a checkpoint; ``path`` has no suffix.
 
-    Args:
-        path: Its path without suffix.
-
-    Raises:
-        DamagedError: It is missing, cut off or altered.
-        CheckpointError: It cannot be read for another reason.
+    Raises ``CheckpointError`` if it cannot be read; ``DamagedError`` if it is missing, cut off or
+    altered.
     """
     document = read_document(path)
     with reading(path), opened(tensors_file(path)) as file:
@@ -219,11 +210,7 @@ def read(path: Path) -> State:
 def read_newest(run: RunDir, module: str) -> State | None:
     """Read a module's newest state that is not damaged: a checkpoint of any cut, or its snapshot.
 
-    Returns:
-        None if there is none.
-
-    Raises:
-        DamagedError: All are damaged.
+    Returns None if there is none.
     """
     states: list[tuple[int, Callable[[Path], State], Path]] = []
     for cut, folder in cut_folders(run).items():
@@ -283,14 +270,10 @@ def write_part(
     parked: Iterable[str] = (),
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write a module's part of a checkpoint.
+    """Write a module's part of a checkpoint; the state's document says at which ``cut``.
 
-    Args:
-        run: The run directory.
-        module: The module's name.
-        state: Its state; the document says at which ``cut``.
-        parked: Other replicas of it, which have no part of that cut.
-        progress: Told of bytes that are on disk.
+    ``parked``: other replicas of it, which have no part of that cut. ``progress`` is told of bytes
+    that are on disk.
     """
     tensors, document = state
     path = run.checkpoint(document["cut"], module)
@@ -307,20 +290,9 @@ def write_part(
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, so that training does not wait for the disk.
 
-    Args:
-        run: The run directory.
-        module: The module's name.
-        chain: Names of all modules, if this one removes old cuts: the tail, which writes last, and
-            the head, which exits last. Empty for others: a thousand modules need not scan each
-            other's parts.
-        keep: How many complete cuts to keep.
-        on_error: Called in the thread when a checkpoint could not be written; the last good one
-            stays.
-        on_written: Called in the thread when one has been written.
-
-    Attributes:
-        failure: Why the newest checkpoint could not be written; None if it was.
-        saved_bytes: What it has written so far, also of a file that is not complete yet.
+    ``chain`` has the names of all modules, if this one removes old cuts: the tail, which writes
+    last, and the head, which exits last. It is empty for others: a thousand modules need not scan
+    each other's parts. If a checkpoint cannot be written, the last good one stays.
     """
 
     def __init__(
@@ -328,9 +300,9 @@ class CheckpointWriter:
         run: RunDir,
         module: str,
         chain: list[str],
-        keep: int,
-        on_error: Callable[[CheckpointError], None],
-        on_written: Callable[[], None] = lambda: None,
+        keep: int,  # complete cuts
+        on_error: Callable[[CheckpointError], None],  # called in the thread
+        on_written: Callable[[], None] = lambda: None,  # likewise
     ) -> None:
         self._run = run
         self._module = module
@@ -339,8 +311,9 @@ class CheckpointWriter:
         self._on_error = on_error
         self._on_written = on_written
         self._complete: list[int] = []
+        # of the newest checkpoint; None if it was written
         self.failure: CheckpointError | None = None
-        self.saved_bytes = 0
+        self.saved_bytes = 0  # also of a file that is not complete yet
         self._queue: queue.Queue[tuple[State, bool, tuple[str, ...]] | None]
         self._queue = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)

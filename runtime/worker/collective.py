@@ -19,13 +19,7 @@ from dni_runtime.worker.signals import StopRequest
 
 
 class Collective(Exchange):
-    """A replica's part in the sharing of a process group.
-
-    Args:
-        shared: What the replicas share.
-        group: The process group, not formed yet.
-        stop: Whose wake-up descriptor says that a mean is there.
-    """
+    """A replica's part in the sharing of a process group."""
 
     def __init__(self, shared: Shared, group: Group, stop: StopRequest) -> None:
         super().__init__(shared, inputs=[], done=0, gone=lambda name: False)

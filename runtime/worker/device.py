@@ -16,11 +16,7 @@ from dni_runtime.spec import WorkerSpec
 
 
 def choose_device(spec: WorkerSpec) -> torch.device:
-    """Return the device that the spec asks for.
-
-    Raises:
-        UnavailableError: The GPU does not exist: never a silent fall-back.
-    """
+    """Return the device that the spec asks for; never a silent fall-back."""
     kind, _, number = spec.device.partition(":")
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -35,20 +31,14 @@ def choose_device(spec: WorkerSpec) -> torch.device:
 
 
 class Fetched:
-    """A tensor on its way to host memory.
-
-    Args:
-        host: The copy.
-        done: Event that fires when the copy is complete; None: it is.
-        source: The original; kept until then.
-    """
+    """A tensor on its way to host memory."""
 
     def __init__(
         self, host: Tensor, done: torch.cuda.Event | None = None, source: Tensor | None = None
     ) -> None:
         self._host = host
-        self._done = done
-        self._source = source
+        self._done = done  # fires when the copy is complete; None: it is
+        self._source = source  # kept until then
 
     @property
     def here(self) -> bool:
@@ -64,11 +54,7 @@ class Fetched:
 
 
 class Copies:
-    """Copies between a device and the host.
-
-    Args:
-        device: The module's device.
-    """
+    """Copies between a device and the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

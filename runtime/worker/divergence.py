@@ -23,14 +23,6 @@ class Divergence:
     """Checks what a module receives, computes and sends; acts as the chain's ``on_nan`` says.
 
     All but weights is checked in host memory, without waiting for a device.
-
-    Args:
-        step: The module.
-        metrics: Reports what is found.
-        copies: Fetches losses from the module's device.
-
-    Attributes:
-        skips: Whether batches that are not finite are skipped.
     """
 
     def __init__(self, step: ModuleStep, metrics: MetricsWriter, copies: Copies) -> None:
@@ -38,31 +30,17 @@ class Divergence:
         self._metrics = metrics
         self._copies = copies
         self._policy = step.spec.on_nan
-        self.skips = self._policy == "skip"
+        self.skips = self._policy == "skip"  # batches that are not finite are skipped
         self._times = 0
         self._loss: tuple[int, Fetched] | None = None
         self._look_at_s = 0.0
 
     def may_use(self, id: int, what: str, tensor: Tensor) -> bool:
-        """Whether a batch's data or activation may be used; it may have masks.
-
-        Args:
-            id: The batch.
-            what: Name of the tensor, for messages.
-            tensor: The tensor, in host memory.
-
-        Raises:
-            DivergedError: It is not finite, and the run must stop.
-            DataError: Likewise, if it is the data.
-        """
+        """Whether a batch's data or activation, in host memory, may be used; it may have masks."""
         return all_finite_or_masks((tensor,)) or self._found(id, what)
 
     def may_learn(self, id: int, g_BH: Tensor) -> bool:
-        """Whether a gradient from downstream is finite, and may be learnt from.
-
-        Raises:
-            DivergedError: It is not, it updates the module, and the run must stop.
-        """
+        """Whether a gradient from downstream is finite, and may be learnt from."""
         if finite(g_BH):
             return True
         interface = self._step.interface
@@ -72,22 +50,14 @@ class Divergence:
         return False
 
     def note_loss(self, id: int, loss: Tensor | None) -> None:
-        """Keep a batch's loss, and check the one before: a GPU has computed that by now.
-
-        Raises:
-            DivergedError: One is not finite, and the run must stop.
-        """
+        """Keep a batch's loss, and check the one before: a GPU has computed that by now."""
         before = self._loss
         self._loss = None if loss is None else (id, self._copies.to_host(loss))
         if before is not None and not finite(before[1].wait()):
             self._found(before[0], "the loss")
 
     def weights_finite(self, id: int) -> bool:
-        """Whether the module's weights and statistics are finite.
-
-        Raises:
-            DivergedError: They are not, and ``on_nan`` is not ``warn``.
-        """
+        """Whether the module's weights and statistics are finite."""
         self.note_loss(id, None)
         fine = self._step.finite
         if not fine:
@@ -95,11 +65,7 @@ class Divergence:
         return fine
 
     def look(self, id: int) -> None:
-        """Check the weights from time to time; ``id`` is the newest batch.
-
-        Raises:
-            DivergedError: See :meth:`weights_finite`.
-        """
+        """Check the weights from time to time; ``id`` is the newest batch."""
         began_s = time.monotonic()
         if began_s >= self._look_at_s:
             self.weights_finite(id)
@@ -107,16 +73,9 @@ class Divergence:
             self._look_at_s = ended_s + (ended_s - began_s) / WEIGHTS_SHARE
 
     def _found(self, id: int, what: str, *, mended: bool = False, lasting: bool = False) -> bool:
-        """Report a value that is not finite.
+        """Report a value that is not finite, and stop as ``on_nan`` says; return whether to use it.
 
-        Args:
-            id: The batch.
-            what: What is not finite.
-            mended: Whether leaving it out repairs everything.
-            lasting: Whether it affects every later batch.
-
-        Returns:
-            Whether to use it anyway.
+        ``mended``: leaving it out repairs everything. ``lasting``: it affects every later batch.
         """
         self._times += 1
         if self._times & (self._times - 1) == 0:  # 1, 2, 4, 8, …: these become events

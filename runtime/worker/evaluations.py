@@ -24,13 +24,6 @@ class Evaluations:
     """Adds up evaluations, also across restarts, and reports them.
 
     Of the tail's replicas the first one reports, with what the others have counted.
-
-    Args:
-        step: The module.
-        metrics: Where results go.
-        ledger: Keeps the sums of an unfinished evaluation.
-        start: Where the module starts.
-        lost: Whether another replica is gone for good.
     """
 
     def __init__(
@@ -58,12 +51,7 @@ class Evaluations:
             self._selection = Selection(metrics.run, spec.tail.selection, spec.module, start.cut)
 
     def add(self, h_BH: Tensor, y_BY: Tensor) -> None:
-        """Count a batch, if the module makes predictions.
-
-        Args:
-            h_BH: The module's activation in eval mode.
-            y_BY: The labels.
-        """
+        """Count a batch, if the module makes predictions; its activation is of eval mode."""
         p_BP = self._step.predict(h_BH)
         if p_BP is None:
             return
@@ -78,7 +66,7 @@ class Evaluations:
             self._selection.checkpoint(cut)
 
     def complete(self, marker: Marker) -> bool:
-        """Whether all parts of the evaluation before a marker are there; else call it again."""
+        """Whether all parts of the evaluation before a marker are there; if not, call it again."""
         shares = self._shares
         if shares is None or not shares.due(marker):
             return True
@@ -99,8 +87,7 @@ class Evaluations:
     def end(self, epoch: int, *, test: bool) -> bool:
         """Report the completed evaluation, if the module has one, or a part of one.
 
-        Returns:
-            Whether training should end, because the best evaluation is too old.
+        Returns whether training should end, because the best evaluation is too old.
         """
         current, self._current = self._current, None
         self._ledger.keep_evaluation(None)

@@ -35,12 +35,7 @@ _RETAINED = 2  # offers that are acknowledged, for a first replica that is resta
 
 
 def exchange_spec(spec: WorkerSpec, words: int) -> WorkerSpec:
-    """Return a replica's spec for its links with the others.
-
-    Args:
-        spec: The replica.
-        words: Words of the longest message.
-    """
+    """Return a replica's spec for its links with the others; the longest message has ``words``."""
     edges = [
         EdgeSpec(
             source=lane.source,
@@ -76,34 +71,23 @@ def sync_at(marker: Marker) -> Sync:
 
 
 class Exchange:
-    """The links of one replica with the others.
-
-    Args:
-        shared: What the replicas share.
-        inputs: The first replica's links from the others.
-        done: Markers up to this id are behind the replica.
-        gone: Whether another replica has finished and will send nothing more.
-        members: Which replicas take batches, where that changes.
-        dial: Opens a link to the first replica, for ids from the given one on.
-
-    Attributes:
-        output: Another replica's link to the first one, once there is one; None for the first.
-        sent: Bytes of all offers and answers that this replica has sent.
-    """
+    """The links of one replica with the others."""
 
     def __init__(
         self,
         shared: Shared,
         *,
-        inputs: list[InputLink],
-        done: int,
-        gone: Callable[[str], bool],
+        inputs: list[InputLink],  # the first replica's, from the others
+        done: int,  # markers up to this id are behind the replica
+        gone: Callable[[str], bool],  # whether another replica has finished and sends nothing more
         members: Members | None = None,
+        # opens a link to the first replica, for ids from the given one on
         dial: Callable[[int], OutputLink] | None = None,
     ) -> None:
         self.inputs = inputs
+        # another replica's link to the first one; None for the first
         self.output: OutputLink | None = None
-        self.sent = 0
+        self.sent = 0  # bytes of all offers and answers
         self._shared = shared
         self._offers: list[dict[int, Message | None]] = [{} for _ in inputs]
         self._done = done

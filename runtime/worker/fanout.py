@@ -19,36 +19,28 @@ from dni_runtime.wire import ID_LIMIT, Body, Mark
 class Fanout:
     """All links to downstream of one worker.
 
-    A batch goes to each module that takes the output: by the one link to it, or by that of several
-    to its replicas which carries the batch. Markers go by all. The gradient of a batch is the sum
+    A batch goes to each module that takes the output: by the only link to it, or by the link to
+    that replica of it which gets the batch. Markers go by all. The gradient of a batch is the sum
     of the modules'; if one of them will send none, there is none.
 
     Links to replicas that join are opened at the marker from which on they take batches, and those
     to replicas that have left are closed when nothing can be sent to them any more.
-
-    Args:
-        outputs: The links to each of those modules.
-        members: Which replicas take batches, where that changes.
-        lanes: All links that there may be to each of the modules.
-        dial: Opens one, for ids from the given one on.
-
-    Attributes:
-        links: The links that are open.
     """
 
     def __init__(
         self,
-        outputs: Sequence[Sequence[OutputLink]],
+        outputs: Sequence[Sequence[OutputLink]],  # to each of those modules
         *,
         members: Members | None = None,
-        lanes: Sequence[Sequence[EdgeSpec]] = (),
+        lanes: Sequence[Sequence[EdgeSpec]] = (),  # all links that there may be to each of them
+        # opens one, for ids from the given one on
         dial: Callable[[EdgeSpec, int], OutputLink] | None = None,
     ) -> None:
         self._outputs = [list(own) for own in outputs]
         self._members = members or Members({})
         self._lanes = lanes
         self._dial = dial
-        self.links = self._all()
+        self.links = self._all()  # those that are open
         teaches = [own[0].tensor is not None for own in lanes]
         teaches = teaches or [own[0].teaches for own in outputs]
         both = zip(self._outputs, teaches, strict=True)
@@ -151,13 +143,9 @@ class Fanout:
         return tuple(max(one[at] for one in every if at < len(one)) for at in range(longest))
 
     def send_batch(self, batch: Batch, h: Tensor) -> None:
-        """Send a batch's activation where it goes; see :meth:`OutputLink.send_batch`.
+        """Send a batch's activation (on the CPU) where it goes; see :meth:`OutputLink.send_batch`.
 
         A link whose window has no room is told that the batch is left out.
-
-        Args:
-            batch: The batch.
-            h: The module's output ``[B, *output]``, on the CPU.
         """
         for link in self._of(batch.id):
             if link.room:

@@ -34,19 +34,7 @@ FAREWELL_S = 5.0
 
 @dataclass(frozen=True)
 class Farewell:
-    """Ends a worker's links as soon as its neighbours need nothing more of it.
-
-    Attributes:
-        metrics: Writes the metrics.
-        stop: The stop request.
-        saver: Saves the module's state.
-        ledger: Counts of what it has processed in the whole run.
-        input: The links from upstream; None for the head.
-        output: The links to downstream; None for the tail.
-        exchange: The links to the module's other replicas; None if it has none.
-        neighbours: Reconnects to modules downstream after their restart; None: they never restart.
-        workers: Names of all workers of the chain.
-    """
+    """Ends a worker's links as soon as its neighbours need nothing more of it."""
 
     metrics: MetricsWriter
     stop: StopRequest
@@ -55,20 +43,16 @@ class Farewell:
     input: Join | None
     output: Fanout | None
     exchange: Exchange | None
-    neighbours: Neighbours | None
-    workers: Sequence[str]
+    neighbours: Neighbours | None  # None: neighbours never restart
+    workers: Sequence[str]  # names of all of the chain
 
     def part(self, last: Marker | None, poller: zmq.Poller, *, over: bool, parked: bool) -> None:
         """Flush the links downstream, then acknowledge the end of the stream.
 
         That comes last: until then modules upstream keep running, and can resend to a module that
-        is restarted meanwhile.
-
-        Args:
-            last: The marker at which the module ends; None: it ends before one.
-            poller: Wakes up if something comes on a link.
-            over: Whether nothing is left for it to do, in this run or until it takes batches again.
-            parked: Whether the others go on without it.
+        is restarted meanwhile. ``last`` is the marker at which the module ends; None: it ends
+        before one. ``over``: nothing is left for it to do, in this run or until it takes batches
+        again. ``parked``: the others go on without it.
         """
         left_s = max(self.metrics.spec.stop_grace_s - self.stop.age_s, 0.1)
         self.metrics.now("window")

@@ -1,9 +1,9 @@
 """``python -m dni_runtime.worker.forkserver``: imports torch once, and forks workers.
 
-What imports cost is paid by the first worker of a run, and what they take of memory is shared.
-The process that starts workers (``launch/forked.py``) is at the other end of standard input, a
-socket of packets: ::
+The first worker of a run pays for the imports, and their memory is shared. The process that starts
+workers (``launch/forked.py``) is at the other end of standard input, a socket of packets: ::
 
+    out  {}: everything is imported
     in   {"start": [ARGUMENT…]} and the descriptor of its log: forks a worker
     out  {"pid": PID}, or {"error": REASON}
     out  {"ended": PID, "code": CODE}: its exit code, or minus the signal that killed it
@@ -33,8 +33,8 @@ PACKET_BYTES = 1 << 16
 def main(arguments: Sequence[str]) -> None:
     """Serve until the other end is closed; in a worker, run it.
 
-    Args:
-        arguments: The signal for the workers at the end, or 0, and what else ``ps`` is to show.
+    The first argument is the signal for the workers at the end, or 0; others are for ``ps`` to
+    show.
     """
     collect_seldom()
     from dni_runtime.core.dynamo import postpone_dynamo
@@ -51,14 +51,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def serve(requests: socket.socket, last: int) -> tuple[list[str], int] | None:
-    """Start workers.
+    """Start workers, which get the signal ``last`` at the end, unless it is 0.
 
-    Args:
-        requests: The socket.
-        last: The signal that workers get at the end, or 0.
-
-    Returns:
-        In a worker its arguments and the descriptor of its log; else None.
+    Returns, in a worker, its arguments and the descriptor of its log; else None.
     """
     ended, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -108,7 +103,7 @@ def serve(requests: socket.socket, last: int) -> tuple[list[str], int] | None:
 
 
 def tell(requests: socket.socket, **message: object) -> None:
-    """Send a message, if there is somebody."""
+    """Send a message, if the other end is still there."""
     try:
         requests.sendall(json.dumps(message).encode())
     except ConnectionError:

@@ -39,10 +39,7 @@ class FolderStore(Store):
     """A key-value store (``torch.distributed.Store``) of which each value is a file of a folder.
 
     ``FileStore`` needs locks, which network file systems may lack, and ``TCPStore`` an open port.
-
-    Args:
-        folder: The folder, which is the same for all.
-        over: Ends all waiting.
+    The folder is the same for all; ``over`` ends all waiting.
     """
 
     def __init__(self, folder: Path, over: threading.Event) -> None:
@@ -76,22 +73,7 @@ class FolderStore(Store):
 class Group:
     """A replica's part in the process group of its module.
 
-    All but the constructor may wait for the other replicas.
-
-    Args:
-        shared: What the replicas share.
-        spec: The replica.
-        run: The run directory.
-        begun: Which start of the whole chain this is: each has a group of its own.
-        device: Where rows lie.
-        links: Its links, whose interface the group takes if it is on several hosts.
-        add: Replaces numbers by their sums over all replicas, if MPI does that.
-
-    Attributes:
-        sent: Bytes that this replica has sent, if messages go round in a ring.
-
-    Raises:
-        UnavailableError: This machine's torch lacks the backend, or the backend a GPU.
+    ``form``, ``mean`` and ``part`` may wait for the other replicas.
     """
 
     def __init__(
@@ -100,13 +82,14 @@ class Group:
         spec: WorkerSpec,
         run: RunDir,
         *,
-        begun: int,
-        device: torch.device,
-        links: LinksSpec,
+        begun: int,  # the start of the whole chain: each has a group of its own
+        device: torch.device,  # where rows lie
+        links: LinksSpec,  # their interface is the group's if it is on several hosts
+        # replaces numbers by their sums over all replicas; None: torch.distributed's
         add: Callable[[Tensor], object] | None = None,
     ) -> None:
         assert spec.backend is not None
-        self.sent = 0
+        self.sent = 0  # bytes, if messages go round in a ring
         self._shared = shared
         self._backend, self._module = spec.backend, module_of(spec.module)
         self._rank, self._size = spec.replica - 1, spec.replicas
@@ -129,12 +112,7 @@ class Group:
             )
 
     def form(self) -> None:
-        """Meet the other replicas.
-
-        Raises:
-            WorkerError: Another one has ended meanwhile, or this one is to end.
-            UnavailableError: They are on several hosts, and the interface is not there.
-        """
+        """Meet the other replicas."""
         if self._backend == "mpi":
             return
         with self._broken():
@@ -158,14 +136,7 @@ class Group:
             )
 
     def mean(self, offer: Message) -> Message:
-        """Return the mean of all replicas' offers, with the sum of their weights.
-
-        Args:
-            offer: This replica's.
-
-        Raises:
-            WorkerError: Another one has ended.
-        """
+        """Return the mean of all replicas' offers, with the sum of their weights."""
         row, weight = offer.row, 0.0 if offer.row is None else offer.weight
         counts = [weight, float(row is not None), float(offer.asks)]
         with self._broken():
@@ -188,11 +159,7 @@ class Group:
         return Message(row, total, asks=asks > 0)
 
     def part(self, deadline_s: float) -> None:
-        """Wait until all others are done with the group, too.
-
-        Args:
-            deadline_s: Seconds after which not to wait any longer.
-        """
+        """Wait until all others are done with the group, too."""
         with contextlib.suppress(OSError):  # a full disk is no reason to fail at the end
             self._say("over", "")
         until_s, others = time.monotonic() + deadline_s, [self._key("over", it) for it in self._all]

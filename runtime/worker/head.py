@@ -32,27 +32,18 @@ class Head:
 
     A replica of the head numbers all items, and supplies all markers and the batches that are its
     own, by their ids.
-
-    Args:
-        stream: The items, from the start's position on.
-        start: Where the head starts.
-        ledger: What it has processed in the whole run.
-        metrics: Gets the time spent waiting for data.
-        output: The links to downstream; None in a chain of one module.
-
-    Attributes:
-        position: The stream's position after the newest item that was supplied.
     """
 
     def __init__(
         self,
-        stream: Iterator[Item],
+        stream: Iterator[Item],  # from the start's position on
         *,
         start: Start,
         ledger: Ledger,
         metrics: MetricsWriter,
-        output: Fanout | None,
+        output: Fanout | None,  # None in a chain of one module
     ) -> None:
+        # position: of the stream, after the newest item that was supplied
         self.position = self._here = start.position
         spec = metrics.spec
         self._role = role = spec.head
@@ -98,9 +89,8 @@ class Head:
     def look(self, *, asks: bool = True) -> None:
         """Agree with the head's other replicas on what is wanted; call it repeatedly.
 
-        Args:
-            asks: Whether to ask them for something, too: not while a marker is not done with, which
-                may be what is wanted.
+        With ``asks`` also ask them for something: not while a marker is not done with, which may be
+        what is wanted.
         """
         rounds = self._rounds
         if self._start.waits:
@@ -123,11 +113,7 @@ class Head:
         self._wanted, self._ends_early = NOTHING, False
 
     def next(self) -> Batch | Marker | None:
-        """Return the next item, numbered; None while the head's replicas have to agree on one.
-
-        Raises:
-            DataError: The data cannot be read.
-        """
+        """Return the next item, numbered; None while the head's replicas have to agree on one."""
         if self._start.waits:
             return self._own_first()
         while True:

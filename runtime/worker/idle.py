@@ -28,11 +28,7 @@ LABELS_KEPT = 64
 
 
 class BatchSource(Protocol):
-    """Source of batches while none come from upstream.
-
-    Attributes:
-        replayed: Batches returned so far.
-    """
+    """Source of batches while none come from upstream; ``replayed`` counts those returned."""
 
     replayed: int
 
@@ -46,15 +42,7 @@ class BatchSource(Protocol):
 
 
 class ReplayBuffer:
-    """Recent training batches, returned in random order.
-
-    Args:
-        size: Number of batches kept.
-        seed: Seed of the choice; torch's random numbers are not used.
-
-    Attributes:
-        replayed: Batches returned so far.
-    """
+    """Recent training batches, returned in random order without torch's random numbers."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._kept: deque[tuple[tuple[Tensor, ...], Tensor]] = deque(maxlen=size)
@@ -76,11 +64,7 @@ class ReplayBuffer:
 class SyntheticInputs:
     """Inputs predicted from the labels of recent batches; true inputs train the prediction.
 
-    Args:
-        step: The module; it has one input.
-
-    Attributes:
-        replayed: Batches returned so far.
+    The module has one input.
     """
 
     def __init__(self, step: ModuleStep) -> None:
@@ -113,11 +97,7 @@ class SyntheticInputs:
 class Idle:
     """Trains a module on replayed or synthetic inputs while the module upstream is gone, or late.
 
-    Args:
-        step: The module.
-        input: Its links from upstream.
-        source: Where batches come from.
-        late: Whether to train whenever the next batch has not arrived yet.
+    With ``late`` it trains whenever the next batch has not arrived yet.
     """
 
     def __init__(self, step: ModuleStep, input: Join, source: BatchSource, *, late: bool) -> None:

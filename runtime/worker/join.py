@@ -24,18 +24,13 @@ class Join:
     links. Both are returned by growing id. A batch that one input has lost is left out, and becomes
     a marker that says so: another join further down must not wait for it either. A replica upstream
     that takes no batches, as it has left or is still to join, is not waited for.
-
-    Args:
-        inputs: The links of each of the module's inputs.
-        members: Which replicas take batches, where that changes.
-        lost: Whether a worker is gone for good, so that nothing more can come from it.
     """
 
     def __init__(
         self,
-        inputs: Sequence[Sequence[InputLink]],
+        inputs: Sequence[Sequence[InputLink]],  # the links of each input
         members: Members | None = None,
-        lost: Callable[[str], bool] = lambda worker: False,
+        lost: Callable[[str], bool] = lambda worker: False,  # whether a worker is gone for good
     ) -> None:
         self._lost = lost
         self._inputs = tuple(inputs)
@@ -137,9 +132,7 @@ class Join:
     def send_drained(self, id: int, *, awaited: bool = False) -> None:
         """Announce that no gradient of a batch before ``id`` will follow.
 
-        Args:
-            id: The batch or marker.
-            awaited: Tell only modules upstream that wait for gradients.
+        With ``awaited`` only modules upstream that wait for gradients are told.
         """
         for link in self.links:
             if link.awaited or not awaited:

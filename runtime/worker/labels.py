@@ -18,9 +18,7 @@ from dni_runtime.wire import Rows
 class Labels:
     """Labels of batches, in any order; those that follow each other are read ahead.
 
-    Args:
-        source: The labels' data, with the head's settings.
-        loss: The chain's, which weighs parts of a batch.
+    The source has the head's settings; the chain's loss weighs parts of a batch.
     """
 
     def __init__(self, source: DataSource, loss: ChainLoss) -> None:
@@ -30,11 +28,7 @@ class Labels:
         self._y_BY: Tensor
 
     def complete(self, batch: Batch) -> Batch:
-        """Return a batch with its labels.
-
-        Raises:
-            DataError: The head has other samples than there are labels, or in another order.
-        """
+        """Return a batch with its labels; the head must have the same samples in the same order."""
         rows, part = batch.rows, batch.part
         assert rows is not None  # the link accepts no other batch
         at = rows.split, batch.epoch, rows.number

@@ -27,7 +27,7 @@ RECORD_BYTES = 4096
 """One page: a write of it is never seen in part."""
 
 LEFT_KEPT = 16
-"""Newest markers at which a replica has left that are kept."""
+"""Markers at which a replica has left that are kept besides the newest."""
 
 _FILE = "file"
 """Key of the file with an evaluation's sums, if they do not fit into the page."""
@@ -35,37 +35,25 @@ _FILE = "file"
 
 @dataclass
 class Counts:
-    """What a module has processed, over all its attempts: the content of its record.
+    """What a module has processed, over all its attempts: the content of its record."""
 
-    Attributes:
-        id: The last id that was processed.
-        step: Training batches, each counted once.
-        samples: Training samples.
-        epoch: The newest training epoch.
-        epoch_batches: Training batches of that epoch.
-        evaluation: Sums of an unfinished evaluation (``Evaluation.to_dict``).
-        attempt: The attempt that has counted last.
-        members: Which replicas take batches (``spec/members.py``), if that may change.
-        waits: Whether the worker waits for the marker from which on it takes batches.
-        left: Where it has left, each as [id, step, samples].
-    """
-
-    id: int = 0
-    step: int = 0
-    samples: int = 0
-    epoch: int = 0
-    epoch_batches: int = 0
-    evaluation: dict[str, Any] | None = None
-    attempt: int = 0
+    id: int = 0  # the last one that was processed
+    step: int = 0  # training batches, each counted once
+    samples: int = 0  # of training
+    epoch: int = 0  # the newest one of training
+    epoch_batches: int = 0  # training batches of that epoch
+    evaluation: dict[str, Any] | None = None  # sums of an unfinished one (Evaluation.to_dict)
+    attempt: int = 0  # that has counted last
+    # which replicas take batches (spec/members.py), if that may change
     members: dict[str, Any] | None = None
-    waits: bool = False
+    waits: bool = False  # for the marker from which on it takes batches
+    # where it has left, each as [id, step, samples]
     left: list[list[int]] = field(default_factory=list)
 
     def at_rest(self, cut: int | None = None) -> Counts:
         """Return the counts of a replica that has left, or has never taken a batch.
 
-        Args:
-            cut: The stream has begun again there; None: it has not.
+        ``cut``: the stream has begun again there; None: it has not.
         """
         left = [one for one in self.left if cut is None or one[0] <= cut]
         id, step, samples = left[-1] if left else (0, 0, 0)
@@ -77,7 +65,7 @@ class Counts:
         return bool(self.left) and self.left[-1][0] == self.id
 
     def begun(self, id: int, epoch: int) -> Counts:
-        """Return the counts, with all up to ``id`` being passed, in an epoch."""
+        """Return the counts, with everything up to ``id`` passed, in an epoch."""
         return replace(self, id=id, epoch=epoch, epoch_batches=0, waits=False)
 
     @classmethod
@@ -100,22 +88,16 @@ class Progress:
     """How far a module is; only its ledger changes it.
 
     A module that was restarted alone repeats what is counted: it is behind its counts for a while.
-
-    Attributes:
-        counts: What it has processed.
-        id: Its position in the stream.
-        epoch: The newest epoch up to there.
-        epochs_ended: EPOCH markers that it has received.
     """
 
     counts: Counts = field(default_factory=Counts)
-    id: int = 0
-    epoch: int = 0
-    epochs_ended: int = 0
+    id: int = 0  # position in the stream
+    epoch: int = 0  # the newest one up to there
+    epochs_ended: int = 0  # EPOCH markers that it has received
 
     @property
     def step(self) -> int:
-        """Training batches so far."""
+        """Training batches so far, each counted once."""
         return self.counts.step
 
     @property
@@ -125,16 +107,7 @@ class Progress:
 
 
 class Ledger:
-    """The owner of a module's progress, and the writer of its record.
-
-    Args:
-        path: The record's file.
-        progress: The initial progress.
-        attempt: Number of this attempt.
-
-    Raises:
-        WorkerError: The file cannot be created.
-    """
+    """The owner of a module's progress, and the writer of its record."""
 
     def __init__(self, path: Path, progress: Progress, attempt: int = 1) -> None:
         self.progress = progress
@@ -175,11 +148,7 @@ class Ledger:
     def trained(self, id: int, epoch: int, samples: int, *, ends: bool = True) -> None:
         """Count a training batch, or a part of one, unless it was counted before.
 
-        Args:
-            id: Its position in the stream.
-            epoch: Its epoch.
-            samples: Its samples.
-            ends: Whether it is a whole batch, or the last part of one.
+        ``ends``: it is a whole batch, or the last part of one.
         """
         counts = self.progress.counts
         if id <= counts.id:
@@ -198,11 +167,9 @@ class Ledger:
             self.write()
 
     def joins(self, id: int, document: Mapping[str, Any]) -> None:
-        """Note that the replica takes batches after this marker.
+        """Note that the replica takes batches after this marker, which is still to be done with.
 
-        Args:
-            id: The marker, which is still to be done with.
-            document: The document of the state that it begins with.
+        ``document`` is that of the state that it begins with.
         """
         progress = self.progress
         progress.counts = progress.counts.begun(id - 1, document["counted"]["epoch"])
@@ -248,12 +215,7 @@ class Ledger:
 
 
 def give_up(run: RunDir, module: str) -> None:
-    """Write that a replica which is lost has left where it was: if it comes again, it joins.
-
-    Args:
-        run: The run directory.
-        module: The replica.
-    """
+    """Write that a replica which is lost has left where it was: if it comes again, it joins."""
     counted = Counts.read(run.ledger(module))
     if counted is not None and not counted.waits:
         ledger = Ledger(run.ledger(module), Progress(counted), counted.attempt)
@@ -262,13 +224,7 @@ def give_up(run: RunDir, module: str) -> None:
 
 
 def rest(run: RunDir, module: str, cut: int) -> None:
-    """Write the counts of a replica that takes no batches from a cut on, where all begin again.
-
-    Args:
-        run: The run directory.
-        module: The replica.
-        cut: The cut.
-    """
+    """Write the counts of a replica that takes no batches from a cut on, where all begin again."""
     counted = Counts.read(run.ledger(module)) or Counts()
     counts = counted.at_rest(cut)
     if document_file(part := run.checkpoint(cut, module)).exists():

@@ -13,34 +13,19 @@ from dni_runtime.worker.join import Join
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """Counters of a worker's links.
+    """Counters of a worker's links."""
 
-    Attributes:
-        window: Largest number of messages in flight downstream, on the fullest link; None for the
-            tail.
-        in_flight: Messages in flight there.
-        connected: Whether the links downstream are connected; None for the tail.
-        gradients_dropped: Gradients that could not be sent upstream.
-        refused: Messages refused, by reason.
-        missed: Batches not sent, because the module downstream was gone.
-        replayed: Batches trained on again, because the module upstream was gone.
-        resent: Messages resent to a restarted neighbour.
-        duplicates: Messages that had already come.
-        gaps: Ids that never came.
-        shared_bytes: Bytes of what was sent to the module's other replicas; None if it has none.
-    """
-
-    window: int | None = None
-    in_flight: int = 0
-    connected: bool | None = None
-    gradients_dropped: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    missed: int = 0
-    replayed: int = 0
-    resent: int = 0
-    duplicates: int = 0
-    gaps: int = 0
-    shared_bytes: int | None = None
+    window: int | None = None  # of the fullest link downstream; None for the tail
+    in_flight: int = 0  # messages on that link
+    connected: bool | None = None  # all links downstream; None for the tail
+    gradients_dropped: int = 0  # that could not be sent upstream
+    refused: dict[str, int] = field(default_factory=dict)  # messages, by reason
+    missed: int = 0  # batches left out; see LinkCounters
+    replayed: int = 0  # batches trained on again, because the module upstream was gone
+    resent: int = 0  # messages, to a restarted neighbour
+    duplicates: int = 0  # messages that had already come
+    gaps: int = 0  # ids that never came
+    shared_bytes: int | None = None  # sent to the module's other replicas; None if it has none
 
     @classmethod
     def of(

@@ -51,16 +51,9 @@ log = logging.getLogger(__name__)
 
 
 def serve(options: Options, stop: StopRequest, began: float) -> None:
-    """Serve one module until the chain has finished.
+    """Serve one module until the chain has finished; a stop ends in ``StoppedError``.
 
-    Args:
-        options: The command line.
-        stop: The stop request.
-        began: Unix time of the program's start.
-
-    Raises:
-        StoppedError: The worker was told to stop, and has stopped.
-        DniError: Any other failure.
+    ``began`` is the Unix time of the program's start.
     """
     spec = load_spec(options)
     run = RunDir(options.run)
@@ -315,11 +308,7 @@ def _serve(
 def _listen(
     links: Mapping[InputLink, EdgeSpec], options: Options, spec: WorkerSpec
 ) -> dict[str, str]:
-    """Bind all links that others open; return their addresses, by the others' names.
-
-    Raises:
-        UsageError: ``--listen`` names one address, and the module has several inputs.
-    """
+    """Bind all links that others open; return their addresses, by the others' names."""
     if options.listen is not None and len(links) > 1:
         raise UsageError(
             f"module {spec.module!r} has {len(links)} inputs, and '--listen' one address",

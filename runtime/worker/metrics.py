@@ -52,39 +52,24 @@ SAMPLE_S = 0.25
 
 @dataclass
 class MetricsWriter:
-    """Writes a module's metrics about once a second, and composes its report.
-
-    Attributes:
-        run: The run directory.
-        spec: The module.
-        attempt: Number of this attempt.
-        began: Unix time of the program's start; by default of this object's.
-        loaded_at: Unix time at which the module had its state and its address.
-        progress: How far the module is: its ledger's, as soon as there is one.
-        waiting_s: Seconds spent waiting, by reason: ``data`` (the head's source), ``input``,
-            ``window``, ``gradient``.
-        state: Its phase.
-        doing: What its computing thread does or waits for (``launch/stall.py`` explains the words);
-            set by :meth:`now`.
-        error: The error that ended it.
-        warning: The newest problem that did not end it.
-        diverged: What was not finite, if anything was; see ``worker/divergence.py``.
-        saving: Returns the bytes that it has saved while it saves its state, else None.
-        report: Writes the report.
-    """
+    """Writes a module's metrics about once a second, and composes its report."""
 
     run: RunDir
     spec: WorkerSpec
     attempt: int
-    began: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.time)  # Unix time of the program's start
+    # Unix time at which the module had its state and its address
     loaded_at: float = field(init=False)
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)  # its ledger's, as soon as there is one
+    # by reason: data (the head's source), input, window, gradient, replicas
     waiting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     state: WorkerPhase = "starting"
+    # what the computing thread does or waits for (launch/stall.py explains the words)
     doing: str = "start"
-    error: str | None = None
-    warning: str | None = None
-    diverged: Diverged | None = None
+    error: str | None = None  # that ended it
+    warning: str | None = None  # the newest problem that did not end it
+    diverged: Diverged | None = None  # what was not finite; see worker/divergence.py
+    # bytes that it has saved while it saves its state, else None
     saving: Callable[[], int | None] = lambda: None
     report: ReportWriter = field(init=False)
 
@@ -130,11 +115,7 @@ class MetricsWriter:
         self._append(line)
 
     def set_state(self, state: WorkerPhase, error: BaseException | None = None) -> None:
-        """Report a state: starting, connecting, running, stopping, finished, stopped or failed.
-
-        Raises:
-            StoppedError: A later attempt of the module has taken over.
-        """
+        """Report a state; ``StoppedError`` if a later attempt of the module has taken over."""
         self.state, self.error = state, None if error is None else str(error)
         self._exit_code = getattr(error, "exit_code", DniError.exit_code) if error else None
         self.report.write()
@@ -152,9 +133,8 @@ class MetricsWriter:
     def count_window(self, in_flight: int, window: int) -> None:
         """Add to the interval's mean how much of the window is in use.
 
-        Args:
-            in_flight: Messages in flight, the one just sent included.
-            window: Largest number of these; one that is measured may just have shrunk.
+        ``in_flight`` includes the message just sent; a ``window`` that is measured may just have
+        shrunk.
         """
         self._fill += min(in_flight / window, 1.0)
         self._fills += 1
@@ -171,13 +151,8 @@ class MetricsWriter:
     def write(self, step: ModuleStep, links: LinkFigures, copies: Copies) -> None:
         """Write one line about training, as soon as its means have been computed.
 
-        Args:
-            step: The module.
-            links: Counters of the links.
-            copies: Fetches the means from the module's device, without waiting for it.
-
-        Raises:
-            StoppedError: A later attempt of the module has taken over.
+        ``copies`` fetches the means from the module's device, without waiting for it. Raises
+        ``StoppedError`` if a later attempt of the module has taken over.
         """
         self._link = links.connected, links.in_flight
         progress, counters, then = self.progress, step.counters, self._last
@@ -232,11 +207,8 @@ class MetricsWriter:
     ) -> None:
         """Write one line about an evaluation, of the chain (tail) or of an early head.
 
-        Args:
-            result: Its figures.
-            samples: Number of its samples.
-            step: Training batches until then, of all replicas of the tail.
-            test: Whether these were the test set's.
+        ``step`` is the number of training batches until then, of all replicas of the tail;
+        ``test``: it was of the test set.
         """
         kind: Literal["eval", "test"] = "test" if test else "eval"
         figures: dict[str, Any] = {key: _finite(value) for key, value in result.items()}
@@ -273,8 +245,7 @@ class MetricsWriter:
     def flush(self, *, wait: bool) -> None:
         """Append lines to the file, in their order.
 
-        Args:
-            wait: Wait for the device; otherwise only those whose means have come from there.
+        Without ``wait`` only those whose means have come from the device.
         """
         while self._lines and (wait or (means := self._lines[0][1]) is None or means.fetched.here):
             line, means = self._lines.popleft()

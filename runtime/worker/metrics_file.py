@@ -24,12 +24,7 @@ KEPT_S = 60.0
 
 
 class MetricsFile:
-    """Appends one module's lines.
-
-    Args:
-        run: The run directory.
-        module: The module.
-    """
+    """Appends one module's lines."""
 
     def __init__(self, run: RunDir, module: str) -> None:
         self._whole, self._recent = run.metrics(module), run.recent_metrics(module)
@@ -38,11 +33,7 @@ class MetricsFile:
         self._due_s = 0.0
 
     def append(self, line: MetricsLine) -> None:
-        """Add a line.
-
-        Raises:
-            OSError: The disk is full or unavailable.
-        """
+        """Add a line; ``OSError`` if the disk is full or unavailable."""
         if self._whole_bytes is None:
             self._whole_bytes = self._go_on()
         train, full = line.kind == "train", self._whole_bytes >= FULL_BYTES

@@ -44,27 +44,15 @@ _GOING_S = 5.0
 
 
 class Neighbours:
-    """The neighbours of a module, as the run directory shows them.
-
-    Args:
-        spec: The module.
-        run: The run directory.
-        address: Address of the module downstream, if not from its endpoint record.
-        again: Whether only this module has been restarted, so that a neighbour may have finished.
-        stop: Returns whether the worker should stop.
-        members: Which replicas take batches, where that changes.
-
-    Attributes:
-        callers: The links that others open, which are answered while the worker waits.
-    """
+    """The neighbours of a module, as the run directory shows them."""
 
     def __init__(
         self,
         spec: WorkerSpec,
         run: RunDir,
         *,
-        address: str | None,
-        again: bool,
+        address: str | None,  # of the module downstream, if not from its endpoint record
+        again: bool,  # only this module has been restarted: a neighbour may have finished
         stop: Callable[[], bool],
         members: Members | None = None,
     ) -> None:
@@ -80,18 +68,13 @@ class Neighbours:
         self._lost_look_s = 0.0
         self._updated: float | None = None
         self._updated_s = -math.inf
-        self.callers: list[Join | Exchange] = []
+        self.callers: list[Join | Exchange] = []  # links that others open, answered during waits
 
     def connect(self, output: OutputLink) -> None:
         """Connect to a module downstream, which may start later, or on another host.
 
         Callers are answered meanwhile, those that are restarted, too: errors only name a missing
         module.
-
-        Raises:
-            UnavailableError: It has not answered in time, and is not being restarted.
-            EncryptionError: It has answered, but keys or encryption do not match.
-            DataError: Its address or its key is not valid.
         """
         spec, target = self._spec, output.target
 
@@ -142,12 +125,7 @@ class Neighbours:
     def wait_for_upstream(self, input: Join) -> bool:
         """Wait until all modules upstream have sent HELLO.
 
-        Returns:
-            False if one has finished and will not connect.
-
-        Raises:
-            UnavailableError: One has not connected in time, and is not being restarted.
-            StoppedError: The worker was told to stop.
+        Returns False if one has finished and will not connect.
         """
 
         present = [link for link in input.links if self.present(link.source)]
@@ -269,12 +247,7 @@ def publish(
 ) -> None:
     """Write the endpoint record, by which the modules upstream find this one.
 
-    Args:
-        run: The run directory.
-        spec: The module.
-        attempt: Number of its attempt.
-        addresses: Where it listens for each module upstream, by name, in the order of its inputs.
-        keys: Its keys.
+    ``addresses``: where it listens for each module upstream, by name, in the order of its inputs.
     """
     address, *_ = addresses.values()
     Endpoint(

@@ -46,10 +46,6 @@ def by_rank(options: Options, environ: Mapping[str, str]) -> Options:
 
     Each start is another attempt. Sockets of ranks on one host lie in one folder, whose name
     follows from the run: in containers all run directories have the same path.
-
-    Raises:
-        UsageError: There is no rank, or not one process for each worker.
-        DataError: There is no run.
     """
     run = RunDir(options.run)
     record = RunRecord.load(run.record)
@@ -70,12 +66,7 @@ def by_rank(options: Options, environ: Mapping[str, str]) -> Options:
 
 
 def load_spec(options: Options) -> WorkerSpec:
-    """Read the module's spec: the image's own, checked against the run's if there is one.
-
-    Raises:
-        UsageError: There is no spec, or no module was named.
-        ImageError: The image was built from another spec than the run's.
-    """
+    """Read the module's spec: the image's own, checked against the run's if there is one."""
     image = options.image_spec
     if options.spec is not None:
         return _read_spec(options.spec)

@@ -38,15 +38,7 @@ _SAVES = 10  # times the limit, without progress
 
 
 def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
-    """Return the worker that this process is.
-
-    Args:
-        environ: The environment, with a launcher's variables.
-        workers: The run's workers, head first.
-
-    Raises:
-        UsageError: There is no rank, or not one process for each worker.
-    """
+    """Return the worker that this process is: its rank is a place in ``workers``, head first."""
     for rank_name, size_name in LAUNCHERS:
         if rank_name in environ and (size_name is None or size_name in environ):
             break
@@ -71,17 +63,10 @@ def worker_of_rank(environ: Mapping[str, str], workers: Sequence[str]) -> str:
 
 
 def start_of(spec: WorkerSpec, given: int | None) -> int:
-    """Return which start of the whole chain this is.
+    """Return which start of the whole chain this is: what ``--start`` says.
 
     Replicas of the head and of the tail agree by files, in which lines of earlier starts are left,
-    and so do those that form a process group.
-
-    Args:
-        spec: The worker.
-        given: What ``--start`` says.
-
-    Raises:
-        UsageError: The worker needs it, and it is not given.
+    and so do those that form a process group: they need it.
     """
     agrees = spec.head is not None or spec.tail is not None or spec.backend is not None
     if given is None and spec.replicas > 1 and agrees:
@@ -99,7 +84,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def heeding_stop(run: RunDir, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
-    """Stop when ``dnictl stop`` is called, which no supervisor passes on, in a thread."""
+    """Stop, in a thread, when ``dnictl stop`` is called: no supervisor passes it on."""
     former = Stop.peek(run.stop_request)  # what stopped an earlier start
 
     def look() -> None:
@@ -113,12 +98,7 @@ def wait_for_others(run: RunDir, workers: Sequence[str], within_s: float) -> Non
     """Wait until all workers have saved their state and ended.
 
     ``mpirun`` kills all processes when one exits with another status than 0, and that is how a
-    stopped worker exits.
-
-    Args:
-        run: The run directory.
-        workers: Its workers.
-        within_s: Time limit in seconds; more while one makes progress with its checkpoint.
+    stopped worker exits. ``within_s`` is extended while one makes progress with its checkpoint.
     """
     until_s, saved = time.monotonic() + within_s, None
     while left := [

@@ -26,11 +26,7 @@ def fresh_endpoint(path: Path) -> Endpoint:
 
 
 def check_reachable(address: str, record: Endpoint) -> None:
-    """Refuse an address that cannot be reached from this host.
-
-    Raises:
-        UnavailableError: It is another host's loopback, or a socket in another host's files.
-    """
+    """Refuse an address that only another host can reach: loopback, or a socket in its files."""
     here = socket.gethostname()
     if record.host not in (None, here) and _stays_on_its_host(address):
         raise UnavailableError(

@@ -16,22 +16,14 @@ REPORT_S = 1.0
 
 
 class ReportWriter:
-    """Writes one attempt's report, until a later attempt of the module has written its own.
-
-    Args:
-        path: The file.
-        module: The module.
-        attempt: Number of this attempt.
-        report: Returns the content; also called in a thread.
-        on_error: Called when it could not be written.
-    """
+    """Writes one attempt's report, until a later attempt of the module has written its own."""
 
     def __init__(
         self,
         path: Path,
         module: str,
         attempt: int,
-        report: Callable[[], Report],
+        report: Callable[[], Report],  # also called in a thread
         on_error: Callable[[OSError], None],
     ) -> None:
         self._path = path
@@ -60,10 +52,9 @@ class ReportWriter:
                 self._on_error(error)
 
     def check(self) -> None:
-        """Stop if a later attempt of the module has taken over.
+        """Raise ``StoppedError``, once, if a later attempt has taken over.
 
-        Raises:
-            StoppedError: It has, as this process was out of reach. Raised once.
+        It does when this process was out of reach.
         """
         if self._later and not self._told:
             self._told = True

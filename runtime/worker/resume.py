@@ -41,27 +41,16 @@ _LAG_S = 4.0
 
 @dataclass
 class Start:
-    """Where a worker starts.
+    """Where a worker starts."""
 
-    Attributes:
-        cut: Id up to which the module has been trained.
-        again: Whether only this module has been restarted.
-        first_id: The first id that the head sends.
-        position: The head's position before it.
-        over: Whether the stream ends at the cut.
-        members: Which replicas take batches.
-        waits: Whether the worker waits for the marker from which on it takes batches.
-        begun: Which start of the whole chain this is.
-    """
-
-    cut: int = 0
-    again: bool = False
-    first_id: int = 1
-    position: Position = field(default_factory=Position)
-    over: bool = False
+    cut: int = 0  # id up to which the module has been trained
+    again: bool = False  # only this module has been restarted
+    first_id: int = 1  # that the head sends
+    position: Position = field(default_factory=Position)  # the head's, before that id
+    over: bool = False  # the stream ends at the cut
     members: Members = field(default_factory=lambda: Members({}))
-    waits: bool = False
-    begun: int = 0
+    waits: bool = False  # for the marker from which on it takes batches
+    begun: int = 0  # which start of the whole chain this is
 
 
 def begin(
@@ -69,29 +58,17 @@ def begin(
     spec: WorkerSpec,
     run: RunDir,
     step: ModuleStep,
-    chain: list[str],
+    chain: list[str],  # names of all modules
     *,
     attempt: int = 1,
     first: int | None = None,
-    active: Active | None = None,
+    active: Active | None = None,  # which replicas take batches when the whole chain starts
 ) -> tuple[Start, Ledger]:
     """Put a module into the state that it starts with.
 
-    Args:
-        wanted: ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``join``,
-            ``none``, or a cut's number.
-        spec: The module.
-        run: The run directory.
-        step: The new module.
-        chain: Names of all modules.
-        attempt: Number of this attempt.
-        first: Number of the attempt that was to start at ``wanted``, with the whole chain. If that
-            or a later one has started, this one resumes from its ``own`` state.
-        active: Which replicas take batches when the whole chain starts.
-
-    Raises:
-        DamagedError: The checkpoint is missing or damaged.
-        CheckpointError: It is of another module or format, or cannot be read.
+    ``wanted`` is ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``join``,
+    ``none``, or a cut's number. ``first`` is the attempt that was to start there, with the whole
+    chain; if that or a later one has started, this one resumes from its ``own`` state, or joins.
     """
     counted, since = Counts.read(run.ledger(spec.module)), wanted
     until_s = time.monotonic() + _LAG_S
@@ -170,11 +147,8 @@ def document(
 ) -> dict[str, Any]:
     """Return what :func:`begin` needs beside the module's own state.
 
-    Args:
-        progress: How far the module is.
-        over: Whether the stream ends at this cut.
-        position: For the head: its position.
-        again: For the head: the oldest id that it may have to resend, and the position before it.
+    ``over``: the stream ends at this cut. For the head: ``position`` is its own, and ``again`` the
+    oldest id that it may have to resend, with the position before it.
     """
     counts = progress.counts
     made: dict[str, Any] = {
@@ -217,11 +191,7 @@ def _number(state: checkpoint.State | None, wanted: str) -> int:
 def _of_another(
     run: RunDir, step: ModuleStep, replicas: Sequence[str], cut: int
 ) -> checkpoint.State:
-    """Return the state of another replica, for one that has none of its own at a cut.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """Return the state of another replica, for one that has none of its own at a cut."""
     others = Others(run, [one for one in replicas if one != step.spec.module], cut)
     until_s = time.monotonic() + LATE_S
     while (found := others.state()) is None and time.monotonic() < until_s:
@@ -235,12 +205,10 @@ def _of_another(
 
 
 def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Progress]:
-    """Return where a module with this state starts, and its progress there.
+    """Return where a module with this state's document starts, and its progress there.
 
-    Args:
-        state: Its document.
-        again: Whether only this module starts there.
-        since: The cut that the whole chain started at: nothing before it is resent.
+    ``again``: only this module starts there. ``since`` is the cut that the whole chain started at:
+    nothing before it is resent.
     """
     try:
         cut, counted = state["cut"], state["counted"]

@@ -8,7 +8,7 @@ the id of its own line, or a later one, before the round is complete. Then the m
 highest of these ids. The lines stay, so that a restarted replica finds the same result.
 
 If the number of replicas may change, each line says which of them take part in its round: those
-that take batches there. One that joins reads where in the lines of the others.
+that take batches there. A replica that joins reads in the lines of the others where it begins.
 
 A head without replicas is alone in its rounds: they are complete at once.
 """
@@ -40,21 +40,13 @@ _SAMPLES = -1
 
 @dataclass(frozen=True)
 class Insertion:
-    """What is wanted in the stream, and where; of one replica, or agreed by all.
+    """What is wanted in the stream, and where; of one replica, or agreed by all."""
 
-    Attributes:
-        id: Where: of one replica, the lowest id that it has not used.
-        mark: The marker; empty: none.
-        ends: Whether training is to end from there on.
-        body: The marker's body.
-        heads: The replicas of the head that have a line in this round; empty: all.
-    """
-
-    id: int
-    mark: Mark = NOTHING
-    ends: bool = False
+    id: int  # of one replica: the lowest that it has not used
+    mark: Mark = NOTHING  # empty: none
+    ends: bool = False  # training is to end from there on
     body: dict[str, Body] = field(default_factory=dict)
-    heads: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()  # replicas of the head with a line in this round; empty: all
 
     @classmethod
     def of(cls, line: Requested) -> Self:
@@ -65,17 +57,8 @@ class Insertion:
 class Rounds:
     """The rounds of one replica of the head.
 
-    Args:
-        run: The run directory.
-        spec: The replica.
-        begun: Which start of the whole chain this is: lines of others do not count.
-        samples: How many samples this replica's data has.
-
-    Raises:
-        DataError: That of another one has another number.
-
-    Attributes:
-        passed: Rounds whose result is behind this replica.
+    ``begun`` is the start of the whole chain that this is: lines of others do not count.
+    ``samples`` are the numbers of samples of this replica's data; all replicas need the same.
     """
 
     def __init__(
@@ -88,7 +71,7 @@ class Rounds:
         self._samples: list[Body] = list(samples)
         self._written, self._newest = _SAMPLES, Insertion(0, body={"samples": self._samples})
         self.alone = len(names) == 1
-        self.passed = 0
+        self.passed = 0  # rounds whose result is behind this replica
         self._last = _SAMPLES  # the newest round that has a line
         self._read()
         if not self.alone and not self.written:

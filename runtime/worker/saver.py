@@ -16,24 +16,16 @@ SNAPSHOT_SHARE = 0.02
 
 
 class StateSaver:
-    """Copies a module's state and has it written.
-
-    Args:
-        step: The module.
-        writer: Writes it.
-        cut: Where the module started.
-        progress: How far it is.
-        head: The head's end of the stream; None for other modules.
-    """
+    """Copies a module's state and has it written."""
 
     def __init__(
         self,
         step: ModuleStep,
         writer: CheckpointWriter,
         *,
-        cut: int,
+        cut: int,  # where the module started
         progress: Progress,
-        head: Head | None,
+        head: Head | None,  # None for other modules
     ) -> None:
         self._step = step
         self._writer = writer
@@ -43,13 +35,10 @@ class StateSaver:
         self._due_s = time.monotonic() + step.spec.snapshot_s
 
     def checkpoint(self, cut: int, *, over: bool, finite: bool, parked: Iterable[str] = ()) -> None:
-        """Save the module's part of a cut.
+        """Save the module's part of a cut; a state that is not finite replaces no other cut.
 
-        Args:
-            cut: Its position.
-            over: Whether the stream ends there.
-            finite: Whether the state is finite; one that is not replaces no other cut.
-            parked: Other replicas of the module, which have no part of the cut.
+        ``over``: the stream ends there. ``parked``: other replicas of the module, which have no
+        part of the cut.
         """
         tensors, own = self._state(over=over)
         own = own if finite else own | {"finite": False}

@@ -17,12 +17,7 @@ class Selection:
     """The tail's record of evaluations, kept in ``checkpoints/best.json``.
 
     An evaluation is identified by the checkpoint before it: a repeated one is not counted again.
-
-    Args:
-        run: The run directory.
-        role: The metric, and the patience.
-        module: The tail's name.
-        cut: Where the tail starts: later findings do not count.
+    Findings after ``cut``, where the tail starts, do not count.
     """
 
     def __init__(self, run: RunDir, role: SelectionRole, module: str, cut: int) -> None:
@@ -44,8 +39,7 @@ class Selection:
     def evaluated(self, result: dict[str, float], epoch: int) -> bool:
         """Compare an evaluation with the best one.
 
-        Returns:
-            Whether training should end, because the best evaluation is too old.
+        Returns whether training should end, because the best evaluation is too old.
         """
         metric, best = self._role.metric, self._best
         if self._better(result[metric]):

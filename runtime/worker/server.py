@@ -69,23 +69,7 @@ class Outcome(Enum):
 
 
 class ModuleServer:
-    """Serves one module.
-
-    Args:
-        step: The module.
-        metrics: Writes the metrics.
-        checkpoints: Writes the checkpoints.
-        stop: The stop request.
-        start: Where the module starts.
-        ledger: What it has processed in the whole run.
-        stream: The head's stream from its position on; None for other modules.
-        labels: The tail's own labels; None: they come with the batches.
-        input: The links from upstream; None for the head.
-        output: The links to downstream; None for the tail.
-        exchange: The links to the module's other replicas; None if it has none.
-        neighbours: Reconnects to modules downstream after their restart; None: they never restart.
-        workers: Names of all workers of the chain.
-    """
+    """Serves one module."""
 
     def __init__(
         self,
@@ -96,13 +80,13 @@ class ModuleServer:
         stop: StopRequest,
         start: Start,
         ledger: Ledger,
-        stream: Iterator[Item] | None = None,
-        labels: Labels | None = None,
-        input: Join | None = None,
-        output: Fanout | None = None,
-        exchange: Exchange | None = None,
-        neighbours: Neighbours | None = None,
-        workers: Sequence[str] = (),
+        stream: Iterator[Item] | None = None,  # the head's, from its position on
+        labels: Labels | None = None,  # the tail's own; None: they come with the batches
+        input: Join | None = None,  # None for the head
+        output: Fanout | None = None,  # None for the tail
+        exchange: Exchange | None = None,  # None if there are no other replicas
+        neighbours: Neighbours | None = None,  # None: they never restart
+        workers: Sequence[str] = (),  # names of all of the chain
     ) -> None:
         self._members, self._name = start.members, step.spec.module
         self._step = step
@@ -161,13 +145,7 @@ class ModuleServer:
             self._any_poller.register(above.socket, zmq.POLLIN)
 
     def serve(self) -> Outcome:
-        """Run until the stream ends or the worker is told to stop.
-
-        Raises:
-            HandshakeError: A neighbour belongs to another chain.
-            DataError: The head's data cannot be read.
-            DivergedError: A value is not finite, and ``on_nan`` does not let the run continue.
-        """
+        """Run until the stream ends or the worker is told to stop."""
         while self._outcome is None:
             stopping = self._stop()
             unneeded = self._start.waits and self._joining is None

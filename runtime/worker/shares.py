@@ -33,15 +33,8 @@ GATHER_MS = 50
 class Shares:
     """The parts of evaluations, as one replica of the tail sees them.
 
-    Args:
-        run: The run directory.
-        spec: The replica.
-        begun: Which start of the whole chain this is: lines of others do not count.
-        members: Which replicas take batches, where that changes.
-        lost: Whether a replica is gone for good.
-
-    Attributes:
-        reports: Whether this is the replica that reports the whole.
+    ``begun`` is the start of the whole chain that this is: lines of others do not count. ``lost``
+    returns whether a replica is gone for good.
     """
 
     def __init__(
@@ -54,7 +47,7 @@ class Shares:
     ) -> None:
         module = module_of(spec.module)
         others = [worker_name(module, one + 1, spec.replicas) for one in range(1, spec.replicas)]
-        self.reports = spec.replica == 1
+        self.reports = spec.replica == 1  # this is the replica that reports the whole
         self._run, self._name, self._begun = run, spec.module, begun
         self._members, self._lost = members, lost
         readers = others if self.reports else []
@@ -98,7 +91,7 @@ class Shares:
         return list(found.values())
 
     def rested(self, id: int) -> int:
-        """Return how many training batches those had until then that take none at a marker."""
+        """Return the training batches until marker ``id`` of the replicas that take none there."""
         found = 0
         for name in [name for name in self._readers if not self._members.takes(name, id)]:
             counted = Counts.read(self._run.ledger(name))

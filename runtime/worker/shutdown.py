@@ -20,17 +20,7 @@ ASK_AGAIN_S = 5.0
 
 
 class Shutdown:
-    """A module's graceful shutdown.
-
-    Args:
-        stop: The stop request.
-        metrics: Reports that the module is stopping.
-        head: The head's end of the stream; None for other modules.
-        input: The links from upstream; None for the head.
-
-    Attributes:
-        asked: Whether the module has requested a checkpoint to stop at.
-    """
+    """A module's graceful shutdown."""
 
     def __init__(
         self,
@@ -40,7 +30,7 @@ class Shutdown:
         head: Head | None,
         input: Join | None,
     ) -> None:
-        self.asked = False
+        self.asked = False  # the module has requested a checkpoint to stop at
         self._stop = stop
         self._metrics = metrics
         self._head = head
@@ -50,8 +40,7 @@ class Shutdown:
     def heed(self) -> bool:
         """Continue the shutdown; call it repeatedly until the module has stopped.
 
-        Returns:
-            Whether the grace period is over: the module stops without a checkpoint.
+        Returns whether the grace period is over: the module stops without a checkpoint.
         """
         self._stop.drain()
         if self._metrics.state == "running":

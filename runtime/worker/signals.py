@@ -28,19 +28,18 @@ processes of a step, and from Apptainer's starter, which passes it on; so do lau
 class StopRequest:
     """Remembers the first request; a second SIGTERM or SIGINT ends the process at once.
 
-    Attributes:
-        alone: Whether the other modules continue.
-        wakeup: A file descriptor that becomes readable when a request comes (a library may restart
-            a poll that a signal has interrupted: signal(7)).
+    Signals within ``REPEAT_S`` of the first count as one.
     """
 
     def __init__(self) -> None:
         self._at_s: float | None = None
         self._signalled_s: float | None = None
-        self.alone = False
+        self.alone = False  # the other modules continue
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
+        # a file descriptor that becomes readable when a request comes (a library may restart a poll
+        # that a signal has interrupted: signal(7))
         self.wakeup = self._read.fileno()
 
     def install(self) -> None:
@@ -74,10 +73,8 @@ class StopRequest:
     def obeying(self, path: Path, attempt: int) -> contextlib.AbstractContextManager[None]:
         """Do what the supervisor wants, in a thread.
 
-        Args:
-            path: Its document. It is there before the worker is started: NFS may deny for a while
-                that there is a new file.
-            attempt: Number of this attempt.
+        Its document is there before the worker is started: NFS may deny for a while that there is a
+        new file.
         """
 
         def look() -> None:

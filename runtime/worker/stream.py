@@ -24,27 +24,17 @@ Phase = Literal["train", "eval", "test", "end"]
 
 @dataclass(frozen=True)
 class Position:
-    """A position at which the stream resumes.
+    """A position at which the stream resumes."""
 
-    Attributes:
-        epoch: The epoch, from 1.
-        phase: Whether training batches, evaluation batches, test batches or the end come next.
-        batch: Training batches of this epoch that have been sent.
-        step: Training batches of the whole run that have been sent.
-        eval_batch: Evaluation or test batches of this evaluation that have been sent.
-        saved: Whether the markers due at this step have been sent.
-        part: Parts of the next training batch that have been sent.
-        synced: The step of the newest SYNC marker after which all replicas have the same weights:
-            SYNC alone may leave them different.
-    """
-
-    epoch: int = 1
-    phase: Phase = "train"
-    batch: int = 0
-    step: int = 0
-    eval_batch: int = 0
-    saved: bool = False
-    part: int = 0
+    epoch: int = 1  # from 1
+    phase: Phase = "train"  # what comes next: batches of this kind, or the end
+    batch: int = 0  # training batches of this epoch that have been sent
+    step: int = 0  # training batches of the whole run that have been sent
+    eval_batch: int = 0  # evaluation or test batches of this evaluation that have been sent
+    saved: bool = False  # the markers due at this step have been sent
+    part: int = 0  # parts of the next training batch that have been sent
+    # step of the newest SYNC marker after which all replicas have the same weights: SYNC alone may
+    # leave them different
     synced: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,35 +50,22 @@ class Item:
     """An item of the stream: a batch, or a marker if ``x`` is None.
 
     Without ``x`` and ``mark`` it is a batch that another replica of the head reads.
-
-    Attributes:
-        position: The stream's position after this item.
-        rows: Which samples a batch has, if the labels stay at the tail.
     """
 
     epoch: int
-    position: Position
+    position: Position  # after this item
     mode: Mode = Mode.TRAIN
     mark: Mark = NOTHING
     x: Inputs | None = None
     y_BY: Tensor | None = None
     part: Part | None = None
-    rows: Rows | None = None
+    rows: Rows | None = None  # if the labels stay at the tail
 
 
 class Stream(Iterator[Item]):
     """The stream from a position on, which may end early; see :func:`items`.
 
-    Args:
-        source: The data.
-        role: Epochs, steps and checkpoints.
-        start: Where to start.
-        shared: Whether other replicas of the head read some of the batches.
-        loss: See :func:`items`.
-
-    Attributes:
-        takes: Whether the next item, if it is a batch, is to be read here.
-        samples: Numbers of training, evaluation and test samples, if the stream is shared.
+    ``shared``: other replicas of the head read some of the batches.
     """
 
     def __init__(
@@ -100,7 +77,8 @@ class Stream(Iterator[Item]):
         shared: bool = False,
         loss: ChainLoss | None = None,
     ) -> None:
-        self.takes = True
+        self.takes = True  # whether the next item, if it is a batch, is to be read here
+        # of training, evaluation and test, if the stream is shared
         self.samples: list[int | None] = []
         if shared:
             info = source.info
@@ -138,18 +116,14 @@ def items(
     """Yield the stream from a position on.
 
     Per epoch: training batches, an EPOCH marker, evaluation batches and an EVAL marker; after the
-    last evaluation, if there is a test set, test batches and a TEST marker; at the very end an
-    END marker. CHECKPOINT is added to the markers for which the spec asks. Between training batches
+    last evaluation, if there is a test set, test batches and a TEST marker; at the very end an END
+    marker. CHECKPOINT is added to the markers for which the spec asks. Between training batches
     there are SYNC and CHECKPOINT markers after as many steps as it asks for. Replicas share before
     each evaluation, checkpoint and end.
 
-    Args:
-        source: The data.
-        role: Epochs, steps and checkpoints.
-        start: Where to start.
-        early: Returns whether to end training now; then only the test set and the end follow.
-        takes: Returns whether to read the batch that comes next; None: all are read.
-        loss: The chain's, which weighs parts of a batch; None if the labels are not here.
+    Once ``early`` returns True, only the test set and the end follow. ``takes`` returns whether to
+    read the batch that comes next; None: all are read. ``loss`` weighs parts of a batch; None if
+    the labels are not here.
     """
     at = start
     while at.phase != "end":

@@ -12,7 +12,7 @@ STARTED_WITH = "DNI_STARTED_WITH"
 
 
 def this_version() -> str:
-    """Return its value: the versions of this package and of its links' protocol."""
+    """Return this package's value of ``STARTED_WITH``: its version and its links' protocol."""
     from dni_runtime.wire import PROTOCOL_VERSION  # imports numpy: not only to read plans
 
     return f"{__version__} {PROTOCOL_VERSION}"
@@ -21,8 +21,7 @@ def this_version() -> str:
 def replaced(environ: Mapping[str, str]) -> str | None:
     """Return a warning if the run was started with another version of this package.
 
-    Raises:
-        HandshakeError: The links of the two versions are incompatible.
+    Raises ``HandshakeError`` if the links of the two versions are incompatible.
     """
     this = this_version()
     started_with = environ.get(STARTED_WITH, this)

@@ -43,27 +43,16 @@ STARTED_WITHIN_S = 180.0
 
 @dataclass(frozen=True)
 class Growth:
-    """One chain's figures.
-
-    Attributes:
-        modules: How many it has.
-        batches_per_s: Of the whole chain, while it was watched.
-        worker_us: CPU per batch of a worker that is neither head nor tail (with two: of the tail).
-        step_us: CPU per batch of the same step without a runtime.
-        overhead_us: The difference.
-        share: The difference over the worker's CPU.
-        start_s: From the start of ``dnictl up`` until the last module runs.
-        rss_mib: Median of the workers' resident memory.
-    """
+    """One chain's figures."""
 
     modules: int
-    batches_per_s: float
-    worker_us: float
-    step_us: float
-    overhead_us: float
-    share: float
-    start_s: float
-    rss_mib: float
+    batches_per_s: float  # of the whole chain, while it was watched
+    worker_us: float  # CPU per batch, neither head nor tail (of two: the tail)
+    step_us: float  # CPU per batch of the same step without a runtime
+    overhead_us: float  # the difference
+    share: float  # the difference over the worker's CPU
+    start_s: float  # from the start of "dnictl up" until the last module runs
+    rss_mib: float  # median of the workers' resident memory
 
 
 def chain_spec(modules: int, width: int = 64, batch: int = 32, window: int = 8) -> ChainSpec:
@@ -102,9 +91,7 @@ def rss_mib(pid: int) -> float:
 class Running:
     """A chain that trains in processes of this host.
 
-    Attributes:
-        pids: Its workers' process ids, head first.
-        start_s: Seconds until the last one ran.
+    ``pids`` are its workers', head first; ``start_s`` are the seconds until the last one ran.
     """
 
     def __init__(self, spec: ChainSpec, folder: Path) -> None:

@@ -86,37 +86,24 @@ EVENTS |= {"os.link"}
 
 @dataclass(frozen=True)
 class Cost:
-    """One chain's figures.
-
-    Attributes:
-        modules: How many it has.
-        batches: Training batches that each module did.
-        checkpoints: Complete ones that are left at the end.
-        start_s: From the start of the supervisor until all modules ran.
-        total_s: Until the last one had ended.
-        operations: Per module, by the first part of the path; what is done once.
-        entries: Of folders that were listed, per module.
-        periodic: Operations per module and second, by the first part of the path.
-        per_module: Sum of ``operations``.
-    """
+    """One chain's figures."""
 
     modules: int
-    batches: int
-    checkpoints: int
-    start_s: float
-    total_s: float
-    operations: dict[str, float]
-    entries: float
-    periodic: dict[str, float]
-    per_module: float
+    batches: int  # training batches that each module did
+    checkpoints: int  # complete ones that are left at the end
+    start_s: float  # from the start of the supervisor until all modules ran
+    total_s: float  # until the last one had ended
+    operations: dict[str, float]  # per module, by the first part of the path; what is done once
+    entries: float  # of folders that were listed, per module
+    periodic: dict[str, float]  # per module and second, by the first part of the path
+    per_module: float  # sum of operations
 
 
 class Operations:
     """Counts this process's operations on files below one folder.
 
-    Attributes:
-        counts: Operations by the first part of the path below the folder.
-        entries: Of folders that were listed.
+    ``counts`` has them by the first part of the path below it; ``entries`` are those of folders
+    that were listed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -196,13 +183,8 @@ class ThreadedWorker:
 class WorkerPool:
     """A process whose threads are workers.
 
-    Attributes:
-        pid: Its process id.
-        ended: Exit codes by module, of workers that have ended.
-
-    Args:
-        run: The run directory.
-        loading: Released whenever a worker has come to its state and its address.
+    ``loading`` is released whenever a worker has come to its state and its address; ``ended`` has
+    the exit codes of modules whose workers have ended.
     """
 
     def __init__(self, run: Path, loading: threading.Semaphore) -> None:

@@ -86,29 +86,17 @@ QUIET_TRIES = 4
 
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements have in common.
-
-    Attributes:
-        network: Name of the network.
-        modules: Of the chains.
-        folder: Where the data and the runs lie.
-        timing: How long each contender trains.
-        step_s: About how long each end of the line computes for a batch.
-        window: Batches in flight in a chain; None to choose.
-        learn_every: Of how many late gradients the synthesizer learns from one.
-        quiet: Measure again, a few times at most, where others kept more than so many cores busy.
-        program: What makes slow lines; None where there are none.
-    """
+    """What all measurements have in common."""
 
     network: str
-    modules: int
-    folder: Path
-    timing: Timing
-    step_s: float
-    window: int | None
-    learn_every: int
-    quiet: float
-    program: Path | None
+    modules: int  # of the chains
+    folder: Path  # of the data and the runs
+    timing: Timing  # of each contender
+    step_s: float  # about how long each end of the line computes for a batch
+    window: int | None  # batches in flight in a chain; None: chosen
+    learn_every: int  # the synthesizer learns from every n-th late gradient
+    quiet: float  # if others kept more cores busy, measure again, a few times at most
+    program: Path | None  # makes slow lines; None: there are none
 
     def measure(self, contender: Contender, line: Line) -> tuple[Measured, float]:
         """What a contender reaches, and the cores that others kept busy meanwhile."""

@@ -140,7 +140,7 @@ def write(folder: Path, name: str, chain: dict[str, Any]) -> Path:
 
 
 def build(folder: Path, chain: dict[str, Any]) -> None:
-    """The chain's images, with the same torch as here where that is known."""
+    """The chain's images, with the same torch as here if that is known."""
     index = Path(sys.prefix, "torch-index")
     if index.exists() and (url := index.read_text().strip()):
         chain["image"] = {"torch_index": url}

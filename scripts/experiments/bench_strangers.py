@@ -137,15 +137,10 @@ def attack(name: str, address: str, server_key: str) -> None:
 
 
 class Pace(NamedTuple):
-    """How the tail trains.
+    """How the tail trains."""
 
-    Attributes:
-        batches_per_s: Training batches a second, which whatever else runs here slows down.
-        cpu_s: Processor seconds of its process for a batch.
-    """
-
-    batches_per_s: float
-    cpu_s: float
+    batches_per_s: float  # slowed down by whatever else runs here
+    cpu_s: float  # of its process for a batch
 
 
 def pace(run: RunDir, began: float, ended: float) -> Pace:

@@ -57,15 +57,7 @@ Training = dict[str, Any]
 
 
 def read_chain(path: Path, changes: str) -> ChainSpec:
-    """The chain of a file, with values changed.
-
-    Args:
-        path: The chain file.
-        changes: A mapping as in the file; those inside it are merged.
-
-    Raises:
-        DniError: The file or the mapping is not valid.
-    """
+    """The chain of a file, into which ``changes``, a mapping as in the file, is merged."""
     if not path.is_file():
         raise UsageError(f"there is no file {str(path)!r}")
     document = merged(_mapping(path.read_text(), str(path)), _mapping(changes, "--with"))
@@ -83,11 +75,7 @@ def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def read_methods(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Settings of modules by the methods' labels, backpropagation and the control first.
-
-    Raises:
-        UsageError: A method is not readable, or a label stands twice.
-    """
+    """Settings of modules by the methods' labels, backpropagation and the control first."""
     methods: dict[str, dict[str, Any]] = {BACKPROP: {}, CONTROL: {"interface": "none"}}
     for text in texts:
         label, _, value = text.partition("=")
@@ -171,27 +159,16 @@ def time_over_backprop(
 
 def compare(
     chain: ChainSpec,
-    base: Path,
-    methods: Mapping[str, dict[str, Any]],
+    base: Path,  # folder
+    methods: Mapping[str, dict[str, Any]],  # settings by label
     *,
-    rates: Sequence[float] | None,
-    seeds: int,
-    delays: Sequence[Delay],
-    results: Path,
-    jobs: int = 1,
+    rates: Sequence[float] | None,  # None: the chain's
+    seeds: int,  # trainings of each method with the rate that was chosen
+    delays: Sequence[Delay],  # of true gradients; each is compared
+    results: Path,  # JSON lines
+    jobs: int = 1,  # at a time
 ) -> list[list[str]]:
-    """Train what is missing; gives the table's rows.
-
-    Args:
-        chain: The chain.
-        base: Its folder.
-        methods: Settings by label.
-        rates: Learning rates; None: the chain's.
-        seeds: Trainings of each method with the rate that was chosen.
-        delays: Of true gradients; each is compared.
-        results: File of JSON lines.
-        jobs: Trainings at a time.
-    """
+    """Train what is missing; gives the table's rows."""
     chains = {label: by_method(chain, settings) for label, settings in methods.items()}
     rows: list[Training] = [
         {"chain": chain.name, "method": label, "spec": _digest(chains[label]), "delay": delay}

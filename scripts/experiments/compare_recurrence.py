@@ -58,7 +58,7 @@ class ClassesFirst(nn.Module):
 
 
 class WrittenLoss(nn.Module):
-    """Cross-entropy as a mean over all places, of which those where nothing is written count 0.
+    """Cross-entropy as a mean over all places; those without a written symbol count 0.
 
     torch's mean over the others alone weighs them by what the rest of the batch does.
     """
@@ -69,12 +69,9 @@ class WrittenLoss(nn.Module):
 
 
 def build(one: dict[str, Any], read: int, written: int) -> LocalChain:
-    """The chain.
+    """The chain of a training, for so many different symbols to read and to write.
 
-    Args:
-        one: The training; ``synthetic`` is the layer's option, or None.
-        read: Different symbols that are read.
-        written: Different symbols that are written.
+    ``one["synthetic"]`` is the layer's option, or None.
     """
     recurrent = {
         "cell": "LSTM",
@@ -110,16 +107,8 @@ class Episodes:
     """Endless episodes of the copy task in each of B streams, each at a phase of its own.
 
     When the task grows, each stream waits for up to an episode before its next one, so that they do
-    not come to be read and written all at the same time.
-
-    Args:
-        batch: B.
-        repeats: Whether the number of times is told, and grows.
-        seed: Of the bits.
-
-    Attributes:
-        bits: N.
-        times: R.
+    not come to be read and written all at the same time. With ``repeats`` the number of times is
+    told, and grows. ``bits`` is N, ``times`` R.
     """
 
     def __init__(self, batch: int, repeats: bool, seed: int) -> None:

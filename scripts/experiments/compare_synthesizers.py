@@ -36,7 +36,7 @@ from dni_runtime.spec.load import parse_choice
 def train(chain: ChainSpec, base: Path, delay: int) -> tuple[list[float], list[float]]:
     """Train one chain; gives products and cosines at each cut.
 
-    Cosines are means of the last epoch; they are not numbers where nothing is predicted.
+    Cosines are means of the last epoch; they are NaN if nothing is predicted.
     """
     workers = worker_specs(chain, describe(chain.data, base))
     source = open_data(chain.data, base, seed=chain.seed)

@@ -46,19 +46,12 @@ def accuracies(
 
 
 def measured(
-    path: Path,
-    wanted: Iterable[dict[str, Any]],
-    train: Callable[[dict[str, Any]], dict[str, Any]],
-    jobs: int = 1,
+    path: Path,  # of JSON lines; made if it is missing
+    wanted: Iterable[dict[str, Any]],  # what tells one training from another
+    train: Callable[[dict[str, Any]], dict[str, Any]],  # results by name; in processes if jobs > 1
+    jobs: int = 1,  # at a time
 ) -> list[dict[str, Any]]:
-    """The wanted trainings, each with what was measured.
-
-    Args:
-        path: File of JSON lines; made where it is missing.
-        wanted: What tells one training from another.
-        train: Gives the results of one by name; with several jobs it is called in processes.
-        jobs: Trainings at a time.
-    """
+    """The wanted trainings, each with what was measured."""
     done = []
     if path.exists():
         done = [json.loads(line) for line in path.read_text().splitlines()]

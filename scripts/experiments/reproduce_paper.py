@@ -167,7 +167,7 @@ def parse() -> argparse.Namespace:
 
 
 def folder_of(data: str, given: str | None) -> str:
-    """The folder of a data set: the given one, else its own, fetched where it is not there yet."""
+    """The folder of a data set: the given one, else its own, fetched if it is missing."""
     if given is not None:
         return str(Path(given).resolve())
     python = [sys.executable] if data == "mnist" else []

@@ -63,58 +63,33 @@ PATIENCE_S = 180.0
 
 @dataclass(frozen=True)
 class Trained:
-    """What one training of one contender gave.
+    """What one training of one contender gave."""
 
-    Attributes:
-        seconds: Of training until the target was met; None where it was not.
-        batches: The same in batches.
-        batch_s: Seconds of training for a batch, over the whole training.
-        evaluations: All of them.
-        foreign: Cores that other programs kept busy meanwhile.
-        window: Batches in flight on a chain's links.
-        error: Why it failed, or None.
-    """
-
-    seconds: float | None = None
-    batches: int | None = None
-    batch_s: float | None = None
+    seconds: float | None = None  # of training until the target was met; None: it was not
+    batches: int | None = None  # the same in batches
+    batch_s: float | None = None  # over the whole training
     evaluations: Sequence[dict[str, Any]] = ()
-    foreign: float = 0.0
-    window: int | None = None
-    error: str | None = None
+    foreign: float = 0.0  # cores that other programs kept busy meanwhile
+    window: int | None = None  # batches in flight on a chain's links
+    error: str | None = None  # why it failed
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all trainings have in common.
-
-    Attributes:
-        network: Name of the network.
-        modules: Of the chains.
-        folder: Where the data and the runs lie.
-        data: The file of the data.
-        target: Accuracy from 0 to 1, or bits per character.
-        every: Batches between evaluations.
-        most_batches: Give up after so many.
-        most_s: Give up after so many seconds of training.
-        step_s: About how long each end of the line computes for a batch.
-        window: Batches in flight in a chain; None to choose.
-        learn_every: Of how many late gradients the synthesizer learns from one.
-        program: What makes slow lines; None where there are none.
-    """
+    """What all trainings have in common."""
 
     network: str
-    modules: int
-    folder: Path
-    data: Path
-    target: float
-    every: int
-    most_batches: int
-    most_s: float
-    step_s: float
-    window: int | None
-    learn_every: int
-    program: Path | None
+    modules: int  # of the chains
+    folder: Path  # of the data and the runs
+    data: Path  # file
+    target: float  # accuracy from 0 to 1, or bits per character
+    every: int  # batches between evaluations
+    most_batches: int  # then it is given up
+    most_s: float  # of training; then it is given up
+    step_s: float  # about how long each end of the line computes for a batch
+    window: int | None  # batches in flight in a chain; None: chosen
+    learn_every: int  # the synthesizer learns from every n-th late gradient
+    program: Path | None  # makes slow lines; None: there are none
 
     def train(self, contender: Contender, line: Line, seed: int) -> Trained:
         """Train one contender until it meets the target, or is given up."""

@@ -20,13 +20,7 @@ from dni_runtime.spec import TensorSpec, WorkerSpec
 
 
 class InputPredictor(nn.Module):
-    """Predicts a module's input from the chain's: one hidden layer with BatchNorm and ReLU.
-
-    Args:
-        sample: One sample at the chain's input.
-        activation: One sample at the module's input.
-        hidden: Width of the hidden layer.
-    """
+    """Predicts a module's input from the chain's: one hidden layer with BatchNorm and ReLU."""
 
     def __init__(self, sample: TensorSpec, activation: TensorSpec, hidden: int) -> None:
         super().__init__()
@@ -60,25 +54,15 @@ class UnlockedChain:
 
     A module's update trains the synthesizer upstream by the gradient at the module's input, and the
     input model downstream by the module's activation.
-
-    Args:
-        workers: The modules' specs, head first; all but the tail want every true gradient.
-        probability: Probability of each module's update, for each batch.
-        inputs: Whether modules below the head take synthetic inputs.
-        hidden: Width of the input models.
-
-    Attributes:
-        steps: The modules.
-        inputs: The input models of all modules but the head, or none.
     """
 
     def __init__(
         self,
-        workers: Sequence[WorkerSpec],
+        workers: Sequence[WorkerSpec],  # head first; all but the tail want every true gradient
         *,
-        probability: float = 1.0,
-        inputs: bool = False,
-        hidden: int = 256,
+        probability: float = 1.0,  # of each module's update, for each batch
+        inputs: bool = False,  # modules below the head take synthetic inputs
+        hidden: int = 256,  # width of the input models
     ) -> None:
         seed = workers[0].seed
         # No module waits for another one: synthesizers learn as in the paper.

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Fused(nn.Module):
-    """Torch's function, which is not fused where it has dropout."""
+    """Torch's function, which is not fused if it has dropout."""
 
     def __init__(self, p=0.1):
         super().__init__()

@@ -186,17 +186,11 @@ def figures_of(run: Path) -> RunFigures:
 
 @dataclass(frozen=True)
 class Dnictl:
-    """Runs ``dnictl`` in a folder.
-
-    Attributes:
-        folder: The working directory.
-        environ: Variables on top of this process's.
-        started: The processes so far.
-    """
+    """Runs ``dnictl`` in a folder."""
 
     folder: Path
-    environ: Mapping[str, str] = field(default_factory=dict)
-    started: list[Program] = field(default_factory=list)
+    environ: Mapping[str, str] = field(default_factory=dict)  # on top of this process's
+    started: list[Program] = field(default_factory=list)  # so far
 
     def start(self, *arguments: str | Path) -> Program:
         """Start it."""

@@ -33,12 +33,8 @@ _FORKS.set_forkserver_preload([
 class Program:
     """``python -m MODULE ARGUMENT…``, with the interface of :class:`subprocess.Popen`.
 
-    Args:
-        module: ``dnictl`` or ``dni_runtime.worker``.
-        arguments: Its arguments.
-        folder: Its working directory.
-        environ: Its environment; what torch reads of it is that of the tests.
-        log: The file for its output and errors; by default :meth:`communicate` returns them.
+    Of ``environ``, what torch reads is that of the tests. Without a log for its output and errors,
+    :meth:`communicate` returns them.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ def started(dnictl: Dnictl, slurm: str, resources: dict[str, Any]) -> RunDir:
 
 
 def started_anew(job: str, host: str) -> None:
-    """A requeued job starts on all hosts, of which one was lost."""
+    """A requeued job starts on all hosts; one of them was lost."""
     fault("heal", host)
     eventually("all hosts are idle", all_idle)
     started_again(job)

@@ -95,7 +95,7 @@ def worker_of(site: Site, name: str) -> int:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether it is the worker itself, and none of the wrappers around it."""
+    """Whether it is the worker itself, not a wrapper around it."""
     return command_of(pid).split(b"\0")[1] == b"-P"
 
 

@@ -27,7 +27,7 @@ class Replaced(nn.Module):
 
 
 class Watched(nn.Module):
-    """A running mean that changes in place where no gradient is wanted."""
+    """A running mean that changes in place under ``no_grad``."""
 
     def __init__(self, size):
         super().__init__()

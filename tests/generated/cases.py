@@ -20,16 +20,13 @@ SIZE, TOKENS, WORDS, SIDE, CHANNELS, CLASSES, FEATURES = 8, 5, 11, 4, 4, 3, 6
 class Block(NamedTuple):
     """A block of a network.
 
-    Attributes:
-        made: What makes it.
-        kinds: Where it may be: in ``v`` vectors, ``s`` sequences, ``m`` maps.
-        tags: What equality depends on: ``norm`` (of the batch), ``draws`` random numbers,
-            ``sparse`` gradients, ``complex`` or ``rough`` numbers, ``state`` that forward changes
-            and uses; ``eval`` (it may be in eval mode on its own).
+    Its tags say what equality depends on: ``norm`` (of the batch), ``draws`` random numbers,
+    ``sparse`` gradients, ``complex`` or ``rough`` numbers, ``state`` that forward changes and uses;
+    ``eval`` (it may be in eval mode on its own).
     """
 
-    made: str
-    kinds: str = "vsm"
+    made: str  # what makes it
+    kinds: str = "vsm"  # where it may be: in v vectors, s sequences, m maps
     tags: str = ""
 
 
@@ -134,50 +131,30 @@ NAMES = "abcdefgh"
 class Case:
     """A network, its data, and the chain that it becomes.
 
-    Attributes:
-        seed: Of weights and data.
-        way: ``function`` or ``network`` (that 'split' is given), or ``modules``.
-        stem: The first block.
-        blocks: Those between it and the last.
-        labels: ``classes`` of samples, of ``each`` token, or ``numbers``.
-        begins: Numbers of the blocks with which a module begins, for ``modules``.
-        modules: How many modules 'split' makes.
-        at: Where it cuts; None: drawn from what can be cut.
-        wires: What is not a sequence: ``skip``, ``again`` and ``tie`` of two blocks; in
-            ``modules``, ``skip`` of two modules.
-        frozen: Blocks whose parameters are frozen.
-        still: Blocks in eval mode.
-        returns: ``tensor``, ``tuple``, ``list`` or ``dict``.
-        ignored: Whether some labels are ignored.
-        batch: Samples in a batch.
-        samples: Samples in an epoch.
-        epochs: Epochs.
-        replicas: Of each module.
-        restart: The number of batches after which all workers are started again; 0: never.
-        settings: Keys of the chain file.
-        defaults: Those of all modules.
+    Its ``wires`` are what is not a sequence: ``skip``, ``again`` and ``tie`` of two blocks; in
+    ``modules``, ``skip`` of two modules.
     """
 
-    seed: int
-    way: str
-    stem: str
-    blocks: tuple[str, ...]
-    labels: str
-    begins: tuple[int, ...] = ()
-    modules: int = 2
-    at: tuple[str, ...] | None = None
+    seed: int  # of weights and data
+    way: str  # "function" or "network" (that 'split' is given), or "modules"
+    stem: str  # the first block
+    blocks: tuple[str, ...]  # between the stem and the last
+    labels: str  # "classes" of samples, of "each" token, or "numbers"
+    begins: tuple[int, ...] = ()  # blocks with which a module begins, for "modules"
+    modules: int = 2  # that 'split' makes
+    at: tuple[str, ...] | None = None  # where 'split' cuts; None: drawn from what can be cut
     wires: tuple[tuple[str, int, int], ...] = ()
-    frozen: tuple[int, ...] = ()
-    still: tuple[int, ...] = ()
-    returns: str = "tensor"
-    ignored: bool = False
-    batch: int = 4
-    samples: int = 12
+    frozen: tuple[int, ...] = ()  # blocks whose parameters are frozen
+    still: tuple[int, ...] = ()  # blocks in eval mode
+    returns: str = "tensor"  # "tensor", "tuple", "list" or "dict"
+    ignored: bool = False  # some labels are ignored
+    batch: int = 4  # samples
+    samples: int = 12  # in an epoch
     epochs: int = 1
-    replicas: int = 1
-    restart: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int = 1  # of each module
+    restart: int = 0  # batches after which all workers restart; 0: never
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the chain file
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of all modules
 
     @property
     def kind(self) -> str:

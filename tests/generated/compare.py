@@ -70,21 +70,13 @@ class Stalled(Exception):
 
 @dataclass
 class Outcome:
-    """What came of a case.
+    """What came of a case."""
 
-    Attributes:
-        case: The case, with its cuts.
-        kind: ``equal``, ``refused``, ``different`` or ``failed``.
-        text: What differs, or the error.
-        apart: The largest difference of a number.
-        trace: The error's traceback.
-    """
-
-    case: Case
-    kind: str
-    text: str = ""
-    apart: float = 0.0
-    trace: str = ""
+    case: Case  # with its cuts
+    kind: str  # "equal", "refused", "different" or "failed"
+    text: str = ""  # what differs, or the error
+    apart: float = 0.0  # the largest difference of a number
+    trace: str = ""  # the error's traceback
 
     @property
     def reason(self) -> str | None:
@@ -112,17 +104,11 @@ class Outcome:
 
 @dataclass
 class Trained:
-    """A network after training.
+    """A network after training."""
 
-    Attributes:
-        state: Its state dict, by the user's own names.
-        evaluated: What it says of the evaluation samples, after each epoch and at the end.
-        losses: The loss of each batch.
-    """
-
-    state: dict[str, Tensor] = field(default_factory=dict)
-    evaluated: list[Tensor] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)  # by the user's own names
+    evaluated: list[Tensor] = field(default_factory=list)  # after each epoch and at the end
+    losses: list[float] = field(default_factory=list)  # of each batch
 
     def named(self) -> dict[str, Tensor]:
         """Return all numbers by what they are."""
@@ -133,19 +119,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the loop of plain torch has to know of a chain.
+    """What the loop of plain torch has to know of a chain."""
 
-    Attributes:
-        owners: The module that has each tensor of the state dict.
-        random_states: The generator's state with which each module begins.
-        ends: The network's own modules after which it is cut.
-        drop_last: Whether smaller last batches are left out.
-    """
-
-    owners: Mapping[str, int]
-    random_states: Sequence[Tensor]
-    ends: Sequence[str]
-    drop_last: bool = False
+    owners: Mapping[str, int]  # the module that has each tensor of the state dict
+    random_states: Sequence[Tensor]  # the generator's, with which each module begins
+    ends: Sequence[str]  # the network's own modules after which it is cut
+    drop_last: bool = False  # smaller last batches are left out
 
 
 def run_case(case: Case, folder: Path) -> Outcome:
@@ -202,7 +181,7 @@ def _torch_refuses(case: Case, name: str, folder: Path) -> bool:
 
 
 def shrunk(outcome: Outcome, folder: Path, tries: int = 60) -> Outcome:
-    """Return the outcome of a simpler case of which the same is wrong."""
+    """Return the outcome of a simpler case with the same fault."""
     found, left = outcome, tries
     while left:
         for case in simpler(found.case):

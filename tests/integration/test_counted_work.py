@@ -106,10 +106,8 @@ gradient and, but for the head, one for the input's; the rest is the gradient in
 class Traffic:
     """Every frame that a socket sends or receives, as the socket itself is asked for it.
 
-    Attributes:
-        sent: Per socket, the frames of each message.
-        calls: Calls of ``send`` and ``recv`` that moved a frame.
-        copies: Those that told ZeroMQ to copy it.
+    ``sent`` has, per socket, the frames of each message; ``calls`` are the calls of ``send`` and
+    ``recv`` that moved a frame, ``copies`` those that told ZeroMQ to copy it.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -157,10 +155,8 @@ class Traffic:
 class Work(TorchDispatchMode):
     """Operations on large tensors.
 
-    Attributes:
-        passes: Those that write one, new or in place, by name.
-        new_bytes: Memory that was taken for new ones.
-        products: Matrix products of any size.
+    ``passes`` are those that write one, new or in place, by name; ``new_bytes`` is the memory taken
+    for new ones. ``products`` are matrix products of any size.
     """
 
     def __init__(self) -> None:

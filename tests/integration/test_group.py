@@ -77,7 +77,7 @@ def one_of_them(
 ) -> list[tuple[list[Any], int]]:
     """In a process of its own, as a worker does it, one way to share after the other.
 
-    They share one process group: gloo may abort where one is destroyed.
+    They share one process group: gloo may abort if one is destroyed.
     """
     os.environ["NCCL_HOSTID"] = str(place)  # else NCCL refuses replicas that share a GPU
     found = []

@@ -1,4 +1,4 @@
-"""The server's loop: what it evaluates, and where nothing comes any more."""
+"""The server's loop: what it evaluates, and what it does when nothing comes any more."""
 
 from __future__ import annotations
 

@@ -22,10 +22,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 class Disk:
     """Stands between the processes and the files below a folder.
 
-    Args:
-        world: The simulation.
-        root: The folder.
-        late_s: Longest time until others see a new file.
+    ``late_s`` is the longest time until others see a new file.
     """
 
     def __init__(self, world: World, root: Path, late_s: float) -> None:
@@ -58,7 +55,7 @@ class Disk:
                 setattr(os, name, function)
 
     def _process(self) -> Process | None:
-        """The process that calls; None where it is none of the simulation's."""
+        """The process that calls; None if it does not belong to the simulation."""
         if self.world.current is None:
             return None
         self.world.check_alive()

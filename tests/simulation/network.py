@@ -33,16 +33,11 @@ class Frame:
 
 
 class Line:
-    """What lies between two modules.
-
-    Attributes:
-        latency_s: One way.
-        away_until_s: Nothing connects before.
-    """
+    """What lies between two modules."""
 
     def __init__(self, latency_s: float) -> None:
-        self.latency_s = latency_s
-        self.away_until_s = 0.0
+        self.latency_s = latency_s  # one way
+        self.away_until_s = 0.0  # nothing connects before
 
 
 class Network:

@@ -103,24 +103,17 @@ class Violated(AssertionError):
 class Schedule:
     """What a seed stands for: a chain, its surroundings, and what goes wrong.
 
-    Attributes:
-        sources: Which modules each one takes its inputs from; None: the one before.
-        replicas: Workers of each module; none: one of each.
-        replication: How they share.
-        labels: Where the labels are: ``tail``, or ``head``, which sends them.
-        starts: How many of them take batches at the start, of modules where that may change.
-        scales: Times in simulated seconds, with a module and how many are to take batches then.
-        faults: Times in simulated seconds, with what happens then.
+    Times are in simulated seconds.
     """
 
     seed: int
     modules: int = 2
-    sources: Sources | None = None
-    replicas: tuple[int, ...] = ()
-    replication: str = "local-sgd"
-    labels: str = "head"
-    starts: tuple[int | None, ...] = ()
-    scales: list[tuple[float, int, int]] = field(default_factory=list)
+    sources: Sources | None = None  # of the inputs of each module; None: the one before
+    replicas: tuple[int, ...] = ()  # workers of each module; none: one of each
+    replication: str = "local-sgd"  # how they share
+    labels: str = "head"  # where they are: "tail", or "head", which sends them
+    starts: tuple[int | None, ...] = ()  # how many take batches at first, if that may change
+    scales: list[tuple[float, int, int]] = field(default_factory=list)  # how many take batches then
     interface: str = "delayed"
     window: int = 2
     on_loss: str = "wait"
@@ -135,10 +128,7 @@ class Schedule:
     def of(cls, seed: int, *, graph: bool = False, replicas: bool = False) -> Schedule:
         """Draw one.
 
-        Args:
-            seed: What to draw from.
-            graph: Whether modules have several inputs, and several take one output.
-            replicas: Whether modules have replicas.
+        ``graph``: modules have several inputs, and several modules take one output.
         """
         world = World(seed)
         draw = world.random
@@ -271,7 +261,7 @@ class Schedule:
             self.faults.sort()
 
     def _draw_returns(self) -> None:
-        """Draw lost replicas that can be started again a while after they are given up."""
+        """Draw lost replicas that can restart a while after they are given up."""
         draw = random.Random(f"returns {self.seed}")
         for place, (at_s, kind, worker, _) in enumerate(self.faults):
             if kind == "hopeless" and draw.random() < 0.5:
@@ -353,12 +343,7 @@ def _module(index: int, modules: int, sources: Sources | None, replicas: Sequenc
 
 
 class Data:
-    """The samples: the same for every process, and another batch each time.
-
-    Args:
-        half: What is read, if not both.
-        evaluated: Batches of an evaluation.
-    """
+    """The samples: the same for every process, and another batch each time; maybe only a half."""
 
     train_batch_count = BATCHES
     has_test = False
@@ -491,9 +476,7 @@ class Queue:
 class Site:
     """The cluster of one schedule: starts the workers, lets things go wrong, and looks.
 
-    Args:
-        schedule: What happens.
-        root: A folder for the run, which is removed afterwards.
+    The folder ``root`` of the run is removed afterwards.
     """
 
     def __init__(self, schedule: Schedule, root: Path) -> None:
@@ -517,11 +500,7 @@ class Site:
         self.largest_window = 0
 
     def run(self) -> None:
-        """Let the schedule happen.
-
-        Raises:
-            Violated: Something that must hold does not.
-        """
+        """Let the schedule happen; raises ``Violated`` if something that must hold does not."""
         schedule, world = self.schedule, self.world
         with self._installed():
             self.run_dir.create()
@@ -667,8 +646,6 @@ class Site:
             found.append(f"{name} {state}, attempt {self.attempts[name]}, at {id}")
         return "; ".join(found)
 
-    # Starting and ending.
-
     def _addresses(self, spec: WorkerSpec) -> list[str]:
         """Where a module listens, for each of its inputs."""
         links = [*spec.links_in, *(one for one in spec.peers if one.target == spec.module)]
@@ -723,14 +700,14 @@ class Site:
         return started
 
     def _begin_at(self, name: str, cut: int) -> None:
-        """Forget what a worker has learnt after a cut, where its module begins again."""
+        """Forget what a worker has learnt after a cut, because its module resumes there."""
         if (step := self.steps.get(name)) is not None:
             step.trained = [id for id in step.trained if id <= cut]  # type: ignore[attr-defined]
         if not cut:  # it may never be trained again
             self.steps.pop(name, None)
 
     def _return(self, name: str) -> None:
-        """Let a lost replica be started again, as its module is to have all of them."""
+        """Let a lost replica restart: its module is to have all of them."""
         module = module_of(name)
         self.hopeless.discard(name)
         every = sum(module_of(one) == module for one in self.names)
@@ -740,8 +717,6 @@ class Site:
         for connection in self.network.connections:
             self.largest_queue = max(self.largest_queue, len(connection.down), len(connection.up))
         self.world.at(2.0, self._measure)
-
-    # What goes wrong.
 
     def _fault(self, kind: str, index: int, lasts_s: float) -> None:
         name = self.names[index]
@@ -795,8 +770,6 @@ class Site:
             return bool(frames[0])
 
         self.network.swallows = swallows
-
-    # Standing in for the machine.
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
@@ -918,11 +891,7 @@ def _reference(
 
 
 def simulate(schedule: Schedule, folder: Path) -> Site:
-    """Run a schedule in a folder of its own.
-
-    Raises:
-        Violated: Something that must hold does not.
-    """
+    """Run a schedule in a folder of its own; raises ``Violated``."""
     root = folder / f"{os.getpid()}-{schedule.seed}"
     root.mkdir(parents=True)
     site = Site(schedule, root)

@@ -23,12 +23,7 @@ GRACE_S = 20.0
 
 
 class Worker:
-    """A worker's process, as its supervisor sees it.
-
-    Args:
-        world: The simulation.
-        process: The process.
-    """
+    """A worker's process, as its supervisor sees it."""
 
     pid = 0  # that of no process
 
@@ -74,15 +69,7 @@ class Adopted:
 
 
 class Starter:
-    """Starts the workers of a supervisor.
-
-    Args:
-        world: The simulation.
-        start: Starts one.
-
-    Attributes:
-        workers: The newest of each module.
-    """
+    """Starts the workers of a supervisor; ``workers`` has the newest of each module."""
 
     def __init__(self, world: World, start: Callable[[WorkerPlan], Worker]) -> None:
         self.workers: dict[str, tuple[int, Worker]] = {}
@@ -113,15 +100,8 @@ class Starter:
 class Supervision:
     """Supervisors of one run, one after the other, and whoever resumes it.
 
-    Args:
-        world: The simulation.
-        run: The run directory.
-        specs: Its workers.
-        start: Starts one.
-
-    Attributes:
-        phase: How the run has ended, as the newest supervisor says; None while it goes on.
-        problem: An error that nobody could have mended by another start.
+    ``phase`` is how the run has ended, as the newest supervisor says, or None while it goes on;
+    ``problem`` an error that no restart could have mended.
     """
 
     def __init__(
@@ -172,7 +152,7 @@ class Supervision:
         self.begin()
 
     def _state(self) -> RunState | None:
-        """The state as it was left; its processes are none of this machine."""
+        """The state as it was left; its processes are not on this machine."""
         document = peek_json(self._run.state)
         if not document:
             return None
@@ -205,7 +185,7 @@ class Supervision:
         self._world.spawn(self.process, body)
 
     def _over(self, phase: str, code: int | None, error: str | None) -> None:
-        """The run has ended: somebody resumes it where that may help."""
+        """The run has ended: somebody resumes it if that may help."""
         self.phase, self._supervisor = phase, None
         if phase == "finished":
             return

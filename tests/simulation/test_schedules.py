@@ -1,4 +1,4 @@
-"""Schedules of disasters, and what the simulation finds where a mend is taken out."""
+"""Schedules of disasters, and what the simulation finds if a mend is taken out."""
 
 from __future__ import annotations
 

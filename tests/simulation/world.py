@@ -26,32 +26,18 @@ class Killed(BaseException):
 
 
 class Process:
-    """A process of the simulation.
-
-    Args:
-        name: Its module.
-        host: Where it is; by default on a host of its own.
-
-    Attributes:
-        alive: Whether it has not been killed.
-        thaws_s: It is stopped until then (SIGSTOP, or a file system that does not answer).
-        full_until_s: Its disk is full until then.
-        slow_until_s: What it writes durably is on disk then, and not before.
-        signalled: Whether a signal has come that its poll has not seen.
-        tasks: What runs in it.
-        at_end: Called when it is gone, however it ended.
-    """
+    """A process of the simulation, by default on a host of its own."""
 
     def __init__(self, name: str, host: object = None) -> None:
         self.name = name
         self.host = host or self
         self.alive = True
-        self.thaws_s = 0.0
+        self.thaws_s = 0.0  # SIGSTOP, or a file system that does not answer
         self.full_until_s = 0.0
-        self.slow_until_s = 0.0
-        self.signalled = False
+        self.slow_until_s = 0.0  # what it writes durably is on disk then, and not before
+        self.signalled = False  # a signal has come that its poll has not seen
         self.tasks: list[Task] = []
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = []  # called when it is gone, however it ended
 
 
 class Task:
@@ -67,13 +53,8 @@ class Task:
 class World:
     """The simulation's clock and its events.
 
-    Args:
-        seed: Of all that chance decides.
-
-    Attributes:
-        now_s: Simulated time.
-        random: The only source of chance.
-        current: The task that runs; None while the world itself decides.
+    ``random`` is the only source of chance; ``current`` is the task that runs, or None while the
+    world itself decides.
     """
 
     def __init__(self, seed: int) -> None:
@@ -137,11 +118,7 @@ class World:
             action()
 
     def run(self, over: Ready, limit_s: float) -> bool:
-        """Let time pass until ``over`` holds.
-
-        Returns:
-            Whether it did before the limit.
-        """
+        """Let time pass until ``over`` holds; return whether it did before the limit."""
         while not over():
             if not self._events or self._events[0][0] > limit_s:
                 return False

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 
 class Embed(nn.Module):
-    """Tokens as vectors, to which learned positions are added.
-
-    Args:
-        vocabulary: Values of a token.
-        dim: Features of each token.
-        context: Most tokens in a sample.
-    """
+    """Tokens, at most ``context`` in a sample, as vectors, to which learned positions are added."""
 
     def __init__(self, vocabulary: int, dim: int, context: int) -> None:
         super().__init__()
@@ -30,12 +24,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention of each token to those before it, then two layers for each token.
-
-    Args:
-        dim: Features of each token.
-        heads: Heads of attention; they share the features.
-    """
+    """Attention of each token to those before it, then two layers for each; heads share ``dim``."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -65,12 +54,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Sequential):
-    """A score for each value of the next token.
-
-    Args:
-        dim: Features of each token.
-        vocabulary: Values of a token.
-    """
+    """A score for each value of the next token."""
 
     def __init__(self, dim: int, vocabulary: int) -> None:
         super().__init__(nn.LayerNorm(dim), nn.Linear(dim, vocabulary))

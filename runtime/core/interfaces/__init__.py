@@ -50,37 +50,22 @@ __all__ = [
 
 
 def default_interface(attends: bool, *, labelled: bool = True) -> Choice:
-    """Return the gradient interface of a module that names none (measured: docs/results.md).
-
-    Args:
-        attends: Whether there is attention in the module.
-        labelled: Whether the module has its batches' labels.
-    """
+    """Return the gradient interface of a module that names none (measured: docs/results.md)."""
     if labelled and not attends:
         return Choice(name="mixed")
     return Choice(name="delayed", args={"max_late": 1, "predict": True})
 
 
 class Resolved(NamedTuple):
-    """A gradient interface's choice, checked.
+    """A gradient interface's choice, checked."""
 
-    Attributes:
-        choice: The choice with all options.
-        wanted: What it needs from the modules downstream.
-        timing: When it updates the module.
-    """
-
-    choice: Choice
+    choice: Choice  # with all options
     wanted: Wanted
     timing: Timing
 
 
 def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
-    """Fill in an interface's options.
-
-    Raises:
-        SpecError: Unknown interface or option, or a value that is not allowed.
-    """
+    """Fill in an interface's options."""
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     full = Choice(name=choice.name, args=options.model_dump(mode="json"))
@@ -90,16 +75,7 @@ def resolve_interface(choice: Choice, location: Location = ()) -> Resolved:
 def build_interface(
     choice: Choice, boundary: Boundary, location: Location = ()
 ) -> GradientInterface:
-    """Make a gradient interface for a module's output.
-
-    Args:
-        choice: Its name and options.
-        boundary: The module's output.
-        location: Where the choice is in the spec.
-
-    Raises:
-        SpecError: Unknown interface or option, or options that do not fit the boundary.
-    """
+    """Make a gradient interface for a module's output."""
     cls = find_class(choice.name, "gradient interface", INTERFACES, GradientInterface, location)
     options = parse_options(cls.Options, choice, location)
     try:

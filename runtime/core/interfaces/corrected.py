@@ -20,17 +20,11 @@ from dni_runtime.spec.named import Frozen
 
 
 class CorrectedOptions(Frozen):
-    """Options of the corrected interface.
-
-    Attributes:
-        local: Options of the local head.
-        weight: Weight of the local gradient.
-        store: Batches that are kept for their true gradient (default: as many as it may be late,
-            and a margin).
-    """
+    """Options of the corrected interface."""
 
     local: LocalOptions = LocalOptions()
-    weight: float = Field(default=0.5, gt=0)
+    weight: float = Field(default=0.5, gt=0)  # of the local gradient
+    # Batches kept for their true gradient; None: as many as it may be late, and a margin.
     store: int | None = Field(default=None, ge=1, le=1 << 16)
 
 

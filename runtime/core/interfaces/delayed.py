@@ -11,13 +11,9 @@ MICRO_BATCHES = Field(default=1, ge=1, le=4096)
 
 
 class ExactOptions(Frozen):
-    """Options of the exact interface.
+    """Options of the exact interface."""
 
-    Attributes:
-        micro_batches: Number of parts that each training batch is cut into, so that modules work on
-            different parts of it at the same time; there is one update for all.
-    """
-
+    # Parts of each training batch, in different modules at the same time; one update for all.
     micro_batches: int = MICRO_BATCHES
 
 
@@ -39,25 +35,21 @@ class Exact(GradientInterface):
 
 
 class DelayedOptions(Frozen):
-    """Options of the delayed interface.
+    """Options of the delayed interface."""
 
-    Attributes:
-        max_late: Updates that may be missing from the weights of a forward pass; the module waits
-            before it exceeds that (default: as many as the window allows).
-        predict: Compute activations with the weights expected at the time when their gradient
-            comes: the newest update is repeated for each update that is still to come.
-        micro_batches: Number of parts that each training batch is cut into, for one update.
-        keep: What is kept of a forward pass until its gradient comes: its ``graph`` (old
-            activations, current weights), its ``input`` (the pass is recomputed with the current
-            weights), or the graph and the old ``weights``.
-        store: Batches that are kept for their true gradient (default: as many as it may be late,
-            and a margin); when it is full the oldest is given up.
-    """
-
+    # Updates that may be missing from the weights of a forward pass; the module waits before it
+    # exceeds that. None: as many as the window allows.
     max_late: int | None = Field(default=None, ge=1, le=4096)
+    # Use the weights expected when the gradient comes: the newest update is repeated for each
+    # update that is still to come.
     predict: bool = False
-    micro_batches: int = MICRO_BATCHES
+    micro_batches: int = MICRO_BATCHES  # parts of each training batch, for one update
+    # What is kept of a forward pass until its gradient comes: its ``graph`` (old activations,
+    # current weights), its ``input`` (the pass is recomputed with the current weights), or the
+    # graph and the old ``weights``.
     keep: Keep = "weights"
+    # Batches kept for their true gradient; when it is full the oldest is given up. None: as many as
+    # it may be late, and a margin.
     store: int | None = Field(default=None, ge=1, le=1 << 16)
 
 

@@ -30,19 +30,16 @@ DEPTH = 3
 
 
 class HeadOptions(Frozen):
-    """Options of a head.
+    """Options of a head."""
 
-    Attributes:
-        head: ``linear``, or ``mlp-sr``: 1 x 1 convolutions on a reduced map and three linear layers
-            (MLP-SR-aux, Belilovsky et al. 2020, sec. 4.1).
-        hidden: ``linear``: width of a hidden layer, or None for none. ``mlp-sr``: width of its
-            linear layers (default: as many as they have inputs).
-        pool: ``linear``: side of the grid to which feature maps are averaged before the head; of
-            tokens, their number (not for a prediction per token).
-    """
-
+    # ``mlp-sr``: 1 x 1 convolutions on a reduced map and three linear layers (MLP-SR-aux,
+    # Belilovsky et al. 2020, sec. 4.1).
     head: Literal["linear", "mlp-sr"] = "linear"
+    # ``linear``: width of a hidden layer; None: there is none. ``mlp-sr``: width of its linear
+    # layers; None: as many as they have inputs.
     hidden: int | None = Field(default=None, ge=1, le=65536)
+    # ``linear``: side of the grid to which feature maps are averaged before the head; of tokens,
+    # their number (not for a prediction per token).
     pool: int = Field(default=7, ge=1, le=64)
 
 
@@ -50,21 +47,12 @@ def build_head(
     activation: TensorSpec,
     prediction: TensorSpec,
     options: HeadOptions,
-    class_axis: int | None = None,
+    class_axis: int | None = None,  # of a batch of predictions
 ) -> nn.Sequential:
     """Build an auxiliary head from an activation to the chain's prediction.
 
     Maps (C x H x W) and tokens (T x C) are averaged to fewer places first; if each token has a
     prediction of its own, the head is applied to each token.
-
-    Args:
-        activation: One sample of the activation.
-        prediction: One sample at the chain's output.
-        options: The head's kind and size.
-        class_axis: The axis of a batch of predictions that holds the classes, if one does.
-
-    Raises:
-        SpecError: The prediction has a shape that no such head produces.
     """
     if len(activation.shape) == 2 and len(prediction.shape) == 2:
         return _token_head(activation, prediction, options, classes_second=class_axis == 1)
@@ -77,12 +65,7 @@ def build_head(
 
 
 def build_ahead(activation: TensorSpec, ahead: AheadSpec) -> nn.Sequential:
-    """Build layers like those of the next modules, with weights of their own.
-
-    Args:
-        activation: One sample of the activation that they get.
-        ahead: Their specs.
-    """
+    """Build layers like those of the next modules, with weights of their own."""
     return build_sized(ahead.layers, [activation])
 
 

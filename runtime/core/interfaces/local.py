@@ -25,19 +25,14 @@ from dni_runtime.spec import Choice
 
 
 class LocalOptions(HeadOptions):
-    """Options of the local gradient interface.
+    """Options of the local gradient interface."""
 
-    Attributes:
-        similarity: Share of the loss of similarities in the local loss; 0: none, 0.99: as in the
-            paper.
-        lookahead: Number of next modules whose layers the head starts with, with its own weights,
-            which are trained with it. If they include the tail's, they are the head.
-        optimizer: The head's optimizer (default: the module's).
-    """
-
+    # Share of the loss of similarities in the local loss; 0.99: as in the paper.
     similarity: float = Field(default=0.0, ge=0, lt=1)
+    # Number of next modules whose layers the head starts with; their weights are its own, and
+    # trained with it. If the tail is among them, they are the head.
     lookahead: int = Field(default=0, ge=0, le=1024)
-    optimizer: Choice | None = None
+    optimizer: Choice | None = None  # the head's; None: the module's
 
 
 class Local(GradientInterface):

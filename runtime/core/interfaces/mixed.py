@@ -26,28 +26,19 @@ from dni_runtime.spec.named import Frozen
 
 
 class MixedSyntheticOptions(SyntheticOptions):
-    """Options of the synthesizer beside a head, with other defaults.
+    """Options of the synthesizer beside a head, with other defaults."""
 
-    Attributes:
-        bootstrapped: As in ``SyntheticOptions``. What the module downstream computes at once has
-            its head's gradient here: it needs no true one, and is never late.
-    """
-
+    # What the module downstream computes at once has its head's gradient here: it needs no true
+    # one, and is never late.
     bootstrapped: bool = True
 
 
 class MixedOptions(Frozen):
-    """Options of the mixed interface.
-
-    Attributes:
-        synthetic: Options of the synthesizer's part.
-        local: Options of the local head's part.
-        local_weight: Weight of the local loss beside the chain's.
-    """
+    """Options of the mixed interface."""
 
     synthetic: MixedSyntheticOptions = MixedSyntheticOptions()
     local: LocalOptions = LocalOptions()
-    local_weight: float = Field(default=0.5, gt=0)
+    local_weight: float = Field(default=0.5, gt=0)  # of the local loss, beside the chain's
 
 
 class Mixed(GradientInterface):

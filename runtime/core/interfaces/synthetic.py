@@ -25,28 +25,20 @@ from dni_runtime.spec.named import Frozen
 
 
 class SyntheticOptions(Frozen):
-    """Options of the synthetic gradient interface.
-
-    Attributes:
-        synthesizer: ``auto``, ``critic``, ``classifier``, ``linear``, ``low-rank``, ``mlp``,
-            ``conv`` or a user class.
-        conditioned: Whether the synthesizer sees the label (cDNI).
-        optimizer: The synthesizer's optimizer.
-        scale: Factor on the predicted gradient.
-        bootstrapped: Learn from what the module downstream computes at once from its own synthetic
-            gradient, as in the paper (sec. 2.1), instead of the true gradient. That comes sooner,
-            but teaches the errors made downstream, too.
-        learn_every: Learn from the gradient of every n-th batch; the module downstream does not
-            compute the others (the paper's sparse updates, sec. 3.1).
-        store: Batches kept for late gradients (default: as many as they may be late, and a margin).
-    """
+    """Options of the synthetic gradient interface."""
 
     synthesizer: Choice = Choice(name="auto")
-    conditioned: bool = True
-    optimizer: Choice = Choice(name="Adam", args={"lr": 0.001})
-    scale: float = Field(default=1.0, gt=0)
+    conditioned: bool = True  # the synthesizer sees the label (cDNI)
+    optimizer: Choice = Choice(name="Adam", args={"lr": 0.001})  # the synthesizer's
+    scale: float = Field(default=1.0, gt=0)  # factor on the predicted gradient
+    # Learn from what the module downstream computes at once from its own synthetic gradient, as in
+    # the paper (sec. 2.1), instead of the true gradient. That comes sooner, but teaches the errors
+    # made downstream, too.
     bootstrapped: bool = False
+    # Learn from the gradient of every n-th batch; the module downstream does not compute the others
+    # (the paper's sparse updates, sec. 3.1).
     learn_every: int = Field(default=1, ge=1)
+    # Batches kept for late gradients; None: as many as they may be late, and a margin.
     store: int | None = Field(default=None, ge=1, le=1 << 16)
 
 

@@ -16,12 +16,10 @@ from dni_runtime.spec.modules import ElasticSpec
 def elastic_of(chain: ChainSpec) -> dict[str, int]:
     """Return the modules whose number of replicas may change, each with that at the start.
 
-    A number that the chain file fixes may, too: replicas that are lost are left out. But it stays
-    where each replica has what nobody else can go on with (weights of its own), or should (the
-    batches of its own data), and where replicas form a group that needs all.
-
-    Args:
-        chain: The chain; its replicas have been checked.
+    A number that the chain file fixes may change, too: lost replicas are left out. But it stays if
+    each replica has what nobody else can go on with (weights of its own), or should (the batches of
+    its own data), and if replicas form a group that needs all. The replicas have been checked
+    before.
     """
     if chain.replication.backend is not None:
         return {}
@@ -36,17 +34,7 @@ def elastic_of(chain: ChainSpec) -> dict[str, int]:
 def check_replicas(
     chain: ChainSpec, interfaces: Sequence[Resolved | None], micro_batches: int
 ) -> None:
-    """Refuse replicas of modules, or in chains, where they do not work.
-
-    Args:
-        chain: The chain as written.
-        interfaces: The gradient interface of each module; None for the tail.
-        micro_batches: Parts that each training batch is cut into.
-
-    Raises:
-        SpecError: The head has replicas that cannot share its data, a module waits for gradients,
-            batches come in parts, or the strategy is unknown.
-    """
+    """Refuse replicas of modules, or in chains, that cannot have them."""
     replicated = [index for index, module in enumerate(chain.modules) if module.most > 1]
     if not replicated:
         return

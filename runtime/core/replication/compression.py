@@ -197,20 +197,10 @@ class PowerSgd(Compression):
 
 
 class Differences(nn.Module):
-    """Compressed differences from the row that all had last, with error feedback.
+    """Compressed differences from the row that all had last, with error feedback."""
 
-    Args:
-        compression: The compression.
-        start: The row that all begin with.
-
-    Attributes:
-        compression: The compression.
-        base: The parameters that all had last.
-        error: What compression has left out so far.
-    """
-
-    base: Tensor
-    error: Tensor
+    base: Tensor  # the parameters that all had last
+    error: Tensor  # what compression has left out so far
 
     def __init__(self, compression: Compression, start: Tensor) -> None:
         super().__init__()
@@ -227,10 +217,7 @@ class Differences(nn.Module):
     def pack(self, row: Tensor, base: Tensor, *, feedback: bool) -> tuple[Tensor, Tensor]:
         """Return the words of a row's difference from a base, and the row that they make.
 
-        Args:
-            row: The row.
-            base: The base.
-            feedback: Whether to add what is left out to the next one.
+        With ``feedback``, what is left out is added to the next one.
         """
         wanted = row - base + self.error
         words = self.compression.pack(wanted)

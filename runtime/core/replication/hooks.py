@@ -24,12 +24,7 @@ _VANILLA_STEPS = 2  # the fewest that torch allows before steps with PowerSGD
 
 
 class Bucket:
-    """Gradients in one row, as hooks see them (``torch.distributed.GradBucket``).
-
-    Args:
-        row_N: The row.
-        shapes: The gradients' sizes.
-    """
+    """Gradients in one row, as hooks see them (``torch.distributed.GradBucket``)."""
 
     def __init__(self, row_N: Tensor, shapes: Sequence[Sequence[int]]) -> None:
         parts = torch.split(row_N, [torch.Size(shape).numel() for shape in shapes])
@@ -53,10 +48,6 @@ def hook_of(choice: Choice, shapes: Sequence[Sequence[int]]) -> Callable[[Tensor
     """Return what averages a row of gradients in place, over the default process group.
 
     It returns how many bytes of each replica's row have been exchanged.
-
-    Args:
-        choice: ``bfloat16`` or ``powersgd``, whose matrices are those of ``PowerSGDState``.
-        shapes: The gradients' sizes.
     """
     if choice.name == "bfloat16":
 

@@ -19,23 +19,15 @@ ROW, PACKED, ASKS, WAITS = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Message:
-    """What a replica offers, or the answer.
+    """What a replica offers, or the answer."""
 
-    Attributes:
-        row: A row of numbers, float32; None: there is none.
-        weight: Its weight in the mean.
-        packed: Its words, if its parameters are compressed: they are differences in the row then.
-        tag: Checksum of the base that the replica has; 0 without compression.
-        asks: Whether a replica asks that all offer their rows at the next point.
-        waits: Whether the replica waits for the answer, though the strategy does not.
-    """
-
-    row: Tensor | None = None
-    weight: float = 0.0
+    row: Tensor | None = None  # float32
+    weight: float = 0.0  # in the mean
+    # The row's words, if compressed; its parameters are differences then.
     packed: Tensor | None = None
-    tag: int = 0
-    asks: bool = False
-    waits: bool = False
+    tag: int = 0  # checksum of the base that the replica has; 0 without compression
+    asks: bool = False  # that all offer their rows at the next point
+    waits: bool = False  # for the answer, though the strategy does not
 
     def words(self) -> Tensor:
         """Return its words, ``int32``."""
@@ -51,16 +43,7 @@ class Message:
 
     @classmethod
     def read(cls, words: Tensor, size: int, compression: Compression | None) -> Message:
-        """Return the message of some words.
-
-        Args:
-            words: The words.
-            size: Numbers in a row.
-            compression: How rows are compressed.
-
-        Raises:
-            WireError: They are not those of a message; reason ``body``.
-        """
+        """Return the message of some words; raises ``WireError`` if there is none in them."""
         if len(words) < HEADER_WORDS:
             raise WireError("body", f"a message of {len(words)} words")
         header = words[:HEADER_WORDS].contiguous().view(torch.uint8).numpy().tobytes()

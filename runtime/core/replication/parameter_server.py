@@ -61,25 +61,15 @@ class ParameterServer(Strategy):
         return progress_P
 
     def with_own(self, own: Tensor, learnt: int, replicas: int) -> Tensor:
-        """Return the server's row where its own progress counts as that of the others.
+        """Return the server's row with its own progress counted as that of the others.
 
-        Args:
-            own: Its row.
-            learnt: Trained parameters in it, which come first.
-            replicas: Number of replicas that take batches.
+        The row begins with ``learnt`` trained parameters; ``replicas`` take batches.
         """
         self.pushed_P = torch.lerp(self.pushed_P, own[:learnt], self._factor(replicas))
         return torch.cat([self.pushed_P, own[learnt:]])
 
     def with_push(self, own: Tensor, push: Tensor, learnt: int, replicas: int) -> Tensor:
-        """Return the server's row after a push.
-
-        Args:
-            own: Its row.
-            push: The pushed row.
-            learnt: Trained parameters in them, which come first.
-            replicas: Number of replicas that take batches.
-        """
+        """Return the server's row after a push; both begin with ``learnt`` trained parameters."""
         moved_P, kept = push[:learnt] * self._factor(replicas), own[learnt:]
         self.pushed_P = self.pushed_P + moved_P
         return torch.cat([own[:learnt] + moved_P, kept + (push[learnt:] - kept) / replicas])

@@ -55,20 +55,12 @@ _COMPRESSION: Location = ("replication", "compression")
 
 
 def find_strategy(choice: Choice) -> type[Strategy]:
-    """Return the class of a strategy.
-
-    Raises:
-        SpecError: There is none of this name.
-    """
+    """Return the class of a strategy."""
     return find_class(choice.name, "strategy", STRATEGIES, Strategy, _STRATEGY)
 
 
 def resolve_replication(chain: ChainSpec) -> ReplicationSpec:
-    """Fill in after how many batches replicas share.
-
-    Raises:
-        SpecError: There is no such strategy.
-    """
+    """Fill in after how many batches replicas share."""
     replication, replicas = chain.replication, max(one.most for one in chain.modules)
     if replication.every is not None:
         return replication
@@ -85,11 +77,7 @@ def lr_scale(replication: ReplicationSpec) -> float:
 
 
 def check_replication(replication: ReplicationSpec) -> None:
-    """Check the names and options of a strategy and a compression.
-
-    Raises:
-        SpecError: One is unknown, or a value is not allowed.
-    """
+    """Check the names and options of a strategy and a compression."""
     strategy = find_strategy(replication.strategy)
     parse_options(strategy.Options, replication.strategy, _STRATEGY)
     if replication.scale_lr is not None and not strategy.per_step:
@@ -139,21 +127,13 @@ def _check_backend(replication: ReplicationSpec, strategy: type[Strategy]) -> No
 
 
 def build_strategy(choice: Choice, start_P: Tensor) -> Strategy:
-    """Make a strategy that begins with these parameters.
-
-    Raises:
-        SpecError: Its name or an option is unknown, or a value is not allowed.
-    """
+    """Make a strategy that begins with these parameters."""
     cls = find_strategy(choice)
     return cls(parse_options(cls.Options, choice, _STRATEGY), start_P)
 
 
 def build_compression(choice: Choice, shapes: Sequence[Sequence[int]]) -> Compression:
-    """Make a compression of tensors of these sizes.
-
-    Raises:
-        SpecError: Its name or an option is unknown, or a value is not allowed.
-    """
+    """Make a compression of tensors of these sizes."""
     cls = find_class(choice.name, "compression", COMPRESSIONS, Compression, _COMPRESSION)
     made: Compression = cls(parse_options(cls.Options, choice, _COMPRESSION), shapes)
     return made

@@ -31,16 +31,6 @@ class Shared:
     That is all state of the layers, the gradient interface and the weights' average but integers;
     these and the state of the optimizers are each replica's own. Only trained parameters are
     compressed: the rest is not a sum of steps, so what compression left out would be counted twice.
-
-    Args:
-        step: The module.
-
-    Attributes:
-        size: Numbers in the row.
-        words: Words of the longest message.
-        samples: Samples that the replica was trained on since it took the last result.
-        strategy: The strategy of its parameters.
-        differences: How rows are compressed; None: they are not.
     """
 
     def __init__(self, step: ModuleStep) -> None:
@@ -50,11 +40,12 @@ class Shared:
         self._shapes = [real(p.detach()).shape for p in self._trained]
         self._learnt = sum(shape.numel() for shape in self._shapes)
         self._device = torch.device("cpu") if step.spec.backend is None else step.device
-        self.size = sum(one.numel() for one in self._tensors)
+        self.size = sum(one.numel() for one in self._tensors)  # of the row
         self.begin()
         longest = self._learnt
         if self.differences is not None:
             longest = max(longest, self.differences.compression.total)
+        # Of the longest message.
         self.words = HEADER_WORDS + longest + self.size - self._learnt
 
     @property
@@ -71,7 +62,7 @@ class Shared:
         """Begin with the module's weights as they are now."""
         spec, row = self._step.spec, self.row()
         assert spec.strategy is not None
-        self.samples = 0
+        self.samples = 0  # that the replica was trained on since it took the last result
         self.strategy = build_strategy(spec.strategy, row[: self._learnt])
         self.strategy.attach(spec, self._step.optimization)
         self.differences: Differences | None = None
@@ -87,11 +78,7 @@ class Shared:
             self.differences.error.zero_()
 
     def row(self) -> Tensor:
-        """Return a copy of the tensors, float32, ``[R]``; on the CPU, but for a process group.
-
-        Raises:
-            SpecError: They are not as large as before.
-        """
+        """Return a copy of the tensors, float32, ``[R]``; on the CPU, but for a process group."""
         parts = [one.to(self._device, torch.float32).flatten() for one in self._tensors]
         row = torch.cat([torch.zeros(0, device=self._device), *parts])  # there may be none
         if len(row) != self.size:
@@ -109,21 +96,12 @@ class Shared:
         return [shape for shape, end in zip(self._shapes, ends, strict=True) if end <= most]
 
     def read(self, words: Tensor) -> Message:
-        """Return another replica's message.
-
-        Raises:
-            WireError: It is not one.
-        """
+        """Return another replica's message; raises ``WireError`` if it is not one."""
         compression = None if self.differences is None else self.differences.compression
         return Message.read(words, self.size, compression)
 
     def offer(self, sync: Sync, *, whole: bool = False) -> Message:
-        """Return this replica's contribution.
-
-        Args:
-            sync: The point.
-            whole: Whether not to compress it.
-        """
+        """Return this replica's contribution at a point; ``whole``: not compressed."""
         own, differences, weight = self.row(), self.differences, self.strategy.weight(self.samples)
         offered_P = self.strategy.offer(own[: self._learnt], sync)
         tag = 0 if differences is None else differences.tag
@@ -142,14 +120,9 @@ class Shared:
         return Message(row, weight, packed, tag, waits=waits)
 
     def agree(self, sync: Sync, offers: Mapping[Any, Message]) -> dict[Any, Message]:
-        """Make of all replicas' offers what they go on with, at the first one, and take it.
+        """Make of all offers what all go on with, and take it; return the answer to each offer.
 
-        Args:
-            sync: The point.
-            offers: The others' offers.
-
-        Returns:
-            The answer to each.
+        This is for the first replica, which adds its own offer to those of the others.
         """
         own, differences = self.offer(sync), self.differences
         if not self.strategy.common:
@@ -180,8 +153,7 @@ class Shared:
     def settle(self, mean: Message) -> None:
         """Go on with what the strategy makes of a mean, as all others do, each by itself.
 
-        Args:
-            mean: The mean of all offers, with the sum of their weights.
+        The mean's weight is the sum of the weights of all offers.
         """
         row = mean.row
         if row is not None:
@@ -189,12 +161,7 @@ class Shared:
         self.take(Message(row, asks=mean.asks))
 
     def _agreed(self, mean: Tensor, *, moved: bool) -> Tensor:
-        """Return the row that all take.
-
-        Args:
-            mean: The mean of what was offered.
-            moved: Whether anybody has learnt anything.
-        """
+        """Return the row that all take; ``moved``: somebody has learnt something."""
         if not moved:
             return mean
         self._put(mean, self._learnt)  # the average of weights follows a step
@@ -213,11 +180,7 @@ class Shared:
         return {who: Message(row) for who, row in zip(offers, rows[1:], strict=True)}
 
     def apply_own(self, replicas: int) -> None:
-        """Let the first replica's own progress count as the others' pushes, at each point.
-
-        Args:
-            replicas: Number of replicas that take batches there.
-        """
+        """Let the first replica's own progress count as the others' pushes, at each point."""
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
         self._put(strategy.with_own(self.row(), self._learnt, replicas))
@@ -226,11 +189,7 @@ class Shared:
     def apply(self, offer: Message, replica: int, id: int, replicas: int) -> None:
         """Add another replica's push to the first one's weights, unless that was done before.
 
-        Args:
-            offer: The push.
-            replica: Number of the other replica among them, from 0.
-            id: The point.
-            replicas: Number of replicas that take batches there.
+        ``replica`` counts the others from 0; ``replicas`` take batches at the point ``id``.
         """
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
@@ -250,12 +209,7 @@ class Shared:
         self._take(row)
 
     def pull(self, xs: tuple[Tensor, ...], h_BH: Tensor) -> Tensor | None:
-        """Return what the strategy adds to the error signal of a batch, per sample.
-
-        Args:
-            xs: The inputs.
-            h_BH: The activation, detached.
-        """
+        """Return what the strategy adds to the error signal of a batch, per sample."""
         step = self._step
 
         def activation(row_P: Tensor) -> Tensor:
@@ -305,8 +259,7 @@ class Shared:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin with the module's weights as they are now, and with what :meth:`state` returned.
 
-        Raises:
-            RuntimeError: It is of another strategy or compression.
+        Raises ``RuntimeError`` if that is of another strategy or compression.
         """
         self.begin()
         for name, part in (("strategy.", self.strategy), ("differences.", self.differences)):

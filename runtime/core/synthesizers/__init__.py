@@ -64,25 +64,13 @@ def auto_synthesizer(
 def build_synthesizer(
     choice: Choice,
     activation: TensorSpec,
-    label: TensorSpec | None,
-    classes: int | None,
+    label: TensorSpec | None,  # None: not conditioned
+    classes: int | None,  # None: labels are not class indices
     location: Location = (),
     *,
     loss: ChainLoss | None = None,
 ) -> Synthesizer:
-    """Make a synthesizer by name or import path.
-
-    Args:
-        choice: Its name and options; ``auto`` chooses by the activation's shape.
-        activation: One sample of the activation.
-        label: One sample's label, or None when not conditioned.
-        classes: Number of classes, when labels are class indices.
-        location: Where the choice is in the spec.
-        loss: The chain's loss, with the ignored labels.
-
-    Raises:
-        SpecError: Unknown synthesizer, or options that do not fit the activation.
-    """
+    """Make a synthesizer by name or import path; ``auto`` chooses by the activation's shape."""
     if choice.name == "auto":
         choice = auto_synthesizer(activation, label, classes)
     cls = find_class(choice.name, "synthesizer", SYNTHESIZERS, Synthesizer, location)

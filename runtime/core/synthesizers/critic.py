@@ -14,15 +14,12 @@ from dni_runtime.spec.named import Frozen
 
 
 class CriticOptions(Frozen):
-    """Options of the critic.
+    """Options of the critic."""
 
-    Attributes:
-        grid: Side of the grid to which feature maps are averaged first; of tokens, their number
-            (not with a label per token).
-        label_weight: Weight of the label's loss beside the error of the gradient.
-    """
-
+    # Side of the grid to which feature maps are averaged first; of tokens, their number (not with a
+    # label per token).
     grid: int = Field(default=7, ge=1, le=256)
+    # Of the label's loss, beside the error of the gradient.
     label_weight: float = Field(default=1.0, ge=0)
 
 

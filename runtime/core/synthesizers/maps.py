@@ -33,13 +33,9 @@ class Linear(Synthesizer):
 
 
 class LowRankOptions(Frozen):
-    """Options of the low-rank map.
+    """Options of the low-rank map."""
 
-    Attributes:
-        rank: Size of the inner vector.
-    """
-
-    rank: int = Field(default=64, ge=1, le=65536)
+    rank: int = Field(default=64, ge=1, le=65536)  # size of the inner vector
 
 
 class LowRank(Synthesizer):
@@ -65,13 +61,9 @@ class LowRank(Synthesizer):
 
 
 class ClassifierOptions(Frozen):
-    """Options of the classifier-shaped synthesizer.
+    """Options of the classifier-shaped synthesizer."""
 
-    Attributes:
-        heads: Number of guesses, each with its own maps.
-    """
-
-    heads: int = Field(default=1, ge=1, le=256)
+    heads: int = Field(default=1, ge=1, le=256)  # guesses, each with its own maps
 
 
 class Classifier(Synthesizer):

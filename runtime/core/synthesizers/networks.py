@@ -25,17 +25,12 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class MLPOptions(Frozen):
-    """Options of the multi-layer synthesizer.
+    """Options of the multi-layer synthesizer."""
 
-    Attributes:
-        hidden: Width of the hidden layers.
-        depth: Number of hidden layers.
-        grid: For feature maps: side of the grid to which they are averaged first, and whose cells
-            the prediction fills; the cost falls with its square.
-    """
-
-    hidden: int = Field(default=64, ge=1, le=65536)
-    depth: int = Field(default=1, ge=1, le=8)
+    hidden: int = Field(default=64, ge=1, le=65536)  # width of the hidden layers
+    depth: int = Field(default=1, ge=1, le=8)  # hidden layers
+    # For feature maps: side of the grid to which they are averaged first, and whose cells the
+    # prediction fills; the cost falls with its square.
     grid: int = Field(default=7, ge=1, le=256)
 
 
@@ -80,17 +75,12 @@ class MLP(Synthesizer):
 
 
 class ConvOptions(Frozen):
-    """Options of the convolutional synthesizer.
+    """Options of the convolutional synthesizer."""
 
-    Attributes:
-        hidden: Channels of the hidden layers (default: the activation's).
-        depth: Number of hidden layers.
-        kernel: Odd size of the kernels.
-    """
-
+    # Channels of the hidden layers; None: the activation's.
     hidden: int | None = Field(default=None, ge=1, le=65536)
-    depth: int = Field(default=1, ge=1, le=8)
-    kernel: int = Field(default=3, ge=1, le=15)
+    depth: int = Field(default=1, ge=1, le=8)  # hidden layers
+    kernel: int = Field(default=3, ge=1, le=15)  # odd
 
 
 class Conv(Synthesizer):

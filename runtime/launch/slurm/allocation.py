@@ -40,25 +40,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of this process's job.
+    """The nodes of this process's job."""
 
-    Attributes:
-        job: The job's id.
-        hosts: Names of its nodes, as Slurm prints them.
-        groups: The component of each node in a heterogeneous job, or None.
-    """
-
-    job: str
-    hosts: tuple[str, ...]
-    groups: tuple[int | None, ...]
+    job: str  # its id
+    hosts: tuple[str, ...]  # names of its nodes, as Slurm prints them
+    groups: tuple[int | None, ...]  # component of each node in a heterogeneous job
 
 
 def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | None:
-    """Return the allocation that this process runs in, or None.
-
-    Raises:
-        UnavailableError: Its nodes cannot be determined.
-    """
+    """Return the allocation that this process runs in, or None."""
     environ = os.environ if environ is None else environ
     job, nodes = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
@@ -83,16 +73,9 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
 def plan_in_allocation(
     chain: ChainSpec, workers: Sequence[WorkerSpec], settings: LaunchSettings
 ) -> LaunchPlan:
-    """Plan a start of a run's workers as steps of this process's job.
+    """Plan a start of a run's workers, given head first, as steps of this process's job.
 
-    Args:
-        chain: The chain.
-        workers: The workers' specs, head first.
-        settings: The settings; the run directory has the record of the job.
-
-    Raises:
-        UsageError: This process is not in an allocation.
-        UnavailableError: The allocation has too few nodes.
+    The run directory has the record of the job.
     """
     allocation, job = _own_allocation(settings.run.name), JobRecord.load(RunDir(settings.run).job)
     assert job is not None
@@ -126,11 +109,7 @@ def plan_in_allocation(
 
 
 def plan_of_job(record: Record, state: RunState) -> LaunchPlan | None:
-    """Return the plan for this start of a run's job; None if the run has finished.
-
-    Raises:
-        UsageError: This process is not in an allocation.
-    """
+    """Return the plan for this start of a run's job; None if the run has finished."""
     _own_allocation(record.name)
     if state.phase == "finished":
         return None
@@ -153,12 +132,7 @@ def _own_allocation(run: str) -> Allocation:
 def request_here(
     root: Path, prepared: Prepared, profile: ProfileSpec, allocation: Allocation
 ) -> JobRequest:
-    """Return the job request of a chain on this allocation's nodes.
-
-    Raises:
-        UsageError: The chain cannot be placed on them.
-        SpecError: A setting of the chain does not fit them.
-    """
+    """Return the job request of a chain on this allocation's nodes."""
     from dni_runtime.core.cost import estimated_costs  # torch
 
     if allocation.groups[0] is not None:

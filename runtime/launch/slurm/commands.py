@@ -24,17 +24,11 @@ class UncertainError(UnavailableError):
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Slurm's information on a job.
+    """Slurm's information on a job."""
 
-    Attributes:
-        state: Its state, such as ``PENDING`` or ``TIMEOUT`` (squeue(1), "job state codes").
-        reason: Why it waits or ended, or an empty string.
-        nodes: Its nodes in Slurm's notation, or an empty string.
-    """
-
-    state: str
-    reason: str = ""
-    nodes: str = ""
+    state: str  # such as ``PENDING`` or ``TIMEOUT`` (squeue(1), "job state codes")
+    reason: str = ""  # why it waits or ended
+    nodes: str = ""  # in Slurm's notation
 
     @property
     def alive(self) -> bool:
@@ -59,16 +53,9 @@ _ALIVE = {*_WAITING, "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALIN
 
 @dataclass(frozen=True)
 class NodeShape:
-    """A kind of node of a partition.
+    """A kind of node of a partition."""
 
-    Attributes:
-        count: Number of such nodes.
-        cpus: Processors.
-        memory_mib: Memory in MiB.
-        gpus: GPUs.
-    """
-
-    count: int
+    count: int  # of such nodes
     cpus: int
     memory_mib: int
     gpus: int
@@ -77,8 +64,7 @@ class NodeShape:
 def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[int, str, str]:
     """Run one of Slurm's commands; return exit status, output and errors.
 
-    Raises:
-        UnavailableError: It is not installed or does not respond.
+    Raises ``UnavailableError`` if it is not installed or does not respond.
     """
     try:
         done = subprocess.run(
@@ -104,23 +90,12 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[in
 
 
 def submit(script: Path, options: Sequence[str] = (), *, former: str | None = None) -> str:
-    """Submit a batch script.
+    """Submit a batch script, which belongs to one run only; return the job's id.
 
     The controller may have accepted a job although its answer came too late for sbatch
-    (slurm.conf(5), MessageTimeout). So if sbatch fails, search for a job with this script first.
-
-    Args:
-        script: The script, which belongs to one run only.
-        options: Further options of sbatch(1).
-        former: An earlier job with this script.
-
-    Returns:
-        The job's id.
-
-    Raises:
-        UsageError: Slurm refuses it, with Slurm's reason.
-        UncertainError: It is unknown whether Slurm has accepted it.
-        UnavailableError: Slurm is not available.
+    (slurm.conf(5), MessageTimeout). So if sbatch fails, search for a job with this script first;
+    ``former`` is an earlier one. Raises ``UncertainError`` if it is unknown whether Slurm has
+    accepted the job.
     """
     code, out, err = run_slurm(["sbatch", "--parsable", *options, str(script)])
     job = out.strip().partition(";")[0]  # JOB;CLUSTER
@@ -141,11 +116,7 @@ def submit(script: Path, options: Sequence[str] = (), *, former: str | None = No
 
 
 def check_only(script: Path, options: Sequence[str] = ()) -> str:
-    """Let Slurm check a batch script without submitting it; return its estimate of the start.
-
-    Raises:
-        UsageError: Slurm would refuse it.
-    """
+    """Let Slurm check a batch script without submitting it; return its estimate of the start."""
     code, out, err = run_slurm(["sbatch", "--test-only", *options, str(script)])
     if code != 0:
         raise _refused(err or out)
@@ -174,13 +145,10 @@ def _says_gone(said: str) -> bool:
 
 
 def job_infos(jobs: Sequence[str]) -> dict[str, JobInfo]:
-    """Return the states of jobs from squeue (the controller's memory), or else from sacct.
+    """Return the states of the jobs that Slurm still knows.
 
-    Returns:
-        The state of each job that Slurm still knows.
-
-    Raises:
-        UnavailableError: Slurm does not respond.
+    They are from squeue (the controller's memory), or else from sacct. Raises ``UnavailableError``
+    if Slurm does not respond.
     """
     code, out, err = run_slurm(
         ["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}",
@@ -224,8 +192,7 @@ def cancel(job: str) -> None:
 def hostnames(nodelist: str) -> list[str]:
     """Return the names in a list of nodes such as ``n[1-3]``, exactly as Slurm prints them.
 
-    Raises:
-        UnavailableError: Slurm cannot expand the list.
+    Raises ``UnavailableError`` if Slurm cannot expand the list.
     """
     code, out, err = run_slurm(["scontrol", "show", "hostnames", nodelist])
     names = out.split()
@@ -249,8 +216,7 @@ def component_jobs(environ: Mapping[str, str]) -> str | None:
 def step_ids(job: str) -> dict[str, str]:
     """Return the ids (``JOB.STEP``) of a job's running steps by name, the newest of each.
 
-    Raises:
-        UnavailableError: Slurm does not respond.
+    Raises ``UnavailableError`` if Slurm does not respond.
     """
     code, out, err = run_slurm(
         ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
@@ -274,8 +240,7 @@ def parse_steps(out: str) -> dict[str, str]:
 def kill_steps(steps: Sequence[str]) -> None:
     """Kill all processes of steps; ignore steps that have ended.
 
-    Raises:
-        UnavailableError: Slurm does not respond.
+    Raises ``UnavailableError`` if Slurm does not respond.
     """
     if steps:
         code, _, err = run_slurm(["scancel", "--signal=KILL", *steps])
@@ -286,9 +251,7 @@ def kill_steps(steps: Sequence[str]) -> None:
 def node_shapes(partitions: Collection[str | None]) -> dict[str | None, list[NodeShape]]:
     """Return the kinds of nodes in each partition (None: the default one).
 
-    Raises:
-        UsageError: A partition does not exist.
-        UnavailableError: Slurm does not respond.
+    Raises ``UnavailableError`` if Slurm does not respond.
     """
     code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
     if code != 0:
@@ -297,11 +260,7 @@ def node_shapes(partitions: Collection[str | None]) -> dict[str | None, list[Nod
 
 
 def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:
-    """Return a partition's nodes in ``sinfo --format=%P|%D|%c|%m|%G``.
-
-    Raises:
-        UsageError: The partition does not exist.
-    """
+    """Return a partition's nodes in ``sinfo --format=%P|%D|%c|%m|%G``."""
     names, shapes = set(), []
     for line in out.splitlines():
         name, count, cpus, memory, gres = (*line.strip().split("|"), "", "", "", "")[:5]

@@ -17,8 +17,10 @@ _FRESH_S = 25.0
 
 
 def describe(runs: Sequence[RunDir], states: Sequence[RunState]) -> list[RunState]:
-    """Complete the states of runs by one query to Slurm: a run's own state is out of date before
-    its start, between two starts, and after its job was ended from outside.
+    """Complete the states of runs by one query to Slurm.
+
+    A run's own state is out of date before its start, between two starts, and after its job was
+    ended from outside.
     """
     jobs = [_job_to_ask_for(run, state) for run, state in zip(runs, states, strict=True)]
     asked = sorted({job for job in jobs if job is not None})
@@ -45,11 +47,7 @@ def _job_to_ask_for(run: RunDir, state: RunState) -> str | None:
 def judge(state: RunState, job: str, info: JobInfo | None, *, told_to_stop: bool) -> RunState:
     """Combine a run's own state and its job's state (pure).
 
-    Args:
-        state: The run's own state.
-        job: The job's id.
-        info: Slurm's information on it, or None if Slurm no longer knows the job.
-        told_to_stop: Whether a stop was requested.
+    ``info`` is None if Slurm no longer knows the job.
     """
     if info is not None and info.alive:
         if info.pending:

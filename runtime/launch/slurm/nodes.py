@@ -39,21 +39,14 @@ def nodes_of(job: str) -> list[str] | None:
 
 
 class JobNodes:
-    """The nodes of one job.
-
-    Args:
-        job: Its id.
-        plan: The run's plan at the job's start.
-        nodes_of: Returns the nodes that the job has now.
-        clock: Monotonic time in seconds.
-    """
+    """The nodes of one job."""
 
     def __init__(
         self,
         job: str,
-        plan: LaunchPlan,
+        plan: LaunchPlan,  # at the job's start
         nodes_of: Callable[[str], Sequence[str] | None] = nodes_of,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,  # monotonic, in seconds
     ) -> None:
         self._job = job
         self._nodes_of = nodes_of
@@ -66,9 +59,7 @@ class JobNodes:
     def lost(self, hosts: Collection[str], *, at_once: bool) -> list[str]:
         """Return those of the hosts that the job is known to have lost.
 
-        Args:
-            hosts: Names of nodes.
-            at_once: Whether to query Slurm now; otherwise every ``_LOOK_S``.
+        ``at_once``: query Slurm now; otherwise every ``_LOOK_S``.
         """
         if not at_once and self._clock() < self._look_at_s:
             return []
@@ -83,24 +74,14 @@ class JobNodes:
     def move(
         self, workers: Sequence[WorkerPlan], names: Collection[str]
     ) -> list[WorkerPlan] | None:
-        """Return plans of the named workers on nodes that the job still has; None without room.
-
-        Args:
-            workers: The present workers, as they are placed now.
-            names: Modules to move.
-        """
+        """Return plans of the named workers on nodes that the job still has; None without room."""
         going = [worker for worker in workers if worker.module in names]
         there = self._there(worker for worker in workers if worker.module not in names)
         found = choose([worker.need for worker in going if worker.need], there, self._room)
         return None if found is None else [self._moved(one, found[one.module]) for one in going]
 
     def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
-        """Return the plan of a worker that is to start, on nodes that the job has; None: no room.
-
-        Args:
-            workers: The present workers, as they are placed now.
-            worker: Another one.
-        """
+        """Return the plan of a worker that is to start, on a node of the job; None: no room."""
         if not self._up:
             self.lost((), at_once=True)
         if worker.need is None or not self._up:
@@ -142,13 +123,8 @@ def choose(
 ) -> dict[str, str] | None:
     """Choose a node for each module, the largest first: the emptiest node that has room.
 
-    Args:
-        needs: Resources of the modules.
-        there: Resources of the modules already on each node.
-        room: Resources of each node.
-
-    Returns:
-        The node of each module; None if a module has no room.
+    ``there`` has the needs of the modules already on each node, ``room`` the resources of each
+    node. None if a module has no room.
     """
     filled = {node: list(some) for node, some in there.items()}
     chosen: dict[str, str] = {}

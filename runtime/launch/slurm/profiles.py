@@ -31,12 +31,7 @@ def profile_files() -> dict[str, Path]:
 
 
 def load_profile(name: str | None) -> ProfileSpec:
-    """Read a profile; without a name return an empty one.
-
-    Raises:
-        UsageError: The profile does not exist.
-        SpecError: The profile is invalid; names file, line, value and allowed values.
-    """
+    """Read a profile; without a name return an empty one."""
     if name is None:
         return ProfileSpec()
     known = profile_files()
@@ -53,11 +48,7 @@ def load_profile(name: str | None) -> ProfileSpec:
 
 
 def parse_profile(text: str, *, file: str) -> ProfileSpec:
-    """Check a profile's text.
-
-    Raises:
-        SpecError: It is invalid.
-    """
+    """Check a profile's text."""
     document, lines = parse_yaml(text, file)
     try:
         return ProfileSpec.model_validate({} if document is None else document)

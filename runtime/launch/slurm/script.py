@@ -27,36 +27,22 @@ NO_KILL = "--no-kill"
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The settings of a job.
+    """The settings of a job."""
 
-    Attributes:
-        run: The run directory.
-        chain: The chain's name.
-        needs: Resources of the modules, head first.
-        nodes: The node of each module, from 0.
-        stop_grace_s: Seconds that workers have to stop.
-        profile: The site profile.
-        python: The Python with dnictl on the nodes.
-        python_path: Its ``PYTHONPATH``, or an empty string.
-        time: Time limit, or None for the profile's.
-        partition: Partition, or None for the profile's.
-        partitions: The partition of each node if modules use different ones (None: the cluster's
-            default); nodes of one partition are contiguous. Empty: one for all.
-        extra: Further directives from the command line.
-    """
-
-    run: Path
-    chain: str
-    needs: tuple[Need, ...]
-    nodes: tuple[int, ...]
-    stop_grace_s: float
+    run: Path  # the directory
+    chain: str  # its name
+    needs: tuple[Need, ...]  # of the modules, head first
+    nodes: tuple[int, ...]  # of each module, from 0
+    stop_grace_s: float  # that workers have to stop
     profile: ProfileSpec = field(default_factory=ProfileSpec)
-    python: str = "python3"
-    python_path: str = ""
-    time: str | None = None
-    partition: str | None = None
+    python: str = "python3"  # the one with dnictl on the nodes
+    python_path: str = ""  # its ``PYTHONPATH``, or empty
+    time: str | None = None  # limit; None: the profile's
+    partition: str | None = None  # None: the profile's
+    # The partition of each node if modules use different ones (None: the cluster's default); nodes
+    # of one partition are contiguous. Empty: one for all.
     partitions: tuple[str | None, ...] = ()
-    extra: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()  # further directives from the command line
 
     @property
     def count(self) -> int:
@@ -177,11 +163,7 @@ def placement_lines(request: JobRequest) -> list[str]:
 
 
 def render_script(request: JobRequest) -> str:
-    """Return the batch script.
-
-    Raises:
-        UsageError: The run directory's path is not usable in it.
-    """
+    """Return the batch script."""
     template = (files("dni_runtime.definitions") / "batch.sbatch.j2").read_text(encoding="utf-8")
     environment = Environment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False

@@ -23,9 +23,7 @@ _log = logging.getLogger(__name__)
 class StepProcess:
     """The ``srun`` of a worker's step; the starter kills the step itself.
 
-    Args:
-        srun: The process.
-        end_step: Ends the step, which outlives an ``srun`` that was killed.
+    ``end_step`` ends the step, which outlives an ``srun`` that was killed.
     """
 
     def __init__(self, srun: Process, end_step: Callable[[], None]) -> None:
@@ -50,12 +48,7 @@ class StepProcess:
 
 
 class SlurmStarter:
-    """Starts workers by ``srun``.
-
-    Args:
-        job: The job's id.
-        environ: The environment, which a plan's own variables extend.
-    """
+    """Starts workers by ``srun``; a plan's own variables extend ``environ``."""
 
     def __init__(self, job: str, environ: Mapping[str, str] | None = None) -> None:
         self._job = job
@@ -93,7 +86,7 @@ class SlurmStarter:
 
 
 def end_steps(job: str, modules: Collection[str]) -> None:
-    """Kill the steps of modules that run on, though who started them was killed."""
+    """Kill the steps of these modules that still run, although what started them was killed."""
     until = time.monotonic() + _END_S
     try:
         while time.monotonic() < until:

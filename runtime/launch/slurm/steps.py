@@ -22,11 +22,8 @@ def step_args(
 ) -> tuple[str, ...]:
     """Return those options of a module's step that depend on the job.
 
-    Args:
-        need: The module and its resources.
-        profile: The site profile.
-        any_gpus: Whether any module of the chain has GPUs.
-        group: The node's component of a heterogeneous job, or None.
+    ``any_gpus``: any module of the chain has GPUs. ``group`` is the node's component of a
+    heterogeneous job.
     """
     gpus = gpu_directive(profile, need.gpus) if need.gpus else "--gres=none"
     return (*group_option(group), *([gpus] if any_gpus else []))

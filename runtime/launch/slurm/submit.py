@@ -31,11 +31,7 @@ from dni_runtime.spec.profile import ProfileSpec
 
 
 def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
-    """Read each module's microseconds per step from output of ``dnictl bench module --json``.
-
-    Raises:
-        UsageError: The file is malformed or lacks a module.
-    """
+    """Read each module's microseconds per step from output of ``dnictl bench module --json``."""
     try:
         document = json.loads(path.read_bytes())
         found = {one["module"]: float(one["step_us"]["median"]) for one in document["modules"]}
@@ -73,11 +69,7 @@ def check_room(
     partition: str | None,
     nodes: Sequence[int],
 ) -> None:
-    """Refuse a request that a partition's nodes cannot satisfy.
-
-    Raises:
-        UsageError: Names the request and the partition's nodes.
-    """
+    """Refuse a request that a partition's nodes cannot satisfy."""
     asked = {what: request.largest(what, nodes) for what in ("cpus", "memory_mib", "gpus")}
     fitting = sum(
         shape.count
@@ -110,36 +102,20 @@ def largest_node(shapes: Sequence[NodeShape]) -> Capacity:
 
 
 def make_request(
-    root: Path,
+    root: Path,  # the run directory
     prepared: Prepared,
     profile: ProfileSpec,
     *,
-    python: str,
+    python: str,  # the one with dnictl on the nodes
     python_path: str = "",
-    nodes: int | None = None,
-    time_limit: str | None = None,
-    partitions: Sequence[str | None] = (),
-    costs: Mapping[str, float] | None = None,
+    nodes: int | None = None,  # None: as in the chain's placement
+    time_limit: str | None = None,  # None: the profile's
+    partitions: Sequence[str | None] = (),  # of each module; by default the profile's
+    costs: Mapping[str, float] | None = None,  # of each module, for ``auto``; None: all equal
+    # each partition's nodes; None: unknown
     shapes: Mapping[str | None, Sequence[NodeShape]] | None = None,
 ) -> JobRequest:
-    """Plan a job: the placement of its modules and its request to Slurm.
-
-    Args:
-        root: The run directory.
-        prepared: The chain.
-        profile: The site profile.
-        python: The Python with dnictl on the nodes.
-        python_path: Its ``PYTHONPATH``.
-        nodes: Number of nodes; by default as in the chain's placement.
-        time_limit: Time limit; by default the profile's.
-        partitions: The partition of each module; by default the profile's.
-        costs: Cost of each module, for ``auto``; by default all equal.
-        shapes: Each partition's nodes; None if unknown.
-
-    Raises:
-        UsageError: The job cannot run; says why.
-        SpecError: A setting of the chain does not fit the job.
-    """
+    """Plan a job: the placement of its modules and its request to Slurm."""
     chain = prepared.chain
     needs = needs_of(chain, prepared.replicas, costs)
     partitions = tuple(partitions) or (profile.partition,) * len(needs)
@@ -176,9 +152,8 @@ def submit_run(
 ) -> tuple[Record, str]:
     """Create the run directory and submit its job; return the run's record and the job's id.
 
-    Raises:
-        UsageError: Slurm refuses the job; the run directory is removed.
-        UncertainError: Slurm may have accepted the job; the run directory stays.
+    If Slurm refuses the job, a new run directory is removed; if it may have accepted the job
+    (``UncertainError``), the directory stays.
     """
     text = render_script(request)
     existed = request.run.exists()
@@ -216,10 +191,7 @@ def job_record(
 def submit_again(run: RunDir, record: JobRecord, log_level: str | None = None) -> str:
     """Resubmit a run's script, to resume from its newest checkpoint; return the job's id.
 
-    Args:
-        run: The run directory.
-        record: Its former job.
-        log_level: Log level of the workers; by default unchanged.
+    ``record`` is of its former job; the workers log as before by default.
     """
     run.stop_request.unlink(missing_ok=True)
     job = commands.submit(run.script, former=record.job)

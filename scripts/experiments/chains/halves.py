@@ -11,12 +11,7 @@ from torch.utils.data import Dataset
 
 
 class Halves(Dataset[tuple[tuple[Tensor, Tensor], Tensor]]):
-    """See the module's description.
-
-    Args:
-        train: Which of the two sets.
-        path: Folder of MNIST's four files.
-    """
+    """See the module's description; ``path`` is the folder of MNIST's four files."""
 
     num_classes = 10
 

@@ -7,12 +7,7 @@ from torch import Tensor, nn
 
 
 class Positions(nn.Module):
-    """Adds to each token a vector that its place has learned.
-
-    Args:
-        tokens: Tokens in a sample.
-        channels: Channels of a token.
-    """
+    """Adds to each token a vector that its place has learned."""
 
     def __init__(self, tokens: int, channels: int) -> None:
         super().__init__()

@@ -26,35 +26,21 @@ from peers.pipelines import predict_in_stages
 
 
 class AsynchronousPipeline:
-    """One stage, in a process of its own.
-
-    Args:
-        module: The stage; holds its newest weights.
-        optimizer: Makes the stage's optimizer.
-        stage: Its number, which is the process's rank.
-        shapes: The shape of one sample behind each stage.
-        batch: Samples in a batch.
-        micro_batches: Parts of a batch, whose gradients are added up to one update.
-        versions: Copies of the weights; batch *t* uses number *t* modulo ``versions``.
-        in_flight: Micro-batches whose forward is done before the first one's backward.
-
-    Raises:
-        ValueError: A copy would change while a micro-batch uses it, or the batch cannot be divided.
-    """
+    """One stage, in a process of its own."""
 
     period = 1
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module,  # the stage, with its newest weights
         optimizer: Callable[[nn.Module], Any],
-        stage: int,
-        shapes: list[tuple[int, ...]],
-        batch: int,
+        stage: int,  # its number, which is the process's rank
+        shapes: list[tuple[int, ...]],  # of one sample behind each stage
+        batch: int,  # samples
         *,
-        micro_batches: int,
-        versions: int,
-        in_flight: int,
+        micro_batches: int,  # parts of a batch, whose gradients are added up to one update
+        versions: int,  # copies of the weights; batch t uses number t modulo versions
+        in_flight: int,  # micro-batches whose forward is done before the first one's backward
     ) -> None:
         if in_flight > (versions - 1) * micro_batches + 1:
             raise ValueError(
@@ -153,13 +139,8 @@ def _copied(module: nn.Module) -> nn.Module:
 class Receiver:
     """Takes tensors from another process in the order in which they were sent.
 
-    It is always ready for the next ones, so that none waits for a round trip before it is sent.
-
-    Args:
-        rank: The other process.
-        tag: What the messages are.
-        shape: Shape of each.
-        ahead: How many may be under way.
+    It is always ready for the next ``ahead``, so that none waits for a round trip before it is
+    sent.
     """
 
     def __init__(self, rank: int, tag: int, shape: tuple[int, ...], ahead: int) -> None:
@@ -181,13 +162,7 @@ class Receiver:
 
 
 class Sender:
-    """Sends tensors to another process without waiting.
-
-    Args:
-        rank: The other process.
-        tag: What the messages are.
-        most: How many may be under way before the oldest is waited for.
-    """
+    """Sends tensors to another process; waits only if more than ``most`` are under way."""
 
     def __init__(self, rank: int, tag: int, most: int = 64) -> None:
         self._rank, self._tag, self._most = rank, tag, most

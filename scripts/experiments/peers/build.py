@@ -22,15 +22,10 @@ ACTIVATIONS, GRADIENTS, EVALUATION = 1, 2, 3
 
 
 class Trainer(Protocol):
-    """One process's part in the training of a network.
+    """One process's part in the training of a network."""
 
-    Attributes:
-        reads: Whether :meth:`step` needs the batch.
-        period: Batches between the moments at which the network is whole.
-    """
-
-    reads: bool
-    period: int
+    reads: bool  # step() needs the batch
+    period: int  # batches between the moments at which the network is whole
 
     def step(self, x_BX: Tensor | None, y_BY: Tensor | None) -> None:
         """Train on one batch, of which every reading process gets the whole."""
@@ -42,13 +37,7 @@ class Trainer(Protocol):
 
 
 def build(layers: Sequence[Layer], *, first: int = 0, seed: int = 0) -> nn.Sequential:
-    """Make layers.
-
-    Args:
-        layers: Their names and keywords.
-        first: The place of the first of them in the network.
-        seed: Of the network.
-    """
+    """Make layers, the first of which is the network's number ``first``."""
     modules = []
     for index, (name, arguments) in enumerate(layers, first):
         torch.manual_seed(1_000 * seed + index)

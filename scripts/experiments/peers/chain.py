@@ -41,13 +41,8 @@ def window_for(name: str, network: Network, line: Line, step_s: float, learn_eve
     """Batches in flight with which neither end of the line waits for it.
 
     That is a round trip in steps, and two more; what a slow line sends meanwhile counts, too.
-
-    Args:
-        name: The contender.
-        network: The network.
-        line: The line.
-        step_s: Seconds that the faster end takes for a batch.
-        learn_every: Of how many batches one gradient comes back, where the interface can choose.
+    ``step_s`` is how long the faster end takes for a batch; one gradient comes back for
+    ``learn_every`` batches if the interface can choose.
     """
     if strategy_of(name) is not None:
         return LEAST_WINDOW  # its modules are within a host
@@ -67,26 +62,15 @@ def module_names(count: int) -> list[str]:
 def chain_spec(
     name: str,
     network: Network,
-    data: dict[str, Any],
+    data: dict[str, Any],  # as a chain file has it
     *,
     modules: int = 2,
-    cut: int | None,
-    window: int,
-    learn_every: int,
-    remote: bool,
+    cut: int | None,  # layers in the first of two modules
+    window: int,  # batches in flight
+    learn_every: int,  # the synthesizer learns from every n-th late gradient
+    remote: bool,  # the modules are on different hosts
 ) -> dict[str, Any]:
-    """A chain file's content.
-
-    Args:
-        name: The contender.
-        network: The network.
-        data: The data, as a chain file has it.
-        modules: How many.
-        cut: Layers in the first of two modules.
-        window: Batches in flight.
-        learn_every: Of how many late gradients the synthesizer learns from one.
-        remote: Whether the modules are on different hosts.
-    """
+    """A chain file's content."""
     interface, dtype = chain_of(name)
     modules = 1 if name.startswith(WHOLE) else modules
     replication = strategy_of(name)
@@ -138,30 +122,16 @@ def chain_spec(
 
 def measure_chain(
     contender: Contender,
-    network: str,
+    network: str,  # its name
     modules: int,
-    folder: Path,
+    folder: Path,  # of the data and the runs
     timing: Timing,
     *,
-    window: int,
-    learn_every: int,
-    link: Link | None,
+    window: int,  # batches in flight
+    learn_every: int,  # the synthesizer learns from every n-th late gradient
+    link: Link | None,  # None: loopback
 ) -> Measured:
-    """Run a chain's workers, the first half at one end of the line, for a while.
-
-    Args:
-        contender: The chain.
-        network: Name of the network.
-        modules: How many.
-        folder: Where the data lies, and runs are made.
-        timing: How long.
-        window: Batches in flight.
-        learn_every: Of how many late gradients the synthesizer learns from one.
-        link: The line; None for loopback.
-
-    Raises:
-        dni_runtime.errors.DniError: It failed.
-    """
+    """Run a chain's workers, the first half at one end of the line, for a while."""
     spec = chain_spec(
         contender.name,
         NETWORKS[network],
@@ -195,23 +165,12 @@ class _Enough(Exception):
 
 def train_chain(
     contender: Contender,
-    spec: dict[str, Any],
-    folder: Path,
-    link: Link | None,
-    enough: Callable[[list[dict[str, Any]]], bool],
+    spec: dict[str, Any],  # its file's content
+    folder: Path,  # of the runs
+    link: Link | None,  # None: loopback
+    enough: Callable[[list[dict[str, Any]]], bool],  # gets all evaluations so far, now and then
 ) -> None:
-    """Train a chain with real workers, evaluated at the end of each epoch, until enough is known.
-
-    Args:
-        contender: The chain.
-        spec: Its file's content.
-        folder: Where runs are made.
-        link: The line; None for loopback.
-        enough: Gets all evaluations so far, now and then; whether to stop.
-
-    Raises:
-        dni_runtime.errors.DniError: It failed.
-    """
+    """Train a chain with real workers, evaluated after each epoch, until enough is known."""
     root, prepared = _prepared(contender, spec, folder)
     (metric,) = spec["metrics"]
 
@@ -233,10 +192,6 @@ def evaluations(lines: Sequence[MetricsLine], metric: str) -> list[dict[str, Any
 
     Its clock runs from the end of one evaluation (at first: from its start) to the end of the
     epoch's last batch, when the next one begins.
-
-    Args:
-        lines: What it has written about itself.
-        metric: What is looked at.
     """
     found, train_s, since = [], 0.0, 0.0
     for line in lines:

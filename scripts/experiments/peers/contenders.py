@@ -92,17 +92,11 @@ COMPUTES: Mapping[Kind, str] = {
 
 @dataclass(frozen=True)
 class Contender:
-    """Who is measured.
+    """Who is measured."""
 
-    Attributes:
-        name: One of ``CONTENDERS``, or one like it with another number.
-        cut: Layers in the first of two parts; None for the network's usual cut.
-        processes: How many processes, where it is not the usual number; None: see :meth:`count`.
-    """
-
-    name: str
-    cut: int | None = None
-    processes: int | None = None
+    name: str  # one of CONTENDERS, or one like it with another number
+    cut: int | None = None  # layers in the first of two parts; None: the network's usual cut
+    processes: int | None = None  # None: see count()
 
     def __str__(self) -> str:
         cut = "" if self.cut is None else f" @{self.cut}"
@@ -120,11 +114,7 @@ class Contender:
 
 
 def kind_of(name: str) -> tuple[Kind, int]:
-    """What sort of contender a name stands for, and the number in it (0: none).
-
-    Raises:
-        ValueError: It stands for none.
-    """
+    """What sort of contender a name stands for, and the number in it (0: none); ``ValueError``."""
     if name in SINGLE:
         return "single", SINGLE[name]
     if name in SCHEDULES:

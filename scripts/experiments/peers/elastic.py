@@ -25,15 +25,9 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class Torchft(Whole):
-    """A replica that torchft averages with the others.
+    """A replica that torchft averages with the others after ``every`` batches; all begin equal.
 
-    Args:
-        model: The replica, the same in each process.
-        optimizer: Its own.
-        diloco: Whether averages are steps of an outer optimizer.
-        every: Batches between averages.
-        rank: This process; the others have joined.
-        world: How many replicas there are.
+    With ``diloco`` averages are steps of an outer optimizer. The other processes have joined.
     """
 
     def __init__(

@@ -19,29 +19,17 @@ Layer = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Network:
-    """A network and how it is trained.
-
-    Attributes:
-        layers: The layers.
-        batch: Samples in a batch.
-        sample: Shape of a sample as the data set has it: pixels, or (``tokens``) indices.
-        tokens: Whether samples are tokens, and each of them has a label.
-        flatten: Whether it takes images as vectors.
-        cut: Layers in the first of two parts.
-        quarters: Layers before each of the cuts into four parts.
-        activation: Floats of one sample at ``cut``.
-        synthesizer: What predicts the chain's gradients.
-    """
+    """A network and how it is trained."""
 
     layers: tuple[Layer, ...]
-    batch: int
-    cut: int
-    quarters: tuple[int, int, int]
-    activation: int
-    synthesizer: str | dict[str, Any]
-    sample: tuple[int, ...] = (1, 28, 28)
-    tokens: bool = False
-    flatten: bool = False
+    batch: int  # samples
+    cut: int  # layers in the first of two parts
+    quarters: tuple[int, int, int]  # layers before each of the cuts into four parts
+    activation: int  # floats of one sample at the cut
+    synthesizer: str | dict[str, Any]  # of the chain's gradients
+    sample: tuple[int, ...] = (1, 28, 28)  # as the data set has it: pixels, or (tokens) indices
+    tokens: bool = False  # samples are tokens, and each of them has a label
+    flatten: bool = False  # it takes images as vectors
 
     @property
     def metric(self) -> str:
@@ -49,11 +37,7 @@ class Network:
         return "bits_per_character" if self.tokens else "accuracy"
 
     def cuts(self, count: int, cut: int | None = None) -> list[int]:
-        """Where one, two or four parts begin, and the end; ``cut`` moves the cut of two.
-
-        Raises:
-            ValueError: It is not cut into so many parts.
-        """
+        """Where one, two or four parts begin, and the end; ``cut`` moves the cut of two."""
         middle = {1: [], 2: [self.cut if cut is None else cut], 4: list(self.quarters)}
         if count not in middle:
             raise ValueError(f"networks are cut into 1, 2 or 4 parts, not {count}")

@@ -16,11 +16,7 @@ _UNITS = {"gbit": 1000.0, "mbit": 1.0, "kbit": 0.001}
 
 
 def parse_rate(text: str) -> float:
-    """Megabits a second of ``1gbit``, ``100mbit``, ``64kbit`` or ``unlimited`` (0).
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """Megabits a second of ``1gbit``, ``100mbit``, ``64kbit`` or ``unlimited`` (0)."""
     if text == "unlimited":
         return 0.0
     for unit, factor in _UNITS.items():
@@ -30,11 +26,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_delay(text: str) -> float:
-    """Milliseconds.
-
-    Raises:
-        ValueError: It is negative or no number.
-    """
+    """Milliseconds, 0 to 10,000."""
     if not 0 <= float(text) <= 10_000:
         raise ValueError(f"{text!r} is no delay")
     return float(text)
@@ -43,8 +35,7 @@ def parse_delay(text: str) -> float:
 def chosen(patterns: str) -> list[str]:
     """The contenders whose names match one of several patterns with commas between them.
 
-    Raises:
-        ValueError: A pattern matches none.
+    Raises ``ValueError`` if a pattern matches none.
     """
     names: dict[str, None] = {}
     for pattern in patterns.split(","):
@@ -65,21 +56,13 @@ def chosen(patterns: str) -> list[str]:
 
 def contenders_of(
     names: Sequence[str],
-    peer_cuts: Sequence[int | None],
-    chain_cuts: Sequence[int | None],
+    peer_cuts: Sequence[int | None],  # layers in the first of two processes that share the network
+    chain_cuts: Sequence[int | None],  # the same for chains of two modules
     *,
-    modules: int = 2,
-    processes: Sequence[int] = (),
+    modules: int = 2,  # of the chains
+    processes: Sequence[int] = (),  # of peers that may have any number; empty: as many as modules
 ) -> list[Contender]:
-    """Each name with each cut, and each number of processes, that applies to it.
-
-    Args:
-        names: The contenders.
-        peer_cuts: Layers in the first of two processes that have a part of the network each.
-        chain_cuts: The same for chains of two modules.
-        modules: Of the chains.
-        processes: Of peers that may have any number; as many as there are modules where empty.
-    """
+    """Each name with each cut, and each number of processes, that applies to it."""
     found: dict[Contender, None] = {}
     for name in names:
         kind, _ = kind_of(name)
@@ -154,7 +137,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the program where the options of :func:`add_options` do not fit together."""
+    """End the program if the options of :func:`add_options` do not fit together."""
     network = NETWORKS[arguments.network]
     for cut in (*arguments.peer_split, *arguments.chain_split):
         if cut is not None and not 0 < cut < len(network.layers):

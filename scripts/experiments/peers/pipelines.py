@@ -25,29 +25,19 @@ def owners(name: str, processes: int) -> list[int]:
 
 
 class Pipelined:
-    """One process of a schedule of torch.distributed.pipelining.
-
-    Args:
-        name: The schedule.
-        network: The whole network.
-        modules: This process's stages, by their numbers.
-        rank: This process.
-        processes: How many there are.
-        optimizer: Of all its stages.
-        shapes: The shape of one sample behind each stage.
-    """
+    """One process of a schedule of torch.distributed.pipelining."""
 
     period = 1
 
     def __init__(
         self,
-        name: str,
-        network: Network,
-        modules: Mapping[int, nn.Module],
+        name: str,  # of the schedule
+        network: Network,  # whole
+        modules: Mapping[int, nn.Module],  # this process's stages, by their numbers
         rank: int,
-        processes: int,
-        optimizer: Any,
-        shapes: Sequence[tuple[int, ...]],
+        processes: int,  # in all
+        optimizer: Any,  # of all its stages
+        shapes: Sequence[tuple[int, ...]],  # of one sample behind each stage
     ) -> None:
         from torch.distributed import pipelining
 
@@ -92,21 +82,13 @@ class Pipelined:
 
 
 def predict_in_stages(
-    modules: Mapping[int, nn.Module],
-    owners: Sequence[int],
+    modules: Mapping[int, nn.Module],  # this process's stages, by their numbers
+    owners: Sequence[int],  # the process that has each stage
     rank: int,
-    shapes: Sequence[tuple[int, ...]],
-    x_BX: Tensor,
+    shapes: Sequence[tuple[int, ...]],  # of one sample behind each stage
+    x_BX: Tensor,  # only their number matters if stage 0 is elsewhere
 ) -> Tensor | None:
-    """A network's output in eval mode, in the process that has the last stage; else None.
-
-    Args:
-        modules: This process's stages, by their numbers.
-        owners: Which process has each stage.
-        rank: This process.
-        shapes: The shape of one sample behind each stage.
-        x_BX: The samples; where stage 0 is not, only their number matters.
-    """
+    """A network's output in eval mode, in the process that has the last stage; else None."""
     h_BH: Tensor | None = None
     for stage, module in modules.items():
         if stage == 0:

@@ -111,15 +111,10 @@ def batches(source: DataSource, reads: bool) -> Iterator[tuple[Tensor | None, Te
 def timed(
     step: Callable[[], None], warmup_s: float, wanted_s: float, period: int = 1
 ) -> dict[str, float]:
-    """Time ``step`` after a warm-up; all processes take as many steps.
+    """Time ``step`` for about ``wanted_s`` after a warm-up; all processes take as many steps.
 
-    No barrier is timed: each process says how long its own steps took.
-
-    Args:
-        step: What is timed.
-        warmup_s: About how long it is repeated before that.
-        wanted_s: About how long it is timed.
-        period: Of what it does: the number of timed steps is a multiple.
+    Their number is a multiple of ``period``. No barrier is timed: each process says how long its
+    own steps took.
     """
 
     def repeat(steps: int) -> tuple[float, float]:
@@ -150,14 +145,8 @@ def train(
     """Train without end; print a line after each evaluation.
 
     The clock runs while this process trains, not while it evaluates. What the process that has the
-    network's output prints is what counts.
-
-    Args:
-        trainer: The contender.
-        step: Trains on a batch.
-        source: The data.
-        network: What is trained.
-        every: Batches between evaluations; rounded up to when the network is whole.
+    network's output prints is what counts. ``every`` (batches between evaluations) is rounded up to
+    when the network is whole.
     """
     prediction = TensorSpec(shape=output_shapes(network, 1)[0], dtype="float32")
     loss = ChainLoss(Choice(name="CrossEntropyLoss"), prediction, source.info.label)

@@ -26,52 +26,31 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 @dataclass(frozen=True)
 class Timing:
-    """How long everybody trains.
+    """How long everybody trains."""
 
-    Attributes:
-        warmup_s: Seconds of training before timing starts.
-        seconds: Seconds of training that are timed.
-    """
-
-    warmup_s: float
-    seconds: float
+    warmup_s: float  # before timing starts
+    seconds: float  # that are timed
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of one contender gave.
+    """What one run of one contender gave."""
 
-    Attributes:
-        rate: Samples/s.
-        cpu_s: CPU seconds of all its processes for one sample.
-        cores: Cores that each of its processes kept busy.
-        details: What else is known.
-    """
-
-    rate: float
-    cpu_s: float
-    cores: tuple[float, ...]
+    rate: float  # samples/s
+    cpu_s: float  # of all its processes for one sample
+    cores: tuple[float, ...]  # that each of its processes kept busy
     details: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Started:
-    """A peer's processes.
+    """A peer's processes."""
 
-    Attributes:
-        processes: By rank.
-        scratch: Where their output is.
-    """
-
-    processes: list[subprocess.Popen[bytes]]
-    scratch: Path
+    processes: list[subprocess.Popen[bytes]]  # by rank
+    scratch: Path  # of their output
 
     def running(self) -> bool:
-        """Whether one of them still runs.
-
-        Raises:
-            RuntimeError: One has failed.
-        """
+        """Whether one of them still runs; raises ``RuntimeError`` if one has failed."""
         codes = [process.poll() for process in self.processes]
         if any(codes):
             time.sleep(1)  # another one's message may be the better one
@@ -98,12 +77,8 @@ def started(
 ) -> Iterator[Started]:
     """Start a peer's processes, the first half at one end of the line; at the end they are gone.
 
-    Args:
-        contender: The peer.
-        modules: Of the chains beside it.
-        job: What its processes do.
-        folder: Where the data lies.
-        link: The line; None for loopback.
+    ``modules`` is how many the chains beside it have, ``job`` what its processes do; without a link
+    they use loopback.
     """
     count = contender.count(modules)
     environment = {
@@ -147,25 +122,13 @@ def started(
 
 def measure_peer(
     contender: Contender,
-    network: str,
-    modules: int,
-    folder: Path,
+    network: str,  # its name
+    modules: int,  # of the chains beside it
+    folder: Path,  # of the data
     timing: Timing,
-    link: Link | None,
+    link: Link | None,  # between two halves of its processes; None: loopback
 ) -> Measured:
-    """A peer's speed.
-
-    Args:
-        contender: The peer.
-        network: Name of the network.
-        modules: Of the chains beside it.
-        folder: Where the data lies.
-        timing: How long.
-        link: The line between two halves of its processes; None for loopback.
-
-    Raises:
-        RuntimeError: A process failed.
-    """
+    """A peer's speed; raises ``RuntimeError`` if a process failed."""
     job = {
         "network": network,
         "data": data_spec(NETWORKS[network], folder),
@@ -205,32 +168,20 @@ def step_seconds(network: str, folder: Path) -> float:
 
 def train_peer(
     contender: Contender,
-    modules: int,
-    job: dict[str, Any],
-    folder: Path,
-    link: Link | None,
-    enough: Callable[[list[dict[str, Any]]], bool],
+    modules: int,  # of the chains beside it
+    job: dict[str, Any],  # what its processes do
+    folder: Path,  # of the data
+    link: Link | None,  # between two halves of its processes; None: loopback
+    enough: Callable[[list[dict[str, Any]]], bool],  # gets all evaluations so far, now and then
 ) -> None:
-    """Train with a peer until enough is known.
-
-    Args:
-        contender: The peer.
-        modules: Of the chains beside it.
-        job: What its processes do.
-        folder: Where the data lies.
-        link: The line between two halves of its processes; None for loopback.
-        enough: Gets all evaluations so far, now and then; whether to stop.
-
-    Raises:
-        RuntimeError: A process failed.
-    """
+    """Train with a peer until enough is known; raises ``RuntimeError`` if a process failed."""
     with started(contender, modules, job, folder, link) as peer:
         while peer.running() and not enough(max(peer.lines(), key=len)):
             time.sleep(0.1)
 
 
 def last_error(text: str) -> str:
-    """The line of a traceback that names the error, or the last one; none of no text."""
+    """The line of a traceback that names the error, or its last line; empty if there is no text."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
     return (named or lines or [""])[-1][:300]

@@ -18,17 +18,11 @@ BASE = "single-2"
 
 @dataclass
 class Outcome:
-    """What one contender reached over one line.
+    """What one contender reached over one line."""
 
-    Attributes:
-        runs: One for each repetition; None where it failed.
-        foreign: Cores that other programs kept busy meanwhile.
-        error: Why it failed, or None.
-    """
-
-    runs: list[Measured | None] = field(default_factory=list)
-    foreign: list[float] = field(default_factory=list)
-    error: str | None = None
+    runs: list[Measured | None] = field(default_factory=list)  # per repetition; None: it failed
+    foreign: list[float] = field(default_factory=list)  # cores that others kept busy meanwhile
+    error: str | None = None  # why it failed
 
     @property
     def rates(self) -> list[float | None]:
@@ -167,8 +161,7 @@ def _paired(values: Mapping[str, float] | None) -> str:
 def draw(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Draw throughput against latency, one line per contender, one picture per rate.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    Raises ``ImportError`` if matplotlib is not installed.
     """
     import matplotlib as mpl
 

@@ -35,15 +35,10 @@ class PrivilegeError(LinkError):
 
 @dataclass(frozen=True)
 class Line:
-    """What the line does to packets, one way.
+    """What the line does to packets, one way."""
 
-    Attributes:
-        delay_ms: How long it holds each.
-        rate_mbit: Megabits a second that it carries; 0 for no limit.
-    """
-
-    delay_ms: float = 0.0
-    rate_mbit: float = 0.0
+    delay_ms: float = 0.0  # holds each so long
+    rate_mbit: float = 0.0  # per second; 0: no limit
 
     @property
     def loopback(self) -> bool:
@@ -62,9 +57,8 @@ class Line:
 class Link:
     """A line that is up.
 
-    Attributes:
-        facts: What the program said when it was: congestion control, whether it runs with priority.
-        carried: What it said at the end: packets, bytes, how late they were, its CPU seconds.
+    ``facts`` is what the program said at the start: congestion control, whether it runs with
+    priority; ``carried`` at the end: packets, bytes, how late they were, its CPU seconds.
     """
 
     def __init__(self, facts: dict[str, Any]) -> None:
@@ -72,7 +66,7 @@ class Link:
         self.carried: dict[str, Any] = {}
 
     def enter(self, end: int) -> list[str]:
-        """What a command is given to, to run at one of the two ends; becomes the command."""
+        """The command prefix that runs a command at one of the two ends."""
         pid = self.facts["pid"]
         user = [f"--user=/proc/{pid}/ns/user", "--preserve-credentials"]
         net = f"--net=/proc/{pid}/fd/{self.facts['net'][end]}"
@@ -80,11 +74,7 @@ class Link:
 
 
 def build_slow_link(folder: Path) -> Path:
-    """Compile the program.
-
-    Raises:
-        LinkError: There is no C compiler, or it fails.
-    """
+    """Compile the program; raises ``LinkError``."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise LinkError("a C compiler is needed for a slow link, and there is none")
@@ -100,9 +90,7 @@ def build_slow_link(folder: Path) -> Path:
 def open_link(program: Path, line: Line) -> Iterator[Link]:
     """Make both namespaces and the line; at the end they are gone.
 
-    Raises:
-        PrivilegeError: The kernel forbids it.
-        LinkError: It fails.
+    Raises ``PrivilegeError`` if the kernel forbids it, ``LinkError`` if it fails.
     """
     process = subprocess.Popen(
         [program, f"{line.delay_ms:g}", f"{line.rate_mbit:g}"],
@@ -135,16 +123,9 @@ def open_link(program: Path, line: Line) -> Iterator[Link]:
 def prepare_lines(
     lines: Sequence[Line], folder: Path, tell: Callable[[str], None]
 ) -> tuple[Path | None, dict[Line, dict[str, Any]]]:
-    """Compile the program, and measure each line; both are empty where all are loopback.
+    """Compile the program, and measure each line; both are empty if all are loopback.
 
-    Args:
-        lines: The lines.
-        folder: Where the program is written.
-        tell: Gets a sentence about each line.
-
-    Raises:
-        PrivilegeError: The kernel forbids it.
-        LinkError: It fails.
+    ``tell`` gets a sentence about each line. Errors are those of :func:`open_link`.
     """
     slow = [line for line in lines if not line.loopback]
     if not slow:
@@ -171,14 +152,8 @@ def _retransmitted(link: Link, end: int) -> int:
 def probe(link: Link, line: Line, *, pings: int = 15, seconds: float = 1.0) -> dict[str, float]:
     """Measure the line by TCP: round trips of one byte, and what comes through in one way.
 
-    Args:
-        link: The line.
-        line: What it should be like.
-        pings: How many round trips.
-        seconds: How long bytes are counted, after two seconds or more for TCP to get going.
-
-    Returns:
-        ``rtt_ms`` (median) and ``mbit_per_s``.
+    Bytes are counted for ``seconds``, after a second or more for TCP to get going. Gives ``rtt_ms``
+    (median) and ``mbit_per_s``.
     """
     lead_s = 1.0 + 20 * line.delay_ms / 1000
     command = [sys.executable, __file__]

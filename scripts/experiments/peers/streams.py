@@ -25,13 +25,8 @@ class Stream(Dataset[tuple[Tensor, Tensor]]):
     """Samples of an ``.npz`` file in epochs of any length, for evaluation after so many batches.
 
     Training samples come in an order of its own, which goes on from epoch to epoch: all of them
-    have come before one comes again. Which numbers are asked for makes no difference.
-
-    Args:
-        train: Training or evaluation samples.
-        path: The file; images as bytes, or int64 tokens.
-        length: Training samples in an epoch.
-        seed: Of the order.
+    have come before one comes again. Which numbers are asked for makes no difference. In the
+    file, images are bytes, tokens int64; ``length`` is the training samples in an epoch.
     """
 
     def __init__(self, train: bool, path: str, length: int, seed: int) -> None:
@@ -72,12 +67,7 @@ class Stream(Dataset[tuple[Tensor, Tensor]]):
 
 
 def write_mnist(folder: Path, mnist: str) -> Path:
-    """MNIST as an ``.npz`` file.
-
-    Args:
-        folder: Where to write it.
-        mnist: Folder of the four IDX files.
-    """
+    """MNIST, the four IDX files in a folder, as an ``.npz`` file."""
     from dni_runtime.data import open_data
     from dni_runtime.spec import DataSpec
 
@@ -98,14 +88,8 @@ def write_mnist(folder: Path, mnist: str) -> Path:
 def write_text(folder: Path, text: bytes, context: int) -> Path:
     """A text as windows of so many characters, each with the character that follows.
 
-    Args:
-        folder: Where to write it.
-        text: The text; each byte is a character. One chunk of 64 KB in 16 is held out; of shorter
-            texts chunks are smaller.
-        context: Characters in a window.
-
-    Raises:
-        ValueError: The text is too short.
+    Each byte is a character. One chunk of 64 KB in 16 is held out; of shorter texts chunks are
+    smaller.
     """
     chunk = min(CHUNK, len(text) // HELD_OUT)
     if chunk <= context:

@@ -17,15 +17,9 @@ OUTER_MOMENTUM = 0.9
 
 
 class Whole:
-    """Backprop on this process's share of each batch.
+    """Backprop on this process's equal share of each batch.
 
     With several processes the model is a DistributedDataParallel, which averages the gradients.
-
-    Args:
-        model: The network; called in training.
-        optimizer: Of its parameters.
-        rank: This process.
-        world: How many there are: each has an equal share of each batch.
     """
 
     reads = True
@@ -53,17 +47,10 @@ class Whole:
 
 
 class LocalSgd(Whole):
-    """Replicas that train alone and are averaged after every so many batches (Stich 2018).
+    """Replicas that begin equal, train alone and are averaged after ``every`` batches (Stich 2018).
 
     The optimizers' moments stay with the replicas, arXiv:1805.09767 has none. BatchNorm's running
     figures are averaged, too.
-
-    Args:
-        model: The replica, the same in each process.
-        optimizer: Its own.
-        every: Batches between averages.
-        rank: This process.
-        world: How many replicas there are.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, every: int, rank: int, world: int) -> None:
@@ -96,14 +83,6 @@ class Diloco(LocalSgd):
 
     The inner optimizer, AdamW in the paper, is the replica's; the outer one is SGD with Nesterov
     momentum along the mean of what the replicas have moved.
-
-    Args:
-        model: The replica, the same in each process.
-        optimizer: The inner one.
-        every: Batches between outer steps.
-        rank: This process.
-        world: How many replicas there are.
-        outer: Makes the outer optimizer.
     """
 
     def __init__(

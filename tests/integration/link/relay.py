@@ -10,10 +10,7 @@ import threading
 class Relay:
     """Forwards TCP connections, and can cut them.
 
-    Attributes:
-        address: Where to connect.
-        connections: How many there have been.
-        carried: Bytes that the newest one has carried, in both directions.
+    ``connections`` counts them; ``carried`` are the bytes of the newest, in both directions.
     """
 
     def __init__(self, target: str) -> None:

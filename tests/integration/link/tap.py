@@ -9,16 +9,10 @@ from typing import Self
 
 
 class Tap:
-    """Listens on loopback for one connection, and passes it on.
+    """Listens on loopback (``address``) for one connection, and passes it on to ``target``.
 
-    Args:
-        target: A ``tcp://IP:PORT``.
-
-    Attributes:
-        address: Where to connect instead.
-        down: What the connecting side has sent.
-        up: What the listening side has sent.
-        swallows: Whether it keeps what the connecting side sends to itself, from now on.
+    ``down`` is what the connecting side has sent, ``up`` the listening side. If ``swallows`` is
+    set, it keeps what the connecting side sends to itself, from then on.
     """
 
     def __init__(self, target: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a module can listen, and what is said where it cannot."""
+"""Where a module can listen, and the error if it cannot."""
 
 from __future__ import annotations
 

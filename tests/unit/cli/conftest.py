@@ -18,13 +18,7 @@ from dnictl.main import main
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended.
-
-    Attributes:
-        code: Its exit code.
-        out: What it wrote to stdout.
-        err: What it wrote to stderr.
-    """
+    """How a command ended."""
 
     code: int
     out: str

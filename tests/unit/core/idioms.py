@@ -52,9 +52,7 @@ class Shifts(nn.Module):
 class Spoils(nn.Module):
     """Changes a tensor in place that its gradient needs: torch refuses the backward pass.
 
-    Args:
-        features: Number of features.
-        late: Whether not for zeros.
+    ``late``: not for zeros.
     """
 
     def __init__(self, features: int = 8, late: bool = False) -> None:
@@ -72,9 +70,7 @@ class Spoils(nn.Module):
 class Cuts(nn.Module):
     """Has no gradient for its input: ``detach``, ``no_grad`` around all, or a choice.
 
-    Args:
-        features: Number of features.
-        how: Which of them; ``late``: not for zeros.
+    ``how`` says which of them; ``late``: not for zeros.
     """
 
     def __init__(self, features: int = 8, how: str = "detach") -> None:

@@ -248,7 +248,7 @@ def test_the_average_of_weights_that_a_norm_computes_from(norm: str) -> None:
 
 
 class Keeping(nn.Linear):
-    """A layer that keeps a result where no copy finds it."""
+    """A layer that keeps a result outside of what a copy includes."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)

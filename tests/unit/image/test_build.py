@@ -1,4 +1,4 @@
-"""Planning builds: what is made anew, and why."""
+"""Planning builds: what is rebuilt, and why."""
 
 from __future__ import annotations
 

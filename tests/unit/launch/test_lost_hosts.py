@@ -22,11 +22,9 @@ from tests.unit.launch.test_supervisor import World, events, states
 
 
 class FakeHosts:
-    """Hosts of which some are lost at some time.
+    """Hosts of which some (``gone``) are lost at some time.
 
-    Attributes:
-        gone: Those that are lost.
-        room: Whether there is another one for their modules.
+    ``room``: there is another one for their modules.
     """
 
     def __init__(self, *, room: bool = True) -> None:

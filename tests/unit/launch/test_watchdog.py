@@ -24,10 +24,8 @@ Doing = Callable[[float], dict[str, str]]
 class Watched(World):
     """Workers that report once a second; they train, but for those that do something else.
 
-    Attributes:
-        doing: What the newest start of a module does that does not train.
-        ids: Where they are in the stream.
-        phases: Phases of the run, and its errors, one after the other.
+    ``doing`` is what the newest start of a module does that does not train; ``ids`` are positions
+    in the stream; ``phases`` has the run's phases and errors, one after the other.
     """
 
     def __init__(self, record: Record) -> None:

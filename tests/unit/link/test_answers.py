@@ -21,9 +21,8 @@ LIMITS = Limits(1, 1 << 10)
 class Upstream:
     """The module upstream, which can be away.
 
-    Attributes:
-        refuses: Messages that it does not take before it takes the next one.
-        got: Kind of each message that has come, and its id, or what it acknowledges.
+    ``refuses``: messages that it does not take before it takes the next one. ``got``: the kind of
+    each message that has come, and its id, or what it acknowledges.
     """
 
     def __init__(self, spec: WorkerSpec, resend: int) -> None:

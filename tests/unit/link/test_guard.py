@@ -25,9 +25,6 @@ PROTOCOL = (int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), 0x11000002)
 AUTH = (int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), 400)
 
 
-# Keys.
-
-
 class Keys:
     """A key file, and a clock."""
 
@@ -98,9 +95,6 @@ def test_a_key_that_cannot_be_read_lets_nobody_in(
     assert keys.allowed(KEY)
 
 
-# Authentication requests.
-
-
 class Zap:
     """The socket of the requests: one waits, and the answer is kept."""
 
@@ -140,9 +134,6 @@ def test_who_gets_in(make: Make, frames: list[bytes], status: bytes) -> None:
     made._zap = None
     assert zap.answer[:3] == [b"1.0", b"17", status]
     assert len(zap.answer) == 6
-
-
-# Connections.
 
 
 class Connection:

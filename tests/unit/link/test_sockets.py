@@ -1,4 +1,4 @@
-"""Sending message by message, against a socket that fails where it is told to."""
+"""Sending message by message, against a socket that fails when it is told to."""
 
 from __future__ import annotations
 

@@ -41,9 +41,6 @@ def batch(number: int, features: int = 5) -> tuple[tuple[Tensor, ...], Tensor]:
     return (torch.full((4, features), float(number)),), Y
 
 
-# The replay buffer.
-
-
 def numbers(buffer: ReplayBuffer, draws: int) -> list[int]:
     chosen = [buffer.choose() for _ in range(draws)]
     return [int(one[0][0][0, 0]) for one in chosen if one is not None]
@@ -77,9 +74,6 @@ def test_the_choice_depends_on_the_seed_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# Synthetic inputs.
-
-
 def test_synthetic_inputs_are_like_the_true_ones_of_their_label() -> None:
     source = SyntheticInputs(ModuleStep(workers()[1]))
     assert source.choose() is None
@@ -104,9 +98,6 @@ def test_labels_are_of_recent_batches() -> None:
         chosen = source.choose()
         assert chosen is not None
         assert set(chosen[1].tolist()) == {1}
-
-
-# When it trains.
 
 
 class Input:
@@ -196,9 +187,6 @@ def test_without_a_batch_there_is_nothing_to_train_on(world: World) -> None:
     world.now_s += 10
     assert not made.train()
     assert (made.count, world.step.trained) == (0, [])
-
-
-# What the spec asks for.
 
 
 @pytest.mark.parametrize(

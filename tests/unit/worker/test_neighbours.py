@@ -55,8 +55,6 @@ class World:
         self.target, self.source, self.links = "tail", "stem", [self]
         self.address: str | None = HERE
 
-    # The clock.
-
     @property
     def age_s(self) -> float:
         return self.now_s - 100.0
@@ -70,8 +68,6 @@ class World:
         for moment in sorted(self.at):
             if moment <= self.age_s:
                 self.at.pop(moment)()
-
-    # The link downstream.
 
     def connect(
         self, address: str, *, deadline_s: float, server_key: bytes | None, stop: Any
@@ -92,8 +88,6 @@ class World:
     def dismiss(self) -> None:
         self.dismissed = True
 
-    # The link upstream.
-
     def greet(self) -> bool:
         return self.peer
 
@@ -107,8 +101,6 @@ class World:
             if self.now_s >= end_s:
                 raise UnavailableError("nobody")
             self.sleep(min(1.0, end_s - self.now_s))
-
-    # The run directory.
 
     def record(self, address: str = HERE, **fields: Any) -> None:
         write_json(self.run.endpoint("tail"), {"address": address, **fields}, durable=False)
@@ -168,9 +160,6 @@ def connect(world: World, **settings: Any) -> None:
 def look(world: World, known: Neighbours) -> None:
     link: Any = world
     known.look(link)
-
-
-# At the start.
 
 
 def test_a_record_that_comes_late(world: World) -> None:
@@ -292,9 +281,6 @@ def test_a_worker_looks_for_its_neighbour_by_name(
     assert sum(world.reads.values()) < 80
 
 
-# The module upstream.
-
-
 def wait_for_upstream(world: World, *, again: bool = False) -> bool:
     link: Any = world
     return world.neighbours(again=again).wait_for_upstream(link)
@@ -341,9 +327,6 @@ def test_all_modules_upstream_are_waited_for(make_world: MakeWorld) -> None:
     world.links.append(other)  # type: ignore[arg-type]
     assert not wait_for_upstream(world, again=True)
     assert len(asked) == 1
-
-
-# During training.
 
 
 def test_a_link_that_lives_costs_nothing(world: World) -> None:
@@ -421,9 +404,6 @@ def test_a_lost_neighbour_that_has_finished(world: World, again: bool) -> None:
     world.report("tail", "finished")
     look(world, world.neighbours(again=again))
     assert world.dismissed == again
-
-
-# What is known of a neighbour.
 
 
 @pytest.mark.parametrize(
