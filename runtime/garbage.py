@@ -14,7 +14,6 @@ from typing import NoReturn
 
 _USUAL = gc.get_threshold()
 _SELDOM = 100_000
-_in_order = False
 
 
 def collect_seldom() -> None:
@@ -34,12 +33,6 @@ def collect_as_usual() -> None:
     gc.set_threshold(*_USUAL)
 
 
-def end_in_order() -> None:
-    """If the program succeeds, let Python end it as usual: C libraries (MPI) have the last word."""
-    global _in_order
-    _in_order = True
-
-
 def run_program(main: Callable[[], object]) -> NoReturn:
     """Run a program's main function, and end the process with its exit code.
 
@@ -53,8 +46,6 @@ def run_program(main: Callable[[], object]) -> NoReturn:
         main()
     except SystemExit as error:
         code = int(error.code or 0)
-    if _in_order and code == 0:
-        sys.exit()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -140,7 +140,6 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
         check_labels(chain, interfaces)
     replicated = any(module.most > 1 for module in full.modules)
     elastic = elastic_of(full) if replicated else {}
-    backend = full.replication.backend if replicated else None
     cuts = _cuts(full, interfaces, micro_batches)
     graph = full.graph
     taken = [data_of(full, index, info) for index in range(len(full.modules))]
@@ -236,7 +235,7 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 elastic=elastic,
                 strategy=full.replication.strategy if module.most > 1 else None,
                 compression=full.replication.compression if module.most > 1 else None,
-                backend=backend if module.most > 1 or backend == "mpi" else None,
+                backend=full.replication.backend if module.most > 1 else None,
                 lr_scale=lr_scale(full.replication) if module.most > 1 else 1.0,
             )
         )

@@ -90,11 +90,6 @@ def make_plan(
                 f"the replicas of {module_of(worker.module)!r} must be started together",
                 hint="use 'dnictl up', 'submit' or 'mpi', or write 'replicas: 1' there",
             )
-    if workers[0].backend == "mpi" and not settings.by_rank:
-        raise UsageError(
-            "'replication.backend: mpi': MPI must start the workers",
-            hint="use 'dnictl mpi', or set 'backend: gloo'",
-        )
     transports = {chain.links.transport, *(kind for kind, _ in settings.links.values())}
     keys = chain.links.security != "none" and "tcp" in transports
     return LaunchPlan(

@@ -42,7 +42,7 @@ class ReplicationSpec(Frozen):
     # arXiv:1404.5997).
     scale_lr: Literal["linear", "sqrt"] | None = None
     # Of torch.distributed; None: links of their own.
-    backend: Literal["gloo", "nccl", "mpi"] | None = None
+    backend: Literal["gloo", "nccl"] | None = None
 
 
 class RestartSpec(Frozen):

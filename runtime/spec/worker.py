@@ -153,7 +153,7 @@ class WorkerSpec(Frozen):
     strategy: Choice | None = None  # how they do; see ``core/replication``
     compression: Choice | None = None  # of what they share; None: not at all
     # Of torch.distributed; None: the links of ``peers``.
-    backend: Literal["gloo", "nccl", "mpi"] | None = None
+    backend: Literal["gloo", "nccl"] | None = None
     lr_scale: float = 1.0  # factor of learning rates of the module's optimizers
 
     def to_json(self) -> str:

@@ -85,15 +85,13 @@ class Group:
         begun: int,  # the start of the whole chain: each has a group of its own
         device: torch.device,  # where rows lie
         links: LinksSpec,  # their interface is the group's if it is on several hosts
-        # replaces numbers by their sums over all replicas; None: torch.distributed's
-        add: Callable[[Tensor], object] | None = None,
     ) -> None:
         assert spec.backend is not None
         self.sent = 0  # bytes, if messages go round in a ring
         self._shared = shared
         self._backend, self._module = spec.backend, module_of(spec.module)
         self._rank, self._size = spec.replica - 1, spec.replicas
-        self._device, self._links, self._add = device, links, add or dist.all_reduce
+        self._device, self._links = device, links
         self._over = threading.Event()
         self._store = FolderStore(run.group(self._module) / str(begun), self._over)
         self._hook: Callable[[Tensor], int] | None = None
@@ -113,8 +111,6 @@ class Group:
 
     def form(self) -> None:
         """Meet the other replicas."""
-        if self._backend == "mpi":
-            return
         with self._broken():
             self._say("host", _host())
             one_host = len({self._store.get(self._key("host", rank)) for rank in self._all}) == 1
@@ -185,7 +181,7 @@ class Group:
 
     def _sum_up(self, numbers: Tensor) -> None:
         """Replace numbers by their sums over all replicas."""
-        self._add(numbers)
+        dist.all_reduce(numbers)
         self._count(numbers.nbytes)
 
     def _count(self, size: int) -> None:

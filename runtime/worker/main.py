@@ -171,11 +171,6 @@ def _serve(
             if start.waits:  # some that sent it what it had before it left may be gone
                 input.start_after(ledger.progress.counts.id)
             neighbours.callers.append(input)
-        add = None
-        if spec.backend == "mpi":
-            from dni_runtime.worker.mpi import join_world
-
-            add = join_world(chain, spec.module)
         beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
         if step.shared is not None and spec.backend is not None:
             from dni_runtime.worker.collective import Collective  # some builds of torch lack it
@@ -190,7 +185,6 @@ def _serve(
                     begun=start.begun,
                     device=device,
                     links=_links(options, spec),
-                    add=add,
                 ),
                 stop,
             )

@@ -1,8 +1,7 @@
 """Workers that one ``mpirun`` or ``srun`` starts together: which one this process is, how they end.
 
 All processes have the same command. The launcher's variables give each a rank, and the rank is its
-place in the run's list of workers, replicas included. MPI itself is used only by replicas that
-share by it (``worker/mpi.py``).
+place in the run's list of workers, replicas included.
 """
 
 from __future__ import annotations

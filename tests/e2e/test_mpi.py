@@ -51,11 +51,6 @@ WORKERS = [f"{module}.{one}" for module in ("bottom", "middle", "top") for one i
 
 
 BOUND = "setpriv --pdeathsig TERM"
-BY_MPI = "replication: {strategy: all-reduce, backend: mpi}"
-NO_MPI = pytest.mark.skipif(
-    not torch.distributed.is_mpi_available(),
-    reason="this torch has no MPI, but Debian 13's python3-torch has",
-)
 
 
 @pytest.fixture
@@ -157,11 +152,10 @@ def states(site: Site) -> dict[str, Any]:
     return {"run": figures["state"], **{m["module"]: m["state"] for m in figures["modules"]}}
 
 
-@pytest.mark.parametrize("sharing", ["", pytest.param(BY_MPI, marks=NO_MPI)])
 def test_a_run_is_stopped_killed_and_continued(
-    sharing: str, site: Site, launched: list[subprocess.Popen[bytes]]
+    site: Site, launched: list[subprocess.Popen[bytes]]
 ) -> None:
-    chain = write(site.folder, FOREVER, sharing, ends=2)
+    chain = write(site.folder, FOREVER, ends=2)
     printed = site.run("mpi", chain, "--backend", "process").stdout
     assert printed.startswith("mpirun -n 6 ")
     (site.folder / "train.sh").write_text(printed)
@@ -204,18 +198,6 @@ def test_another_number_of_processes_is_refused(site: Site, mpirun: str) -> None
     assert re.search(r"process [01] \(OMPI_COMM_WORLD_RANK\) of 2 .* has 4 workers", said)
     said = sh(site.folder, printed.removeprefix("mpirun -n 4 "), expect=64)
     assert "this process has no rank" in said
-
-
-@NO_MPI
-def test_replicas_share_by_mpi(site: Site, mpirun: str) -> None:
-    chain = write(site.folder, 6, BY_MPI)
-    assert "MPI must start the workers" in site.run("up", expect=64).stderr
-    sh(site.folder, site.run("mpi", chain, "--backend", "process").stdout)
-    figures = site.json("status")
-    assert (figures["state"], figures["accuracy"] > 0.85) == ("finished", True)
-    cut = site.cuts(["bottom", "middle.1", "middle.2", "top"])[-1]
-    same = [read(site.latest.checkpoint(cut, f"middle.{one}"))[0] for one in (1, 2)]
-    assert torch.equal(*(one["layers.0.weight"] for one in same))
 
 
 @pytest.mark.apptainer

@@ -42,17 +42,6 @@ def test_all_but_memory_is_taken_care_of(ends: str, code: int) -> None:
     assert ("freed" in done.stdout) is ("ZeroDivisionError" in done.stderr) is (ends == "1 / 0")
 
 
-@pytest.mark.parametrize(("code", "seen"), [(0, 7), (75, 75)])
-def test_c_libraries_may_have_the_last_word(code: int, seen: int) -> None:
-    """If asked for, and all has gone well: as MPI ends. Here the word is ``_exit(7)``."""
-    program = (
-        "import ctypes, sys; from dni_runtime.garbage import end_in_order, run_program\n"
-        "libc = ctypes.CDLL(None); libc.__cxa_atexit(libc._exit, 7, None); end_in_order()\n"
-        f"run_program(lambda: sys.exit({code}))"
-    )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == seen
-
-
 def test_a_reader_that_is_gone_changes_no_exit_code() -> None:
     program = (
         "import sys; from dni_runtime.garbage import run_program; "

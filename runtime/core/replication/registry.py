@@ -111,12 +111,6 @@ def _check_backend(replication: ReplicationSpec, strategy: type[Strategy]) -> No
             location=("replication", "backend"),
             hint="leave 'backend' out, or choose another strategy, such as 'all-reduce'",
         )
-    if compression is not None and backend == "mpi":
-        raise SpecError(
-            "torch's communication hooks, which compress, do not work with 'backend: mpi'",
-            location=_COMPRESSION,
-            hint="leave 'compression' out, or set 'backend: gloo'",
-        )
     if compression is not None and not (strategy.per_step and compression.name in HOOKED):
         raise SpecError(
             f"with 'backend: {backend}' torch's communication hooks compress, which are for the "

@@ -69,15 +69,6 @@ def test_replicas_that_agree_are_started_together(
     assert make_plan(chain, several, SETTINGS).restart.scope == "chain"
 
 
-def test_mpi_is_begun_by_its_own_launcher(
-    chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
-) -> None:
-    sharing = [worker.model_copy(update={"backend": "mpi"}) for worker in workers]
-    plan_of(chain, sharing, tmp_path)
-    with pytest.raises(UsageError, match="MPI must start the workers"):
-        make_plan(chain, sharing, SETTINGS)
-
-
 def test_ranks_have_no_data_of_their_own(
     chain: ChainSpec, workers: tuple[WorkerSpec, ...], tmp_path: Path
 ) -> None:

@@ -108,6 +108,10 @@ def test_as_many_replicas_on_both_sides_are_linked_in_pairs_if_none_may_be_left_
     assert [link.target for link in of_b2.links_out] == ["c.1", "c.2", "c.3"]
 
 
+def test_modules_without_replicas_have_no_backend() -> None:
+    assert [one.backend for one in modules("121", more=GROUP)] == [None, "gloo", None]
+
+
 @pytest.mark.parametrize(
     ("more", "counts", "elastic"),
     [
@@ -142,12 +146,11 @@ def test_the_modules_come_back() -> None:
         ("121", "replication: {strategy: best}", "unknown strategy 'best'"),
         (["1", "auto", "1"], "replication: {strategy: codistillation}", "lost if it leaves"),
         ("121", "replication: {strategy: {diloco: {rate: 1}}}", "rate"),
-        ("121", "replication: {backend: smoke}", "'gloo', 'nccl' or 'mpi'"),
+        ("121", "replication: {backend: smoke}", "'gloo' or 'nccl'"),
         ("121", "replication: {strategy: codistillation, backend: gloo}", "has no such mean"),
         ("121", "replication: {strategy: parameter-server, backend: gloo}", "has no such mean"),
         ("121", "replication: {compression: bfloat16, backend: gloo}", "for the gradients of"),
         ("121", f"{ALL_REDUCE}, compression: int8, backend: gloo}}", "bfloat16 and powersgd"),
-        ("121", f"{ALL_REDUCE}, compression: bfloat16, backend: mpi}}", "do not work with"),
         (["1", "{most: 2}", "1"], GROUP, "a group of torch.distributed .'gloo'. needs all"),
         ("121", f"{GROUP}\nlinks: {{security: curve}}", "'gloo' does not encrypt"),
         (["1", "2, device: cpu", "1"], f"{ALL_REDUCE}, backend: nccl}}", "'nccl' is for GPUs"),
