@@ -149,7 +149,7 @@ def measure_chain(
     launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # restarts would be measured
     supervisor = Supervisor(run, launch.plan, LocalStarter(), lease=launch.lease)
     tail = tails_of(prepared.names)[0]
-    watch = Watch(run.metrics(tail), bounds, 2 * prepared.chain.links.largest_window)
+    watch = Watch(run.metrics(tail), bounds, 2 * prepared.chain.links.window)
 
     def look(state: RunState) -> None:
         if observe is not None:

@@ -53,7 +53,7 @@ class Job:
     @property
     def discard(self) -> int:
         """Batches that are not timed: more than fit into windows and the kernel's buffers."""
-        return _FIRST_PINGS if self.latency else self.links.largest_window + 16
+        return _FIRST_PINGS if self.latency else self.links.window + 16
 
     def listen_address(self, folder: Path) -> str:
         """Return the address where the sink listens; ``folder`` is for ipc."""
@@ -189,7 +189,7 @@ class LinkSink:
 
 class RawSource:
     def __init__(self, job: Job, address: str, keys: KnownKeys) -> None:
-        self._context, self._socket = _pair(job.links.largest_window)
+        self._context, self._socket = _pair(job.links.window)
         if job.links.security == "curve":
             sockets.encrypt_output(self._socket, keys.own, keys.publics["sink"])
         self._socket.connect(address)
@@ -221,7 +221,7 @@ class RawSource:
 
 class RawSink:
     def __init__(self, job: Job, folder: Path, keys: KnownKeys) -> None:
-        self._context, self._socket = _pair(job.links.largest_window)
+        self._context, self._socket = _pair(job.links.window)
         if job.links.security == "curve":
             # without a list of allowed keys: only the encryption is measured
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)

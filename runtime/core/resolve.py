@@ -328,7 +328,7 @@ def _cuts(
         )
     for index in range(len(cuts) - 2, -1, -1):
         replicas = max(chain.modules[target].most for target in graph.targets[index])
-        late = chain.links.largest_window * replicas
+        late = chain.links.window * replicas
         if not cuts[index].bootstrapped:
             late += max(cuts[target].late for target in graph.targets[index])
         cuts[index] = replace(cuts[index], late=late)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dni_runtime.link.receiver import Receiver
-from dni_runtime.link.sender import WINDOWS
 from dni_runtime.link.tensors import to_buffers
-from dni_runtime.wire import Body, Buffer, Kind, Message, encode
+from dni_runtime.wire import Buffer, Kind, Message, encode
 
 _CONTROL_KEPT = 64
 
@@ -38,7 +37,6 @@ class Answers:
         self._unsent: deque[list[Buffer]] = deque(maxlen=resend)  # before anything else
         self._control: deque[list[Buffer]] = deque(maxlen=_CONTROL_KEPT)
         self._drained = 0
-        self._windows: tuple[int, ...] = ()
         self._handshakes = 0
         self._session = ""
 
@@ -90,13 +88,6 @@ class Answers:
         """Ask the head for something."""
         self._send_control(Message(Kind.REQUEST, self._run, self._module, body={"what": what}))
 
-    def windows(self, windows: tuple[int, ...]) -> None:
-        """Report the windows of the links further down, if they have changed."""
-        if windows != self._windows:
-            self._windows = windows
-            body: dict[str, Body] = {"what": WINDOWS, WINDOWS: list(windows)}
-            self._send_control(Message(Kind.REQUEST, self._run, self._module, body=body))
-
     def send_due(self) -> None:
         """Send what waits, as far as possible."""
         while self._unsent and self._send(self._unsent[0]):
@@ -122,9 +113,6 @@ class Answers:
             self._gradients.clear()
         self._unsent = self._gradients.copy()
         self.drained_again()
-        windows, self._windows = self._windows, ()
-        if windows:
-            self.windows(windows)
 
     def _send_control(self, message: Message) -> None:
         self._control.append(encode(message))

@@ -42,7 +42,7 @@ class LinkEnd:
         make = sockets.input_socket if end == "input" else sockets.output_socket
         self._socket = make(
             self._context,
-            window=spec.links.largest_window * (1 + ADJACENT_FAILURES),  # with retained messages
+            window=spec.links.window * (1 + ADJACENT_FAILURES),  # with retained messages
             frame_limit=self._contract.frame_limit(end),
         )
 

@@ -179,10 +179,6 @@ class InputLink(LinkEnd):
         """Ask the head for something, such as ``checkpoint``."""
         self._answers.request(what)
 
-    def tell_windows(self, windows: tuple[int, ...]) -> None:
-        """Report the windows of the links further down to the module upstream."""
-        self._answers.windows(windows)
-
     def reaches_peer(self) -> bool:
         """Return whether the module upstream is connected now, by sending an acknowledgement."""
         self._answers.ack()

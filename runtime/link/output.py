@@ -20,11 +20,9 @@ from dni_runtime.link.end import MESSAGES_PER_CALL, LinkEnd
 from dni_runtime.link.items import Drained, Event, Gradient, Request
 from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_table
-from dni_runtime.link.tuner import WindowTuner
 from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import EdgeSpec, WorkerSpec
 from dni_runtime.spec.members import Members
-from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import (
     ID_LIMIT,
     Body,
@@ -65,19 +63,13 @@ class OutputLink(LinkEnd):
         super().__init__(spec, edge, "output", members or Members({}))
         self._edge, self._outputs = edge, spec.outputs
         self._frames = 1 + self._contract.up.tensors  # with the header
-        self._tuner: WindowTuner | None = None
-        window = spec.links.window
-        if window == "auto":
-            self._tuner = WindowTuner(spec.links.largest_window)
-            window = self._tuner.size
         self._sender = Sender(
             self._contract,
             run=run,
-            window=window,
+            window=spec.links.window,
             next_id=next_id,
             counters=self.counters,
             retain=spec.retain,
-            largest_window=spec.links.largest_window,
             cut=cut,
             attempt=attempt,
         )
@@ -100,11 +92,6 @@ class OutputLink(LinkEnd):
     def window(self) -> int:
         """Maximum number of unacknowledged messages."""
         return self._sender.window.size
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Windows of this link and of the next ones that a neighbour's restart may affect."""
-        return (self.window, *self._sender.below)[:ADJACENT_FAILURES]
 
     @property
     def drained(self) -> int:
@@ -223,8 +210,6 @@ class OutputLink(LinkEnd):
             body=body_of(part, rows),
         )
         self._sender.add(message, len(y))
-        if self._tuner is not None and mode is Mode.TRAIN:
-            self._tuner.sent(id, time.monotonic(), self.in_flight)
         self._transmit()
 
     def miss(self, id: int, epoch: int) -> None:
@@ -299,8 +284,6 @@ class OutputLink(LinkEnd):
                     events.append(Drained(self._sender.drained))
             except WireError as error:
                 self.refuse(error)
-        if self._tuner is not None:
-            self._tune(self._tuner)
         self._greet()
         self._transmit()
         return events
@@ -322,10 +305,6 @@ class OutputLink(LinkEnd):
             if sockets.send(self._socket, self._sender.hello()):
                 self._sender.greeted()
 
-    def _tune(self, tuner: WindowTuner) -> None:
-        tuner.acknowledged(self._sender.window.acked, time.monotonic())
-        self._sender.window.size = tuner.size
-
     def _event(self, message: Message) -> Event:
         if message.kind is Kind.GRADIENT:
             g = from_buffers(message.tensors, message.buffers, self._contract.dtype)
@@ -343,7 +322,5 @@ class OutputLink(LinkEnd):
             self._sender.transmitted()
 
     def _lose(self) -> None:
-        if self._tuner is not None and self.connected:
-            self._tuner = WindowTuner(self._tuner.limit)  # the next path may differ
         self._sender.lose()
         self._greet_again_s = time.monotonic() + _GREET_S

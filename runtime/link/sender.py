@@ -26,7 +26,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
-from reprlib import repr as brief
 
 from dni_runtime.errors import WireError
 from dni_runtime.link.contract import LinkContract
@@ -40,11 +39,9 @@ from dni_runtime.link.handshake import (
     received_of,
 )
 from dni_runtime.link.window import JUMP_LIMIT, SendWindow
-from dni_runtime.spec.worker import ADJACENT_FAILURES
 from dni_runtime.wire import (
     ID_LIMIT,
     PROTOCOL_VERSION,
-    Body,
     Buffer,
     Kind,
     Mark,
@@ -56,9 +53,6 @@ from dni_runtime.wire import (
 
 SIZES_KEPT = 1 << 14
 """Batches whose size is kept, to check late gradients against it."""
-
-WINDOWS = "windows"
-"""Request that reports the windows of the sending module's output link and of the next ones."""
 
 
 class State(Enum):
@@ -84,7 +78,6 @@ class Sender:
         next_id: int,  # the first id that will be sent
         counters: LinkCounters,
         retain: int = 0,  # acknowledged messages to keep for a neighbour that restarts
-        largest_window: int | None = None,  # on any link of the chain
         # where the whole chain started; None if only the module was restarted
         cut: int | None = None,
         attempt: int = 1,
@@ -94,8 +87,6 @@ class Sender:
         self.counters = counters
         self.window = SendWindow(window, next_id=next_id, retain=retain)
         self._state = State.SILENT
-        # windows of the next links, as far as downstream has reported them
-        self.below: tuple[int, ...] = ()
         # no more gradients will come up to this id: downstream has sent DRAINED, or had the batches
         # from an earlier process of this module
         self.drained = 0
@@ -104,8 +95,6 @@ class Sender:
         self._number = 0  # of the newest HELLO
         self._since = 1  # of the first HELLO on this connection
         self._welcomed = False
-        self._retains = retain > 0
-        self._largest_window = largest_window or window
         self._session = secrets.token_hex(8)
         self._limits = contract.up
         self._sizes: OrderedDict[int, int] = OrderedDict()
@@ -246,13 +235,9 @@ class Sender:
         if message.kind is Kind.DRAINED:
             return self._note_drained(message)
         if message.kind is Kind.REQUEST:
-            what = message.body.get("what")
-            if not isinstance(what, str):
+            if not isinstance(message.body.get("what"), str):
                 raise WireError("body", "REQUEST without 'what'")
-            if what != WINDOWS:
-                return message
-            self._note_windows(message.body.get(WINDOWS))
-            return None
+            return message
         raise WireError("kind", f"{message.kind.name} from downstream")
 
     def _welcome(self, message: Message) -> None:
@@ -280,16 +265,6 @@ class Sender:
             return None
         self.drained = message.id
         return message
-
-    def _note_windows(self, told: Body) -> None:
-        sizes = told if isinstance(told, list) else []
-        windows = tuple(one for one in sizes if isinstance(one, int) and one > 0)
-        known = 0 < len(windows) == len(sizes) <= ADJACENT_FAILURES
-        if not known or max(windows) > self._largest_window:
-            raise WireError("body", f"REQUEST with the windows {brief(told)}")
-        self.below = windows
-        if self._retains:
-            self.window.retain = sum(windows)
 
     def _check_gradient(self, message: Message) -> None:
         if self.contract.gradient is None:

@@ -32,10 +32,6 @@ TORCHMETRICS = "torchmetrics>=1.4"
 """Requirement of all other metrics."""
 
 
-AUTO_WINDOW_LIMIT = 64
-"""Upper limit of a window found by measuring."""
-
-
 class LinksSpec(Frozen):
     """Communication between neighbouring modules."""
 
@@ -45,9 +41,8 @@ class LinksSpec(Frozen):
     interface: str | None = None
     # For tcp: link *i* of the chain, from 1, listens on ``port + i``. None: a free port.
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    # Batches in flight on a link before the sender waits; ``auto``: measure how many fill the
-    # connection and keep the other end busy.
-    window: int | Literal["auto"] = 8
+    # Batches in flight on a link before the sender waits.
+    window: Annotated[int, Field(ge=1, le=4096)] = 8
     dtype: Dtype | None = None  # of activations on the wire; None: the module's compute type
     gradient_dtype: Dtype | None = None  # on the wire; None: the activations' type
     # ``auto`` encrypts tcp beyond loopback and accepts only the neighbour; ``curve`` does so on
@@ -63,18 +58,6 @@ class LinksSpec(Frozen):
     # Instead train on inputs predicted from labels, while the upstream neighbour is ``gone``, or
     # whenever the next batch is ``late``.
     synthetic_inputs: Literal["gone", "late"] | None = None
-
-    @field_validator("window", mode="before")
-    @classmethod
-    def _number_or_auto(cls, value: object) -> object:
-        if value != "auto" and not (type(value) is int and 1 <= value <= 4096):
-            raise ValueError(f"{value!r} is neither 'auto' nor a number greater than 0, up to 4096")
-        return value
-
-    @property
-    def largest_window(self) -> int:
-        """Maximum number of batches in flight."""
-        return AUTO_WINDOW_LIMIT if self.window == "auto" else self.window
 
     @model_validator(mode="after")
     def _tcp_only(self) -> Self:
@@ -164,7 +147,7 @@ class ChainSpec(Frozen):
         graph = self.graph
         for source, target in graph.numbers:
             needed = graph.beside(source, target)
-            if needed > self.links.largest_window:
+            if needed > self.links.window:
                 ends = self.modules[source].name, self.modules[target].name
                 raise ValueError(
                     f"links.window {self.links.window} is too small for the link from {ends[0]!r} "

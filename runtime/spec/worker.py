@@ -32,9 +32,7 @@ def retained(chain: ChainSpec, index: int) -> int:
     if chain.restart.policy == "never":
         return 0
     links_beyond = max(chain.graph.below[index] - 1, 0)
-    window = chain.links.window
-    first = LinksSpec.model_fields["window"].default  # until the measured window is reported
-    return (first if window == "auto" else window) * min(links_beyond, ADJACENT_FAILURES)
+    return chain.links.window * min(links_beyond, ADJACENT_FAILURES)
 
 
 class DataInfo(Frozen):

@@ -133,15 +133,6 @@ class Fanout:
         """The lowest id that can still be sent to a restarted neighbour."""
         return min(link.first for link in self.links)
 
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Windows of the next links, the largest of each distance."""
-        if len(self.links) == 1:
-            return self.links[0].windows
-        every = [link.windows for link in self.links]
-        longest = max(map(len, every), default=0)
-        return tuple(max(one[at] for one in every if at < len(one)) for at in range(longest))
-
     def send_batch(self, batch: Batch, h: Tensor) -> None:
         """Send a batch's activation (on the CPU) where it goes; see :meth:`OutputLink.send_batch`.
 

@@ -143,11 +143,6 @@ class Join:
         present = (link for link in self._present() if link.connected)
         next(present, self.links[0]).request(what)
 
-    def tell_windows(self, windows: tuple[int, ...]) -> None:
-        """Report the windows of the links further down to the modules upstream."""
-        for link in self.links:
-            link.tell_windows(windows)
-
     def reaches_peers(self) -> bool:
         """Return whether all modules upstream are connected now."""
         return all([link.reaches_peer() for link in self._present()])

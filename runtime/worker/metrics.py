@@ -133,8 +133,7 @@ class MetricsWriter:
     def count_window(self, in_flight: int, window: int) -> None:
         """Add to the interval's mean how much of the window is in use.
 
-        ``in_flight`` includes the message just sent; a ``window`` that is measured may just have
-        shrunk.
+        ``in_flight`` includes the message just sent, and markers, which may exceed the window.
         """
         self._fill += min(in_flight / window, 1.0)
         self._fills += 1

@@ -333,8 +333,6 @@ class ModuleServer:
                     self._give_up_until(event.id)
             else:
                 self._ask_upstream(event.what)
-        if self._input is not None:
-            self._input.tell_windows(self._output.windows)
 
     def _share(self, exchange: Exchange) -> None:
         """Go on with sharing what the replicas have learnt; afterwards finish the marker."""

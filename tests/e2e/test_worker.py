@@ -113,7 +113,7 @@ BOUNDED = "{delayed: {max_late: 1, predict: true, micro_batches: 4}}"
 
 @pytest.mark.parametrize(
     ("interface", "links"),
-    [("mixed", "ipc, window: auto"), (BOUNDED, "tcp, window: auto")],
+    [("mixed", "ipc"), (BOUNDED, "tcp")],
 )
 def test_chain_learns_and_reports(make: Callable[..., Chain], interface: str, links: str) -> None:
     chain = make(chain_spec(interface, epochs=12, transport=links))

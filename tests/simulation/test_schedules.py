@@ -23,7 +23,7 @@ MISSED = [
     ("tail-decides", 19, "there is no complete checkpoint"),
     ("steps-unasked", 68, "the worker of module 'c' has not reported"),
     ("gaps-untold", 220, "at 5 of the stream, which waits for input at 3; the link is up"),
-    ("links-in-turn", 5, "at 9 of the stream, which waits for input at 8; the link is up"),
+    ("links-in-turn", 6, "at 9 of the stream, which waits for input at 8; the link is up"),
     ("half-sums", 147, "the watchdog has said module 'a' waits for gradients"),
     ("means-awaited", 2022, "module 'a.1' waits for its other replicas"),
     ("ids-unagreed", 27, "b.2: ValueError: id 5 after 5"),

@@ -122,10 +122,9 @@ def test_a_new_connection_gets_again_what_the_old_one_may_have_lost(make: Make) 
     upstream.answers.gradient(1, G, 1)
     upstream.answers.gradient(2, G, 2)
     upstream.answers.drained(3)
-    upstream.answers.windows((4, 8))
     upstream.got.clear()
     upstream.back()
-    assert upstream.got == [("GRADIENT", 2), ("DRAINED", 3), ("REQUEST", 0)]
+    assert upstream.got == [("GRADIENT", 2), ("DRAINED", 3)]
     upstream.got.clear()
     upstream.answers.repeat()
     assert upstream.got == [], "once for each handshake"
@@ -137,13 +136,6 @@ def test_another_process_waits_for_no_gradient_of_the_former_one(make: Make) -> 
     upstream.got.clear()
     upstream.back("another")
     assert upstream.got == []
-
-
-def test_windows_are_told_when_they_change(make: Make) -> None:
-    upstream = make(0)
-    for windows in ((4,), (4,), (4, 8)):
-        upstream.answers.windows(windows)
-    assert [kind for kind, _ in upstream.got] == ["REQUEST", "REQUEST"]
 
 
 def test_an_acknowledgement_tells_whether_the_module_is_there(make: Make) -> None:

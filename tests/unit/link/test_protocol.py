@@ -567,26 +567,6 @@ def test_what_is_drained_stays_drained(make_spec: MakeSpec) -> None:
     assert pair.sender.drained == 100
 
 
-@pytest.mark.parametrize("retain", [0, 4])
-def test_windows_of_the_next_links(make_spec: MakeSpec, retain: int) -> None:
-    pair = Pair(make_sender(make_spec("stem", retain=retain)), make_receiver(make_spec("tail")))
-    pair.probe()
-    body: dict[str, Body] = {"what": "windows", "windows": [4, 1, 2]}
-    assert pair.up(Message(Kind.REQUEST, "run", "tail", body=body)) is None
-    assert pair.sender.below == (4, 1, 2)
-    assert pair.sender.window.retain == (7 if retain else 0)
-
-
-@pytest.mark.parametrize("windows", [None, 4, [], [0], [-1], [5], [1 << 40], ["4"], [1] * 4])
-def test_windows_that_cannot_be(make_spec: MakeSpec, windows: Body) -> None:
-    """What a neighbour says must not make this module keep messages without bounds."""
-    pair = Pair(make_sender(make_spec("stem", retain=4)), make_receiver(make_spec("tail")))
-    pair.probe()
-    body: dict[str, Body] = {"what": "windows", "windows": windows}
-    assert refused_up(pair, Message(Kind.REQUEST, "run", "tail", body=body)) == "body"
-    assert (pair.sender.window.retain, pair.sender.below) == (4, ())
-
-
 def test_requests_reach_the_module(pair: Pair) -> None:
     request = Message(Kind.REQUEST, "run", "tail", body={"what": "checkpoint"})
     assert pair.up(request) == request

@@ -258,11 +258,10 @@ def test_an_outage_takes_the_room_of_one_message() -> None:
 
 
 def test_what_was_sent_is_not_taken_back() -> None:
-    window = SendWindow(4)
+    window = SendWindow(4, retain=4)
     window.add(1, [b""], missed=True)
     assert transmit(window) == [1]
     window.add(2, [b""], missed=True)
-    window.retain = 4
     window.acknowledge(2)
     window.add(3, [b""], missed=True)
     window.rewind(0)

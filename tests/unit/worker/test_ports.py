@@ -285,10 +285,6 @@ class Below:
     def room(self) -> bool:
         return self.in_flight < self.window
 
-    @property
-    def windows(self) -> tuple[int, ...]:
-        return (self.window, 2)
-
     def carries(self, id: int) -> bool:
         return self.route is None or id % self.route[0] == self.route[1]
 
@@ -401,12 +397,6 @@ def test_a_batch_goes_to_one_replica_and_its_gradient_comes_from_there() -> None
     assert come(output) == [], "the other replica may still send gradients"
     even.events = [Drained(9)]
     assert come(output) == [9]
-
-
-@pytest.mark.parametrize(("one", "other"), [(3, 5), (5, 3)])
-def test_windows_are_the_largest(one: int, other: int) -> None:
-    output = fanout(Below(window=one), Below(window=other))
-    assert output.windows == (5, 2)
 
 
 class Lane(Below):
