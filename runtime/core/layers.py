@@ -104,7 +104,7 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
     """Build a module's layers in train mode, and infer the sizes of lazy ones."""
 
     def build() -> nn.Sequential:
-        layers = build_sized(worker.layers, worker.arguments, ("layers",))
+        layers = _build_sized(worker.layers, worker.arguments)
         if len(worker.arguments) > 1 or worker.outputs:
             rows = [edge.outputs for edge in worker.sources if edge.tensor]
             layers = Layers(list(layers), rows + [()] * (len(worker.inputs) - len(rows)))
@@ -113,14 +113,12 @@ def build_module(worker: WorkerSpec, device: torch.device | str) -> nn.Sequentia
     return without_memory(build) if device == "meta" else build().to(device)
 
 
-def build_sized(
-    layers: Sequence[LayerSpec], given: Sequence[TensorSpec], location: Location = ()
-) -> nn.Sequential:
+def _build_sized(layers: Sequence[LayerSpec], given: Sequence[TensorSpec]) -> nn.Sequential:
     """Build layers that do not change their input, and infer the sizes of lazy ones.
 
     ``given`` has one sample of each of their inputs.
     """
-    built = build_layers(layers, location)
+    built = build_layers(layers, ("layers",))
     lazy = [p for p in built.parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         with torch.no_grad():

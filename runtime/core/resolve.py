@@ -20,7 +20,6 @@ from dni_runtime.core.checks import (
     check_single_samples,
     check_training,
     micro_batches_of,
-    place,
 )
 from dni_runtime.core.choices import Location
 from dni_runtime.core.interfaces import Resolved, Timing, default_interface
@@ -36,14 +35,12 @@ from dni_runtime.core.shapes import Inferred, data_of, infer_shapes, taken_of
 from dni_runtime.errors import SpecError
 from dni_runtime.packing import row_of
 from dni_runtime.spec import (
-    AheadSpec,
     ChainSpec,
     Choice,
     ClipSpec,
     DataInfo,
     EdgeSpec,
     HeadRole,
-    LayerSpec,
     ModuleSpec,
     SelectionRole,
     TailRole,
@@ -177,7 +174,6 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
                 index=index,
                 layers=module.layers,
                 interface=module.interface,
-                ahead=_ahead(full, index, interface, inferred),
                 optimizer=module.optimizer,
                 schedule=module.schedule,
                 schedule_every=module.schedule_every,
@@ -244,30 +240,6 @@ def worker_specs(chain: ChainSpec, info: DataInfo) -> tuple[WorkerSpec, ...]:
     if chain.data.batch_size < 2:
         check_single_samples(workers)
     return tuple(workers)
-
-
-def _ahead(
-    chain: ChainSpec, index: int, interface: Resolved | None, inferred: Sequence[Inferred]
-) -> AheadSpec | None:
-    """Return the next modules' layers, for as many modules as the interface looks at."""
-    if interface is None or not interface.wanted.lookahead:
-        return None
-    graph, at, layers = chain.graph, index, list[LayerSpec]()
-    for _ in range(interface.wanted.lookahead):
-        targets = graph.targets[at]
-        if len(targets) != 1 or len(graph.links[targets[0]]) != 1 or inferred[at].packed:
-            break
-        at = targets[0]
-        layers += chain.modules[at].layers
-    if at == index:
-        raise SpecError(
-            f"'lookahead' of module {chain.modules[index].name!r} needs one output, and one next "
-            "module with one input",
-            location=place(chain, index, "interface"),
-            hint="leave 'lookahead' out there",
-        )
-    ends = at == len(chain.modules) - 1
-    return AheadSpec(layers=tuple(layers), output=inferred[at].output, ends=ends)
 
 
 @dataclass(frozen=True)

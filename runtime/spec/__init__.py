@@ -23,7 +23,6 @@ from dni_runtime.spec.modules import ClipSpec, GroupSpec, InitSpec, ModuleSpec
 from dni_runtime.spec.named import Choice, LayerSpec, LossSpec
 from dni_runtime.spec.running import CheckpointSpec
 from dni_runtime.spec.worker import (
-    AheadSpec,
     DataInfo,
     HeadRole,
     SelectionRole,
@@ -33,7 +32,6 @@ from dni_runtime.spec.worker import (
 
 __all__ = [
     "NO_LABEL",
-    "AheadSpec",
     "BaseSpec",
     "ChainSpec",
     "CheckpointSpec",

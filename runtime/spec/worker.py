@@ -87,14 +87,6 @@ class TailRole(Frozen):
     labels: DataSpec | None = None
 
 
-class AheadSpec(Frozen):
-    """The next modules, for a local head that begins with layers like theirs."""
-
-    layers: tuple[LayerSpec, ...]
-    output: TensorSpec  # one sample, of the last layer
-    ends: bool  # the last of them is the chain's last module
-
-
 class WorkerSpec(Frozen):
     """Everything that one worker needs to serve its module."""
 
@@ -104,7 +96,6 @@ class WorkerSpec(Frozen):
     index: int  # of the module in the chain, from 0
     layers: tuple[LayerSpec, ...]
     interface: Choice | None  # at its output; None: the tail
-    ahead: AheadSpec | None = None  # the next modules' layers, if the interface uses them
     optimizer: Choice
     schedule: Choice | None
     schedule_every: Literal["epoch", "batch"]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from torch import Tensor, nn
 
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import AheadSpec, Choice, TensorSpec, WorkerSpec
+from dni_runtime.spec import Choice, TensorSpec, WorkerSpec
 from dni_runtime.spec.named import Frozen
 
 
@@ -31,7 +31,6 @@ class Boundary:
         classes: Number of classes, when labels are class indices.
         loss: The chain's loss.
         optimizer: The module's optimizer, for parts that train like the module.
-        ahead: The next modules' layers, if the interface uses them.
         labelled: Whether the module has its batches' labels; else they are ``[B, 0]``.
     """
 
@@ -41,7 +40,6 @@ class Boundary:
     classes: int | None
     loss: Choice
     optimizer: Choice
-    ahead: AheadSpec | None = None
     labelled: bool = True
 
     @classmethod
@@ -54,7 +52,6 @@ class Boundary:
             classes=worker.classes,
             loss=worker.loss,
             optimizer=worker.optimizer,
-            ahead=worker.ahead,
             labelled=worker.labelled,
         )
 
@@ -116,7 +113,7 @@ Keep = Literal["graph", "input", "weights"]
 
 
 class Wanted(NamedTuple):
-    """What a module needs from those downstream: gradients, and layers.
+    """What an interface needs: gradients from downstream, and labels.
 
     Attributes:
         every: n, for the gradient of every n-th batch (by id); 0: none.
@@ -125,7 +122,6 @@ class Wanted(NamedTuple):
         micro_batches: Number of parts that each training batch is cut into.
         max_late: Updates that may be missing from the weights of a forward pass, if true gradients
             update the module: it waits before it exceeds that. None: any number.
-        lookahead: Number of next modules whose layers it needs.
         labels: Whether it needs its batches' labels.
     """
 
@@ -133,7 +129,6 @@ class Wanted(NamedTuple):
     bootstrapped: bool = False
     micro_batches: int = 1
     max_late: int | None = None
-    lookahead: int = 0
     labels: bool = True
 
 

@@ -12,11 +12,10 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from dni_runtime.core.layers import build_sized
 from dni_runtime.core.pooling import Grid
 from dni_runtime.core.synthesizers.networks import BatchNorm
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import AheadSpec, TensorSpec
+from dni_runtime.spec import TensorSpec
 from dni_runtime.spec.named import Frozen
 
 REDUCED = 4
@@ -62,11 +61,6 @@ def build_head(
     if len(prediction.shape) != 1:
         layers.append(nn.Unflatten(1, prediction.shape))
     return nn.Sequential(*layers)
-
-
-def build_ahead(activation: TensorSpec, ahead: AheadSpec) -> nn.Sequential:
-    """Build layers like those of the next modules, with weights of their own."""
-    return build_sized(ahead.layers, [activation])
 
 
 def _linear(activation: TensorSpec, options: HeadOptions) -> tuple[int, list[nn.Module]]:

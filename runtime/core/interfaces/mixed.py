@@ -55,8 +55,7 @@ class Mixed(GradientInterface):
 
     @classmethod
     def wants(cls, options: MixedOptions) -> Wanted:
-        lookahead = options.local.lookahead
-        return Synthetic.wants(options.synthetic)._replace(lookahead=lookahead, labels=True)
+        return Synthetic.wants(options.synthetic)._replace(labels=True)
 
     def signal(self, h_BH: Tensor, y_BY: Tensor) -> Signal:
         predicted = self.synthetic.signal(h_BH, y_BY)

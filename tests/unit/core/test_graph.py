@@ -167,14 +167,6 @@ def test_outputs_that_do_not_fit(index: int, module: str, message: str, hint: st
     assert hint in str(caught.value.hint)
 
 
-def test_lookahead_is_for_one_output() -> None:
-    chain = [TWO_OUTPUTS[0], f"{{name: b, layers: [{{{OWN % 'Flat'}}}, {{Linear: {{in_features: 14,"
-             " out_features: 3}}]}"]  # fmt: skip
-    workers(chain)
-    with pytest.raises(SpecError, match="'lookahead' of module 'a'"):
-        workers(chain, "{local: {lookahead: 1}}")
-
-
 def test_a_join_that_begins_with_a_layer_of_one_argument() -> None:
     wrong = [*DIAMOND[:3], "{name: d, inputs: [b, c], layers: [Flatten]}"]
     with pytest.raises(SpecError, match=r"it gets float32\[B x 8\] and float32\[B x 8\]") as caught:
@@ -201,18 +193,6 @@ def test_synthetic_inputs_are_for_one_input() -> None:
 def test_batches_are_not_joined_along_the_batch() -> None:
     with pytest.raises(SpecError, match="dim 0 is the batch"):
         workers([*DIAMOND[:3], "{name: d, inputs: [b, c], layers: [{Concat: {dim: 0}}]}"])
-
-
-def test_lookahead_needs_one_next_module_with_one_input() -> None:
-    with pytest.raises(SpecError, match="'lookahead' of module 'a'"):
-        workers(DIAMOND, "{local: {lookahead: 1}}")
-    own = U_SHAPE.copy()
-    own[1] = own[1].replace("name: b", "name: b, interface: {local: {lookahead: 2}}")
-    own[3] = own[3].replace("[c, b]", "[c, a]").replace("in_features: 4", "in_features: 8")
-    own[2] = own[2].replace("out_features: 4", "out_features: 8")
-    ahead = workers(own, "local")[1].ahead
-    assert ahead is not None
-    assert (len(ahead.layers), ahead.ends) == (2, False), "the join is not looked at"
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt2"])

@@ -1,4 +1,4 @@
-"""Local losses: heads, similarities, and layers like those of the next modules."""
+"""Local losses: heads, and chains that learn by them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from dni_runtime.core.interfaces import build_interface
 from dni_runtime.core.interfaces.base import Boundary
 from dni_runtime.core.interfaces.heads import HeadOptions, build_head
 from dni_runtime.core.interfaces.local import Local
-from dni_runtime.core.interfaces.similarity import SimilarityLoss, similarities
 from dni_runtime.core.resolve import worker_specs
-from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec, parse_chain
 
 LABEL = TensorSpec(shape=(), dtype="int64")
@@ -27,12 +25,12 @@ def spec(*shape: int) -> TensorSpec:
     return TensorSpec(shape=shape, dtype="float32")
 
 
-def boundary(*shape: int, label: TensorSpec = LABEL, classes: int | None = 4) -> Boundary:
+def boundary(*shape: int) -> Boundary:
     return Boundary(
         activation=spec(*shape),
-        label=label,
-        prediction=spec(4, *(label.shape if classes else ())),
-        classes=classes,
+        label=LABEL,
+        prediction=spec(4),
+        classes=4,
         loss=Choice(name="CrossEntropyLoss"),
         optimizer=Choice(name="SGD", args={"lr": 0.0}),
     )
@@ -78,73 +76,11 @@ def test_mlp_sr_on_each_token_has_three_linear_layers() -> None:
     assert head(torch.randn(2, 5, 8)).shape == (2, 5, 3)
 
 
-def cosines(x_BF: Tensor) -> Tensor:
-    """The paper's similarity matrix, pair by pair."""
-    rows = []
-    for one in x_BF:
-        a = one - one.mean()
-        row = []
-        for other in x_BF:
-            b = other - other.mean()
-            row.append((a * b).sum() / (a.square().sum().sqrt() * b.square().sum().sqrt()))
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def test_labels_are_alike_or_equally_unlike() -> None:
-    matrix = similarities(F.one_hot(torch.tensor([0, 1, 1, 3]), 4).double())
-    other = -1 / 3
-    expected = [[1, other, other, other], [other, 1, 1, other], [other, 1, 1, other]]
-    torch.testing.assert_close(matrix[:3], torch.tensor(expected).double())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("ignored", [False, True])
-def test_similarity_is_that_of_the_paper(shape: tuple[int, ...], ignored: bool) -> None:
-    """Value and gradient against a computation of each pair of samples."""
-    torch.manual_seed(0)
-    made = SimilarityLoss(spec(*shape), LABEL, 4).double()
-    (weight,) = made.parameters()
-    h_BH = torch.randn(6, *shape, dtype=torch.double, requires_grad=True)
-    y_B = torch.tensor([3, 0, -100 if ignored else 1, 0, 2, 3])
-    valid_B = y_B >= 0
-    loss = made(h_BH, y_B, valid_B if ignored else None)
-    found = torch.autograd.grad(loss, [h_BH, weight])
-
-    if len(shape) == 3:
-        z = F.conv2d(h_BH, weight, padding=1).flatten(2)
-        several = z.shape[1] > 3
-    elif len(shape) == 2:
-        z, several = (h_BH @ weight.T).mT, True
-    else:
-        z, several = h_BH @ weight.T, False
-    if several:  # the deviation over n places, n - 1 in its divisor
-        apart = z - z.mean(2, keepdim=True)
-        z = (apart.square().sum(2) / (z.shape[2] - 1)).sqrt()
-    z, y_B = z.flatten(1)[valid_B], y_B[valid_B]
-    labels = torch.zeros(len(y_B), 4, dtype=torch.double)
-    labels[torch.arange(len(y_B)), y_B] = 1
-    expected = (cosines(z) - cosines(labels)).square().sum() / len(y_B) ** 2
-    torch.testing.assert_close(loss, expected)
-    for one, other in zip(found, torch.autograd.grad(expected, [h_BH, weight]), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_maps_without_any_difference_have_finite_gradients() -> None:
-    made = SimilarityLoss(spec(5, 4, 4), LABEL, 4)
-    h_BH = torch.zeros(3, 5, 4, 4, requires_grad=True)
-    made(h_BH, torch.tensor([0, 1, 1])).backward()
-    assert h_BH.grad is not None
-    assert h_BH.grad.isfinite().all()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
-
-
-def test_the_local_loss_is_shared_between_prediction_and_similarity() -> None:
-    local = build_interface(Choice(name="local", args={"similarity": 0.9}), boundary(5, 6, 6))
+def test_the_signal_is_the_gradient_of_the_heads_loss() -> None:
+    local = build_interface(Choice(name="local"), boundary(5, 6, 6))
     assert isinstance(local, Local)
-    assert local.similarity is not None
     h_BH, y_B = torch.randn(7, 5, 6, 6, requires_grad=True), torch.randint(0, 4, (7,))
-    loss = 0.1 * F.cross_entropy(local.head(h_BH), y_B) + 0.9 * local.similarity(h_BH, y_B)
+    loss = F.cross_entropy(local.head(h_BH), y_B)
     (expected,) = torch.autograd.grad(loss, h_BH)
     signal = local.signal(h_BH.detach(), y_B)
     torch.testing.assert_close(signal.g_BH, 7 * expected)
@@ -152,20 +88,6 @@ def test_the_local_loss_is_shared_between_prediction_and_similarity() -> None:
     torch.testing.assert_close(signal.loss, loss.detach())
     trained = {id(p) for group in local.optimizers()["head"].param_groups for p in group["params"]}
     assert trained == {id(p) for p in local.parameters()}
-
-
-@pytest.mark.parametrize(
-    ("label", "classes"),
-    [(TensorSpec(shape=(6,), dtype="int64"), 4), (TensorSpec(shape=(4,), dtype="float32"), None)],
-)
-def test_similarity_needs_a_class_for_each_sample(label: TensorSpec, classes: int | None) -> None:
-    with pytest.raises(SpecError, match="one class label for each") as error:
-        build_interface(
-            Choice(name="mixed", args={"local": {"similarity": 0.5}}),
-            boundary(6, 5, label=label, classes=classes),
-            ("here",),
-        )
-    assert error.value.location == ("here", "mixed", "local", "similarity")
 
 
 CHAIN = """\
@@ -198,35 +120,12 @@ def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x, y, strict=True))
 
 
-def test_a_head_looks_at_as_many_modules_as_there_are() -> None:
-    for interface in ("{local: {lookahead: 2}}", "{mixed: {local: {lookahead: 2}}}"):
-        a, b, c, d = workers(interface)
-        assert a.ahead is not None
-        assert [layer.type for layer in a.ahead.layers] == [
-            *("Conv2d", "LazyBatchNorm2d", "Dropout", "ReLU"),
-            *("LazyConv2d", "ReLU"),
-        ]
-        assert a.ahead.output == c.output
-        assert not a.ahead.ends
-        assert b.ahead is not None
-        assert [layer.type for layer in b.ahead.layers[2:]] == ["Flatten", "Linear"]
-        assert b.ahead.ends
-        assert c.ahead is not None
-        assert c.ahead.ends
-        assert d.ahead is None
-    assert all(worker.ahead is None for worker in workers("local"))
-
-
-def test_an_image_depends_on_the_layers_that_its_head_looks_at() -> None:
-    for interface, same in (("local", True), ("{local: {lookahead: 1}}", False)):
-        first, other = workers(interface)[0], workers(interface, channels=6)[0]
-        assert (first.hash == other.hash) is same
+def test_an_image_does_not_depend_on_the_next_modules_layers() -> None:
+    assert workers("local")[0].hash == workers("local", channels=6)[0].hash
 
 
 @pytest.mark.parametrize("interface", ["local", "mixed"])
-@pytest.mark.parametrize(
-    "options", ["lookahead: 1", "lookahead: 3", "head: mlp-sr", "similarity: 0.9", "pool: 2"]
-)
+@pytest.mark.parametrize("options", ["head: mlp-sr", "pool: 2"])
 def test_chains_of_maps_learn(interface: str, options: str) -> None:
     local = f"{{local: {{{options}}}}}"
     chain = LocalChain(workers(local if interface == "local" else f"{{mixed: {local}}}"), delay=2)
@@ -242,25 +141,12 @@ def test_chains_of_maps_learn(interface: str, options: str) -> None:
         assert float((p.argmax(1) == y).float().mean()) > 0.8
 
 
-def test_layers_ahead_have_weights_of_their_own_that_are_trained() -> None:
-    chain = LocalChain(workers("{local: {lookahead: 1}}"))
-    local = chain.steps[0].interface
-    assert isinstance(local, Local)
-    before = [p.clone() for p in local.head.parameters()]
-    kernel, own = local.head[0][0].weight, chain.steps[1].layers[0].weight
-    assert kernel.shape == own.shape
-    assert not torch.equal(kernel, own)
-    ((x, y),) = batches(1)
-    chain.train_batch(x, y)
-    assert not any(map(torch.equal, before, local.head.parameters()))
-
-
-def test_heads_that_draw_are_seeded() -> None:
-    """Each module draws as in a process of its own, its head's dropout, too."""
+def test_modules_that_draw_are_seeded() -> None:
+    """Each draws as in a process of its own."""
     results = []
     for _ in range(2):
         torch.manual_seed(torch.seed() % 1000)
-        chain = LocalChain(workers("{local: {lookahead: 1}}"))
+        chain = LocalChain(workers("local"))
         for x, y in batches(3):
             chain.train_batch(x, y)
         results.append([p for step in chain.steps for p in step.layers.parameters()])

@@ -134,7 +134,7 @@ modules:
 """
 
 
-@pytest.mark.parametrize("interface", ["exact", "mixed", "{local: {lookahead: 1}}"])
+@pytest.mark.parametrize("interface", ["exact", "mixed", "local"])
 @pytest.mark.parametrize(
     "layers",
     [

@@ -269,7 +269,7 @@ def test_evaluation_has_a_state_of_its_own() -> None:
 
 def test_each_evaluation_begins_with_zeros() -> None:
     """That of the test set follows one of held-out samples, without a batch between."""
-    chain = LocalChain(workers("{local: {lookahead: 1}}"))
+    chain = LocalChain(workers("local"))
     (x,) = chunks(1)
 
     def evaluated() -> list[Tensor]:

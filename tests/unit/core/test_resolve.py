@@ -287,14 +287,10 @@ modules:
 
 
 def test_errors_of_a_part_name_it() -> None:
-    text = CHAIN.replace("interface: mixed", "interface: {corrected: {local: {similarity: 0.5}}}")
-    info = INFO.model_copy(
-        update={"label": TensorSpec(shape=(10,), dtype="float32"), "classes": None}
-    )
-    text = text.replace("CrossEntropyLoss", "MSELoss").replace("[accuracy]", "[]")
+    text = CHAIN.replace("interface: mixed", "interface: {corrected: {local: {optimizer: LBFGS}}}")
     with pytest.raises(SpecError) as caught:
-        worker_specs(parse_chain(text), info)
-    assert caught.value.path == "modules[0].interface.corrected.local.similarity"
+        worker_specs(parse_chain(text), INFO)
+    assert caught.value.path == "modules[0].interface.corrected.local.optimizer.LBFGS"
 
 
 class Argmax(nn.Module):
