@@ -38,7 +38,7 @@ nodes_option = click.option(
     "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Nodes (default: the chain's)."
 )
 partition_option = click.option(
-    "--partition", metavar="NAME", help="Partition, instead of the chain's and the profile's."
+    "--partition", metavar="NAME", help="Partition, instead of the profile's."
 )
 costs_option = click.option(
     "--costs",
@@ -244,12 +244,11 @@ def _request(
     from dni_runtime.core.cost import estimated_costs
     from dni_runtime.launch.prepare import importing_from
     from dni_runtime.launch.slurm.commands import NodeShape, node_shapes
-    from dni_runtime.launch.slurm.submit import make_request, measured_costs, wanted_partitions
+    from dni_runtime.launch.slurm.submit import make_request, measured_costs
 
-    partitions = wanted_partitions(prepared, partition, site_profile)
-    shapes: dict[str | None, list[NodeShape]] | None = None
+    shapes: list[NodeShape] | None = None
     try:
-        shapes = node_shapes(set(partitions))
+        shapes = node_shapes(partition or site_profile.partition)
     except UnavailableError as error:
         if strict:
             raise
@@ -262,7 +261,7 @@ def _request(
     return make_request(
         root, prepared, site_profile, python=sys.executable,
         python_path=os.environ.get("PYTHONPATH", ""), nodes=nodes, time_limit=time_limit,
-        partitions=partitions, costs=found, shapes=shapes,
+        partition=partition, costs=found, shapes=shapes,
     )  # fmt: skip
 
 
@@ -281,13 +280,12 @@ def _checked(script: str, options: list[str]) -> str:
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     from dnictl.show import percent, print_table
 
-    columns = ["module", "node", "partition", "input", "cpus", "gpus", "memory", "work"]
+    columns = ["module", "node", "input", "cpus", "gpus", "memory", "work"]
     print_table(
         columns,
         [
             [
-                row["module"], str(row["node"]), row["partition"] or "default", row["input"],
-                str(row["cpus"]), str(row["gpus"]),
+                row["module"], str(row["node"]), row["input"], str(row["cpus"]), str(row["gpus"]),
                 f"{row['memory_mib']} MiB", percent(row["work"], 0),
             ]
             for row in rows

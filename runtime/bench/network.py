@@ -113,8 +113,7 @@ def step_on(allocation: Allocation, host: str, python: str | None = None) -> Pee
     ``python`` is the Python with dnictl on the nodes (default: this one).
     """
     program = (python or sys.executable, *PROGRAM[1:])
-    group = allocation.groups[allocation.hosts.index(host)]
-    return Peer([*beside([host], group), *program], environ=step_environment(os.environ))
+    return Peer([*beside([host]), *program], environ=step_environment(os.environ))
 
 
 def measure_lines(lines: Sequence[Line], start: Callable[[str], Peer]) -> Iterator[Measured]:

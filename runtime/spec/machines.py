@@ -73,7 +73,6 @@ class ResourcesSpec(Frozen):
     gpus: Annotated[int, Field(ge=0, le=64)] | None = None
     # Such as ``800M`` or ``16G``: powers of 1024, as Slurm counts.
     memory: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}[MG]$")] | None = None
-    partition: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
 
     @property
     def memory_mib(self) -> int | None:

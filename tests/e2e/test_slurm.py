@@ -80,14 +80,8 @@ def training(root: RunDir, attempt: int = 1) -> bool:
     return here and int(tail.get("step") or 0) > 23 * attempt
 
 
-def states_of(job: str) -> dict[str, str]:
-    """The states of a job's components by their ids; of most jobs there is one."""
-    shown = run(["squeue", "--noheader", f"--jobs={job}", "--format=%A %T"]).stdout
-    return {id: state for id, state in map(str.split, shown.splitlines())}
-
-
 def is_requeued(job: str) -> bool:
-    return set(states_of(job).values()) == {"PENDING"}
+    return state_of(job) == "PENDING"
 
 
 def started_again(job: str) -> None:
@@ -102,10 +96,9 @@ def started_again(job: str) -> None:
     eventually("a later second", lambda: time.time() >= ended_s + 2)
 
     def starts() -> bool:  # again and again: Slurm may put it off only after it is PENDING
-        found = states_of(job)
-        for id in [id for id, state in found.items() if state == "PENDING"]:
-            run(["scontrol", "update", f"JobId={id}", "StartTime=now"])
-        return set(found.values()) == {"RUNNING"}
+        if is_requeued(job):
+            run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+        return state_of(job) == "RUNNING"
 
     eventually("it starts", starts, every_s=0.5)
 

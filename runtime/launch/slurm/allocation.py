@@ -24,7 +24,7 @@ from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.nodes import nodes_of
 from dni_runtime.launch.slurm.script import JobRequest
 from dni_runtime.launch.slurm.starter import end_steps
-from dni_runtime.launch.slurm.steps import group_option, step_args
+from dni_runtime.launch.slurm.steps import step_args
 from dni_runtime.launch.slurm.submit import make_request
 from dni_runtime.rundir import RunDir, socket_path
 from dni_runtime.spec import ChainSpec, WorkerSpec
@@ -44,7 +44,6 @@ class Allocation:
 
     job: str  # its id
     hosts: tuple[str, ...]  # names of its nodes, as Slurm prints them
-    groups: tuple[int | None, ...]  # component of each node in a heterogeneous job
 
 
 def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | None:
@@ -53,21 +52,19 @@ def allocation_here(environ: Mapping[str, str] | None = None) -> Allocation | No
     job, nodes = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
         return None
+    if environ.get("SLURM_HET_SIZE"):
+        raise UsageError(
+            f"job {job} is heterogeneous, and a run is placed in one component",
+            hint="use 'dnictl submit', or an allocation of one component",
+        )
     try:
-        size = int(environ.get("SLURM_HET_SIZE") or 0)
-        lists = [environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in range(size)]
-        found = [
-            (host, group if size else None)
-            for group, listed in enumerate(lists or [nodes])
-            for host in commands.hostnames(listed)
-        ]
-    except (UnavailableError, ValueError, KeyError) as error:
+        return Allocation(job, tuple(commands.hostnames(nodes)))
+    except UnavailableError as error:
         raise UnavailableError(
             f"SLURM_JOB_ID={job} says that this is in a Slurm job, whose nodes are not known: "
-            f"{error.message if isinstance(error, UnavailableError) else repr(error)}",
+            f"{error.message}",
             hint=OUTSIDE,
         ) from None
-    return Allocation(job, tuple(host for host, _ in found), tuple(group for _, group in found))
 
 
 def plan_in_allocation(
@@ -110,12 +107,10 @@ def plan_in_allocation(
 
 def plan_of_job(record: Record, state: RunState) -> LaunchPlan | None:
     """Return the plan for this start of a run's job; None if the run has finished."""
-    _own_allocation(record.name)
+    allocation = _own_allocation(record.name)
     if state.phase == "finished":
         return None
-    job = commands.component_jobs(os.environ)
-    assert job is not None  # this is an allocation
-    end_steps(job, record.modules)  # of a supervisor that was killed
+    end_steps(allocation.job, record.modules)  # of a supervisor that was killed
     return plan_again(record, attempt=state.last_attempt + 1)
 
 
@@ -135,11 +130,6 @@ def request_here(
     """Return the job request of a chain on this allocation's nodes."""
     from dni_runtime.core.cost import estimated_costs  # torch
 
-    if allocation.groups[0] is not None:
-        raise UsageError(
-            f"job {allocation.job} is heterogeneous: modules cannot be placed in an existing one",
-            hint="use 'dnictl submit', which requests nodes in the modules' partitions",
-        )
     with importing_from(prepared.base.absolute()):
         costs = estimated_costs(prepared.workers)
     wanted = prepared.chain.placement
@@ -165,8 +155,8 @@ def _as_steps(
     any_gpus = any(need.gpus for need in needs)
     steps = []
     for worker, need, number in zip(plan.workers, needs, job.nodes, strict=True):
-        host, group = allocation.hosts[number], allocation.groups[number]
-        options = step_args(need, profile=job.settings, any_gpus=any_gpus, group=group)
+        options = step_args(need, profile=job.settings, any_gpus=any_gpus)
+        host = allocation.hosts[number]
         steps.append(replace(worker, node=host, need=need, scheduler_args=options))
     return tuple(steps)
 
@@ -180,13 +170,12 @@ def bind_mounts(profile: ProfileSpec) -> tuple[Mount, ...]:
     return tuple(mounts)
 
 
-def beside(hosts: Sequence[str], group: int | None) -> list[str]:
+def beside(hosts: Sequence[str]) -> list[str]:
     """Return the start of a command that runs on each node, beside its other steps."""
     return [
         *("srun", "--overlap", "--mem=0", "--cpus-per-task=1", "--quiet"),
         *(f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"),
         f"--nodelist={','.join(hosts)}",
-        *group_option(group),
     ]
 
 
@@ -195,15 +184,11 @@ def clean_up(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> None
     allocation = allocation_here(environ)
     if allocation is None:
         return
-    for group in dict.fromkeys(allocation.groups):
-        there = zip(allocation.hosts, allocation.groups, strict=True)
-        hosts = [host for host, at in there if at == group]
-        if group is None:
-            hosts = nodes_of(allocation.job) or hosts  # one may be lost
-        argv = [*beside(hosts, group), "--input=none", "rm", "-rf", "--", plan.sockets]
-        try:
-            code, _, err = commands.run_slurm(argv, timeout_s=_CLEAN_TIMEOUT_S)
-        except UnavailableError as error:
-            code, err = 1, str(error)
-        if code != 0:
-            log.warning("cannot remove %s on %s: %s", plan.sockets, ", ".join(hosts), err.strip())
+    hosts = nodes_of(allocation.job) or allocation.hosts  # one may be lost
+    argv = [*beside(hosts), "--input=none", "rm", "-rf", "--", plan.sockets]
+    try:
+        code, _, err = commands.run_slurm(argv, timeout_s=_CLEAN_TIMEOUT_S)
+    except UnavailableError as error:
+        code, err = 1, str(error)
+    if code != 0:
+        log.warning("cannot remove %s on %s: %s", plan.sockets, ", ".join(hosts), err.strip())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,13 +206,6 @@ def own_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def component_jobs(environ: Mapping[str, str]) -> str | None:
-    """Return this job's id, or its components' ids (``JOB,JOB``), or None outside of a job."""
-    size = int(environ.get("SLURM_HET_SIZE") or 0)
-    ids = [environ[f"SLURM_JOB_ID_HET_GROUP_{group}"] for group in range(size)]
-    return ",".join(ids) or environ.get("SLURM_JOB_ID")
-
-
 def step_ids(job: str) -> dict[str, str]:
     """Return the ids (``JOB.STEP``) of a job's running steps by name, the newest of each.
 
@@ -248,15 +241,15 @@ def kill_steps(steps: Sequence[str]) -> None:
             raise _failed("scancel", err)
 
 
-def node_shapes(partitions: Collection[str | None]) -> dict[str | None, list[NodeShape]]:
-    """Return the kinds of nodes in each partition (None: the default one).
+def node_shapes(partition: str | None) -> list[NodeShape]:
+    """Return the kinds of nodes in a partition (None: the default one).
 
     Raises ``UnavailableError`` if Slurm does not respond.
     """
     code, out, err = run_slurm(["sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G"])
     if code != 0:
         raise _failed("sinfo", err)
-    return {partition: parse_sinfo(out, partition) for partition in partitions}
+    return parse_sinfo(out, partition)
 
 
 def parse_sinfo(out: str, partition: str | None) -> list[NodeShape]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from dni_runtime.documents.records import JobRecord
@@ -42,12 +41,11 @@ class Slurm(Local):
         return step_argv(worker)
 
     def starter(self, environ: Mapping[str, str]) -> Starter:
-        return SlurmStarter(self._jobs(), environ)
+        return SlurmStarter(self._job(), environ)
 
     def hosts(self, plan: LaunchPlan) -> Hosts | None:
-        # modules are not moved between the components of a heterogeneous job
-        movable = len({worker.node for worker in plan.workers}) > 1 and "," not in self._jobs()
-        return JobNodes(self._jobs(), plan) if movable else None
+        several = len({worker.node for worker in plan.workers}) > 1
+        return JobNodes(self._job(), plan) if several else None
 
     def clean_up(self, plan: LaunchPlan) -> None:
         from dni_runtime.launch.slurm.allocation import clean_up
@@ -63,7 +61,7 @@ class Slurm(Local):
             commands.cancel(record.job)
 
     @staticmethod
-    def _jobs() -> str:
-        job = commands.component_jobs(os.environ)
+    def _job() -> str:
+        job = commands.own_job()
         assert job is not None  # the plan is one of this job
         return job

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -39,9 +38,6 @@ class JobRequest:
     python_path: str = ""  # its ``PYTHONPATH``, or empty
     time: str | None = None  # limit; None: the profile's
     partition: str | None = None  # None: the profile's
-    # The partition of each node if modules use different ones (None: the cluster's default); nodes
-    # of one partition are contiguous. Empty: one for all.
-    partitions: tuple[str | None, ...] = ()
     extra: tuple[str, ...] = ()  # further directives from the command line
 
     @property
@@ -53,22 +49,10 @@ class JobRequest:
         """Return the modules on a node."""
         return [need for need, at in zip(self.needs, self.nodes, strict=True) if at == node]
 
-    @property
-    def components(self) -> dict[str | None, list[int]]:
-        """The nodes in each partition; several partitions are components of a heterogeneous job.
-
-        The batch script runs on the first node of the first component.
-        """
-        found: dict[str | None, list[int]] = {}
-        everywhere = (self.partition or self.profile.partition,) * self.count
-        for node, partition in enumerate(self.partitions or everywhere):
-            found.setdefault(partition, []).append(node)
-        return found
-
-    def largest(self, what: str, nodes: Sequence[int] | None = None) -> int:
+    def largest(self, what: str) -> int:
         """Return the largest need of a node for ``cpus``, ``gpus`` or ``memory_mib``."""
-        nodes = range(self.count) if nodes is None else nodes
-        return max(sum(int(getattr(need, what)) for need in self.on(node)) for node in nodes)
+        nodes = map(self.on, range(self.count))
+        return max(sum(int(getattr(need, what)) for need in there) for there in nodes)
 
     @property
     def grace_s(self) -> int:
@@ -79,8 +63,7 @@ class JobRequest:
 def directives(request: JobRequest) -> list[str]:
     """Return the job's ``#SBATCH`` directives, without those that the profile suppresses.
 
-    Every node requests what the fullest node of its partition needs: in one component of a job all
-    nodes are alike. ``hetjob`` separates components (sbatch(1), "heterogeneous jobs").
+    Every node requests what the fullest one needs: all nodes of a job are alike.
     """
     profile = request.profile
     log = str(RunDir(request.run).supervisor_log)
@@ -89,14 +72,24 @@ def directives(request: JobRequest) -> list[str]:
             f"the run directory {str(request.run)!r} is not usable in a batch script",
             hint="choose one without quotes, backslashes and line breaks: --runs or --run-dir",
         )
-    first, *others = (
-        _component(request, partition, nodes) for partition, nodes in request.components.items()
-    )
+    given = {
+        "job-name": f"dni-{request.chain}",
+        "account": profile.account,
+        "partition": request.partition or profile.partition,
+        "qos": profile.qos,
+        "constraint": profile.constraint,
+        "reservation": profile.reservation,
+        "time": request.time or profile.time,
+        "nodes": str(request.count),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(request.largest("cpus")),
+        "mem": f"{request.largest('memory_mib')}M",
+    }
+    gpus = request.largest("gpus")
     lines = [
-        f"--job-name=dni-{request.chain}",
-        *first,
-        # modules are not moved between the components of a heterogeneous job
-        *([NO_KILL] if request.count > 1 and not others else []),
+        *(f"--{name}={value}" for name, value in given.items() if value is not None),
+        *([gpu_directive(profile, gpus)] if gpus else []),
+        *([NO_KILL] if request.count > 1 else []),
         "--requeue",
         "--open-mode=append",  # a requeued job continues its log
         # %: sbatch's own patterns
@@ -106,29 +99,7 @@ def directives(request: JobRequest) -> list[str]:
         *profile.directives,
         *request.extra,
     ]
-    for component in others:
-        lines += ["hetjob", *component, *profile.directives, *request.extra]
     return [line for line in lines if _name(line) not in profile.suppress]
-
-
-def _component(request: JobRequest, partition: str | None, nodes: Sequence[int]) -> list[str]:
-    """Return the directives of one component of a job."""
-    profile = request.profile
-    given = {
-        "account": profile.account,
-        "partition": partition,
-        "qos": profile.qos,
-        "constraint": profile.constraint,
-        "reservation": profile.reservation,
-        "time": request.time or profile.time,
-        "nodes": str(len(nodes)),
-        "ntasks-per-node": "1",
-        "cpus-per-task": str(request.largest("cpus", nodes)),
-        "mem": f"{request.largest('memory_mib', nodes)}M",
-    }
-    lines = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    gpus = request.largest("gpus", nodes)
-    return [*lines, gpu_directive(profile, gpus)] if gpus else lines
 
 
 def _name(directive: str) -> str:
@@ -137,12 +108,7 @@ def _name(directive: str) -> str:
 
 def step_outline(need: Need, request: JobRequest) -> str:
     """Return a step's command for display, without the worker's command."""
-    options = step_args(
-        need,
-        profile=request.profile,
-        any_gpus=bool(request.largest("gpus")),
-        group=0 if request.partitions else None,
-    )
+    options = step_args(need, profile=request.profile, any_gpus=bool(request.largest("gpus")))
     worker = WorkerPlan(need.module, 1, run="", sockets="", log="", node="NODE", need=need)
     return shlex.join([*srun_argv(replace(worker, scheduler_args=options)), "WORKER"])
 
@@ -152,11 +118,10 @@ def placement_lines(request: JobRequest) -> list[str]:
     lines = []
     for node in range(request.count):
         there = request.on(node)
-        where = f" in {request.partitions[node] or 'default'}" if request.partitions else ""
         names = ", ".join(need.module for need in there)
         gpus = sum(need.gpus for need in there)
         lines.append(
-            f"node {node}{where}: {names} ({sum(need.cpus for need in there)} CPUs, "
+            f"node {node}: {names} ({sum(need.cpus for need in there)} CPUs, "
             f"{sum(need.memory_mib for need in there)} MiB" + (f", {gpus} GPUs)" if gpus else ")")
         )
     return lines

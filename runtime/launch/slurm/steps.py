@@ -17,16 +17,14 @@ def gpu_directive(profile: ProfileSpec, gpus: int) -> str:
     return f"--{profile.gpu_request}={kind}{gpus}"
 
 
-def step_args(
-    need: Need, *, profile: ProfileSpec, any_gpus: bool = False, group: int | None = None
-) -> tuple[str, ...]:
+def step_args(need: Need, *, profile: ProfileSpec, any_gpus: bool) -> tuple[str, ...]:
     """Return those options of a module's step that depend on the job.
 
-    ``any_gpus``: any module of the chain has GPUs. ``group`` is the node's component of a
-    heterogeneous job.
+    ``any_gpus``: any module of the chain has GPUs.
     """
-    gpus = gpu_directive(profile, need.gpus) if need.gpus else "--gres=none"
-    return (*group_option(group), *([gpus] if any_gpus else []))
+    if not any_gpus:
+        return ()
+    return (gpu_directive(profile, need.gpus) if need.gpus else "--gres=none",)
 
 
 def step_argv(worker: WorkerPlan) -> list[str]:
@@ -54,11 +52,6 @@ def srun_argv(worker: WorkerPlan) -> list[str]:
         "--export=ALL",  # variables set by the site's prologue
         *worker.scheduler_args,
     ]
-
-
-def group_option(group: int | None) -> list[str]:
-    """Return the ``srun`` option for a component of a heterogeneous job; its default is 0."""
-    return [] if group is None else [f"--het-group={group}"]
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,13 +18,13 @@ from dni_runtime.launch.placement import (
     check_links,
     link_kinds,
     needs_of,
+    place,
     wanted_placement,
 )
 from dni_runtime.launch.prepare import Prepared
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.slurm import commands
 from dni_runtime.launch.slurm.commands import NodeShape
-from dni_runtime.launch.slurm.partitions import place_in_partitions
 from dni_runtime.launch.slurm.script import JobRequest, render_script
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.profile import ProfileSpec
@@ -49,28 +49,9 @@ def measured_costs(path: Path, modules: Sequence[str]) -> dict[str, float]:
     return {module: found[module] for module in modules}
 
 
-def wanted_partitions(
-    prepared: Prepared, given: str | None, profile: ProfileSpec
-) -> tuple[str | None, ...]:
-    """Return the partition of each worker, or None for Slurm's default.
-
-    Modules without one use the partition of the others if that is unique.
-    """
-    chain = prepared.chain
-    asked = [given or chain.resources(one.index).partition for one in prepared.replicas]
-    named = set(asked) - {None}
-    rest = named.pop() if len(named) == 1 else profile.partition
-    return tuple(partition or rest for partition in asked)
-
-
-def check_room(
-    request: JobRequest,
-    shapes: Sequence[NodeShape],
-    partition: str | None,
-    nodes: Sequence[int],
-) -> None:
-    """Refuse a request that a partition's nodes cannot satisfy."""
-    asked = {what: request.largest(what, nodes) for what in ("cpus", "memory_mib", "gpus")}
+def check_room(request: JobRequest, shapes: Sequence[NodeShape]) -> None:
+    """Refuse a request that the partition's nodes cannot satisfy."""
+    asked = {what: request.largest(what) for what in ("cpus", "memory_mib", "gpus")}
     fitting = sum(
         shape.count
         for shape in shapes
@@ -78,14 +59,15 @@ def check_room(
         and shape.memory_mib >= asked["memory_mib"]
         and shape.gpus >= asked["gpus"]
     )
-    if fitting < len(nodes):
+    if fitting < request.count:
+        partition = request.partition or request.profile.partition or "(default)"
         there = "; ".join(
             f"{s.count} with {s.cpus} CPUs, {s.memory_mib} MiB, {s.gpus} GPUs" for s in shapes
         )
         raise UsageError(
-            f"the job needs {len(nodes)} nodes with {asked['cpus']} CPUs, "
+            f"the job needs {request.count} nodes with {asked['cpus']} CPUs, "
             f"{asked['memory_mib']} MiB and {asked['gpus']} GPUs each; partition "
-            f"{partition or '(default)'} has {fitting} such nodes ({there or 'none at all'})",
+            f"{partition} has {fitting} such nodes ({there or 'none at all'})",
             hint="lower the modules' 'resources', use fewer nodes, or another --partition",
         )
 
@@ -110,17 +92,15 @@ def make_request(
     python_path: str = "",
     nodes: int | None = None,  # None: as in the chain's placement
     time_limit: str | None = None,  # None: the profile's
-    partitions: Sequence[str | None] = (),  # of each module; by default the profile's
+    partition: str | None = None,  # None: the profile's
     costs: Mapping[str, float] | None = None,  # of each module, for ``auto``; None: all equal
-    # each partition's nodes; None: unknown
-    shapes: Mapping[str | None, Sequence[NodeShape]] | None = None,
+    shapes: Sequence[NodeShape] | None = None,  # the partition's nodes; None: unknown
 ) -> JobRequest:
     """Plan a job: the placement of its modules and its request to Slurm."""
     chain = prepared.chain
     needs = needs_of(chain, prepared.replicas, costs)
-    partitions = tuple(partitions) or (profile.partition,) * len(needs)
-    known = {} if shapes is None else {name: largest_node(s) for name, s in shapes.items()}
-    placed, at = place_in_partitions(needs, wanted_placement(chain, nodes), partitions, known)
+    node = None if shapes is None else largest_node(shapes)
+    placed = place(needs, wanted_placement(chain, nodes), node=node)
     check_links(chain, prepared.replicas, placed, profile.interface, prepared.locate)
     request = JobRequest(
         run=root,
@@ -132,12 +112,10 @@ def make_request(
         python=profile.python or python,
         python_path=python_path,
         time=time_limit,
-        partition=at[0],
-        partitions=at if len(set(at)) > 1 else (),
+        partition=partition,
     )
     if shapes is not None:
-        for partition, there in request.components.items():
-            check_room(request, shapes[partition], partition, there)
+        check_room(request, shapes)
     return request
 
 
@@ -209,7 +187,6 @@ def placement_rows(request: JobRequest, prepared: Prepared) -> list[dict[str, An
         {
             "module": need.module,
             "node": node,
-            "partition": request.partitions[node] if request.partitions else request.partition,
             "input": " on ".join(part for part in kinds.get(need.module, ("data",)) if part),
             "cpus": need.cpus,
             "gpus": need.gpus,

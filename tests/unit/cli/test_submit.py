@@ -59,29 +59,9 @@ def test_plan_shows_where_modules_go(dnictl: Dnictl, folder: Path) -> None:
     assert "the nodes are not known here" in result.err
 
 
-def test_each_partition_has_nodes_of_its_own(dnictl: Dnictl, folder: Path) -> None:
-    write(folder, bottom="{partition: cpu, cpus: 4}", top="{partition: gpu, gpus: 2}")
-    rows = dnictl("plan", "--json", "--nodes", "3").json
-    assert [(row["module"], row["node"], row["partition"]) for row in rows] == [
-        ("bottom", 0, "cpu"), ("middle", 1, None), ("top", 2, "gpu"),
-    ]  # fmt: skip
-    script = dnictl("submit", "--dry-run", "--backend", "process", "--nodes", "3").out
-    directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
-    first, second, third = "\n".join(directives).split("#SBATCH hetjob\n")
-    for section, words in (
-        (first, ["--job-name", "--partition=cpu", "--cpus-per-task=4", "--output", "--signal"]),
-        (second, ["--nodes=1", "--cpus-per-task=1", "--mem=500M"]),
-        (third, ["--partition=gpu", "--nodes=1", "--gres=gpu:2"]),
-    ):
-        assert all(word in section for word in words), section
-    assert "--partition" not in second
-    assert "--output" not in third
-    assert "#   node 2 in gpu: top" in script
-    assert "srun --job-name=bottom" in script
-    assert "--het-group=0" in script
-    # said on the command line, it holds for all: one component, without a word of groups
+def test_the_command_lines_partition_is_taken(dnictl: Dnictl, folder: Path) -> None:
+    write(folder)
     script = dnictl("submit", "--dry-run", "--backend", "process", "--partition", "p").out
-    assert "het" not in script
     assert script.count("--partition=p") == 1
 
 
@@ -169,12 +149,6 @@ def test_one_format_at_a_time(dnictl: Dnictl, folder: Path) -> None:
         ({"placement": "{strategy: tight}"}, [], 78, ["'tight'", "packed"]),
         ({"bottom": "{memory: 3 GB}"}, [], 78, ["resources.memory", "3 GB"]),
         ({"bottom": "{gpu: 1}"}, [], 78, ["unknown key 'gpu'", "gpus"]),
-        (
-            {"bottom": "{partition: a}", "top": "{partition: b}"},
-            [],
-            64,
-            ["3 modules in 3 partitions (a, default, b)", "--nodes"],
-        ),
     ],
 )
 def test_wrong_input_says_what_and_where(

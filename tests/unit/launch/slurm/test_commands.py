@@ -78,7 +78,7 @@ def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_pat
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnavailableError, match="sinfo failed: fatal: no source") as caught:
-        node_shapes([None])
+        node_shapes(None)
     assert "scontrol ping" in str(caught.value)
 
 
