@@ -1,4 +1,4 @@
-"""Commands on images: ``build``, ``verify``, ``inspect``, ``render``."""
+"""Commands on images: ``build``, ``verify``, ``inspect``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dni_runtime.errors import DniError, ImageError, UsageError
+from dni_runtime.errors import DniError, ImageError
 from dnictl.options import chain_argument, data_option, json_option, out_option, print_json
 
 if TYPE_CHECKING:
@@ -179,49 +179,6 @@ def inspect(image: Path, as_json: bool) -> None:
     for name, value in sorted(seen.labels.items()):
         click.echo(f"{name:{width}}  {value}")
     click.echo("\n" + yaml.safe_dump(seen.module, sort_keys=False, allow_unicode=True), nl=False)
-
-
-@click.group()
-def render() -> None:
-    """Print the definitions that images are built from."""
-
-
-@render.command("def")
-@chain_argument
-@data_option
-@click.option("--image", "wanted", metavar="NAME", help="Only 'base', or only this module.")
-def render_def(chain: Path, data: Path | None, wanted: str | None) -> None:
-    """Print the Apptainer definitions of a chain's images.
-
-    The base image is built from its definition in a folder that holds the wheels; a module's own
-    definition is used by 'dnictl build --full' only.
-
-    \b
-    Example:
-      dnictl render def --image base > base.def
-    """
-    from dni_runtime.image.base import cache_folder, plan_base
-    from dni_runtime.image.plan import definition_of
-    from dni_runtime.spec import load_chain
-    from dni_runtime.spec.load import naming_file
-
-    texts: dict[str, str] = {}
-    with naming_file(chain):
-        if wanted in (None, "base"):
-            folder = chain.parent.absolute()
-            plan = plan_base(load_chain(chain).image_to_build, cache_folder(), folder=folder)
-            texts["base"] = plan.definition
-        if wanted != "base":
-            from dni_runtime.launch.prepare import prepare
-
-            for module in _module_builds(prepare(chain, data=data, tries=False)):
-                if wanted in (None, module.name):
-                    texts[module.name] = definition_of(module)
-    if not texts:
-        raise UsageError(f"{wanted!r} is neither 'base' nor a module of {chain}")
-    for name, text in texts.items():
-        header = f"# {name}.def\n" if len(texts) > 1 else ""
-        click.echo(header + text)
 
 
 def _module_builds(prepared: Prepared) -> list[ModuleBuild]:

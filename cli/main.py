@@ -40,7 +40,6 @@ COMMANDS = {
     "build": "dnictl.images",
     "verify": "dnictl.images",
     "inspect": "dnictl.images",
-    "render": "dnictl.images",
     "up": "dnictl.start",
     "submit": "dnictl.submit",
     "plan": "dnictl.submit",

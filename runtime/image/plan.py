@@ -99,7 +99,7 @@ def plan_modules(
     plans = []
     for module in modules:
         files = layers.layer_files(module, runtime)
-        definition = definition_of(module) if options.full else None
+        definition = render_module(module.labels, help_of(module)) if options.full else None
         content = None
         if base.content is not None:
             document = [
@@ -136,11 +136,6 @@ def _reason(content: str | None, locked: LockedImage | None, out: Path) -> str |
     ):
         return "altered since it was built"
     return None
-
-
-def definition_of(module: ModuleBuild) -> str:
-    """Return a module image's own definition, for a ``full`` build."""
-    return render_module(module.labels, help_of(module))
 
 
 def help_of(module: ModuleBuild) -> str:

@@ -299,12 +299,3 @@ def test_failed_build_shows_the_builders_words(workplace: Path) -> None:
     assert "no-such-package-at-all" in done.stderr
     assert ".log" in done.stderr
     assert not list((folder / "images").glob("*.sif"))
-
-
-def test_definitions_are_printed(dnictl: Dnictl) -> None:
-    write(dnictl.folder, chain())
-    base = dnictl.run("render", "def", "--image", "base").stdout
-    assert base.startswith("Bootstrap: debootstrap\n")
-    both = dnictl.run("render", "def").stdout
-    assert both.count("Bootstrap: localimage") == len(NAMES)
-    dnictl.run("render", "def", "--image", "nobody", expect=64)

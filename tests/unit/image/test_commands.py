@@ -9,7 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from dni_runtime.errors import DataError, DniError, ImageError, SpecError, UsageError
+from dni_runtime.errors import DataError, DniError, ImageError, SpecError
 from dnictl import images
 
 
@@ -68,22 +68,7 @@ def test_errors_name_the_line_of_the_chain_file(chain: Path) -> None:
 def test_missing_local_base_is_named(chain: Path) -> None:
     edit(chain, base={"bootstrap": "localimage", "source": "gone.sif"})
     with pytest.raises(DataError, match=r"gone\.sif"):
-        call("render", "def", chain, "--image", "base")
-
-
-def test_definitions_are_printed(chain: Path) -> None:
-    base = call("render", "def", chain, "--image", "base").stdout
-    assert base.startswith("Bootstrap: localimage\nFrom: source.sif\n")
-    head = call("render", "def", chain, "--image", "head").stdout
-    assert "io.dni-runtime.module head" in head
-    every = call("render", "def", chain).stdout
-    assert [line for line in every.splitlines() if line.startswith("# ")] == [
-        "# base.def",
-        "# head.def",
-        "# tail.def",
-    ]
-    with pytest.raises(UsageError, match="'body' is neither"):
-        call("render", "def", chain, "--image", "body")
+        call("build", chain, "--dry-run")
 
 
 def _locked(folder: Path, sha256: str, size: int) -> None:
