@@ -1,1 +1,1 @@
-"""Benchmarks: links, the modules of a chain, and a whole chain compared with plain backprop."""
+"""Measurements for users: links between hosts, and the cost of each module."""

@@ -9,15 +9,16 @@ Shape suffixes: B samples of a batch, X a module's input, H its output, Y a labe
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.bench.spread import Spread
 from dni_runtime.core.chain import inputs_of
 from dni_runtime.core.forward import as_inputs
 from dni_runtime.core.interfaces import Timing
@@ -25,7 +26,7 @@ from dni_runtime.core.step import ModuleStep, due
 from dni_runtime.core.sums import GradientSum
 from dni_runtime.data import open_data
 from dni_runtime.errors import UsageError
-from dni_runtime.launch.prepare import Prepared, importing_from
+from dni_runtime.launch.prepare import Prepared, importing_from, prepare_again
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.packing import given_back
 from dni_runtime.spec.load import suggestion
@@ -33,6 +34,20 @@ from dni_runtime.worker.device import choose_device
 
 _BATCHES = 4
 """Number of different batches, used in turns."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of several measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Return the spread of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,7 @@ def measure_modules(
                 f"{prepared.locate('modules')}: there is no module {name!r}",
                 hint=suggestion(name, prepared.modules),
             )
+    prepared = _without_schedules(prepared)
     with importing_from(prepared.base.absolute()):
         steps = [ModuleStep(worker, choose_device(worker)) for worker in prepared.workers]
         feeds = _feeds(prepared, steps)
@@ -107,6 +123,16 @@ def measure_modules(
                     observe(f"{repetition + 1}/{repetitions} {prepared.modules[index]}")
     batch = len(feeds[0][0].y_BY)
     return [_cost(steps[index], measured[index], batch) for index in wanted]
+
+
+def _without_schedules(prepared: Prepared) -> Prepared:
+    """Return the chain without schedules, some of which end after a number of batches."""
+    chain, none = prepared.written, {"schedule": None, "schedule_every": None}
+    update = {
+        "defaults": chain.defaults.model_copy(update=none),
+        "modules": tuple(module.model_copy(update=none) for module in chain.modules),
+    }
+    return prepare_again(prepared, chain.model_copy(update=update))
 
 
 def _feeds(prepared: Prepared, steps: Sequence[ModuleStep]) -> list[list[_Feed]]:

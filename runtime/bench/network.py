@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from dni_runtime.bench.ends import Job
-from dni_runtime.bench.link import SMALL_BYTES
 from dni_runtime.bench.peer import PROGRAM, Peer
 from dni_runtime.errors import DniError
 from dni_runtime.launch.placement import link_kinds
@@ -27,6 +26,7 @@ from dni_runtime.spec.profile import ProfileSpec
 SIZES_BYTES = (1 << 20, 16 << 20)
 """Sizes of the messages whose throughput is measured."""
 
+_SMALL_BYTES = 1024  # of a message whose round trip is measured
 _JOIN_S = 10.0
 _SECONDS = 0.5
 
@@ -132,7 +132,7 @@ def _measure(line: Line, source: Peer, sink: Peer) -> Measured:
     address = error = None
     try:
         for size in (0, *SIZES_BYTES):  # 0: the latency of small ones
-            job = Job("link", size or SMALL_BYTES, line.links, latency=size == 0)
+            job = Job(size or _SMALL_BYTES, line.links, latency=size == 0)
             address = sink.listen(job, source.key)
             source.send(job, sink.key, address, _SECONDS)
             found |= _answers(source, sink)

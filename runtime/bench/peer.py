@@ -14,25 +14,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
 
 import torch
 
-from dni_runtime.bench.ends import (
-    Job,
-    LinkSink,
-    LinkSource,
-    RawSink,
-    RawSource,
-    Sink,
-    Source,
-    opened,
-    receive,
-    send,
-)
+from dni_runtime.bench.ends import Job, Sink, Source, receive, send
 from dni_runtime.errors import DniError, UnavailableError, WorkerError
 from dni_runtime.keys import KeyPair, KnownKeys
 from dni_runtime.spec import LinksSpec
@@ -158,17 +147,15 @@ def _serve() -> None:
 
 
 def _send(job: Job, own: KeyPair, order: dict[str, Any]) -> dict[str, float]:
-    make: Callable[..., Source] = LinkSource if job.kind == "link" else RawSource
     keys = KnownKeys(own, {"sink": order["key"].encode()})
-    with opened(make, job, order["address"], keys) as source:
+    with contextlib.closing(Source(job, order["address"], keys)) as source:
         return send(source, job, order["seconds"])
 
 
 def _receive(job: Job, keys: KnownKeys, folder: Path) -> None:
-    make: Callable[..., Sink] = LinkSink if job.kind == "link" else RawSink
-    with opened(make, job, folder, keys) as sink:
+    with contextlib.closing(Sink(job, folder, keys)) as sink:
         _say({"address": sink.address})
-        _say(receive(sink, job))
+        _say({"mb_per_s": receive(sink, job)})
 
 
 def _say(what: Mapping[str, object]) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,24 +39,18 @@ def default_threads(prepared: Prepared) -> int:
 
 def run_reference(record: Record, threads: int) -> None:
     """Train in a new process, which has its own number of threads."""
-    in_new_process(record, ["dnictl", "reference", str(record.run.root), "--threads", str(threads)])
-
-
-def in_new_process(record: Record, module: Sequence[str]) -> str:
-    """Run a Python module with a log in the run directory; return its output."""
+    command = [sys.executable, "-P", "-m", "dnictl", "reference", str(record.run.root)]
     log = record.run.log(REFERENCE, 1)
     with log.open("wb") as file:
         done = subprocess.run(
-            guarded([sys.executable, "-P", "-m", *module]),
+            guarded([*command, "--threads", str(threads)]),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=file,
             stderr=file,
-            text=True,
         )
     if done.returncode != 0:
         lines = "\n".join(f"  | {line}" for line in last_lines(log))
         raise WorkerError(f"plain backpropagation failed\n  log: {log}\n{lines}")
-    return done.stdout
 
 
 @contextmanager

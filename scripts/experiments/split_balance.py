@@ -12,19 +12,18 @@ Usage: split_balance.py [--modules 2 3 4] [--throughput] [--repetitions 3] [NETW
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 
+from peers.pace import ENDLESS, measure_pace
+from peers.processes import Timing
 from zoo import SOURCES, settings_of
 
 from dni_runtime.data import describe
-from dni_runtime.launch.prepare import importing_from
+from dni_runtime.launch.prepare import importing_from, prepare
 from dni_runtime.launch.splitting import split_chain
 from dni_runtime.spec import Choice, DataSpec
 from dni_runtime.split.network import network_of, planning
@@ -74,12 +73,9 @@ def pace(name: str, at: Sequence[str], folder: Path) -> float:
     """Return the samples per second of a chain of two modules."""
     settings, given = settings_of(name, batch_size=SAMPLES, count=256)
     path = folder / "chain.yaml"
-    settings["epochs"] = 1000
-    split_chain("networks.zoo:build", path, settings, at=at, force=True, **given)
-    argv = [sys.executable, "-m", "dnictl", "bench", "chain", path, "--json", "--repetitions", "1"]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)["samples_per_s"]
-    return float(found["median"] if isinstance(found, dict) else found)
+    split_chain("networks.zoo:build", path, settings | ENDLESS, at=at, force=True, **given)
+    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    return measure_pace(run, prepare(path), Timing(3.0, 8.0), {})[1]
 
 
 def main() -> None:

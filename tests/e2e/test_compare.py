@@ -69,6 +69,26 @@ def test_strategies(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "local-sgd-0" / "metrics" / "middle.2.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("where", "said"), [("==", "plain backpropagation failed"), ("!=", "module 'top'")]
+)
+def test_a_layer_that_fails(tmp_path: Path, where: str, said: str) -> None:
+    (tmp_path / "broken.py").write_text(
+        "import sys\n\nimport torch\n\n\nclass Broken(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if x.device.type != 'meta' and self.training and len(x) == 64:\n"
+        f"            if sys.argv[1:2] {where} ['reference']:\n"
+        "                raise RuntimeError('broken on purpose')\n"
+        "        return super().forward(x)\n"
+    )
+    layer = "{import: broken:Broken, args: {in_features: 32,"
+    text = CHAIN.replace("{Linear: {in_features: 32,", layer)
+    (tmp_path / "chain.yaml").write_text(text)
+    done = Dnictl(tmp_path).run("compare", "--interfaces", "synthetic", "--out", "c", expect=70)
+    assert said in done.stderr
+    assert "broken on purpose" in done.stderr
+
+
 def test_the_reference_ends_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "chain.yaml").write_text(CHAIN.replace("epochs: 6", "epochs: 1000000"))
     out = tmp_path / "c"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import tempfile
@@ -11,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dni_runtime.bench import chain as pace
 from dni_runtime.documents.metrics import (
     EpochLine,
     EvaluationLine,
@@ -19,7 +17,6 @@ from dni_runtime.documents.metrics import (
     StartLine,
     read_metrics,
 )
-from dni_runtime.launch.host import Site
 from dni_runtime.launch.prepare import Prepared, prepare
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.members import number_of
@@ -27,6 +24,7 @@ from dni_runtime.spec.named import module_of
 from dni_runtime.spec.replicas import tails_of
 from peers.contenders import WHOLE, Contender, chain_of, strategy_of
 from peers.networks import LEARNING_RATE, NETWORKS, Layer, Network, data_spec
+from peers.pace import ENDLESS, measure_pace, run_until
 from peers.processes import Measured, Timing
 from peers.slow_link import INTERFACE, Line, Link
 
@@ -142,25 +140,15 @@ def measure_chain(
         learn_every=learn_every,
         remote=link is not None,
     )
-    root, prepared = _prepared(contender, spec, folder)
-    bounds = pace.Bounds(timing.warmup_s, timing.seconds)
-    found = pace.measure_chain(
-        root,
-        pace.endless(prepared),
-        Site("process"),
-        bounds,
-        prefixes=prefixes_of(prepared.names, link),
-    )
+    root, prepared = _prepared(contender, spec | ENDLESS, folder)
+    paces, rate = measure_pace(root, prepared, timing, prefixes_of(prepared.names, link))
+    cores = tuple(pace.cores for pace in paces)
     return Measured(
-        rate=found.samples_per_s,
-        cpu_s=found.cpu_s,
-        cores=tuple(module.cores for module in found.modules),
-        details={"window": window, "modules": [asdict(module) for module in found.modules]},
+        rate=rate,
+        cpu_s=sum(cores) / rate,
+        cores=cores,
+        details={"window": window, "modules": [asdict(pace) for pace in paces]},
     )
-
-
-class _Enough(Exception):
-    """The chain has been trained for long enough."""
 
 
 def train_chain(
@@ -174,17 +162,11 @@ def train_chain(
     root, prepared = _prepared(contender, spec, folder)
     (metric,) = spec["metrics"]
 
-    def look(_: object) -> None:
-        lines = read_metrics(RunDir(root).metrics(tails_of(prepared.names)[0]), MetricsLine)
-        if enough(evaluations(list(lines), metric)):
-            raise _Enough
+    def met(run: RunDir) -> bool:
+        lines = read_metrics(run.metrics(tails_of(prepared.names)[0]), MetricsLine)
+        return enough(evaluations(list(lines), metric))
 
-    forever = pace.Bounds(0.0, math.inf)
-    prefixes = prefixes_of(prepared.names, link)
-    with contextlib.suppress(_Enough):
-        pace.measure_chain(
-            root, prepared, Site("process"), forever, prefixes=prefixes, observe=look
-        )
+    run_until(root, prepared, prefixes_of(prepared.names, link), met)
 
 
 def evaluations(lines: Sequence[MetricsLine], metric: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.bench.module import ModuleCost, measure_modules
+from dni_runtime.bench.module import ModuleCost, Spread, measure_modules
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.prepare import Prepared, prepare
 
@@ -28,6 +28,10 @@ def prepared(tmp_path: Path, first: str) -> Prepared:
 
 def costs(tmp_path: Path, first: str) -> list[ModuleCost]:
     return measure_modules(prepared(tmp_path, first), repetitions=2, seconds=0.02)
+
+
+def test_spread() -> None:
+    assert Spread.of([3, 1, 8, 4]) == Spread(3.5, 1, 8)
 
 
 def test_parts(tmp_path: Path) -> None:
@@ -53,6 +57,12 @@ def test_every_interface(interface: str, tmp_path: Path) -> None:
     assert a.step_us.low > 0
     assert (a.learn_us.low > 0) == (interface == "mixed")
     assert (a.signal_us.low > 0) == (interface in ("mixed", "local"))
+
+
+def test_schedules_do_not_end(tmp_path: Path) -> None:
+    schedule = "schedule: {OneCycleLR: {max_lr: 0.1, total_steps: 2}}, schedule_every: batch"
+    (a, *_) = costs(tmp_path, f"mixed, {schedule}")
+    assert a.step_us.low > 0
 
 
 def test_only_one(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""Chains with real workers for a bounded time, and the pace of each worker.
+
+Figures are differences between two reports of a worker: start, warm-up and end do not count.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dni_runtime.documents.metrics import TrainLine, read_metrics
+from dni_runtime.documents.state import RunState
+from dni_runtime.launch.host import Site
+from dni_runtime.launch.journal import failure
+from dni_runtime.launch.planning import plan_here
+from dni_runtime.launch.prepare import Prepared
+from dni_runtime.launch.processes import LocalStarter
+from dni_runtime.launch.records import create_run
+from dni_runtime.launch.restarts import RestartPlan
+from dni_runtime.launch.runtimes import worker_argv
+from dni_runtime.launch.start import Launch
+from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.rundir import RunDir
+from dni_runtime.spec.replicas import tails_of
+from peers.processes import PROCESS_LIMIT_S, Timing
+
+ENDLESS = {"epochs": 1_000_000, "eval_every": 0, "checkpoint": {"every_epochs": 0}}
+"""Settings of a chain that only trains, until it is stopped."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a worker did between two of its reports."""
+
+    module: str
+    samples_per_s: float
+    cpu_s: float  # for one batch, of all its threads
+    cores: float  # that it kept busy
+    waiting: dict[str, float]  # shares of the time, by reason
+    lag: float | None  # batches by which true gradients came late, at the end
+
+
+def run_until(
+    root: Path,  # the run directory to make
+    prepared: Prepared,
+    prefixes: Mapping[str, Sequence[str]],  # by worker, a command that executes its command
+    enough: Callable[[RunDir], bool],  # asked a few times a second
+) -> RunDir:
+    """Train a chain until enough is known; raises ``DniError`` if it fails."""
+    run = create_run(root, prepared, backend="process")
+    site = Site("process")
+    plan = plan_here(run.root, prepared.chain, prepared.workers, site, data=prepared.data)
+    launch = Launch.of(run, replace(plan, restart=RestartPlan()))  # restarts would be measured
+    starter = LocalStarter(render=lambda one: [*prefixes.get(one.module, ()), *worker_argv(one)])
+    supervisor = Supervisor(run, launch.plan, starter, lease=launch.lease)
+
+    stopping = False
+
+    def look(state: RunState) -> None:
+        nonlocal stopping
+        if state.active and not stopping and enough(run):
+            stopping = True  # a second signal would kill them
+            supervisor.interrupt(signal.SIGTERM)
+
+    error = failure(run, supervisor.run(look))
+    if error is not None:
+        raise error
+    return run
+
+
+def measure_pace(
+    root: Path, prepared: Prepared, timing: Timing, prefixes: Mapping[str, Sequence[str]]
+) -> tuple[list[Pace], float]:
+    """The pace of each worker of a chain without end, and samples per second at its tails."""
+    tails = tails_of(prepared.names)
+    fill = 2 * prepared.chain.links.largest_window
+    deadline = time.monotonic() + PROCESS_LIMIT_S
+
+    def between(run: RunDir) -> tuple[TrainLine, TrainLine] | None:
+        return reports(list(read_metrics(run.metrics(tails[0]), TrainLine)), timing, fill)
+
+    def enough(run: RunDir) -> bool:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"its pace was not known within {PROCESS_LIMIT_S} s")
+        return between(run) is not None
+
+    run = run_until(root, prepared, prefixes, enough)
+    found = between(run)
+    if found is None:
+        raise RuntimeError("it was stopped before its pace was known")
+    since, until = found[0].time, found[1].time
+    paces = [
+        pace_of(name, list(read_metrics(run.metrics(name), TrainLine)), since, until)
+        for name in prepared.names
+    ]
+    return paces, sum(pace.samples_per_s for pace in paces if pace.module in tails)
+
+
+def reports(
+    lines: Sequence[TrainLine], timing: Timing, fill: int
+) -> tuple[TrainLine, TrainLine] | None:
+    """The reports of a tail between which a chain is measured; None until there are both.
+
+    ``fill`` batches, after which links' windows are full, belong to the warm-up.
+    """
+    warm = [
+        line
+        for line in lines
+        if line.time - lines[0].time >= timing.warmup_s and line.step - lines[0].step >= fill
+    ]
+    late = [line for line in warm if line.time - warm[0].time >= timing.seconds]
+    return (warm[0], late[0]) if late else None
+
+
+def pace_of(module: str, lines: Sequence[TrainLine], since: float, until: float) -> Pace:
+    """A worker's pace between its reports that are the nearest ones to two moments."""
+    # Each worker reports about once a second, but not at the same time as the others.
+    first, last = (
+        min(lines, key=lambda line: abs(line.time - moment), default=None)
+        for moment in (since, until)
+    )
+    if first is None or last is None or last.step <= first.step:
+        raise RuntimeError(f"{module} has reported too rarely: measure for longer")
+    seconds, cpu_s = last.time - first.time, last.cpu_s - first.cpu_s
+    return Pace(
+        module=module,
+        samples_per_s=(last.samples - first.samples) / seconds,
+        cpu_s=cpu_s / (last.step - first.step),
+        cores=cpu_s / seconds,
+        waiting={
+            reason: (waited - first.waiting_s.get(reason, 0.0)) / seconds
+            for reason, waited in last.waiting_s.items()
+        },
+        lag=last.lag,
+    )
