@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dni_runtime.errors import UsageError
+from dni_runtime.errors import UnavailableError, UsageError
 from dnictl.options import chain_argument, data_option, json_option, print_json, site_for
 
 if TYPE_CHECKING:
@@ -84,16 +84,16 @@ def compare(
     from dni_runtime.launch.compare import (
         Method,
         default_target,
-        draw,
         metric_of,
+        panels,
         read_interfaces,
         read_strategies,
         summarize,
         variant,
     )
+    from dni_runtime.launch.curves import draw_curves
     from dni_runtime.launch.prepare import prepare
     from dni_runtime.launch.reference import REFERENCE, default_threads
-    from dnictl.show import picture
 
     if strategies is not None or labelled_strategies:
         if interfaces is not None or labelled:
@@ -148,8 +148,14 @@ def compare(
                 f"{last.samples_per_s:,.0f} samples/s",
                 err=True,
             )
-    curves = folder / "curves.png"
-    picture(curves, lambda: draw(trials, metric.name, prepared.chain.name, curves))
+    picture = folder / "curves.png"
+    try:
+        curves = draw_curves(prepared.chain.name, panels(trials, metric.name))
+    except UnavailableError as error:
+        click.echo(f"no picture: {error}", err=True)
+    else:
+        curves.savefig(picture, dpi=120)
+        click.echo(str(picture), err=True)
     if as_json:
         print_json(document)
         return

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
-from pathlib import Path
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
-
-import click
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,16 +66,6 @@ def print_table(
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDE)
     console.print(table(columns, rows, right))
-
-
-def picture(path: Path, draw: Callable[[], None]) -> None:
-    """Draw a picture if matplotlib is installed, and print its path."""
-    try:
-        draw()
-    except ImportError:
-        click.echo("no picture, matplotlib is missing: pip install 'dni-runtime[plot]'", err=True)
-    else:
-        click.echo(str(path), err=True)
 
 
 def state(word: str) -> RenderableType:

@@ -23,6 +23,7 @@ from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
+from dni_runtime.launch.curves import Panel, draw_curves
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import ChainSpec, load_chain
 
@@ -80,22 +81,6 @@ def train_backprop(chain: ChainSpec) -> list[float]:
     return curve
 
 
-def draw(chain: list[float], backprop: list[float], path: Path) -> None:
-    """Draw both learning curves."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for label, curve in (("four containers, cDNI", chain), ("one process, backprop", backprop)):
-        axes.plot(range(1, len(curve) + 1), curve, marker="o", markersize=3, label=label)
-    axes.set(xlabel="epoch", ylabel="test accuracy (%)", title="Fashion-MNIST, 4-module MLP")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Run the demo; exit status 1 when the chain has not learned as it should."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -127,7 +112,12 @@ def main() -> None:
     source = open_data(chain.data, OUT, seed=chain.seed)
     workers = worker_specs(chain, describe(chain.data, OUT))
     exported = 100 * evaluate(load(model), source.eval_batches(), workers[-1])["accuracy"]
-    draw(curve, backprop, OUT / "curves.png")
+    curves = {"one process, backprop": backprop, "four containers, cDNI": curve}
+    points = {label: list(enumerate(one, 1)) for label, one in curves.items()}
+    picture = draw_curves(
+        "Fashion-MNIST, 4-module MLP", [Panel("epoch", "test accuracy (%)", points)]
+    )
+    picture.savefig(OUT / "curves.png", dpi=120)
     gap = backprop[-1] - curve[-1]
     rows = [
         ("four Apptainer containers, cDNI", curve[-1]),

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from dni_runtime.core.interfaces import INTERFACES
@@ -14,6 +13,7 @@ from dni_runtime.core.metrics import rises
 from dni_runtime.core.replication import STRATEGIES
 from dni_runtime.documents.metrics import EvaluationLine, StartLine, read_metrics
 from dni_runtime.errors import DataError, SpecError, UsageError
+from dni_runtime.launch.curves import Panel
 from dni_runtime.launch.figures import newest_train
 from dni_runtime.launch.prepare import Prepared, prepare_again
 from dni_runtime.launch.records import Record
@@ -275,33 +275,16 @@ def summarize(trials: Sequence[Trial], metric: Compared, target: float | None) -
     return rows
 
 
-def draw(trials: Sequence[Trial], metric: str, title: str, path: Path) -> None:
-    """Draw each method's curves (mean over seeds), against epochs and against seconds.
-
-    Raises ``ImportError`` if matplotlib is not installed.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+def panels(trials: Sequence[Trial], metric: str) -> list[Panel]:
+    """Return each method's curve (mean over seeds), against epochs and against seconds."""
+    epochs: dict[str, list[tuple[float, float]]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for method in dict.fromkeys(trial.method for trial in trials):
         curves = [trial.points for trial in trials if trial.method == method]
         means = [
             [statistics.mean(values) for values in zip(*points, strict=True)]
             for points in zip(*curves, strict=False)
         ]
-        style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": method}
-        if method == REFERENCE:
-            style |= {"color": "black", "linestyle": "--"}
-        left.plot([mean[0] for mean in means], [mean[2] for mean in means], **style)
-        right.plot([mean[1] for mean in means], [mean[2] for mean in means], **style)
-    left.set(xlabel="epoch", ylabel=metric)
-    right.set(xlabel="seconds of training")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    left.legend(fontsize="small")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        epochs[method] = [(epoch, value) for epoch, _, value in means]
+        seconds[method] = [(second, value) for _, second, value in means]
+    return [Panel("epoch", metric, epochs), Panel("seconds of training", metric, seconds)]

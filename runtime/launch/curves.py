@@ -1,33 +1,46 @@
-"""Figure of a run's learning curves."""
+"""Pictures of learning curves."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dni_runtime.errors import UnavailableError
-from dni_runtime.launch.figures import RunFigures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_curves(figures: RunFigures) -> Figure:
-    """Draw the loss and each metric of a run's evaluations by epoch."""
+class Panel(NamedTuple):
+    """One part of a picture."""
+
+    x: str  # name of its axis
+    y: str
+    curves: Mapping[str, Sequence[tuple[float, float]]]  # points by label
+
+
+def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
+    """Draw panels side by side; the first of several curves is the baseline, which is dashed.
+
+    Raises ``UnavailableError`` if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UnavailableError(
             "a figure needs the package 'matplotlib'", hint="pip install 'dni-runtime[plot]'"
         ) from None
-    evaluations = figures.evaluations
-    names = list(evaluations[-1].figures if evaluations else {})
-    figure = Figure(figsize=(4.0 * max(len(names), 1), 3.0), layout="constrained")
-    for number, name in enumerate(names, 1):
-        axes = figure.add_subplot(1, len(names), number)
-        found = [(one.epoch, one.figures.get(name)) for one in evaluations]
-        points = [(epoch, value) for epoch, value in found if value is not None]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
-        axes.set(xlabel="epoch", ylabel=name)
+    figure = Figure(figsize=(4.5 * max(len(panels), 1), 3.6), layout="constrained")
+    for number, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(1, len(panels), number)
+        for label, points in panel.curves.items():
+            style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": label}
+            if len(panel.curves) > 1 and label == next(iter(panel.curves)):
+                style |= {"color": "black", "linestyle": "--"}
+            axes.plot(*zip(*points, strict=True), **style)
+        axes.set(xlabel=panel.x, ylabel=panel.y)
         axes.grid(alpha=0.3)
-    figure.suptitle(figures.run)
+        if number == 1 and len(panel.curves) > 1:
+            axes.legend(fontsize="small")
+    figure.suptitle(title)
     return figure

@@ -135,9 +135,14 @@ class Run(Checkpointed):
         Raises:
             UnavailableError: matplotlib is not installed.
         """
-        from dni_runtime.launch.curves import draw_curves
+        from dni_runtime.launch.curves import Panel, draw_curves
 
-        return draw_curves(self.status())
+        figures, panels = self.status(), []
+        for name in figures.evaluations[-1].figures if figures.evaluations else ():
+            found = [(one.epoch, one.figures.get(name)) for one in figures.evaluations]
+            points = [(float(epoch), value) for epoch, value in found if value is not None]
+            panels.append(Panel("epoch", name, {name: points}))
+        return draw_curves(figures.run, panels)
 
     def events(self) -> Iterator[Event]:
         """What has happened in it, oldest first."""

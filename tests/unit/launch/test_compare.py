@@ -14,7 +14,7 @@ from dni_runtime.launch.compare import (
     Point,
     Trial,
     default_target,
-    draw,
+    panels,
     read_interfaces,
     read_strategies,
     seconds_to,
@@ -181,7 +181,9 @@ def test_a_loss_falls_to_its_target() -> None:
     assert summarize([falling], LOSS, None)[0].target_s is None
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw(TRIALS, "accuracy", "small", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+def test_curves_are_means_over_seeds() -> None:
+    epochs, seconds = panels(TRIALS, "accuracy")
+    assert [panel.x for panel in (epochs, seconds)] == ["epoch", "seconds of training"]
+    assert list(epochs.curves) == list(seconds.curves) == ["backprop", "mixed", "none"]
+    assert epochs.curves["mixed"] == [(1, pytest.approx(0.8)), (2, pytest.approx(0.9))]
+    assert seconds.curves["backprop"] == [(2, 0.5), (4, pytest.approx(0.91))]
