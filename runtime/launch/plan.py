@@ -68,7 +68,6 @@ class WorkerPlan:
     mounts: tuple[Mount, ...] = ()  # folders of the host inside its container
     gpu: Literal["cuda", "rocm"] | None = None  # that its container gets
     container_args: tuple[str, ...] = ()  # further ones of the container program
-    prefix: tuple[str, ...] = ()  # a command that executes the worker's, such as ``nsenter``
     node: str | None = None  # the host that it runs on; None: this one
     gained: bool = False  # that host has come to the job later
     need: Need | None = None  # its resources there

@@ -172,7 +172,7 @@ class LocalStarter:
 
     def _fork(self, worker: WorkerPlan, log: int) -> ForkedProcess | None:
         """Start a plain process of this host; None if it is another one, or there is no server."""
-        if self._render is not worker_argv or worker.image is not None or worker.prefix:
+        if self._render is not worker_argv or worker.image is not None:
             return None
         # libraries read variables when they are loaded: another environment, another server
         key = (worker.python, *(f"{name}={it}" for name, it in sorted(worker.environment.items())))

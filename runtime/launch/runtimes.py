@@ -29,7 +29,7 @@ _MAKE_FOLDERS = (
 
 def worker_argv(worker: WorkerPlan) -> list[str]:
     """Return the command of a worker on its host."""
-    return [*worker.prefix, *RUNTIMES[worker.backend](worker)]
+    return list(RUNTIMES[worker.backend](worker))
 
 
 def on_node(worker: WorkerPlan) -> list[str]:

@@ -15,6 +15,7 @@ from dni_runtime.errors import UnavailableError
 from dni_runtime.launch import child, forked
 from dni_runtime.launch.plan import WorkerPlan
 from dni_runtime.launch.processes import LocalStarter, Process
+from dni_runtime.launch.runtimes import process_argv, worker_argv
 from tests.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,16 +39,20 @@ forkserver.main(sys.argv[4:])
 
 def plan(tmp_path: Path, code: str, kind: str = "process", **environment: str) -> WorkerPlan:
     log = str(tmp_path / "m.log")
-    if kind == "fork":
-        python = tmp_path / "python"
-        python.write_text(FORKS_CODE)
-        python.chmod(0o700)
-        environment |= {"CODE": code}
-        return WorkerPlan("m", 1, "", "", log, environment=environment, python=str(python))
+    python = tmp_path / "python"
+    python.write_text(FORKS_CODE if kind == "fork" else f"#!{sys.executable} -IS\n{code}")
+    python.chmod(0o700)
     return WorkerPlan(
-        "m", 1, "", "", log, environment=environment, prefix=(*PYTHON, code),
+        "m", 1, "", "", log, environment=environment | {"CODE": code}, python=str(python),
         image=kind if kind == "m.sif" else None,
     )  # fmt: skip
+
+
+def starter_of(
+    kind: str, environ: dict[str, str] | None = None, *, tied: bool = True
+) -> LocalStarter:
+    render = worker_argv if kind == "fork" else process_argv  # others have no server
+    return LocalStarter(environ, tied=tied, render=render)
 
 
 def finish(process: Process) -> int:
@@ -63,7 +68,7 @@ def test_output_and_environment(tmp_path: Path, kind: str) -> None:
         "import os, sys; print(os.environ['A']); print(os.environ['B'], file=sys.stderr); "
         "sys.exit(3)"
     )
-    starter = LocalStarter({"A": "given", "B": "old"})
+    starter = starter_of(kind, {"A": "given", "B": "old"})
     assert finish(starter.start(plan(tmp_path, code, kind, B="planned"))) == 3
     log = tmp_path / "m.log"
     assert sorted(log.read_text().split()) == ["given", "planned"]
@@ -73,7 +78,7 @@ def test_output_and_environment(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_signals(tmp_path: Path, kind: str) -> None:
     code = "import time; print('ready', flush=True); time.sleep(60)"
-    process = LocalStarter().start(plan(tmp_path, code, kind))
+    process = starter_of(kind).start(plan(tmp_path, code, kind))
     eventually("it is ready", lambda: "ready" in (tmp_path / "m.log").read_text())
     assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
@@ -84,7 +89,7 @@ def test_signals(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["process", "fork"])
 def test_no_terminal_and_a_session_of_its_own(tmp_path: Path, kind: str) -> None:
     code = "import os; print(os.getpid() == os.getsid(0) == os.getpgid(0), os.read(0, 1))"
-    assert finish(LocalStarter().start(plan(tmp_path, code, kind))) == 0
+    assert finish(starter_of(kind).start(plan(tmp_path, code, kind))) == 0
     assert (tmp_path / "m.log").read_text() == "True b''\n"
 
 
@@ -107,7 +112,7 @@ def test_what_a_worker_started_ends_with_it(
     tmp_path: Path, then: str, own_group: bool, kind: str
 ) -> None:
     code = FORKS.format(then=then, own_group=own_group)
-    process = LocalStarter().start(plan(tmp_path, code, kind))
+    process = starter_of(kind).start(plan(tmp_path, code, kind))
     log = tmp_path / "m.log"
     eventually("it writes", lambda: log.exists() and log.read_text().endswith("\n"))
     if "sleep" in then:
@@ -119,9 +124,8 @@ def test_what_a_worker_started_ends_with_it(
 PARENT = """\
 import sys, time
 from pathlib import Path
-from dni_runtime.launch.processes import LocalStarter
-from tests.unit.launch.test_processes import plan
-starter = LocalStarter(tied=sys.argv[4] == "tied")
+from tests.unit.launch.test_processes import plan, starter_of
+starter = starter_of(sys.argv[3], tied=sys.argv[4] == "tied")
 print(starter.start(plan(Path(sys.argv[1]), sys.argv[2], sys.argv[3])).pid, flush=True)
 time.sleep(60)
 """
@@ -242,7 +246,7 @@ def test_a_fork_server_that_cannot_begin(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_watcher_ends_as_the_watched(tmp_path: Path, number: signal.Signals) -> None:
     code = f"import os; os.kill(os.getpid(), {int(number)})"
-    assert finish(LocalStarter().start(plan(tmp_path, code, "m.sif"))) == -number
+    assert finish(starter_of("m.sif").start(plan(tmp_path, code, "m.sif"))) == -number
 
 
 def wrapper(parent: int, *command: str, mode: str = "exec") -> subprocess.CompletedProcess[str]:
@@ -278,7 +282,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_process_that_another_one_has_started(tmp_path: Path) -> None:
-    starter = LocalStarter()
+    starter = starter_of("process")
     worker = plan(tmp_path, "import time; print('ready', flush=True); time.sleep(60)")
     child = starter.start(worker)
     known = ModuleState("running", pid=child.pid, born=process_birth(child.pid))
@@ -306,7 +310,7 @@ def distant(tmp_path: Path, code: str) -> Process:
     def connect(worker: WorkerPlan) -> list[str]:
         # in a session of its own, which the near end cannot reach
         far = ["setsid", sys.executable, "-I", "-S", child.__file__, "receive"]
-        return [*far, *worker.prefix]
+        return [*far, *process_argv(worker)]
 
     return LocalStarter(render=connect, mode="send").start(plan(tmp_path, code))
 

@@ -14,7 +14,7 @@ import pytest
 
 from dni_runtime.errors import UsageError
 from dni_runtime.launch.plan import Need, WorkerPlan
-from dni_runtime.launch.runtimes import on_node
+from dni_runtime.launch.runtimes import on_node, worker_argv
 from dni_runtime.launch.slurm.script import (
     JobRequest,
     directives,
@@ -108,19 +108,16 @@ def test_gpus_in_the_sites_style(style: str, job: str, of_step: str) -> None:
 
 
 def test_a_step_takes_its_share_and_no_more() -> None:
-    argv = step_argv(
-        step(REQUEST.needs[0], node="n2", sockets="/tmp/dni-1", scratch="/scratch/1",
-             prefix=("worker", "--run", "/a b"))
-    )  # fmt: skip
+    worker = step(REQUEST.needs[0], node="n2", sockets="/tmp/dni-1", scratch="/scratch/1")
+    argv = step_argv(worker)
     assert argv[0] == "srun"
     shell = argv.index("/bin/sh")
     assert set(argv[1:shell]) == {
         "--job-name=bottom", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--exact",
         "--cpus-per-task=2", "--mem=1000M", "--input=none", "--export=ALL",
     }  # fmt: skip
-    assert argv[shell + 3 : shell + 9] == [
-        "dni-step", "/tmp/dni-1", "/scratch/1", "worker", "--run", "/a b",
-    ]  # fmt: skip
+    rest = ["dni-step", "/tmp/dni-1", "/scratch/1", *worker_argv(worker)]
+    assert argv[shell + 3 :] == rest
 
 
 def test_steps_on_a_node_that_the_job_has_gained_share_it() -> None:
@@ -134,13 +131,13 @@ def test_the_steps_shell_makes_private_folders(
 ) -> None:
     def shell(sockets: Path, scratch: str = "") -> subprocess.CompletedProcess[str]:
         worker = step(
-            REQUEST.needs[0], sockets=str(sockets), scratch=scratch, prefix=("echo", "a  b")
+            REQUEST.needs[0], sockets=str(sockets), scratch=scratch, python="echo", data="a  b"
         )
         return subprocess.run(on_node(worker), capture_output=True, text=True)
 
     done = shell(tmp_path / "s s", str(tmp_path / "t"))
     assert done.returncode == 0
-    assert done.stdout.startswith("a  b ")
+    assert done.stdout.endswith("--data a  b\n")
     assert (tmp_path / "s s").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "t").is_dir()
     (tmp_path / "open").mkdir(mode=0o777)
