@@ -3,9 +3,9 @@
 Only this module lists ``checkpoints/``. A cut is a folder named after a position in the stream,
 in twelve digits; everything else there is ignored. A module's *part* of a cut is
 ``MODULE.safetensors`` and ``MODULE.json``. The JSON is written last; it holds the size of the other
-file (``bytes``) and a checksum over both (``sha256``). Parts of earlier versions have neither and
-are not checked. Of a replica that takes no batches there (``spec/members.py``) a cut holds an empty
-file, ``MODULE.parked``, which another replica has made before it wrote its own part.
+file (``bytes``) and a checksum over both (``sha256``). Of a replica that takes no batches there
+(``spec/members.py``) a cut holds an empty file, ``MODULE.parked``, which another replica has made
+before it wrote its own part.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from dni_runtime.files import open_folder, opened
 from dni_runtime.rundir import RunDir
 
 FORMAT = 3
-"""Format of the checkpoints that this version writes."""
-
-READABLE = (2, FORMAT)
-"""Formats that can be read (``worker/checkpoint.py`` handles the differences)."""
+"""Format of the checkpoints that this version writes and reads."""
 
 _ENDINGS = (".json", ".safetensors", ".parked")
 _HEADER_BYTES = 100_000_000  # what the safetensors library allows
@@ -202,7 +199,7 @@ def _is_finite(document: dict[str, Any]) -> bool:
 def _check_size(part: Path, document: dict[str, Any]) -> None:
     with reading(part):
         size = tensors_file(part).stat().st_size
-    wanted = document.get("bytes", size)
+    wanted = document.get("bytes")
     if size != wanted:
         raise DamagedError(
             f"{named(part)} is damaged: {part.name}.safetensors has {size} bytes, not {wanted}"
@@ -210,8 +207,9 @@ def _check_size(part: Path, document: dict[str, Any]) -> None:
 
 
 def check_sum(part: Path, file: BinaryIO, document: dict[str, Any]) -> None:
-    """Compare a part with its checksum, if it has one; raises ``DamagedError``."""
-    if "sha256" in document and _digest(file, document) != document["sha256"]:
+    """Compare a part with its checksum; raises ``DamagedError``."""
+    digest = _digest(file, document)
+    if digest is None or digest != document.get("sha256"):
         raise DamagedError(f"{named(part)} is damaged: its SHA-256 is not the one in its JSON")
 
 

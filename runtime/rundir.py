@@ -131,8 +131,7 @@ class RunDir:
 
     @property
     def best(self) -> Path:
-        old = self.root / "best.json"  # runs of earlier versions
-        return old if old.exists() else self.checkpoints / "best.json"
+        return self.checkpoints / "best.json"
 
     def marks(self, module: str) -> Path:
         return self.root / "ledger" / f"{module}.marks.jsonl"
@@ -226,8 +225,6 @@ class RunDir:
             (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         if stat.S_IMODE(self.root.stat().st_mode) != 0o700:  # in a container it cannot be changed
             self.root.chmod(0o700)
-        if (old := self.root / "best.json").exists():
-            old.replace(self.checkpoints / "best.json")
 
 
 def socket_path(run: Path, base: Path | None = None) -> Path:

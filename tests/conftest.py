@@ -12,6 +12,7 @@ import torch
 
 from dni_runtime.garbage import collect_seldom
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec.edge import EdgeSpec
 
 # Figures agree to the last digit, whatever the CPU (docs/architecture.md, `exact`). MKL reads this
 # once, at a process's first product: it is set before any test, here and for what tests start.
@@ -66,15 +67,37 @@ def eventually(
         time.sleep(every_s)
 
 
+_FLOAT_4 = TensorSpec(shape=(4,), dtype="float32")
+
+
 @pytest.fixture
 def make_spec() -> MakeSpec:
-    """Make one module's spec; keywords replace fields."""
+    """Make one module's spec; keywords replace fields, or settings of its one link."""
 
-    def make(module: str = "stem", **fields: Any) -> WorkerSpec:
-        float_4 = TensorSpec(shape=(4,), dtype="float32")
+    def make(
+        module: str = "stem",
+        *,
+        output: TensorSpec = _FLOAT_4,
+        downstream: str = "tail",  # of the stem, as the next one
+        gradients_in: int = 1,
+        upstream: str = "stem",  # of the tail, as all that follow
+        input: TensorSpec = _FLOAT_4,
+        gradients_out: int = 1,
+        awaited_out: bool = False,
+        resend_out: int = 0,
+        **fields: Any,
+    ) -> WorkerSpec:
         head = module == "stem"
+        edge = EdgeSpec(
+            source=module if head else upstream,
+            target=downstream if head else module,
+            number=1,
+            tensor=output if head else input,
+            gradients=gradients_in if head else gradients_out,
+            awaited=awaited_out and not head,
+            resend=0 if head else resend_out,
+        )
         settings: dict[str, Any] = {
-            "format": 1,  # one link on each side
             "chain": "pair",
             "module": module,
             "index": 0 if head else 1,
@@ -88,17 +111,15 @@ def make_spec() -> MakeSpec:
             "device": "cpu",
             "precision": "float32",
             "cpus": 1,
-            "input": float_4,
-            "output": float_4,
+            "sources": () if head else (edge,),
+            "targets": (edge,) if head else (),
+            "output": output,
             "label": TensorSpec(shape=(), dtype="int64"),
-            "prediction": float_4,
+            "prediction": _FLOAT_4,
             "classes": 4,
             "batch_limit": 8,
-            "upstream": None if head else "stem",
-            "downstream": "tail" if head else None,
-            "gradients_in": int(head),
+            "gradients_in": gradients_in if head else 0,
             "late": 4 * int(head),
-            "gradients_out": int(not head),
             "links": LinksSpec(window=4),
             "keep": 2,
             "stop_grace_s": 5.0,

@@ -42,10 +42,9 @@ class ExportedModule(Frozen):
     """A module in a ``.safetensors`` file."""
 
     name: Name
-    # What it takes of other modules; None: the one before, in files of earlier versions.
-    inputs: tuple[str, ...] | None = None
-    # Numbers of the data's inputs that it takes; None: the first module has it, in such files.
-    data: tuple[Annotated[int, Field(ge=0, lt=1000)], ...] | None = None
+    inputs: tuple[str, ...]  # what it takes of other modules
+    # Numbers of the data's inputs that it takes.
+    data: tuple[Annotated[int, Field(ge=0, lt=1000)], ...]
     layers: tuple[LayerSpec, ...]
 
 
@@ -259,11 +258,9 @@ def _build(description: Exported) -> nn.Module:
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     sources: list[list[tuple[int, int | None]]] = []
     data: list[list[int]] = []
-    for index, one in enumerate(description.modules):
-        names = list(modules)
-        inputs = names[-1:] if one.inputs is None else one.inputs
-        sources.append([_source(input, names) for input in inputs])
-        data.append(([] if index else [0]) if one.data is None else list(one.data))
+    for one in description.modules:
+        sources.append([_source(input, list(modules)) for input in one.inputs])
+        data.append(list(one.data))
         modules[one.name] = build_layers(one.layers)
     return connect(modules, sources, data)
 

@@ -20,8 +20,7 @@ class Versions(Document):
     dni_runtime: str = "unknown"
     python: str = ""
     protocol: int = 0  # of the links
-    # Format of the first checkpoints; None: an earlier version created it.
-    checkpoint: int | None = None
+    checkpoint: int = 0  # format of its checkpoints
 
 
 class Made(Document):

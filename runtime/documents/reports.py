@@ -61,7 +61,7 @@ class Report(_OfWorker):
     epoch: int | None = None  # the newest
     step: int | None = None  # training batches so far
     samples: int | None = None  # training samples so far
-    doing: str = ""  # what its computing thread does or waits for (``launch/stall.py``)
+    doing: str = "start"  # what its computing thread does or waits for (``launch/stall.py``)
     doing_s: float = 0.0  # since that began
     saving: int | None = None  # bytes saved so far, while it saves its state; None: it does not
     connected: bool | None = None  # the links downstream are open; None: the tail

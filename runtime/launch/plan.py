@@ -29,7 +29,7 @@ SOCKETS_TARGET = "/dni/ipc"
 AUTO = "auto"
 """``resume`` of a plan whose supervisor chooses the newest complete cut for all workers."""
 
-_FORMAT = 2  # 1 held commands instead of fields
+_FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from pydantic import PrivateAttr, ValidationError
 
 from dni_runtime import __version__
 from dni_runtime.cuts import FORMAT as CHECKPOINT_FORMAT
-from dni_runtime.cuts import READABLE
 from dni_runtime.documents.records import FORMAT, Made, RunRecord, Versions
 from dni_runtime.errors import CheckpointError, DataError, UsageError
 from dni_runtime.files import write_atomic, write_json
@@ -131,8 +130,6 @@ class Record(RunRecord):
             )
         record = cls.load(run.record)
         assert record is not None
-        if "scheduler" not in record.model_fields_set and run.job.exists():  # of earlier versions
-            record = record.model_copy(update={"scheduler": "slurm"})
         record._run = run
         return record
 
@@ -186,11 +183,10 @@ class Record(RunRecord):
         Refuses a run with checkpoints that this version cannot read.
         """
         made, version = self.versions.checkpoint, self.versions.dni_runtime
-        if made is not None and made not in READABLE:
+        if made != CHECKPOINT_FORMAT:
             raise CheckpointError(
                 f"run {self.name!r} was created by dni-runtime {version} with checkpoints of "
-                f"format {made}; this is {__version__}, which reads "
-                f"{' and '.join(map(str, READABLE))}",
+                f"format {made}; this is {__version__}, which reads format {CHECKPOINT_FORMAT}",
                 hint=f"resume with dni-runtime {version}, or start a new run with 'dnictl up'",
             )
         if version == __version__:

@@ -81,8 +81,7 @@ class _Seen:
 
     @property
     def doing(self) -> str:
-        # reports from an image of an older version lack it
-        return self.report.doing if self.report else "start"
+        return self.report.doing
 
     @property
     def saves(self) -> bool:

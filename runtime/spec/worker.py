@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dni_runtime.spec.data import DataSpec
 from dni_runtime.spec.edge import NO_LABEL, EdgeSpec, LaneSpec, TensorSpec
@@ -149,13 +149,6 @@ class WorkerSpec(Frozen):
         """Return the spec as canonical JSON (sorted keys), as stored in the module's image."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, document: Any) -> Any:
-        if isinstance(document, dict) and document.get("format") == 1:
-            return _with_edges(document)
-        return document
-
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Parse the output of :meth:`to_json`; raises pydantic's ``ValidationError`` otherwise."""
@@ -254,24 +247,6 @@ class WorkerSpec(Frozen):
                 "gradient_dtype": self.links.gradient_dtype,
             }
         )
-
-
-def _with_edges(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a spec of format 1, which had one link on each side, in today's format."""
-    made = {key: value for key, value in document.items() if key != "blocks"} | {"format": 2}
-    upstream, downstream = made.pop("upstream", None), made.pop("downstream", None)
-    own, index = {"source": made["module"]}, made["index"]
-    names = {"gradients": "gradients_out", "bootstrapped": "bootstrapped_out"}
-    names |= {"awaited": "awaited_out", "resend": "resend_out"}
-    above = {name: made.pop(old) for name, old in names.items() if old in made}
-    above |= {"source": upstream, "target": made["module"], "number": index}
-    made["sources"] = [above | {"tensor": made["input"]}] if upstream else []
-    own |= {"target": downstream, "number": index + 1, "tensor": made["output"]}
-    made["targets"] = [own | {"gradients": made["gradients_in"]}] if downstream else []
-    if made.get("head"):
-        made["head"] = made["head"] | {"samples": [made["input"]]}
-    del made["input"]
-    return made
 
 
 def _digest(document: dict[str, Any]) -> str:

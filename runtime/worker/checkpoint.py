@@ -30,7 +30,6 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import sparse_parameters
 from dni_runtime.cuts import (
     FORMAT,
-    READABLE,
     best_cut,
     check_sum,
     complete_cuts,
@@ -113,12 +112,12 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
     """Put a module into the state that :func:`snapshot` copied."""
-    module, made_by = step.spec.module, document.get("version", "an earlier version")
-    if document.get("format") not in READABLE:
+    module, made_by = step.spec.module, document.get("version")
+    if document.get("format") != FORMAT:
         raise CheckpointError(
             f"the checkpoint of {document.get('module')!r} was written by dni-runtime {made_by} in "
-            f"format {document.get('format')!r}; this is {__version__}, which reads formats "
-            f"{' and '.join(map(str, READABLE))}",
+            f"format {document.get('format')!r}; this is {__version__}, which reads format "
+            f"{FORMAT}",
             hint=f"continue with dni-runtime {made_by}, or start a new run with 'dnictl up'",
         )
     if document.get("module") != module:
@@ -133,10 +132,6 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             hint="specs/ in the run directory has changed since: restore it, or start a new run "
             "with 'dnictl up'",
         )
-    if document["format"] == 2:  # one schedule, and an update with each batch
-        schedule = document.get("schedule")
-        schedules = [] if schedule is None else [schedule]
-        document = document | {"gathered": 0, "schedules": schedules}
     try:
         step.layers.load_state_dict(_under(tensors, "layers."))
         if step.interface is not None:
@@ -153,10 +148,8 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             optimization.average.load_state_dict(_under(tensors, "average."))
         if step.shared is not None:
             step.shared.load(tensors)
-            batches = document["batches"] - document.get("agreed_at", document["batches"])
-            shared = document.get("shared", {"samples": batches * step.spec.batch_limit})
-            step.shared.samples = shared["samples"]
-            step.shared.strategy.asked = shared.get("asked", False)
+            step.shared.samples = document["shared"]["samples"]
+            step.shared.strategy.asked = document["shared"]["asked"]
         before = _under(tensors, "before.")
         if before:
             parameters = enumerate(optimization.parameters)
@@ -168,7 +161,7 @@ def restore(step: ModuleStep, tensors: dict[str, Tensor], document: dict[str, An
             if p.grad is not None and id(p) in sparse:
                 p.grad = p.grad.to_sparse(1)
         optimization.gathered = document["gathered"]
-        if optimization.scale is not None and "loss_scale" in document:
+        if optimization.scale is not None:
             optimization.scale.value, optimization.scale.steps = document["loss_scale"]
         for schedule, own in zip(optimization.schedules, document["schedules"], strict=True):
             schedule.load_state_dict(_with_numbers(own))

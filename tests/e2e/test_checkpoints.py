@@ -1,4 +1,4 @@
-"""Real runs with checkpoints that are damaged, of an earlier version, or beside other files."""
+"""Real runs with checkpoints that are damaged, late, or beside other files."""
 
 from __future__ import annotations
 
@@ -7,38 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import dni_runtime
 from dni_runtime.cuts import complete_cuts
 from dni_runtime.documents.state import RunState
 from dni_runtime.rundir import RunDir
-from tests.e2e.conftest import CHAIN, Site, missing
+from tests.e2e.conftest import CHAIN, ENDS, PAIR, Site, missing
 from tests.lines import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-EARLIER = Path(__file__).parents[1] / "data" / "earlier-run"
-"""A run of two modules that was stopped after 46 of 276 batches.
-
-Made by 0.1.0 in development, with checkpoints of format 2 and protocol 1 (commit 518d4ac), by
-``dnictl up`` with the chain in it; without what only that process needed, and with other names of
-host, user and folder.
-"""
-
-MODULES = ["bottom", "top"]
-
-
-@pytest.fixture
-def earlier(site: Site) -> RunDir:
-    """A copy of that run."""
-    shutil.copytree(EARLIER, site.folder / "runs" / "earlier-run")
-    return site.latest
 
 
 def events(run: RunDir, kind: str) -> list[dict[str, Any]]:
@@ -117,37 +98,20 @@ def test_a_run_fails_on_a_full_disk_and_goes_on_when_there_is_room(site: Site) -
     assert load_file(site.folder / "model.safetensors")
 
 
-def test_a_run_of_an_earlier_version_goes_on(site: Site, earlier: RunDir) -> None:
-    site.run("export", "-o", "before.safetensors")
-    done = site.run("resume")
-    assert "epoch 12/12, batch 276/276" in done.stdout
-    log = earlier.log("top", 2).read_text()
-    assert "module top resumes at 51 of the stream" in log
-    site.run("export", "-o", "after.safetensors")
-    before, after = (
-        dict(dni_runtime.load(site.folder / name).named_parameters())
-        for name in ("before.safetensors", "after.safetensors")
-    )
-    assert before.keys() == after.keys()
-    for name in MODULES:
-        recorded = load_file(EARLIER / "checkpoints" / "000000000051" / f"{name}.safetensors")
-        assert torch.equal(before[f"{name}.0.weight"], recorded["layers.0.weight"])
-        assert not torch.equal(before[f"{name}.0.weight"], after[f"{name}.0.weight"])
-
-
-def test_a_damaged_checkpoint_is_passed_over(site: Site, earlier: RunDir) -> None:
+def test_a_damaged_checkpoint_is_passed_over(site: Site) -> None:
     """A flipped bit sends all modules to the cut before; foreign and half-written files do not."""
-    site.run("resume")  # of its newest checkpoints this version writes the sums
-    *_, old, new = complete_cuts(earlier, MODULES)
-    state = RunState.read(earlier)
+    site.run("up", site.write(4, chain=PAIR), "--backend", "process")
+    run = site.latest
+    *_, old, new = complete_cuts(run, ENDS)
+    state = RunState.read(run)
     state.phase = "stopped"  # as if its last checkpoint were not its end
-    state.write(earlier)
-    damaged = earlier.checkpoint(new, "top").with_suffix(".safetensors")
+    state.write(run)
+    damaged = run.checkpoint(new, "top").with_suffix(".safetensors")
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
     foreign = shutil.copytree(damaged.parent, damaged.parent.with_suffix(".bak"))
-    half_written = earlier.checkpoint(old, "bottom").with_name(".bottom.safetensors.host.0123abcd")
+    half_written = run.checkpoint(old, "bottom").with_name(".bottom.safetensors.host.0123abcd")
     half_written.touch()
 
     refused = site.run("export", "-o", "model.safetensors", expect=72)
@@ -157,14 +121,14 @@ def test_a_damaged_checkpoint_is_passed_over(site: Site, earlier: RunDir) -> Non
     assert f"module 'top' in checkpoint {new}" in refused.stderr
 
     site.run("resume")
-    started = [event["attempt"] for event in events(earlier, "worker_started")]
-    assert started == [2, 2, 3, 3, 4, 4]
-    for name in MODULES:
-        assert f"resumes at {old} of the stream" in earlier.log(name, 4).read_text()
-    (event,) = events(earlier, "checkpoint_damaged")
+    started = [event["attempt"] for event in events(run, "worker_started")]
+    assert started == [1, 1, 2, 2, 3, 3]
+    for name in ENDS:
+        assert f"resumes at {old} of the stream" in run.log(name, 3).read_text()
+    (event,) = events(run, "checkpoint_damaged")
     assert f"module 'top' in checkpoint {new}" in event["reason"]
     assert foreign.is_dir()
     assert not half_written.exists()
-    assert complete_cuts(earlier, MODULES)[-1] == new
-    document = json.loads(earlier.checkpoint(new, "top").with_suffix(".json").read_text())
+    assert complete_cuts(run, ENDS)[-1] == new
+    document = json.loads(run.checkpoint(new, "top").with_suffix(".json").read_text())
     assert document["version"] == dni_runtime.__version__

@@ -143,13 +143,18 @@ def test_a_flipped_bit_is_found(run: RunDir, where: str) -> None:
         cuts.verify(run, 30, MODULES)
 
 
-def test_parts_without_a_sum_are_taken(run: RunDir) -> None:
-    """As earlier versions wrote them."""
+def test_a_part_must_have_a_size_and_a_sum(run: RunDir) -> None:
     path = run.checkpoint(30, "b").with_suffix(".json")
+    size = path.with_suffix(".safetensors").stat().st_size
+    path.write_text(json.dumps({"cut": 30, "bytes": size}))
+    with pytest.raises(DamagedError, match=r"checkpoint 30 .*b'\) is damaged: its SHA-256"):
+        cuts.verify(run, 30, MODULES)
+    path.with_suffix(".safetensors").write_bytes(b"no tensors")
+    path.write_text(json.dumps({"cut": 30, "bytes": 10}))
+    with pytest.raises(DamagedError, match="its SHA-256"):
+        cuts.verify(run, 30, MODULES)
     path.write_text(json.dumps({"cut": 30}))
-    flip(path.with_suffix(".safetensors"))
-    assert cuts.newest_cut(run, MODULES) == (30, [])
-    cuts.verify(run, 30, MODULES)
+    assert cuts.complete_cuts(run, MODULES) == [10, 20]
 
 
 def test_half_written_files_of_one_module_go(run: RunDir) -> None:

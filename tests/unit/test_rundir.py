@@ -83,17 +83,6 @@ def test_a_file_that_cannot_be_written_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_best_checkpoint_of_an_older_run(tmp_path: Path) -> None:
-    """It was noted beside the folders; whoever goes on with such a run moves it."""
-    run = RunDir(tmp_path)
-    write_json(tmp_path / "best.json", {"cut": 7})
-    assert read_json(run.best) == {"cut": 7}
-    run.create()
-    assert run.best == run.checkpoints / "best.json"
-    assert read_json(run.best) == {"cut": 7}
-    assert not (tmp_path / "best.json").exists()
-
-
 def test_a_document_written_in_place_takes_no_more_room(tmp_path: Path) -> None:
     """So a full disk does not matter, and who has the file open sees what is new."""
     path = tmp_path / "a.json"

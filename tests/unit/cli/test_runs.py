@@ -256,7 +256,8 @@ def test_export_of_a_damaged_checkpoint(dnictl: Dnictl, record: Record) -> None:
 def test_resume_of_a_run_of_another_version(dnictl: Dnictl, record: Record) -> None:
     ended(record, "stopped", 75)
     document = read_json(record.run.record) or {}
-    write_json(record.run.record, document | {"versions": {"dni_runtime": "0.0.9"}})
+    document["versions"]["dni_runtime"] = "0.0.9"
+    write_json(record.run.record, document)
     result = dnictl("resume", "--dry-run")
     assert result.code == 0
     assert f"small-1: created by dni-runtime 0.0.9, resumed with {__version__}" in result.err

@@ -140,9 +140,9 @@ def test_onnx_may_not_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         export_model((), {}, tmp_path / "net.onnx")
 
 
-def written(path: Path, *layers: Any, name: str = "a", **more: Any) -> Path:
+def written(path: Path, *layers: Any, name: str = "a", data: tuple[int, ...] = (0,)) -> Path:
     """A file as somebody else may have made it."""
-    modules = [{"name": name, "layers": layers, **more}]
+    modules = [{"name": name, "inputs": (), "data": data, "layers": layers}]
     sample = {"shape": [4], "dtype": "float32"}
     description = {"format": 1, "chain": "c", "input": sample, "modules": modules}
     save_file({"x": torch.zeros(1)}, path, {METADATA: json.dumps(description)})
@@ -193,7 +193,7 @@ def test_names_of_modules_are_no_code(tmp_path: Path) -> None:
     """Torch's graphs write them into Python code."""
     code = 'a", exec("import planted")) #'
     with pytest.raises(DataError, match="was not written by"):
-        load(written(tmp_path / "model.safetensors", "ReLU", name=code, inputs=(), data=(0, 1)))
+        load(written(tmp_path / "model.safetensors", "ReLU", name=code, data=(0, 1)))
 
 
 def test_a_network_is_not_larger_than_its_tensors(tmp_path: Path) -> None:

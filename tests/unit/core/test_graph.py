@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dni_runtime import load
 from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.export import METADATA, export_model
+from dni_runtime.core.export import export_model
 from dni_runtime.core.layers import Add
 from dni_runtime.core.network import connect
 from dni_runtime.core.resolve import worker_specs
@@ -208,23 +205,6 @@ def test_export(name: str, suffix: str, tmp_path: Path) -> None:
     model = load(file, trust=True)
     found = model(*x) if isinstance(x, tuple) else model(x)
     assert torch.equal(found, graph.predict(x))
-
-
-def test_a_file_from_before_modules_had_inputs(tmp_path: Path) -> None:
-    specs = workers([A, "{name: b, layers: [{Linear: {in_features: 8, out_features: 3}}]}"])
-    graph, file = LocalChain(specs), tmp_path / "model.safetensors"
-    export_model(specs, saved(graph, tmp_path), file)
-    with safe_open(file, framework="pt") as reader:
-        metadata = dict(reader.metadata())
-        tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118
-    description = json.loads(metadata[METADATA])
-    for module in description["modules"]:
-        del module["inputs"], module["data"]
-    save_file(tensors, file, metadata | {METADATA: json.dumps(description)})
-    (x, _) = batches(1)[0]
-    model = load(file)
-    assert isinstance(model, nn.Sequential)
-    assert torch.equal(model(x), graph.predict(x))
 
 
 def test_a_chain_is_a_plain_sequence() -> None:

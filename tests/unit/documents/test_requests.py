@@ -33,9 +33,8 @@ def test_what_is_damaged_asks_for_nothing(tmp_path: Path, text: str) -> None:
 
 def test_requested_markers_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "marks.jsonl"
-    path.write_text('{"id": 3, "mark": 2}\n{"id": 4\n')  # of an earlier version; a full disk
+    path.write_text('{"id": 4\n')  # a full disk
     lines = [Requested(id=5, mark=8, body={"after": {"b": [1]}}), Requested(id=9, mark=0)]
     for line in lines:
         line.append(path)
-    found = list(LineReader(path, Requested.parse).new())
-    assert found == [Requested(id=3, mark=2), *lines]
+    assert list(LineReader(path, Requested.parse).new()) == lines

@@ -16,6 +16,7 @@ from dni_runtime.launch.initial import write_initial
 from dni_runtime.launch.prepare import Prepared, prepare
 from dni_runtime.launch.records import create_run
 from dni_runtime.rundir import RunDir
+from dni_runtime.worker.checkpoint import write_part
 
 CHAIN = """\
 name: fine
@@ -86,10 +87,7 @@ def test_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
                 f"layers.{k}": torch.full_like(v, value) if v.is_floating_point() else v
                 for k, v in state.items()
             }
-            path = run.checkpoint(cut, worker.module)
-            path.parent.mkdir(exist_ok=True)
-            save_file(tensors, path.with_suffix(".safetensors"))
-            path.with_suffix(".json").write_text("{}")
+            write_part(run, worker.module, (tensors, {"cut": cut}))
     again = prepared(tmp_path, default="defaults: {init: {file: old}}")
     new = RunDir(tmp_path / "new")
     new.create()

@@ -32,16 +32,6 @@ def test_what_a_run_holds(record: Record, prepared: Prepared) -> None:
     assert record.specs() == (prepared.chain, prepared.workers)
 
 
-def test_runs_of_earlier_versions_do_not_name_their_scheduler(record: Record) -> None:
-    document = read_json(record.run.record)
-    assert document is not None
-    assert (document.pop("scheduler"), document.pop("hosts")) == ("local", [])
-    write_json(record.run.record, document)
-    assert Record.read(record.run.root).scheduler == "local"
-    write_json(record.run.job, {})
-    assert Record.read(record.run.root).scheduler == "slurm"
-
-
 def test_a_run_is_not_overwritten(record: Record, prepared: Prepared) -> None:
     with pytest.raises(UsageError, match="already holds a run") as caught:
         create_run(record.run.root, prepared, backend="process")
@@ -91,24 +81,25 @@ def test_damaged_specs(record: Record) -> None:
         record.specs()
 
 
-def change(record: Record, **changes: object) -> Record:
+def change(record: Record, format: int = 1, **versions: object) -> Record:
     document = read_json(record.run.record)
     assert document is not None
+    changes = {"format": format, "versions": document["versions"] | versions}
     write_json(record.run.record, document | changes)
     return Record.read(record.run.root)
 
 
 def test_a_run_in_another_format_says_who_made_it(record: Record) -> None:
     with pytest.raises(DataError, match=r"dni-runtime 9\.1\.0, in format 7") as caught:
-        change(record, format=7, versions={"dni_runtime": "9.1.0"})
+        change(record, format=7, dni_runtime="9.1.0")
     assert "use dni-runtime 9.1.0" in str(caught.value)
 
 
 def test_versions_are_compared_before_a_run_goes_on(record: Record) -> None:
     assert record.compare_versions() is None
-    older = change(record, versions={"dni_runtime": "0.0.9"})
+    older = change(record, dni_runtime="0.0.9")
     assert older.compare_versions() == f"created by dni-runtime 0.0.9, resumed with {__version__}"
-    newer = change(record, versions={"dni_runtime": "9.1.0", "checkpoint": 8})
+    newer = change(record, dni_runtime="9.1.0", checkpoint=8)
     with pytest.raises(CheckpointError) as caught:
         newer.compare_versions()
     assert "created by dni-runtime 9.1.0 with checkpoints of format 8" in str(caught.value)

@@ -245,7 +245,6 @@ def first_batch(s: int) -> Reports:
         pytest.param(
             lambda s: {n: report(100, "batch", state="stopping") for n in NAMES}, id="stopping"
         ),
-        pytest.param(still(bottom=(9, ""), middle=(9, ""), top=(9, "")), id="an older version"),
         pytest.param(
             lambda s: {
                 "bottom": report(200, "window"),

@@ -316,8 +316,11 @@ def test_damaged_checkpoints_are_refused(worker: WorkerSpec, tmp_path: Path, dam
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 9, "version": "7.1.0"}, "by dni-runtime 7.1.0 in format 9"),
-        ({"format": 1, "version": None}, "reads formats 2 and 3"),
+        (
+            {"format": 9, "version": "7.1.0"},
+            f"by dni-runtime 7.1.0 in format 9; this is {__version__}, which reads format 3",
+        ),
+        ({"format": 2, "version": "0.0.9"}, "by dni-runtime 0.0.9 in format 2"),
         ({"hash": "0123456789abcdef"}, "another spec of module 'a' (checkpoint 0123456789ab"),
     ],
 )

@@ -94,7 +94,7 @@ def test_the_last_line_of_each_start_is_kept(metrics: Metrics) -> None:
 
 
 def test_a_file_that_has_grown_before_goes_on(metrics: Metrics) -> None:
-    """One of an earlier version of this program, with a line every second."""
+    """One that is full when the worker restarts."""
     metrics.train(200)
     path = metrics.run.metrics("a")
     path.write_bytes(path.read_bytes() * 5)

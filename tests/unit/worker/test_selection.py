@@ -130,9 +130,9 @@ def test_what_lies_behind_the_cut_does_not_count(run: RunDir) -> None:
     assert Best.load(run.best) == Best(metric="m", cut=20, epoch=2, value=0.6)
 
 
-def test_a_record_of_an_earlier_version(run: RunDir) -> None:
-    """Without a finite evaluation it named no checkpoint."""
-    run.best.write_text('{"metric": "m", "worse": [10]}')
+def test_a_record_without_a_finite_evaluation(run: RunDir) -> None:
+    """It names no checkpoint."""
+    Best(metric="m", worse=(10,)).write(run.best)
     assert best_cut(run) is None
     assert walk(selection(run, cut=10), [0.5], first=2) == [False]
     assert best_cut(run) == 20
