@@ -1,4 +1,7 @@
-"""Checks that this host has what a run needs: data, devices, Apptainer, images."""
+"""Checks that this host has what a run needs: data, devices, Apptainer, images.
+
+What a host has in general, whatever the chain, is examined in ``launch/doctor.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from typing import Literal
 from pydantic import ValidationError
 
 from dni_runtime.errors import DataError, ImageError, SpecError, UnavailableError
-from dni_runtime.image.apptainer import Apptainer, Mount, find_apptainer
+from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.image.check import inspect_image, verify_hash, verify_signature
 from dni_runtime.image.layers import MODULE_JSON
 from dni_runtime.image.lock import LOCK_NAME, read_lock
+from dni_runtime.launch.doctor import gpu_devices, usable_apptainer
 from dni_runtime.launch.plan import Backend
 from dni_runtime.spec import ChainSpec, WorkerSpec
 from dni_runtime.spec.data import own_path
@@ -26,14 +30,9 @@ Locator = Callable[..., str]
 # In front of the container's own libraries, where --nv puts the host's (apptainer, "GPU support").
 _LIBRARY_TARGET = "/.singularity.d/libs"
 _VERBS_LIBRARIES = (
-    "libibverbs.so.1",
-    "librdmacm.so.1",
-    "libmlx5.so.1",
-    "libmlx4.so.1",
-    "libefa.so.1",
-    "libnl-3.so.200",
-    "libnl-route-3.so.200",
-)
+    "libibverbs.so.1", "librdmacm.so.1", "libmlx5.so.1", "libmlx4.so.1", "libefa.so.1",
+    "libnl-3.so.200", "libnl-route-3.so.200",
+)  # fmt: skip
 _MOST_HASHED = 8  # images at once, to spare a shared file system
 _LIBRARY_FOLDERS = ("usr/lib64", "lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 
@@ -81,14 +80,12 @@ def check_host(
     site = _choose(workers, wanted, images, chain.image.require_signed)
     if not elsewhere:
         check_devices(chain, workers, site.backend, locate)
-    if chain.links.transport == "tcp" and not elsewhere:
-        _check_addresses(workers, locate)
+        if chain.links.transport == "tcp":
+            _check_addresses(workers, locate)
     if site.backend == "process":
         return site
-    if elsewhere:
-        return replace(site, mounts=tuple(_chain_mounts(chain, locate)))
-    mounts = (*_chain_mounts(chain, locate), *infiniband_mounts(chain.infiniband))
-    return replace(site, mounts=mounts)
+    devices = () if elsewhere else infiniband_mounts(chain.infiniband)
+    return replace(site, mounts=(*_chain_mounts(chain, locate), *devices))
 
 
 def exposure(chain: ChainSpec, interface: str | None = None) -> str | None:
@@ -141,23 +138,15 @@ def _choose(
     if wanted == "process":
         return Site("process")
     try:
-        tool = find_apptainer()
+        tool = usable_apptainer()
+        if wanted == "auto" and not any(_image(images, worker).exists() for worker in workers):
+            problem = f"no images in {str(images)!r} (build them with 'dnictl build')"
+            raise UnavailableError(problem)
     except UnavailableError as error:
-        if wanted == "apptainer":
-            raise UnavailableError(
-                error.message, hint=f"{error.hint}; or use --backend process"
-            ) from None
-        return Site("process", notice=f"{error.message}: using the process backend")
-    if wanted == "auto" and not any(_image(images, worker).exists() for worker in workers):
-        problem = f"no images in {str(images)!r} (build them with 'dnictl build')"
-        return Site("process", notice=f"{problem}: using the process backend")
-    if os.geteuid() == 0:
-        problem = "dnictl does not run Apptainer as root: its containers would run as root"
         if wanted == "auto":
-            return Site("process", notice=f"{problem}: using the process backend")
-        raise UnavailableError(
-            problem, hint="run this as an ordinary user, or use --backend process"
-        )
+            return Site("process", notice=f"{error.message}: using the process backend")
+        hint = f"{error.hint}; or use --backend process"
+        raise UnavailableError(error.message, hint=hint) from None
     return Site("apptainer", tool, check_images(tool, workers, images, require_signed))
 
 
@@ -261,11 +250,12 @@ def _devices_for_torch(kind: str, index: int) -> str | None:
 
 def _devices_for_containers(kind: str, index: int, dev: Path = Path("/dev")) -> str | None:
     """Return what is missing for a GPU in a container, or None; the image has its own torch."""
+    devices = gpu_devices(dev)
     if kind == "rocm":
-        return None if (dev / "kfd").exists() else "this host has no AMD GPU (no /dev/kfd)"
+        return None if "kfd" in devices else "this host has no AMD GPU (no /dev/kfd)"
     if (dev / "dxg").exists():  # Windows Subsystem for Linux
         return None
-    count = sum(entry.name.removeprefix("nvidia").isdigit() for entry in dev.glob("nvidia*"))
+    count = len(devices) - ("kfd" in devices)
     if count == 0:
         return "this host has no NVIDIA GPU (no /dev/nvidia0)"
     return None if index < count else f"this host has {count} NVIDIA GPUs, numbered from 0"
@@ -289,13 +279,10 @@ def infiniband_mounts(
             )
         return ()
     mounts = [Mount("/dev/infiniband", "/dev/infiniband", read_only=False)]
-    providers = root / "etc/libibverbs.d"
-    if providers.is_dir():
-        mounts.append(Mount("/etc/libibverbs.d", "/etc/libibverbs.d"))
-    for folder in _LIBRARY_FOLDERS:
-        # libibverbs loads its drivers from a folder whose path is compiled in.
-        if (root / folder / "libibverbs").is_dir():
-            mounts.append(Mount(f"/{folder}/libibverbs", f"/{folder}/libibverbs"))
+    # libibverbs loads its drivers from a folder whose path is compiled in.
+    drivers = [f"{folder}/libibverbs" for folder in _LIBRARY_FOLDERS]
+    there = [folder for folder in ("etc/libibverbs.d", *drivers) if (root / folder).is_dir()]
+    mounts += [Mount(f"/{folder}", f"/{folder}") for folder in there]
     for name in _VERBS_LIBRARIES:
         path = next((f"/{f}/{name}" for f in _LIBRARY_FOLDERS if (root / f / name).exists()), None)
         if path is not None:

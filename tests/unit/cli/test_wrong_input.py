@@ -10,7 +10,7 @@ import torch
 
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
-from dni_runtime.launch import host
+from dni_runtime.launch import doctor
 from tests.unit.cli.conftest import Dnictl, Result, WriteChain
 
 # What to change in the chain, the exit code, and what the message must say.
@@ -164,7 +164,7 @@ def test_an_image_of_another_spec(
     dnictl: Dnictl, write_chain: WriteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = Apptainer(Path("/nowhere/apptainer"), "apptainer", (1, 4, 5))
-    monkeypatch.setattr(host, "find_apptainer", lambda: tool)
+    monkeypatch.setattr(doctor, "find_apptainer", lambda: tool)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     images = folder / "images"
     images.mkdir()

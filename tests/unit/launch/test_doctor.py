@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from dni_runtime.launch.doctor import examine, mount_of
-
-MOUNTS = """\
-22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 22 0:27 / /tmp rw,nosuid,noexec shared:9 - tmpfs tmpfs rw,size=8g
-41 22 0:40 / /home/a\\040b rw shared:2 - nfs4 server:/home rw,vers=4.2
-42 41 0:41 / /home/a\\040b/fast rw - lustre 10.0.0.1@o2ib:/fs rw
-"""
+from dni_runtime.launch.doctor import examine
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "noexec"),
-    [
-        ("/srv/x", "ext4", False),
-        ("/tmp", "tmpfs", True),
-        ("/tmp/x/y", "tmpfs", True),
-        ("/tmpx", "ext4", False),
-        ("/home/a b/c", "nfs4", False),
-        ("/home/a b/fast/c", "lustre", False),
-    ],
+    ("kind", "status"), [("ext4", "ok"), ("nfs4", "warning"), ("fuse.sshfs", "warning")]
 )
-def test_file_system_of_a_folder(path: str, kind: str, noexec: bool) -> None:
-    found, options = mount_of(Path(path), MOUNTS)
-    assert (found, "noexec" in options) == (kind, noexec)
+def test_temporary_files_belong_on_a_disk_of_this_host(
+    kind: str, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    df = tmp_path / "df"
+    df.write_text(f"#!/bin/sh\necho Type\necho {kind}\n")
+    df.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    checks = {check.name: check for check in examine()}
+    assert checks["temporary folder"].status == status
+    assert f": {kind}, " in checks["temporary folder"].detail
+    assert checks["runs folder"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "flags", "hint"),
+    [(1 << 30, 0, "None"), (1 << 30, os.ST_NOEXEC, "mounted noexec"), (9, 0, "about 4 GiB")],
+)
+def test_a_build_needs_room_and_programs(
+    blocks: int, flags: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, flags, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    (check,) = [check for check in examine() if check.name == "build folder"]
+    assert hint in str(check.hint)
 
 
 def test_everything_is_looked_at() -> None:

@@ -14,7 +14,7 @@ from dni_runtime.errors import DataError, ImageError, UnavailableError
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.image.check import Inspected
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, read_lock, write_lock
-from dni_runtime.launch import host
+from dni_runtime.launch import doctor, host
 from dni_runtime.launch.host import (
     Site,
     check_devices,
@@ -70,7 +70,7 @@ def test_without_apptainer(chain: ChainSpec, workers: tuple[WorkerSpec, ...]) ->
 
 @pytest.fixture
 def apptainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "find_apptainer", lambda: TOOL)
+    monkeypatch.setattr(doctor, "find_apptainer", lambda: TOOL)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
