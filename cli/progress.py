@@ -93,11 +93,11 @@ class PlainLines:
             if module.restarts > self._restarts.get(module.module, 0):
                 self._restarts[module.module] = module.restarts
                 click.echo(f"{module.module}: restarted ({module.restarts})", err=True)
-            if module.state not in ("new", "parked"):
+            if module.state not in ("new", "inactive"):
                 self._started.add(module.module)
-            elif module.state == "parked" and module.module in self._started:
+            elif module.state == "inactive" and module.module in self._started:
                 self._started.remove(module.module)
-                click.echo(f"{module.module}: parked, the others go on without it", err=True)
+                click.echo(f"{module.module}: inactive", err=True)
         if figures.state != self._phase:
             self._phase = figures.state
             why = f": {figures.error}" if figures.state == "stalled" else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dni_runtime.errors import UsageError
+from dni_runtime.errors import UsageError, WorkerError
 from dnictl.options import (
     chosen_run,
     json_option,
@@ -154,6 +154,12 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
         print_json({"run": its.name, "state": state.phase, "exit_code": state.exit_code})
     else:
         click.echo(f"{its.name}: {state.phase}")
+    if state.phase == "lost":
+        raise WorkerError(
+            f"not every module of run {its.name!r} has written its last checkpoint",
+            hint=f"make room if a disk is full, then 'dnictl resume {its.name}' goes on from the "
+            "newest complete one",
+        )
 
 
 @click.command()

@@ -18,10 +18,10 @@ AUTO = "auto"
 @trust_option
 @json_option
 def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
-    """Change how many replicas of a module take batches, while the run goes on.
+    """Change how many replicas a module of an active run has.
 
-    For modules with 'replicas: {start: .., most: ..}'. Nobody restarts: a new replica takes its
-    weights from one that runs, and one that leaves shares what it has learnt before it exits.
+    For modules with 'replicas: {start: .., most: ..}'. All modules stop at a common checkpoint and
+    start from it with the new numbers: nothing that they have learnt is lost.
 
     'auto': as many as balance the chain, by how long a batch takes where the workers run.
 
@@ -37,7 +37,9 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
     wrong = [f"{name}={count}" for name, _, count in given if not (name and count.isdecimal())]
     if wrong or bool(given) == auto or len(names) > 1:
         raise UsageError(
-            f"{wrong[0]!r} is not MODULE=N" if wrong else f"{' '.join(changes)!r} is not clear",
+            f"{wrong[0]!r} is not MODULE=N"
+            if wrong
+            else f"{' '.join(changes)!r}: give MODULE=N or 'auto', and at most one run",
             hint="for example: dnictl scale middle=3, or: dnictl scale auto",
         )
     its = chosen_run(names[0] if names else None, runs)

@@ -3,9 +3,9 @@
 Only this module lists ``checkpoints/``. A cut is a folder named after a position in the stream,
 in twelve digits; everything else there is ignored. A module's *part* of a cut is
 ``MODULE.safetensors`` and ``MODULE.json``. The JSON is written last; it holds the size of the other
-file (``bytes``) and a checksum over both (``sha256``). Of a replica that takes no batches there
-(``spec/members.py``) a cut holds an empty file, ``MODULE.parked``, which another replica has made
-before it wrote its own part.
+file (``bytes``) and a checksum over both (``sha256``). Of a module with replicas there is a part
+for each one that took part; their number is in the document of the first one's (``replicas``),
+because a later start may have others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from dni_runtime.documents.best import Best
 from dni_runtime.errors import CheckpointError, DamagedError, UsageError
 from dni_runtime.files import open_folder, opened
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec.named import module_of, number_of
+from dni_runtime.spec.replicas import replicas_of
 
 FORMAT = 3
 """Format of the checkpoints that this version writes and reads."""
 
-_ENDINGS = (".json", ".safetensors", ".parked")
+_ENDINGS = (".json", ".safetensors")
 _HEADER_BYTES = 100_000_000  # what the safetensors library allows
 _CHUNK_BYTES = 1 << 20
 
@@ -43,14 +45,17 @@ def document_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.json")
 
 
-def parked_file(part: Path) -> Path:
-    """Return the file of a replica that has no part of a cut."""
-    return part.with_name(f"{part.name}.parked")
-
-
-def parts_of(run: RunDir, cut: int, modules: Sequence[str]) -> list[str]:
-    """Return the modules that have a part of a cut: those that take batches there."""
-    return [one for one in modules if not parked_file(run.checkpoint(cut, one)).exists()]
+def parts_of(run: RunDir, cut: int, workers: Sequence[str]) -> list[str]:
+    """Return those of these workers that took part in the start that wrote a cut."""
+    found = []
+    for own in replicas_of(workers).values():
+        counted = None
+        if len(own) > 1 or number_of(own[0]) > 1:
+            with contextlib.suppress(CheckpointError):  # that is said when the part is read
+                first = run.checkpoint(cut, own[0]).with_name(f"{module_of(own[0])}.1")
+                counted = read_document(first).get("replicas")
+        found += [one for one in own if counted is None or number_of(one) <= counted]
+    return found
 
 
 def cut_folders(run: RunDir) -> dict[int, Path]:
@@ -73,7 +78,8 @@ def written_cuts(run: RunDir, modules: Sequence[str]) -> list[int]:
     for cut, folder in cut_folders(run).items():
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
             there = set(os.listdir(folder))
-            if all(f"{one}.json" in there or f"{one}.parked" in there for one in modules):
+            missing = [one for one in modules if f"{one}.json" not in there]
+            if not missing or not {*missing} & {*parts_of(run, cut, modules)}:
                 found.append(cut)
     return found
 

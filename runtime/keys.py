@@ -8,6 +8,7 @@ runtime uses a key file only if no other user can have written or read it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import struct
@@ -107,6 +108,8 @@ def make(run: RunDir, module: str) -> bool:
         if public(run, module) != pair.public:
             write_atomic(run.public_key(module), pair.public + b"\n")
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # said as what it is
         raise DataError(
             f"keys cannot be made in {str(run.keys)!r}: {error.strerror}",
             hint="the run directory must lie on a file system with hard links and file modes",

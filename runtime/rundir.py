@@ -140,10 +140,6 @@ class RunDir:
         return self.root / "ledger" / f"{module}.shares.jsonl"
 
     @property
-    def replicas(self) -> Path:
-        return self.root / "ledger" / "replicas.json"
-
-    @property
     def scale(self) -> Path:
         return self.root / "scale.json"
 

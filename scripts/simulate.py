@@ -5,12 +5,14 @@ The own code of the supervisor and the workers runs, with its links, checkpoints
 and restarts, in one process, against a simulated network, clock and disk (``tests/simulation``). A
 seed decides about the chain, its surroundings, and what goes wrong: connections that are lost or
 half open, messages that vanish, processes that stop or are killed, the supervisor among them, full
-and slow disks, files that others see late, stop and resume.
+and slow disks, files that others see late, stop and resume; with ``--replicas`` also other numbers
+of them that somebody asks for, and hosts that are lost.
 
 What must hold: once faults have ended the run finishes; every module has counted every batch of
-every epoch exactly once, and none was trained on twice; ``exact`` is backpropagation in every bit;
-checkpoints are whole, and the last one is there; queues are bounded. A seed that fails is printed,
-and fails again::
+every epoch exactly once, all its replicas together, and none was trained on twice; ``exact`` is
+backpropagation in every bit; checkpoints are whole, and the last one is there; evaluations have all
+samples; queues are bounded; there are as many replicas as are wanted and have a host, and they
+agree. A seed that fails is printed, and fails again::
 
     scripts/simulate.py --seeds 5000
     scripts/simulate.py --first 4711 --seeds 1

@@ -12,7 +12,7 @@ EventKind = Literal[
     "run_started", "run_running", "run_adopted", "run_stalled", "run_moves_again", "run_stopping",
     "run_ended", "worker_started", "worker_running", "worker_ended", "worker_restarting",
     "worker_killed", "worker_diverged", "worker_warning", "worker_moved", "restart_requested",
-    "checkpoint_damaged", "node_lost", "scale_requested", "scaled", "worker_parked", "replica_lost",
+    "checkpoint_damaged", "node_lost", "scale_requested", "scaled", "replica_lost",
     "no_room",
 ]  # fmt: skip
 
@@ -26,7 +26,7 @@ class Event(Document):
     event: Annotated[EventKind, SkipValidation]
     module: str | None = None
     modules: list[str] = Field(default_factory=list)
-    replicas: dict[str, int | list[int]] = Field(default_factory=dict)
+    replicas: dict[str, int] = Field(default_factory=dict)
     attempt: int | None = None
     backend: str | None = None
     pid: int | None = None

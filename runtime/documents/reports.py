@@ -15,12 +15,12 @@ from dni_runtime.documents.metrics import Evaluation
 from dni_runtime.files import overwrite_json
 
 WorkerPhase = Literal[
-    "new", "starting", "connecting", "joining", "running", "stopping", "restarting",
-    "finished", "stopped", "failed", "parked",
+    "new", "starting", "connecting", "running", "stopping", "restarting",
+    "finished", "stopped", "failed", "inactive",
 ]  # fmt: skip
 Wanted = Literal["run", "stop", "restart"]
-ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed", "parked"})
-"""Phases of workers and runs that have ended; ``parked``: a replica that takes no batches."""
+ENDED: frozenset[str] = frozenset({"finished", "stopped", "failed", "inactive"})
+"""Phases of workers and runs that have ended; ``inactive``: a replica without a worker now."""
 
 
 class Diverged(Document):

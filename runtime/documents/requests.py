@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
 from dni_runtime.documents.base import Document
-from dni_runtime.spec.members import Active, active_of
 
 
 class Stop(Document):
@@ -29,14 +26,6 @@ class Scale(Document):
     left: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
-class Replicas(Document):
-    """The content of ``ledger/replicas.json``."""
-
-    active: Annotated[Active, BeforeValidator(active_of)]  # that are to take batches
-    # Gone for good, each with the newest cut before that.
-    lost: dict[str, int] = Field(default_factory=dict)
-
-
 class Requested(Document):
     """A line of ``ledger/HEAD.marks.jsonl``: what is to be put into the stream on request."""
 
@@ -45,6 +34,4 @@ class Requested(Document):
     id: int  # its position; of a replica of the head, the lowest one that it has not used
     mark: int  # bits of the marker; 0: none
     ends: bool = False  # training is to end from there on
-    body: dict[str, Any] = Field(default_factory=dict)  # the marker's
-    # Replicas of the head that have a line in this round; empty: all.
-    heads: tuple[PositiveInt, ...] = ()
+    samples: tuple[int | None, ...] = ()  # of a replica of the head, in its first line

@@ -69,7 +69,7 @@ class RunState:
     modules: dict[str, ModuleState] = field(default_factory=dict)  # the workers, head first
     # Replicas that are wanted of each module whose number of them may change.
     wanted: dict[str, int] = field(default_factory=dict)
-    anew: str | None = None  # why all modules have to begin again at the newest complete cut
+    restart_reason: str | None = None  # why all workers restart together once they have stopped
 
     @classmethod
     def begin(cls, backend: str, attempt: int, modules: Iterable[str]) -> Self:
@@ -91,8 +91,8 @@ class RunState:
     def taken_over(self) -> Self:
         """Return the state with this process as the supervisor of the running workers."""
         mine = self.begin(self.backend, self.attempt, self.modules)
-        kept = {name: getattr(self, name) for name in ("started", "modules", "wanted", "anew")}
-        return replace(mine, **kept)
+        kept = ("started", "modules", "wanted", "restart_reason")
+        return replace(mine, **{name: getattr(self, name) for name in kept})
 
     @property
     def active(self) -> bool:
@@ -170,7 +170,7 @@ class RunState:
                 going_on = True
             elif module.state not in ENDED:
                 module.state = "failed"
-        states = {module.state for module in self.modules.values()} - {"parked"}
+        states = {module.state for module in self.modules.values()} - {"inactive"}
         if going_on:
             self.phase = "unsupervised"
         elif states == {"finished"}:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,24 +110,23 @@ def _build(
         base=locked_base,
         modules={p.module.name: p.locked for p in plan if p.locked and not p.reason},
     )
-    built = []
     alone = options.full or (options.sign and _can_ask())
     workers = 1 if alone else min(4, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         jobs = [pool.submit(_make, tool, p, base, options, report) for p in plan]
         try:
-            for entry, job in zip(plan, jobs, strict=True):
-                made = job.result()
-                if made is not entry.locked:
-                    built.append(entry.module.name)
-                lock = lock.model_copy(update={"modules": lock.modules | {entry.module.name: made}})
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+            wait(jobs, return_when=FIRST_EXCEPTION)
         finally:
-            order = {m.name: lock.modules[m.name] for m in modules if m.name in lock.modules}
+            pool.shutdown(wait=True, cancel_futures=True)
+            ended = [(p, job) for p, job in zip(plan, jobs, strict=True) if not job.cancelled()]
+            made = {p.module.name: job.result() for p, job in ended if job.exception() is None}
+            locked = lock.modules | made
+            order = {m.name: locked[m.name] for m in modules if m.name in locked}
             lock = lock.model_copy(update={"modules": order})
             path = write_lock(options.out, lock)
+    for _, job in ended:
+        job.result()
+    built = [p.module.name for p in plan if made[p.module.name] is not p.locked]
     return BuildResult(lock, path, tuple(built))
 
 

@@ -40,6 +40,11 @@ def locked_images(folder: Path) -> list[Path]:
         raise DataError(
             f"{folder / LOCK_NAME} does not exist", hint="build the images: dnictl build"
         )
+    if not lock.modules:
+        raise ImageError(
+            f"{folder / LOCK_NAME} names no image: building them was not finished",
+            hint="build the images: dnictl build",
+        )
     return [folder / entry.image for entry in lock.modules.values()]
 
 

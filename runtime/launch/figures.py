@@ -26,7 +26,6 @@ from dni_runtime.launch.schedulers import read_state
 from dni_runtime.lines import LineReader, last_line, offset_of_last, offset_where
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec.replicas import tails_of
-from dni_runtime.worker.ledger import Counts
 
 EVALUATIONS = 1000
 """Most evaluations shown; earlier ones are in the tail's metrics file."""
@@ -212,9 +211,9 @@ class MetricsReader:
         if known is not None:
             report = report.of(known.attempt)
         train = self._train.get(name)
-        parked = known is not None and known.state == "parked"
-        counted = Counts.read(self._record.run.ledger(name)) if parked else None
-        done = counted or report or train  # one that was lost has reported what others do again
+        if known is not None and known.state == "inactive":  # the others have its counts
+            return ModuleFigures(module=name, state=known.state, attempt=known.attempt)
+        done = report or train
         early = report.evaluation if name not in self._tails else None
         return ModuleFigures(
             **self._measured(name, running=known is not None and known.state == "running"),

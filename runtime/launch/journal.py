@@ -87,12 +87,14 @@ class Journal:
                 self._lease.beat()
             self.failing = False
 
-    def write_json(self, path: Path, document: dict[str, Any]) -> None:
-        """Write another file of the run."""
+    def write_json(self, path: Path, document: dict[str, Any]) -> bool:
+        """Write another file of the run; return whether that has worked."""
         self.check()
         if not self._silent:
             with self._tolerating_a_full_disk():
                 write_json(path, document)
+                return True
+        return False
 
     def heartbeat(self) -> None:
         """Write the state if the last write is ``HEARTBEAT_S`` ago."""

@@ -1,15 +1,14 @@
-"""Workers that start on another host: theirs is lost or no good, or they are to join."""
+"""Hosts for workers that are new, or whose host is lost or keeps failing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.pool import WorkerPool
 from dni_runtime.launch.processes import Hosts
-from dni_runtime.spec.members import number_of
-from dni_runtime.spec.named import module_of
+from dni_runtime.spec.named import module_of, number_of
 
 
 class Mover:
@@ -20,7 +19,7 @@ class Mover:
         plan: The run's plan.
         pool: The workers.
         journal: The run's events.
-        lose: Goes on without a replica, and says why; returns whether that is possible.
+        shrink: Starts all workers with fewer replicas: with these numbers, for this reason.
 
     Attributes:
         lost: The lost hosts of workers that have not been judged since, by module.
@@ -32,30 +31,51 @@ class Mover:
         plan: LaunchPlan,
         pool: WorkerPool,
         journal: Journal,
-        lose: Callable[[str, str], bool],
+        shrink: Callable[[Mapping[str, int], str], None],
     ) -> None:
         self.lost: dict[str, str] = {}
         self._hosts = hosts
         self._plan = plan
         self._pool = pool
         self._journal = journal
-        self._lose = lose
+        self._shrink = shrink
+        self._without_room: set[str] = set()
 
-    def place(self, name: str) -> bool:
-        """Find a host for a replica that is to join; return whether one has room."""
+    def room_for(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        """Return as many of these replicas as hosts have room for, and plan new ones there."""
+        counts, now, full = dict(wanted), self._pool.replicas, set[str]()
         if self._hosts is None:
-            return True
-        old = self._pool.workers[name]
-        worker = self._hosts.place(self._present(), old)
-        if worker is not None and (worker.node, worker.gained) != (old.node, old.gained):
-            self._pool.replace(worker)
-        return worker is not None
+            return counts
+
+        def added(name: str) -> bool:
+            return number_of(name) > now.get(module_of(name), number_of(name))
+
+        def needed(name: str) -> bool:
+            return number_of(name) <= counts.get(module_of(name), number_of(name))
+
+        workers = self._pool.workers
+        present = [one for name, one in workers.items() if needed(name) and not added(name)]
+        for worker in [one for name, one in workers.items() if added(name)]:
+            if not needed(worker.module):
+                continue
+            placed = self._hosts.place(present, worker)
+            if placed is None:
+                full.add(worker.module)
+                counts[module_of(worker.module)] = number_of(worker.module) - 1
+                continue
+            present.append(placed)
+            if (placed.node, placed.gained) != (worker.node, worker.gained):
+                self._pool.replace(placed)
+        for name in sorted(full - self._without_room):
+            self._journal.event("no_room", module=name)
+        self._without_room = full
+        return counts
 
     def look(self, ended: Sequence[str], *, stopping: bool) -> str | None:
-        """Find other hosts for the modules of lost hosts.
+        """Find other hosts for the workers of lost hosts.
 
         Args:
-            ended: Modules whose workers have just exited without having finished.
+            ended: Workers that have just exited without having finished.
             stopping: Whether the run is being stopped.
 
         Returns:
@@ -65,9 +85,8 @@ class Mover:
             return None
         present = self._present(ended)
         at: dict[str, list[str]] = {}
-        settled = {*self.lost, *self._pool.parking}
         for worker in present:
-            if worker.module not in settled and worker.node is not None:
+            if worker.module not in self.lost and worker.node is not None:
                 at.setdefault(worker.node, []).append(worker.module)
         gone = self._hosts.lost(at, at_once=bool(ended))
         if not gone:
@@ -76,67 +95,46 @@ class Mover:
         for node in gone:
             self._journal.event("node_lost", node=node, modules=at[node])
             self.lost |= {name: node for name in at[node] if name not in self._pool.due}
-        why, where = None, f"node{'s'[: len(gone) - 1]} {', '.join(gone)} lost"
-        if not stopping:
-            found = None
-            if self._plan.restart.policy != "never":
-                found = self._hosts.move(present, names)
-                if found is None:
-                    # the others may have room, without those that the run can do without
-                    names = [name for name in names if not self._lose(name, where)]
-                    found = self._make_room(self._hosts, present, names)
-            if found is None:
-                why = f"{where}: no room for {', '.join(names)} elsewhere"
-            for worker in found or ():
-                self._pool.replace(worker)
+        where, moved = f"node{'s'[: len(gone) - 1]} {', '.join(gone)} lost", None
+        counts: Mapping[str, int] = self._pool.replicas
+        if not stopping and self._plan.restart.policy != "never":
+            moved, counts = self._moved(self._hosts, present, names)
+        for worker in moved or ():
+            self._pool.replace(worker)
         self._pool.kill([name for name in names if name in self._pool.processes], where)
-        return why
+        if moved is None and not stopping:
+            return f"{where}: no room for {', '.join(names)} elsewhere"
+        if counts != self._pool.replicas:
+            self._shrink(counts, where)
+        return None
 
-    def give_place(self, name: str, why: str) -> bool:
-        """Let another replica give its place to the first one, which has failed at its own.
+    def take_place_of_last(self, name: str) -> None:
+        """Start a replica where the last one of its module is, which will not be needed."""
+        module = module_of(name)
+        last = self._pool.workers[f"{module}.{self._pool.replicas[module]}"]
+        own = self._pool.workers[name]
+        if last.node is not None and last.node != own.node:
+            self._pool.replace(own.moved(last.node, gained=last.gained))
 
-        Args:
-            name: The worker that has failed: nothing happens unless it is such a first replica.
-            why: How it has ended.
+    def _moved(
+        self, hosts: Hosts, present: Sequence[WorkerPlan], names: Sequence[str]
+    ) -> tuple[list[WorkerPlan] | None, dict[str, int]]:
+        """Find hosts for workers; as many replicas as necessary give way, of their modules first.
 
         Returns:
-            Whether one has done so.
+            The workers' new plans (None: there is no room), and the numbers of replicas.
         """
-        if number_of(name) > 1:
-            return False
-        own = self._pool.workers[name]
-        for other in reversed(self._present()):
-            if other.module in (name, *self._pool.parking):
-                continue
-            of_it = module_of(other.module) == module_of(name)
-            if of_it and self._lose(other.module, f"its place goes to {name}: {why}"):
-                if other.node is not None and other.node != own.node:
-                    self._pool.replace(own.moved(other.node, gained=other.gained))
-                return True
-        return False
-
-    def _make_room(
-        self, hosts: Hosts, present: Sequence[WorkerPlan], names: Sequence[str]
-    ) -> list[WorkerPlan] | None:
-        """Find hosts for modules, to which replicas that the run can do without give way."""
-        own, head = {module_of(name) for name in names}, module_of(next(iter(self._pool.workers)))
-        spare = [
-            one.module
-            for one in present
-            if module_of(one.module) in self._plan.elastic
-            and module_of(one.module) != head  # else all would begin again
-            and number_of(one.module) > 1
-            and one.module not in (*names, *self.lost, *self._pool.parking)
-        ]
-        spare.sort(key=lambda name: (module_of(name) not in own, -number_of(name)))
-        for count in range(len(spare) + 1):
-            going = spare[:count]
-            found = hosts.move([one for one in present if one.module not in going], names)
-            if found is not None:
-                for name in going:
-                    self._lose(name, f"it gives way to {', '.join(names)}")
-                return found
-        return None
+        counts, going = dict(self._pool.replicas), set[str]()
+        own = {module_of(name) for name in names}
+        while True:
+            staying = [worker for worker in present if worker.module not in going]
+            found = hosts.move(staying, [name for name in names if name not in going])
+            several = [module for module, count in counts.items() if count > 1]
+            if found is not None or not several:
+                return found, counts
+            module = min(several, key=lambda one: (one not in own, -counts[one]))
+            going.add(f"{module}.{counts[module]}")
+            counts[module] -= 1
 
     def _present(self, more: Sequence[str] = ()) -> list[WorkerPlan]:
         """Return the plans of the workers that run, will be restarted, or are named."""

@@ -38,7 +38,8 @@ def balance_of(
             f"run {run.root.name!r} has no module whose number of replicas can change",
             hint="for the next run, write 'replicas: {start: .., most: ..}' in its chain",
         )
-    measured = {module: worker_seconds(run, own) for module, own in workers.items()}
+    present = {module: own[: elastic.get(module)] for module, own in workers.items()}
+    measured = {module: worker_seconds(run, own) for module, own in present.items()}
     seconds = {module: own for module, own in measured.items() if own is not None}
     if unknown := [module for module in workers if module not in seconds]:
         raise UsageError(

@@ -17,7 +17,6 @@ from dni_runtime.files import read_json
 from dni_runtime.image.apptainer import Apptainer, Mount
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.members import Active
 
 Backend = Literal["process", "apptainer"]
 
@@ -52,7 +51,7 @@ class WorkerPlan:
     run: str  # the directory
     sockets: str  # folder, for ipc
     log: str  # file for its output
-    resume: str = AUTO  # ``auto``, ``none``, ``join`` or the stream position of a checkpoint
+    resume: str = AUTO  # ``auto``, ``none`` or the stream position of a checkpoint
     # its attempt when the whole chain was last started; None: no supervisor
     first: int | None = None
     log_level: str = "info"
@@ -74,8 +73,7 @@ class WorkerPlan:
     scratch: str = ""  # folder for temporary files there, or empty
     scheduler_args: tuple[str, ...] = ()  # further ones of the scheduler's command
     by_rank: bool = False  # it finds its module by its rank (``worker/rank.py``)
-    # replicas that take batches when it starts, of each elastic module
-    active: Active | None = None
+    replicas: dict[str, int] = field(default_factory=dict)  # of elastic modules, in this start
 
     def moved(self, node: str, *, gained: bool = False) -> WorkerPlan:
         """Return the plan of the worker on another node, where it listens on tcp.
@@ -89,7 +87,7 @@ class WorkerPlan:
         """Return the plan of the worker's next start.
 
         ``resume`` is where the whole chain starts (``worker/resume.py``); None: only this worker
-        restarts, at its own newest state if it has joined the stream.
+        restarts, at its own newest state.
         """
         log = str(RunDir(Path(self.run)).log(self.module, attempt))
         plan = replace(self, attempt=attempt, log=log)

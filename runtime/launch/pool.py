@@ -8,27 +8,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from dni_runtime.cuts import forget, newest_cut
 from dni_runtime.documents.reports import ENDED, Control, Report, Wanted
-from dni_runtime.documents.requests import Replicas
 from dni_runtime.documents.state import process_birth, shell_status
 from dni_runtime.errors import DniError
 from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
-from dni_runtime.launch.scaling import replicas_now, set_left, wanted_replicas
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.members import first_of, number_of
-from dni_runtime.spec.named import module_of, worker_name
-from dni_runtime.worker.ledger import rest
+from dni_runtime.spec.named import module_of, number_of
 
 TICK_S = 0.2
-
-JOIN = "join"
-"""``resume`` of a replica that is added (``worker/resume.py``)."""
 
 LEAVE_S = 15.0
 """Seconds after a worker's deadline for its checkpoint: Python, torch and a container must exit."""
@@ -65,8 +58,6 @@ class WorkerPool:
         self.processes: dict[str, Process] = {}  # the running ones, by module
         self.due: dict[str, float] = {}  # times of the scheduled restarts
         self.killed: set[str] = set()  # by the pool
-        # replicas that are not needed any more, whose workers are ended
-        self.parking: set[str] = set()
         self._run = run
         self._plan = plan
         self._starter = starter
@@ -79,6 +70,7 @@ class WorkerPool:
         self._shutdown: dict[str, float] = {}
         self._untold: dict[str, Wanted] = {}
         self._ended_s: dict[str, float] = {}
+        self._plan_is_kept = True
         self._remind_at = 0.0
 
     def __bool__(self) -> bool:
@@ -98,59 +90,52 @@ class WorkerPool:
         self._journal.event("worker_started", module=name, attempt=worker.attempt, pid=process.pid)
         self._journal.write()  # for a supervisor that takes over
 
-    def start_all(self) -> None:
+    @property
+    def replicas(self) -> dict[str, int]:
+        """How many replicas each elastic module has in this start of the workers."""
+        return next(iter(self.workers.values())).replicas
+
+    def start_all(self, counts: Mapping[str, int]) -> None:
         """Start all workers; by default at the newest complete cut."""
         cut = int(self._plan.resume) if self._plan.resume.isdecimal() else 0
         if self._plan.resume == AUTO:
             cut = self._newest_cut(None)
             for name, worker in self.workers.items():
                 self.workers[name] = worker.again(worker.attempt, resume=str(cut))
-        set_left(self._run, {})  # what was lost may be there again
-        names = self._to_start(cut, {})
+        names = self._to_start(cut, counts)
         self.keep_plan()
         self._journal.write()
         for name in names:
             self.start(name)
 
-    def _to_start(self, cut: int, lost: dict[str, int]) -> list[str]:
-        """Return who takes batches when all but lost replicas start at a cut; park the others."""
-        if not (elastic := self._plan.elastic):
-            return list(self.workers)
-        able, names = [name for name in self.workers if name not in lost], list[str]()
-        active = first_of(wanted_replicas(self._run, elastic), able)
-        Replicas(active=active, lost=lost).write(self._run.replicas)
+    def _to_start(self, cut: int, counts: Mapping[str, int]) -> list[str]:
+        """Return who takes part when all start at a cut with these numbers of replicas."""
+        names = list[str]()
         for name, worker in self.workers.items():
-            self.workers[name] = replace(worker, active=active)
-            numbers = active.get(module_of(name))
-            if numbers is None or number_of(name) in numbers:
+            self.workers[name] = replace(worker, replicas=dict(counts))
+            if _takes_part(self.workers[name]):
                 names.append(name)
             else:
-                self._modules[name].state = "parked"
+                self._modules[name].state = "inactive"
+                self.due.pop(name, None)
                 forget(self._run, [name], lambda other: other > cut)
-                rest(self._run, name, cut)
         return names
 
-    def join(self, name: str) -> None:
-        """Start the worker of a replica that is to be added to those that take batches.
-
-        Raises ``DniError`` if that fails.
-        """
-        worker, now = self.workers[name], replicas_now(self._run, self._plan.elastic)
-        # the start of the whole chain that it takes part in, as the first replica knows it
-        first = self.workers[worker_name(module_of(name), 1, 2)].first
-        plan = worker.again(max(worker.attempt + 1, first or 0), resume=JOIN)
-        self.workers[name] = replace(plan, first=first, active=now.active)
-        self._forget(name)
-        self.keep_plan()
-        self.start(name)
-
     def adopt(self) -> None:
-        """Take over the workers that a former supervisor started, ended ones included."""
+        """Take over the workers that a former supervisor started, ended ones included.
+
+        It may have been killed between its writing of the plan and of the state.
+        """
         living = []
         for name, module in self._modules.items():
-            if module.state == "parked" or (module.state == "finished" and not module.exit_code):
+            worker = self.workers[name]
+            if not _takes_part(worker):
+                module.state = "inactive"
                 continue
-            process = self._starter.adopt(self.workers[name], module)
+            newest = worker.attempt == module.attempt
+            if newest and module.state == "finished" and not module.exit_code:
+                continue
+            process = self._starter.adopt(worker, module)
             self.processes[name] = process
             if process.poll() is None:
                 living.append(name)
@@ -160,17 +145,24 @@ class WorkerPool:
     def _ended(self, name: str) -> int:
         """Return the exit code of a worker by its last report; minus SIGKILL if it does not say."""
         report = Report.read(self._run.worker(name)).of(self._modules[name].attempt)
-        if report.state in ("finished", "parked"):
+        if report.state == "finished":
             return 0
         return -signal.SIGKILL if report.exit_code is None else report.exit_code
 
     def keep_plan(self) -> None:
         """Record the current plan of each worker, for a supervisor that takes over."""
-        workers = tuple(self.workers.values())
-        self._journal.write_json(self._run.plan, replace(self._plan, workers=workers).to_json())
+        plan = replace(self._plan, workers=tuple(self.workers.values()))
+        self._plan_is_kept = self._journal.write_json(self._run.plan, plan.to_json())
 
     def start_due(self) -> dict[str, DniError]:
-        """Start the modules that are due; return the errors of those that cannot be started."""
+        """Start the modules that are due; return the errors of those that cannot be started.
+
+        The plan is written first: a supervisor that takes over must know of the restart.
+        """
+        if self.due and not self._plan_is_kept:
+            self.keep_plan()
+        if not self._plan_is_kept:
+            return {}
         ready = [name for name, due in self.due.items() if self._clock() >= due]
         failed = {}
         for name in ready:
@@ -217,7 +209,14 @@ class WorkerPool:
         self._shutdown.pop(name, None)
         self._untold.pop(name, None)
 
-    def restart_all(self, delay_s: float, reason: str, *, below: int | None = None) -> None:
+    def restart_all(
+        self,
+        delay_s: float,
+        reason: str,
+        *,
+        below: int | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
         """Kill all workers and restart them from the newest complete cut.
 
         ``below`` is a damaged cut: only earlier ones are used.
@@ -231,11 +230,10 @@ class WorkerPool:
             self._sleep(TICK_S)
             self._journal.heartbeat()
         self.processes.clear()
-        self.parking.clear()
         cut = self._newest_cut(below)
         # one number, by which the replicas of a head know what belongs to this start
         attempt = 1 + max(worker.attempt for worker in self.workers.values())
-        for name in self._to_start(cut, replicas_now(self._run, self._plan.elastic).lost):
+        for name in self._to_start(cut, self.replicas if counts is None else counts):
             self.restart(name, delay_s, reason, resume=str(cut), attempt=attempt)
 
     def may_fall_back(self, name: str) -> bool:
@@ -268,14 +266,6 @@ class WorkerPool:
         if old.node != worker.node:
             moved = {"from": old.node, "to": worker.node}
             self._journal.event("worker_moved", module=worker.module, **moved)
-
-    def park(self, name: str) -> None:
-        """End the worker of a replica that takes no batches."""
-        self.due.pop(name, None)
-        self._modules[name].state = "parked"
-        if name in self.processes:
-            self.parking.add(name)
-            self.kill([name], "it is not needed any more")
 
     def give_up_restarts(self) -> None:
         """Cancel all restarts that are due."""
@@ -372,3 +362,9 @@ class WorkerPool:
             return True
         del self._ended_s[name]
         return False
+
+
+def _takes_part(worker: WorkerPlan) -> bool:
+    """Whether a worker is one of the replicas of its module in this start."""
+    number = number_of(worker.module)
+    return number <= worker.replicas.get(module_of(worker.module), number)

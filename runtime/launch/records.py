@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import os
 import platform
@@ -52,6 +53,8 @@ def create_run(
     try:
         run.create()
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # said as what it is
         raise UsageError(
             f"the run directory {str(root)!r} cannot be created: {error.strerror}",
             hint="choose another with --run-dir or --runs",

@@ -249,7 +249,7 @@ class Run(Checkpointed):
     def _restart(self, module: str) -> None:
         state = self._supervised("no supervisor can restart a module")
         known = state.modules.get(module)
-        if known is not None and known.state in ("finished", "parked"):
+        if known is not None and known.state in ("finished", "inactive"):
             does = "has finished" if known.state == "finished" else "takes no batches"
             raise UsageError(
                 f"module {module!r} {does}: it cannot be restarted",
@@ -294,10 +294,11 @@ class Run(Checkpointed):
             time.sleep(_POLL_S)
 
     def scale(self, replicas: Mapping[str, int], *, balanced: bool = False) -> dict[str, int]:
-        """Change how many replicas of modules take batches, while the run goes on.
+        """Change how many replicas modules have.
 
-        The supervisor starts and ends them, which takes a while: :meth:`state` shows how far it is.
-        The numbers hold for later starts of the run, too.
+        The supervisor stops all workers at a common cut and starts them there with the new numbers,
+        which takes a while: :meth:`state` shows how far it is. The numbers hold for later starts of
+        the run, too.
 
         Args:
             replicas: Number of replicas, by module.

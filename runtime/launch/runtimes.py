@@ -82,7 +82,7 @@ def _arguments(worker: WorkerPlan, run: str, sockets: str, data: str | None) -> 
         *(["--by-rank"] if worker.by_rank else own),
         *(("--first", str(worker.first)) if worker.first is not None else ()),
         *("--resume", worker.resume),
-        *(("--active", json.dumps(worker.active)) if worker.active else ()),
+        *(("--replicas", json.dumps(worker.replicas)) if worker.replicas else ()),
         *("--log-level", worker.log_level),
         *(("--transport", worker.transport) if worker.transport else ()),
         *(("--interface", worker.interface) if worker.interface else ()),

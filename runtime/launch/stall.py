@@ -213,7 +213,7 @@ class StallRule:
             message = f"the worker of module {name!r} has not reported {after}: its process is "
             message += "stopped, or cut off from the run directory"
             return self._one(name, message, still_s >= limit_s)
-        if seen.phase in ("connecting", "joining"):  # it gives up by itself, or waits for the head
+        if seen.phase == "connecting":  # it gives up by itself
             return None
         busy_s = min(still_s, self._now_s - seen.began_s)
         busy = f"for {busy_s:.0f} s, at {seen.id} of the stream"
@@ -228,7 +228,6 @@ class StallRule:
         if seen.doing == "replicas":
             own = [one for one in self._seen if module_of(one) == module_of(name)]
             reports = [self._seen[one].report for one in own]
-            own = [one for one in own if self._seen[one].phase != "joining"]
             wait = [one.doing_s for one in reports if one.doing == "replicas"]
             all_wait = len(wait) == len(own) and min(wait) >= limit_s
             return self._one(
@@ -240,14 +239,17 @@ class StallRule:
         return Stall((name,), self._starts(name), message) if stalled else None
 
     def _waits(self, name: str, after: str) -> Stall | None:
+        if any(map(self._kept_from_links, self._seen.values())):
+            return None  # all may wait for that one
         if self._seen[name].doing == "input":
             others = self._missing(name)
         else:  # a join that waits for another input is not the cause
             others = [other for other in self._modules if name in self._sources.get(other, ())]
             others = [other for other in others if name in self._missing(other)]
-        # one that has not finished is the cause
+        # one that has not finished is the cause; else who has been the last to finish
         left = [other for other in others if other not in self._finished_s]
-        found = (self._waits_for(name, other, after) for other in left or others)
+        left = left or sorted(others, key=self._finished_s.__getitem__)[-1:]
+        found = (self._waits_for(name, other, after) for other in left)
         return next((stall for stall in found if stall is not None), None)
 
     def _missing(self, name: str) -> Sequence[str]:
@@ -282,6 +284,10 @@ class StallRule:
         message += f"; the link is {stands}, unacknowledged messages: {upper.in_flight}"
         below_first = (name, other) if for_input else (other, name)
         return Stall(below_first, self._starts(*below_first), message)
+
+    def _kept_from_links(self, seen: _Seen) -> bool:
+        """Whether a worker may have to send something again, but cannot: its disk is slow, say."""
+        return seen.phase == "running" and (seen.doing == "checkpoint" or self._silent(seen))
 
     def _silent(self, seen: _Seen) -> bool:
         return self._now_s - seen.changed_s >= self._stall_s / 2

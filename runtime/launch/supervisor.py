@@ -10,7 +10,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dni_runtime.cuts import is_over, remove_temporaries
 from dni_runtime.documents.reports import Report
 from dni_runtime.documents.requests import Stop
 from dni_runtime.documents.state import COMING, ModuleState, RunState
-from dni_runtime.errors import LASTING, DivergedError, DniError
+from dni_runtime.errors import DivergedError, DniError
 from dni_runtime.launch.decisions import Action, Exit, conclusion, decide
 from dni_runtime.launch.interrupts import catching_signals
 from dni_runtime.launch.journal import AGAIN, Journal, bound_log, how_it_ended
@@ -29,9 +29,10 @@ from dni_runtime.launch.pool import LEAVE_S, REPORT_S, TICK_S, WorkerPool
 from dni_runtime.launch.processes import Hosts, LocalStarter, Starter
 from dni_runtime.launch.restarts import Backoff
 from dni_runtime.launch.runtime_files import prepare_runtime_files, remove_runtime_files
-from dni_runtime.launch.scaling import Scaler
+from dni_runtime.launch.scaling import Scaler, lift_limits, wanted_replicas
 from dni_runtime.launch.watchdog import Watchdog
 from dni_runtime.rundir import RunDir
+from dni_runtime.spec.named import module_of
 
 _REFRESH_S, _LOGS_S = 1.0, 60.0
 _SILENT_S = 30.0  # without a report of a worker, which writes one every few seconds
@@ -82,10 +83,8 @@ class Supervisor:
         self._watchdog = Watchdog(plan, self._journal)
         starter = starter or LocalStarter()
         self._pool = WorkerPool(run, plan, starter, self._journal, clock=clock, sleep=sleep)
-        self._mover = Mover(hosts, plan, self._pool, self._journal, self._lose)
-        self._scaler = Scaler(
-            run, plan.elastic, self._pool, self._journal, plan.auto, place=self._mover.place
-        )
+        self._mover = Mover(hosts, plan, self._pool, self._journal, self._shrink)
+        self._scaler = Scaler(run, plan.elastic, self._journal, plan.auto)
         self._sleep = sleep
 
     def run(self, observe: Callable[[RunState], None] | None = None) -> RunState:
@@ -124,10 +123,15 @@ class Supervisor:
 
     def _start(self) -> None:
         if self._adopts:
-            return self._pool.adopt()
+            self._pool.adopt()
+            if self.state.restart_reason is not None:
+                self._stop_for_restart(self.state.restart_reason)
+            return
         prepare_runtime_files(self._run, self._plan)
         self._journal.event("run_started", attempt=self.state.attempt, backend=self._plan.backend)
-        self._pool.start_all()
+        if self._plan.elastic:
+            lift_limits(self._run)  # what was lost may be there again
+        self._pool.start_all(wanted_replicas(self._run, self._plan.elastic))
 
     def _look(self) -> None:
         self._journal.check()
@@ -140,10 +144,10 @@ class Supervisor:
             for worker in self._pool.workers.values():
                 bound_log(Path(worker.log))
         self._reap()
-        if self.state.anew is not None and self._stop_reason is None:
-            self._begin_anew(0.0, self.state.anew)
+        self._restart_if_all_have_stopped()
         for name, error in self._pool.start_due().items():
-            self._could_not_start(name, error)
+            if self.state.modules[name].state != "inactive" and name not in self._pool.due:
+                self._could_not_start(name, error)
         self._kill_late()
         self._pool.remind()
         self._journal.heartbeat()
@@ -180,15 +184,14 @@ class Supervisor:
             if runs and self._backoff[name].runs(module.attempt, self._clock()):
                 self._journal.event("worker_running", module=name, attempt=module.attempt)
         if self.state.phase == "starting" and all(
-            module.state in ("running", "finished", "parked", "joining")
+            module.state in ("running", "finished", "inactive")
             for module in self.state.modules.values()
         ):
             self.state.phase = "running"
             self._journal.event("run_running")
         self._handle_restart_requests()
         if self._plan.elastic and self._stop_reason is None:
-            for name, error in self._scaler.look().items():
-                self._could_not_start(name, error)
+            self._scale(self._scaler.look())
         if changed:
             self._journal.write()
         for name, still_s in self._watchdog.look(self._clock(), reports).items():
@@ -215,7 +218,8 @@ class Supervisor:
         with contextlib.suppress(OSError):
             for name in self._run.wanted_restarts():
                 self._run.restart_request(name).unlink(missing_ok=True)
-                if name in self._pool.processes and self._stop_reason is None:
+                stopping = self.state.restart_reason or self._stop_reason
+                if name in self._pool.processes and stopping is None:
                     self._pool.ask_to_leave(name)
 
     def _kill_late(self) -> None:
@@ -233,22 +237,15 @@ class Supervisor:
         if why is not None:
             self._stop(why, broken=True)
         for name in ended:
-            if not self._scaler.parked(name):
+            if self.state.modules[name].state != "inactive":  # the others go on without it
                 self._judge(name, self.state.modules[name])
         if ended:
             self._journal.write()
 
-    def _lose(self, name: str, how: str) -> bool:
-        """Go on without a replica that cannot be restarted; return whether that is possible."""
-        never = self._stop_reason is not None or self._plan.restart.policy == "never"
-        if never or not self._scaler.lose(name, how):
-            return False
-        self._mover.lost.pop(name, None)
-        return True
-
     def _judge(self, name: str, module: ModuleState) -> None:
         """Record the exit of one worker, and do what ``decide`` says."""
-        stopping, pool = self._stop_reason is not None, self._pool
+        restarting = self.state.restart_reason is not None
+        stopping, pool = restarting or self._stop_reason is not None, self._pool
         node, code = self._mover.lost.pop(name, None), module.exit_code
         assert code is not None
         report = Report.read(self._run.worker(name)).of(module.attempt)
@@ -277,6 +274,10 @@ class Supervisor:
         )
         self._record_findings(name, report)
         how = how_it_ended(name, module, report.error) + (AGAIN if exited.again else "")
+        if restarting and self._stop_reason is None:
+            if module.state == "failed":  # the others cannot get to the cut any more
+                self._kill_at = min(self._kill_at, self._clock() + _BROKEN_GRACE_S)
+            return
         match decide(exited, stopping=stopping):
             case Action.NOTHING if exited.due:
                 module.state = "restarting"
@@ -290,7 +291,7 @@ class Supervisor:
             case Action.RESTART:
                 self._restart_later(name, code, how_it_ended(name, module))
             case Action.FAIL:
-                self._fail(name, code, how)
+                self._fail(name, code, how, alike=exited.again or not exited.reported)
             case Action.STOP:
                 self._stop(how)
 
@@ -304,12 +305,15 @@ class Supervisor:
         else:
             self._fail(name, code, error.message)
 
-    def _fail(self, name: str, exit_code: int, how: str) -> None:
-        """Go on without a worker, or without another one in whose place it starts; else stop."""
-        if exit_code != DivergedError.exit_code and self._lose(name, how):
-            return
-        if exit_code not in LASTING and self._mover.give_place(name, how):
-            return self._restart_elsewhere(name, how)
+    def _fail(self, name: str, exit_code: int, how: str, *, alike: bool = False) -> None:
+        """Go on with one replica of its module fewer, if others would not fail alike; else stop."""
+        counts = self._scaler.fewer(module_of(name), self._pool.replicas)
+        may = self._stop_reason is None and self._plan.restart.policy != "never"
+        alike = alike or exit_code == DivergedError.exit_code
+        if may and counts is not None and not alike:
+            self._mover.take_place_of_last(name)
+            self._backoff[name] = Backoff()
+            return self._shrink(counts, how)
         if self.state.failed is None:
             self.state.failed, self.state.error = name, how
         self._stop(how, broken=True)
@@ -327,12 +331,50 @@ class Supervisor:
         if self._plan.restart.scope == "module":
             self._pool.restart(name, delay_s, reason)
         else:  # its neighbours wait for gradients of batches that it has lost
-            self._begin_anew(delay_s, reason)
+            self._restart_all(delay_s, reason)
 
-    def _begin_anew(self, delay_s: float, reason: str) -> None:
+    def _restart_all(
+        self, delay_s: float, reason: str, counts: Mapping[str, int] | None = None
+    ) -> None:
+        before = self._pool.replicas
         self._mover.lost.clear()
-        self._pool.restart_all(delay_s, reason)
-        self.state.anew = None
+        self._pool.restart_all(delay_s, reason, counts=counts)
+        self.state.restart_reason, self._kill_at = None, math.inf
+        if self._pool.replicas != before:
+            self._journal.event("scaled", replicas=self._pool.replicas)
+
+    def _shrink(self, counts: Mapping[str, int], reason: str) -> None:
+        """Restart all workers, with fewer replicas until somebody asks for more."""
+        before = self._pool.replicas
+        fewer = {one: count for one, count in counts.items() if count < before[one]}
+        for module in fewer:
+            self._journal.event("replica_lost", module=module, reason=reason)
+        with contextlib.suppress(OSError):  # a full disk: as many are tried when it has room
+            self._scaler.limit(fewer)
+        self._restart_all(0.0, reason, counts)
+
+    def _scale(self, wanted: Mapping[str, int]) -> None:
+        """Stop all workers at a cut if other numbers of replicas are wanted, and there is room."""
+        states = {module.state for module in self.state.modules.values()}
+        if self.state.restart_reason is not None or states - {"running", "inactive"}:
+            return
+        if wanted != self._pool.replicas and self._mover.room_for(wanted) != self._pool.replicas:
+            self._stop_for_restart("other numbers of replicas are wanted")
+
+    def _stop_for_restart(self, reason: str) -> None:
+        self.state.restart_reason = reason
+        self._journal.write()  # first: a supervisor that takes over knows, too
+        self._kill_at = self._clock() + self._plan.stop_grace_s + LEAVE_S
+        self._pool.stop_all()
+
+    def _restart_if_all_have_stopped(self) -> None:
+        reason = self.state.restart_reason
+        if reason is None or self._stop_reason is not None or self._pool.processes:
+            return
+        if all(module.state in ("finished", "inactive") for module in self.state.modules.values()):
+            self.state.restart_reason = None  # the run was over before
+            return
+        self._restart_all(0.0, reason, self._mover.room_for(self._scaler.look()))
 
     def _complete(self, name: str) -> bool:
         """Whether a worker that has exited reported that it had finished."""
@@ -365,7 +407,7 @@ class Supervisor:
         failed = None if self.state.failed is None else self.state.modules[self.state.failed]
         self.state.phase, self.state.exit_code = conclusion(
             None if failed is None else failed.exit_code,
-            [one.state for one in self.state.modules.values() if one.state != "parked"],
+            [one.state for one in self.state.modules.values() if one.state != "inactive"],
             self._killed_by,
             whole=self._is_whole,
         )

@@ -54,7 +54,8 @@ class Watchdog:
                 entry.starts += 1
             entry.stall = stall
         for modules, entry in list(self._open.items()):
-            if self._rule.moves(modules) > entry.moves:
+            left_out = any(state.modules[name].state == "inactive" for name in modules)
+            if left_out or self._rule.moves(modules) > entry.moves:
                 del self._open[modules]
                 after_s = round(now_s - entry.since_s, 1)
                 self._journal.event("run_moves_again", module=modules[0], after_s=after_s)

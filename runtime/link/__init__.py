@@ -9,7 +9,6 @@ from dni_runtime.link.counters import LinkCounters
 from dni_runtime.link.input import InputLink
 from dni_runtime.link.items import Batch, Drained, Event, Gradient, Marker, Request
 from dni_runtime.link.output import OutputLink
-from dni_runtime.link.receiver import change_of
 
 __all__ = [
     "Batch",
@@ -21,7 +20,6 @@ __all__ = [
     "Marker",
     "OutputLink",
     "Request",
-    "change_of",
     "check_address",
     "encrypted",
     "listen_address",

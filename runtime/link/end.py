@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +13,6 @@ from dni_runtime.link import sockets
 from dni_runtime.link.contract import End, LinkContract
 from dni_runtime.link.counters import LinkCounters, Refusals
 from dni_runtime.spec import EdgeSpec, WorkerSpec
-from dni_runtime.spec.members import Members
 from dni_runtime.spec.worker import ADJACENT_FAILURES
 
 log = logging.getLogger(__name__)
@@ -28,14 +26,11 @@ _POLL_S = 0.2
 class LinkEnd:
     """One end of a link, for use by one thread."""
 
-    def __init__(self, spec: WorkerSpec, edge: EdgeSpec, end: End, members: Members) -> None:
+    def __init__(self, spec: WorkerSpec, edge: EdgeSpec, end: End) -> None:
         self._contract = LinkContract.of(spec, edge)
         self._neighbour = edge.source if end == "input" else edge.target
-        # whether the batch with an id goes over this link
-        self.carries = partial(members.carries, edge)
-        self.passes = partial(members.passes, edge)  # whether the marker with an id does
-        # whether some batches take another link
-        self.routed = bool(edge.route) or members.elastic(edge)
+        self.carries = edge.carries
+        self.routed = bool(edge.route)
         self.counters = LinkCounters()
         self.refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()

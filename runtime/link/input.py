@@ -22,7 +22,6 @@ from dni_runtime.link.items import Batch, Marker
 from dni_runtime.link.receiver import Receiver
 from dni_runtime.link.tensors import from_buffers
 from dni_runtime.spec import EdgeSpec, WorkerSpec
-from dni_runtime.spec.members import Members
 from dni_runtime.wire import Buffer, Kind, Message, samples_of
 
 log = logging.getLogger(__name__)
@@ -42,11 +41,10 @@ class InputLink(LinkEnd):
         # only this module was restarted: it takes all that the module upstream can still send, also
         # what it has processed before
         again: bool = False,
-        members: Members | None = None,
     ) -> None:
         if edge is None:
             (edge,) = spec.sources
-        super().__init__(spec, edge, "input", members or Members({}))
+        super().__init__(spec, edge, "input")
         self.awaited = edge.awaited  # an update upstream waits for gradients
         self._dtypes = {"h": self._contract.dtype}
         self._frames = 2 + self._contract.down.tensors  # with the peer's identity and the header
@@ -234,7 +232,7 @@ class InputLink(LinkEnd):
 
     def _item(self, message: Message) -> Batch | Marker:
         if message.kind is Kind.MARK:
-            return Marker(message.id, message.epoch, message.mark, dict(message.body))
+            return Marker(message.id, message.epoch, message.mark)
         tensors, buffers = message.tensors, message.buffers
         *given, y = [
             from_buffers(tensors[rows], buffers[rows], self._dtypes.get(one.name, one.dtype))

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dni_runtime.wire import Body, Mark, Mode, Part, Rows
+from dni_runtime.wire import Mark, Mode, Part, Rows
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A batch of the stream."""
 
-    id: int
+    id: int  # of the batch
     epoch: int
     mode: Mode
     xs: tuple[Tensor, ...]  # inputs [B, *input], in the module's compute type
@@ -33,10 +33,9 @@ class Batch:
 class Marker:
     """A marker of the stream."""
 
-    id: int
+    id: int  # its position
     epoch: int
     mark: Mark
-    body: dict[str, Body]  # from the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Gradient:
 class Drained:
     """No gradient of a batch before this marker will follow."""
 
-    id: int
+    id: int  # of the marker
 
 
 @dataclass(frozen=True, slots=True)

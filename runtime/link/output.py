@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -22,10 +22,8 @@ from dni_runtime.link.sender import Sender, State
 from dni_runtime.link.tensors import from_buffers, to_table
 from dni_runtime.packing import given_back, taken
 from dni_runtime.spec import EdgeSpec, WorkerSpec
-from dni_runtime.spec.members import Members
 from dni_runtime.wire import (
     ID_LIMIT,
-    Body,
     Kind,
     Mark,
     Message,
@@ -56,11 +54,10 @@ class OutputLink(LinkEnd):
         # where the whole chain started; None if only the module was restarted
         cut: int | None = None,
         attempt: int = 1,
-        members: Members | None = None,
     ) -> None:
         if edge is None:
             (edge,) = spec.targets
-        super().__init__(spec, edge, "output", members or Members({}))
+        super().__init__(spec, edge, "output")
         self._edge, self._outputs = edge, spec.outputs
         self._frames = 1 + self._contract.up.tensors  # with the header
         self._sender = Sender(
@@ -217,9 +214,7 @@ class OutputLink(LinkEnd):
         self._sender.counters.missed += 1
         self.send_mark(id, epoch, Mark.MISSED)
 
-    def send_mark(
-        self, id: int, epoch: int, mark: Mark, body: Mapping[str, Body] | None = None
-    ) -> None:
+    def send_mark(self, id: int, epoch: int, mark: Mark) -> None:
         """Send a marker downstream, without waiting; it takes room in the window like a batch.
 
         A full window accepts it, too: markers are never left out. Ids MUST grow.
@@ -231,7 +226,6 @@ class OutputLink(LinkEnd):
             id=id,
             epoch=epoch,
             mark=mark,
-            body=body or {},
         )
         self._sender.add(message, force=True)
         self._transmit()

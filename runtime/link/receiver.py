@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from reprlib import repr as brief
 
 from dni_runtime.errors import WireError
 from dni_runtime.link.contract import LinkContract
@@ -25,7 +24,6 @@ from dni_runtime.link.handshake import (
     other_version,
 )
 from dni_runtime.link.window import JUMP_LIMIT, ReceiveOrder
-from dni_runtime.spec.members import Active, active_of
 from dni_runtime.wire import (
     Body,
     Buffer,
@@ -45,17 +43,6 @@ STRANGERS_HEADER_BYTES = 1 << 13
 
 REPLACED_KEPT = 64
 INVITED_KEPT = 64
-
-
-def change_of(body: Mapping[str, Body]) -> tuple[Active, Active]:
-    """Return the sets of replicas before and after a SCALE marker.
-
-    Raises ``WireError`` if the body is not that of a SCALE marker.
-    """
-    try:
-        return active_of(body.get("before")), active_of(body.get("after"))
-    except ValueError as error:
-        raise WireError("body", f"SCALE with {brief(dict(body))}: {error}") from None
 
 
 class Receiver:
@@ -138,8 +125,6 @@ class Receiver:
                 raise WireError("body", "a BATCH needs its labels, or the place of its samples")
             if part is not None and part.first + labels > part.samples:
                 raise WireError("body", f"{labels} samples in part {tuple(part)} of a batch")
-        if Mark.SCALE in message.mark:
-            change_of(message.body)
         order = self.order
         if message.id > max(order.received, self._newest) + JUMP_LIMIT:
             raise WireError("id", f"id {message.id} after {order.received}")
@@ -223,7 +208,7 @@ class Receiver:
             if self.peer is not None:
                 self._refuse(self.peer, Refusal(REPLACED, hello.session, self.session))
         self.session, self._attempt = hello.session, hello.attempt
-        self.left = False
+        self.left = False  # the peer has sent BYE
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:
         self._reply(identity, Kind.REFUSE, refusal.body())

@@ -41,8 +41,8 @@ class LaneSpec(Frozen):
     target: str  # the worker downstream
     number: int  # among the links of all workers
     # It carries the batches that these replicas get, each as (replicas, replica): of one module, or
-    # of both at its ends. Empty: all. An end whose number of replicas may change is not among them
-    # (``spec/members.py``).
+    # of both at its ends. Empty: all. An end whose number of replicas may change is added when
+    # that is known (``spec.replicas.with_replicas``).
     route: Route = ()
 
 

@@ -112,7 +112,7 @@ AUTO, MOST = "auto", 4
 
 
 class ElasticSpec(Frozen):
-    """A number of replicas that may change while the run goes on."""
+    """A number of replicas that may change during a run."""
 
     start: Annotated[int, Field(ge=1, le=64)] = 1  # at the start of the run
     most: Annotated[int, Field(ge=2, le=64)]  # the largest number

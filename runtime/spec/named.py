@@ -27,6 +27,11 @@ TAG = "#"
 """What the names of a union's kinds begin with, which pydantic puts into locations of errors."""
 
 
+def number_of(worker: str) -> int:
+    """Return which replica of its module a worker is, by its name."""
+    return int(worker.partition(".")[2] or 1)
+
+
 def worker_name(module: str, replica: int, replicas: int) -> str:
     """Return the name of a worker: ``upper``, or ``upper.2`` if the module has replicas."""
     return module if replicas == 1 else f"{module}.{replica}"

@@ -2,18 +2,20 @@
 
 The id of a batch says which replica gets it (:func:`~dni_runtime.spec.edge.replica_of`), so it
 goes the same way after any restart; every marker goes to all. A link between two modules becomes
-one *lane* for each pair of the replicas that there may be, as their number may change
-(``spec/members.py``). If it is fixed, there are lanes only between those that have batches in
-common: if both modules have the same number, between those of the same number.
+one *lane* for each pair of replicas. If both modules have the same number, there are lanes only
+between those of the same number, which are the ones that have batches in common.
+
+The number of an *elastic* module's replicas may change, but only when the whole chain starts
+(:func:`with_replicas`): while it trains the numbers are constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
-from dni_runtime.spec.edge import EdgeSpec, LaneSpec
-from dni_runtime.spec.named import module_of, worker_name
+from dni_runtime.spec.edge import EdgeSpec, LaneSpec, Route
+from dni_runtime.spec.named import module_of, number_of, worker_name
 from dni_runtime.spec.worker import WorkerSpec
 
 
@@ -54,25 +56,62 @@ def workers_of(modules: Sequence[WorkerSpec]) -> tuple[WorkerSpec, ...]:
     )
 
 
+def with_replicas(worker: WorkerSpec, counts: Mapping[str, int]) -> WorkerSpec:
+    """Return a worker's spec for a start with these numbers of replicas of elastic modules.
+
+    Lanes to replicas that do not take part are left out; the others say which batches they carry.
+    """
+
+    def ends(lane: LaneSpec) -> list[tuple[str, int]]:
+        return [(module_of(end), number_of(end)) for end in (lane.source, lane.target)]
+
+    def there(lane: LaneSpec) -> bool:
+        return all(number <= counts.get(module, number) for module, number in ends(lane))
+
+    def routed(lane: LaneSpec) -> LaneSpec:
+        own = [(counts[one], number) for one, number in ends(lane) if counts.get(one, 1) > 1]
+        return lane.model_copy(update={"route": tuple(dict.fromkeys((*lane.route, *own)))})
+
+    def carrying(lanes: tuple[LaneSpec, ...]) -> tuple[LaneSpec, ...]:
+        found = [routed(lane) for lane in lanes if there(lane)]
+        return tuple(lane for lane in found if _carries(lane.route))
+
+    def now(edges: tuple[EdgeSpec, ...]) -> tuple[EdgeSpec, ...]:
+        return tuple(one.model_copy(update={"lanes": carrying(one.lanes)}) for one in edges)
+
+    module = module_of(worker.module)
+    return worker.model_copy(
+        update={
+            "replicas": counts.get(module, worker.replicas),
+            "sources": now(worker.sources),
+            "targets": now(worker.targets),
+            "peers": tuple(lane for lane in worker.peers if there(lane)),
+        }
+    )
+
+
+def _carries(route: Route) -> bool:
+    """Whether a lane carries batches: not if two replicas of as many others are its ends."""
+    return len({replicas for replicas, _ in route}) == len(route)
+
+
 def _lanes(
     edge: EdgeSpec, replicas: dict[str, tuple[int, bool]], number: int, numbers: Iterator[int]
 ) -> Iterator[LaneSpec]:
     (above, elastic_above), (below, elastic_below) = replicas[edge.source], replicas[edge.target]
-    fixed = not elastic_above and not elastic_below
     free = number
     for one in range(1, above + 1):
         for other in range(1, below + 1):
-            if fixed and above == below and one != other:
-                continue
             ends = [(above, one, elastic_above), (below, other, elastic_below)]
-            route = [(count, it) for count, it, elastic in ends if count > 1 and not elastic]
-            yield LaneSpec(
-                source=worker_name(edge.source, one, above),
-                target=worker_name(edge.target, other, below),
-                number=free,
-                route=tuple(dict.fromkeys(route)),
-            )
-            free = next(numbers)
+            own = [(count, it) for count, it, elastic in ends if count > 1 and not elastic]
+            route = tuple(dict.fromkeys(own))
+            if _carries(route):
+                source, target = (
+                    worker_name(edge.source, one, above),
+                    worker_name(edge.target, other, below),
+                )
+                yield LaneSpec(source=source, target=target, number=free, route=route)
+                free = next(numbers)
 
 
 def _peers(module: WorkerSpec, numbers: Iterator[int]) -> Iterator[LaneSpec]:

@@ -181,6 +181,14 @@ class WorkerSpec(Frozen):
         return tuple(link for edge in self.targets for link in edge.links)
 
     @property
+    def siblings(self) -> tuple[str, ...]:
+        """The names of the module's workers, this one among them."""
+        module = module_of(self.module)
+        if module == self.module:
+            return (self.module,)
+        return tuple(f"{module}.{one}" for one in range(1, self.replicas + 1))
+
+    @property
     def neighbours(self) -> tuple[str, ...]:
         """The workers that this one has links with."""
         ends = [link.source for link in self.links_in] + [link.target for link in self.links_out]

@@ -54,7 +54,7 @@ _USES = {
     Kind.WELCOME: _Uses(ack=True, body=True),
     Kind.REFUSE: _Uses(body=True),
     Kind.BATCH: _Uses(id=True, epoch=True, mode=True, body=True, tensors=tuple(_BATCHES)),
-    Kind.MARK: _Uses(id=True, epoch=True, mark=True, body=True),
+    Kind.MARK: _Uses(id=True, epoch=True, mark=True),
     Kind.GRADIENT: _Uses(id=True, ack=True, tensors=(("g",), ("g", "g_scale"))),
     Kind.ACK: _Uses(ack=True),
     Kind.DRAINED: _Uses(id=True),

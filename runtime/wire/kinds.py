@@ -42,4 +42,3 @@ class Mark(IntFlag):
     TEST = 64  # the evaluation of the test set is complete
     MISSED = 128  # batches since the message before it, up to its own id, were left out
     SYNC = 256  # the replicas of each module share what they have learnt
-    SCALE = 512  # from the next id on other replicas take the batches

@@ -54,10 +54,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--attempt", type=int, default=1, help="which start of the module this is")
     p.add_argument("--first", type=int, help="the attempt that --resume is meant for (this one)")
-    p.add_argument(
-        "--resume", default="auto", help="auto, own, join, none, or a checkpoint's number"
-    )
-    p.add_argument("--active", help="JSON: the replicas that take batches, of each elastic module")
+    p.add_argument("--resume", default="auto", help="auto, own, none, or a checkpoint's number")
+    p.add_argument("--replicas", help="JSON: replicas in this start, of each elastic module")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--selftest", action="store_true", help="train on two batches of zeros and exit")
     p.add_argument("--version", action="version", version=f"dni-runtime {__version__}")
@@ -77,10 +75,8 @@ def main() -> None:
     collect_seldom()  # until the worker serves
     given: dict[str, Any] = vars(parser().parse_args())
     level, selftest = given.pop("log_level"), given.pop("selftest")
-    if given["resume"] not in ("auto", "own", "join", "none") and not given["resume"].isdecimal():
-        parser().error(
-            f"argument --resume: {given['resume']!r} is not auto, own, join, none or a number"
-        )
+    if given["resume"] not in ("auto", "own", "none") and not given["resume"].isdecimal():
+        parser().error(f"argument --resume: {given['resume']!r} is not auto, own, none or a number")
     os.umask(0o077)
     logging.basicConfig(
         level=level.upper(),

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from dni_runtime.cuts import (
     document_file,
     forget,
     named,
-    parked_file,
     read_document,
     reading,
     sealed,
@@ -76,6 +75,7 @@ def snapshot(step: ModuleStep) -> State:
         "format": FORMAT,
         "version": __version__,
         "module": step.spec.module,
+        "replicas": step.spec.replicas,
         "hash": step.spec.hash,
         "batches": step.batches,
         "optimizers": {},
@@ -260,19 +260,15 @@ def write_part(
     run: RunDir,
     module: str,
     state: State,
-    parked: Iterable[str] = (),
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write a module's part of a checkpoint; the state's document says at which ``cut``.
 
-    ``parked``: other replicas of it, which have no part of that cut. ``progress`` is told of bytes
-    that are on disk.
+    ``progress`` is told of bytes that are on disk.
     """
     tensors, document = state
     path = run.checkpoint(document["cut"], module)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in parked:
-        parked_file(run.checkpoint(document["cut"], name)).touch(mode=0o600)
     data = save(tensors)
     write_atomic(tensors_file(path), data, progress=progress)
     # The JSON comes last: if it exists, the checkpoint is whole.
@@ -307,7 +303,7 @@ class CheckpointWriter:
         # of the newest checkpoint; None if it was written
         self.failure: CheckpointError | None = None
         self.saved_bytes = 0  # also of a file that is not complete yet
-        self._queue: queue.Queue[tuple[State, bool, tuple[str, ...]] | None]
+        self._queue: queue.Queue[tuple[State, bool] | None]
         self._queue = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
         self._thread.start()
@@ -317,21 +313,15 @@ class CheckpointWriter:
         """Whether something is being written, or is queued."""
         return self._queue.unfinished_tasks > 0
 
-    def write(
-        self,
-        cut: int,
-        tensors: dict[str, Tensor],
-        document: dict[str, Any],
-        parked: Iterable[str] = (),
-    ) -> None:
+    def write(self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
         """Queue a checkpoint; wait only while the one before the last is being written."""
-        self._queue.put(((tensors, document | {"cut": cut}), True, tuple(parked)))
+        self._queue.put(((tensors, document | {"cut": cut}), True))
 
     def write_snapshot(
         self, cut: int, tensors: dict[str, Tensor], document: dict[str, Any]
     ) -> None:
         """Queue the module's own snapshot, which replaces the previous one and is not a cut."""
-        self._queue.put(((tensors, document | {"cut": cut}), False, ()))
+        self._queue.put(((tensors, document | {"cut": cut}), False))
 
     def flush(self) -> None:
         """Wait until everything queued is on disk, or has failed."""
@@ -348,11 +338,11 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            (tensors, document), is_cut, parked = job
+            (tensors, document), is_cut = job
             cut = document["cut"]
             try:
                 if is_cut:
-                    write_part(self._run, self._module, (tensors, document), parked, self._count)
+                    write_part(self._run, self._module, (tensors, document), self._count)
                     self.failure = None
                     log.info("checkpoint at %d written", cut)
                     self._drop_old()

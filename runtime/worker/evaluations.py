@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -27,12 +26,7 @@ class Evaluations:
     """
 
     def __init__(
-        self,
-        step: ModuleStep,
-        metrics: MetricsWriter,
-        ledger: Ledger,
-        start: Start,
-        lost: Callable[[str], bool],
+        self, step: ModuleStep, metrics: MetricsWriter, ledger: Ledger, start: Start
     ) -> None:
         self._step = step
         self._metrics = metrics
@@ -45,7 +39,7 @@ class Evaluations:
         self._shares: Shares | None = None
         self._steps = 0
         if spec.tail is not None and spec.replicas > 1:
-            self._shares = Shares(metrics.run, spec, start.begun, start.members, lost)
+            self._shares = Shares(metrics.run, spec, start.begun)
         self._selection: Selection | None = None
         if spec.tail is not None and spec.tail.selection is not None and spec.replica == 1:
             self._selection = Selection(metrics.run, spec.tail.selection, spec.module, start.cut)
@@ -68,20 +62,20 @@ class Evaluations:
     def complete(self, marker: Marker) -> bool:
         """Whether all parts of the evaluation before a marker are there; if not, call it again."""
         shares = self._shares
-        if shares is None or not shares.due(marker):
+        if shares is None:
             return True
         if not shares.reports:
             sums = None if self._current is None else self._current.to_dict()
             step = self._ledger.progress.step
             return shares.give(Share(id=marker.id, step=step, sums=sums))
-        others = shares.others(marker)
+        others = shares.others(marker.id)
         if others is None:
             return False
         for sums in [one.sums for one in others if one.sums is not None]:
             self._current = self._current or Evaluation.of(self._step)
             self._current.merge(sums)
             self._ledger.keep_evaluation(self._current.to_dict())
-        self._steps = sum(one.step for one in others) + shares.rested(marker.id)
+        self._steps = sum(one.step for one in others)
         return True
 
     def end(self, epoch: int, *, test: bool) -> bool:

@@ -23,7 +23,6 @@ from dni_runtime.core.replication import Message, Shared, Sync
 from dni_runtime.errors import WireError
 from dni_runtime.link import Batch, Gradient, InputLink, LinkCounters, Marker, OutputLink
 from dni_runtime.spec import EdgeSpec, TensorSpec, WorkerSpec
-from dni_runtime.spec.members import Members
 from dni_runtime.wire import Mark, Mode
 
 log = logging.getLogger(__name__)
@@ -80,9 +79,6 @@ class Exchange:
         inputs: list[InputLink],  # the first replica's, from the others
         done: int,  # markers up to this id are behind the replica
         gone: Callable[[str], bool],  # whether another replica has finished and sends nothing more
-        members: Members | None = None,
-        # opens a link to the first replica, for ids from the given one on
-        dial: Callable[[int], OutputLink] | None = None,
     ) -> None:
         self.inputs = inputs
         # another replica's link to the first one; None for the first
@@ -92,8 +88,6 @@ class Exchange:
         self._offers: list[dict[int, Message | None]] = [{} for _ in inputs]
         self._done = done
         self._gone = gone
-        self._members = members or Members({})
-        self._dial = dial
         self._at: Sync | None = None
         self._lost = False  # whether the newest answer is
 
@@ -115,12 +109,6 @@ class Exchange:
     def listen(self) -> None:
         """Read all that has come; it must not wait in a socket, or each poll would end at once."""
         self.done()
-
-    def join(self, id: int) -> None:
-        """Begin to share after a marker."""
-        self._done = id
-        if self._dial is not None:
-            self.output = self._dial(id + 1)
 
     def begin(self, marker: Marker) -> None:
         """Begin to share at a marker; :meth:`done` says when that is over."""
@@ -180,9 +168,8 @@ class Exchange:
         return True
 
     def _all_sent(self, at: Sync) -> bool:
-        """Whether all replicas that take batches there have sent an offer, or never will."""
-        links = [one for one in self.inputs if self._members.takes(one.source, at.id)]
-        return all(link.received >= at.id or self._gone(link.source) for link in links)
+        """Whether all other replicas have sent an offer, or never will."""
+        return all(link.received >= at.id or self._gone(link.source) for link in self.inputs)
 
     def _read(self, link: InputLink | OutputLink, words: Tensor) -> Message | None:
         """Return the message of some words; None, and counted, if there is none in them."""
@@ -202,8 +189,7 @@ class Exchange:
         end_s = time.monotonic() + deadline_s
         if self.output is not None:
             self.output.finish(deadline_s)
-        at = self._done
-        for link in [one for one in self.inputs if self._members.takes(one.source, at)]:
+        for link in self.inputs:
             link.finish(max(end_s - time.monotonic(), 0.0))
 
     def close(self) -> None:

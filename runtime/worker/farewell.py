@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import zmq
-
-from dni_runtime.cuts import written_cuts
 from dni_runtime.link import Marker
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
@@ -44,15 +40,13 @@ class Farewell:
     output: Fanout | None
     exchange: Exchange | None
     neighbours: Neighbours | None  # None: neighbours never restart
-    workers: Sequence[str]  # names of all of the chain
 
-    def part(self, last: Marker | None, poller: zmq.Poller, *, over: bool, parked: bool) -> None:
+    def part(self, last: Marker | None, *, over: bool) -> None:
         """Flush the links downstream, then acknowledge the end of the stream.
 
         That comes last: until then modules upstream keep running, and can resend to a module that
         is restarted meanwhile. ``last`` is the marker at which the module ends; None: it ends
-        before one. ``over``: nothing is left for it to do, in this run or until it takes batches
-        again. ``parked``: the others go on without it.
+        before one. ``over``: nothing is left for it to do in this run.
         """
         left_s = max(self.metrics.spec.stop_grace_s - self.stop.age_s, 0.1)
         self.metrics.now("window")
@@ -66,32 +60,8 @@ class Farewell:
             self.ledger.processed(last.id)
             if self.input is not None:
                 self.input.ack(last.id)
-            if parked:
-                self._linger(last.id, poller)
-            elif self.input is not None:
-                self.input.finish(min(left_s, FAREWELL_S))
-
-    def _linger(self, id: int, poller: zmq.Poller) -> None:
-        """Stay until all modules have written a checkpoint behind the last marker.
-
-        Until then a neighbour that is restarted may need again what has passed here.
-        """
-        look_at_s = 0.0
-        while not self.stop():
-            self.metrics.report.check()
             if self.input is not None:
-                self.input.listen()
-            if self.exchange is not None:
-                self.exchange.listen()
-            for link in self.output.links if self.output is not None else ():
-                link.receive()
-                if self.neighbours is not None:
-                    self.neighbours.look(link)
-            if time.monotonic() >= look_at_s:
-                look_at_s = time.monotonic() + 2 * FLUSH_SLICE_S
-                if any(cut >= id for cut in written_cuts(self.metrics.run, self.workers)):
-                    return
-            poller.poll(POLL_MS)
+                self.input.finish(min(left_s, FAREWELL_S))
 
     def _flush(self, output: Fanout, left_s: float, *, over: bool) -> None:
         """Wait until downstream has acknowledged all; at the run's end, also for its restart."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from dni_runtime.core.forward import as_inputs
-from dni_runtime.documents.requests import Replicas
-from dni_runtime.link import Batch, Marker, change_of
+from dni_runtime.link import Batch, Marker
 from dni_runtime.spec.edge import replica_of
-from dni_runtime.spec.members import Active, as_body, number_of
-from dni_runtime.spec.named import module_of
-from dni_runtime.wire import Body, Mark
+from dni_runtime.wire import Mark
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.metrics import MetricsWriter
@@ -24,7 +21,7 @@ from dni_runtime.worker.stream import NOTHING, Item, Position, Stream
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Seconds between two looks at which replicas are to take batches, and at the head's others."""
+"""Seconds between two looks at what the head's other replicas want."""
 
 
 class Head:
@@ -48,12 +45,10 @@ class Head:
         spec = metrics.spec
         self._role = role = spec.head
         self._takes = (0,) if role is None else role.takes
-        self._name, self._module = spec.module, module_of(spec.module)
-        self._route, self._elastic = (spec.replicas, spec.replica), bool(spec.elastic)
+        self._route = spec.replicas, spec.replica
         self._stream = stream
         samples = stream.samples if isinstance(stream, Stream) else ()
         self._rounds = Rounds(metrics.run, spec, start.begun, samples)
-        self._start, self._members = start, start.members
         self._progress = ledger.progress
         self._used = self._used_before() if start.again else ledger.progress.counts.id
         self._metrics = metrics
@@ -64,7 +59,7 @@ class Head:
         self._ends = False
         self._read: Item | None = None
         self._before: deque[tuple[int, Position]] = deque()
-        self._members_look_s = self._look_s = 0.0
+        self._look_s = 0.0
 
     def end_early(self) -> None:
         """End training as soon as possible."""
@@ -79,13 +74,6 @@ class Head:
         """Whether the next id must wait until the head's replicas agree where a marker goes."""
         return not self._rounds.alone and self._rounds.holds(self._next_id)
 
-    def begin(self, id: int, position: Position) -> None:
-        """Begin to take batches after a marker, which is at this position of the stream."""
-        self._here = position
-        self._supply(id, position)
-        if isinstance(self._stream, Stream):
-            self._stream.begin(position)
-
     def look(self, *, asks: bool = True) -> None:
         """Agree with the head's other replicas on what is wanted; call it repeatedly.
 
@@ -93,29 +81,24 @@ class Head:
         what is wanted.
         """
         rounds = self._rounds
-        if self._start.waits:
-            return
         if not rounds.alone and time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + LOOK_S
             rounds.look()
-        quiet = not (self._wanted or self._ends_early or self._elastic)
+        quiet = not (self._wanted or self._ends_early)
         if rounds.joined is not None or (rounds.alone and quiet) or rounds.agreed is not None:
             return
-        body = self._change() if asks and Mark.STOP not in self._wanted else {}
-        wants = asks and (self._wanted or self._ends_early or body)
+        wants = asks and (self._wanted or self._ends_early)
         if not (wants or rounds.called):
             return
         # An id that an earlier attempt may have used keeps its meaning.
         id = max(self._next_id, self._used + 1)
         if self._here.part or (rounds.alone and id > self._next_id):
             return  # no marker goes between the parts of a batch
-        rounds.join(self._line(id, self._wanted, self._ends_early, body))
+        rounds.join(Insertion(id, self._wanted, self._ends_early))
         self._wanted, self._ends_early = NOTHING, False
 
     def next(self) -> Batch | Marker | None:
         """Return the next item, numbered; None while the head's replicas have to agree on one."""
-        if self._start.waits:
-            return self._own_first()
         while True:
             self.look()
             id = self._next_id
@@ -137,7 +120,7 @@ class Head:
                 continue
             self._supply(id, item.position)
             if item.x is None or item.y_BY is None:
-                return Marker(id, item.epoch, item.mark, {})
+                return Marker(id, item.epoch, item.mark)
             data = as_inputs(item.x)
             xs = tuple(data[one] for one in self._takes)
             return Batch(id, item.epoch, item.mode, xs, item.y_BY, item.part, data, item.rows)
@@ -148,32 +131,13 @@ class Head:
         while (agreed := rounds.agreed) is not None and agreed.id <= id:
             rounds.passed += 1
             self._ends |= agreed.ends
-            if agreed.id == id and (agreed.mark or agreed.body):
+            if agreed.id == id and agreed.mark:
                 mark = agreed.mark
                 if self._role is not None:
                     mark |= self._here.sync(self._role)
                 self._supply(id, self._here)
-                return self._marker(agreed, mark)
+                return Marker(id, self._progress.epoch, mark)
         return None
-
-    def _marker(self, agreed: Insertion, mark: Mark) -> Marker:
-        if agreed.body:
-            mark |= Mark.SCALE | Mark.CHECKPOINT | Mark.SYNC
-        return Marker(agreed.id, self._progress.epoch, mark, agreed.body)
-
-    def _own_first(self) -> Marker | None:
-        """Return the marker from which on this replica takes batches, if the others know it."""
-        rounds, found, ends = self._rounds, None, False
-        rounds.look()
-        for number, agreed in enumerate(rounds.results, start=1):
-            ends |= agreed.ends
-            before, after = map(self._is_in, change_of(agreed.body) if agreed.body else ({}, {}))
-            if before != after:
-                rounds.passed, found, self._ends = number, agreed if after else None, ends
-        return None if found is None else self._marker(found, found.mark)
-
-    def _is_in(self, active: Active) -> bool:
-        return number_of(self._name) in active.get(self._module, ())
 
     def _item(self, id: int) -> Item:
         """Return the stream's next item; read it only if it is a batch of this replica's own."""
@@ -193,44 +157,22 @@ class Head:
         if self._rounds.alone:
             return True
         if self._rounds.joined is None:
-            self._rounds.join(self._line(id + 1, Mark.END))
+            self._rounds.join(Insertion(id + 1, Mark.END))
         return self._rounds.written
 
-    def _line(
-        self, id: int, mark: Mark, ends: bool = False, body: Mapping[str, Body] | None = None
-    ) -> Insertion:
-        """Return this replica's line of the present round."""
-        heads = self._members.now.get(self._module, ())
-        return Insertion(id, mark, ends, dict(body or {}), heads)
-
     def _owns(self, id: int) -> bool:
-        chosen = self._members.chosen(self._module, id)
         replicas, replica = self._route
-        return (replica_of(id, replicas) if chosen is None else chosen) == replica
+        return replica_of(id, replicas) == replica
 
     def _used_before(self) -> int:
         """Return the last id that an earlier attempt may have used.
 
         These are also those after the last one that it has counted, up to its own next batch.
         """
-        for agreed in self._rounds.results:
-            if agreed.body:
-                self._members.learn(agreed.id, *change_of(agreed.body))
         used = self._progress.counts.id + 1
-        while not self._owns(used) and self._members.takes(self._name, used):
+        while not self._owns(used):
             used += 1
         return used
-
-    def _change(self) -> dict[str, Body]:
-        """Return the body of a SCALE marker, if other replicas are to take batches."""
-        now, now_s = self._members.now, time.monotonic()
-        if not now or now_s < self._members_look_s:
-            return {}
-        self._members_look_s = now_s + LOOK_S
-        found = Replicas.peek(self._metrics.run.replicas)
-        if found is None or found.active == now:
-            return {}
-        return {"before": as_body(now), "after": as_body(found.active)}
 
     def oldest(self) -> tuple[int, Position] | None:
         """Return the oldest id that may have to be resent, and the position before it."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
-from dni_runtime.link import Batch, InputLink, LinkCounters, Marker, change_of
-from dni_runtime.spec.members import Members
+from dni_runtime.link import Batch, InputLink, LinkCounters, Marker
 from dni_runtime.wire import Mark
 
 
@@ -22,19 +21,11 @@ class Join:
     Each input is one link, or several from the replicas of a module, of which each batch comes on
     one. A batch is complete when it has come for all inputs, and a marker when it has come on all
     links. Both are returned by growing id. A batch that one input has lost is left out, and becomes
-    a marker that says so: another join further down must not wait for it either. A replica upstream
-    that takes no batches, as it has left or is still to join, is not waited for.
+    a marker that says so: another join further down must not wait for it either.
     """
 
-    def __init__(
-        self,
-        inputs: Sequence[Sequence[InputLink]],  # the links of each input
-        members: Members | None = None,
-        lost: Callable[[str], bool] = lambda worker: False,  # whether a worker is gone for good
-    ) -> None:
-        self._lost = lost
+    def __init__(self, inputs: Sequence[Sequence[InputLink]]) -> None:
         self._inputs = tuple(inputs)
-        self._members = members or Members({})
         self.links = tuple(link for own in inputs for link in own)
         self._queues: list[deque[Batch | Marker]] = [deque() for _ in self.links]
         self._passed = 0
@@ -74,19 +65,13 @@ class Join:
         """
         for link, queue in zip(self.links, self._queues, strict=True):
             while (item := link.receive()) is not None:
-                self._learn(item)
                 queue.append(item)
-
-    def _learn(self, item: Batch | Marker) -> None:
-        if isinstance(item, Marker) and Mark.SCALE in item.mark:
-            self._members.learn(item.id, *change_of(item.body))
 
     def receive(self) -> Batch | Marker | None:
         """Return the next batch or marker, without waiting; None if it is not complete."""
         if len(self.links) == 1:
             (queue,), (link,) = self._queues, self.links
             while (item := queue.popleft() if queue else link.receive()) is not None:
-                self._learn(item)
                 if item.id > self._passed:
                     self._last = item.id
                     return _joined([item]) if isinstance(item, Batch) and item.data else item
@@ -111,16 +96,14 @@ class Join:
             if _is_marker(first):
                 return first
             self._left_out += bool(batches)
-            return Marker(id, first.epoch, Mark.MISSED, {})
+            return Marker(id, first.epoch, Mark.MISSED)
         return None
 
     def _settled(self, id: int, marker: bool) -> bool:
         """Whether no link can bring this id, or one before it, any more."""
         after = max(self._passed, self._last)
         return all(
-            queue
-            or not ((marker and link.passes(id)) or link.may_bring(after, id))
-            or self._lost(link.source)
+            queue or not (marker or link.may_bring(after, id))
             for link, queue in zip(self.links, self._queues, strict=True)
         )
 
@@ -140,21 +123,16 @@ class Join:
 
     def request(self, what: str) -> None:
         """Ask the head for something; all ways lead there."""
-        present = (link for link in self._present() if link.connected)
-        next(present, self.links[0]).request(what)
+        connected = (link for link in self.links if link.connected)
+        next(connected, self.links[0]).request(what)
 
     def reaches_peers(self) -> bool:
         """Return whether all modules upstream are connected now."""
-        return all([link.reaches_peer() for link in self._present()])
-
-    def _present(self) -> list[InputLink]:
-        """Return the links from workers that are there at the last id that came."""
-        present = [link for link in self.links if link.passes(self._last)]
-        return [link for link in present if not self._lost(link.source)]
+        return all([link.reaches_peer() for link in self.links])
 
     def finish(self, deadline_s: float) -> None:
         """Wait until all modules upstream have received the last acknowledgements."""
-        end_s, left = time.monotonic() + deadline_s, self._present()
+        end_s, left = time.monotonic() + deadline_s, list(self.links)
         slice_s = deadline_s / 10 if len(left) > 1 else deadline_s
         while left := [link for link in left if not link.finish(slice_s)]:  # each gets its turn
             if time.monotonic() >= end_s:

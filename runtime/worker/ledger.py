@@ -11,23 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from dni_runtime.cuts import document_file, read_document
 from dni_runtime.errors import WorkerError
 from dni_runtime.files import open_file, opened, peek_json, write_json
-from dni_runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
 RECORD_BYTES = 4096
 """One page: a write of it is never seen in part."""
-
-LEFT_KEPT = 16
-"""Markers at which a replica has left that are kept besides the newest."""
 
 _FILE = "file"
 """Key of the file with an evaluation's sums, if they do not fit into the page."""
@@ -44,29 +38,6 @@ class Counts:
     epoch_batches: int = 0  # training batches of that epoch
     evaluation: dict[str, Any] | None = None  # sums of an unfinished one (Evaluation.to_dict)
     attempt: int = 0  # that has counted last
-    # which replicas take batches (spec/members.py), if that may change
-    members: dict[str, Any] | None = None
-    waits: bool = False  # for the marker from which on it takes batches
-    # where it has left, each as [id, step, samples]
-    left: list[list[int]] = field(default_factory=list)
-
-    def at_rest(self, cut: int | None = None) -> Counts:
-        """Return the counts of a replica that has left, or has never taken a batch.
-
-        ``cut``: the stream has begun again there; None: it has not.
-        """
-        left = [one for one in self.left if cut is None or one[0] <= cut]
-        id, step, samples = left[-1] if left else (0, 0, 0)
-        return Counts(id=id, step=step, samples=samples, left=left)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the replica takes no batches since its last id, and all that it sent is there."""
-        return bool(self.left) and self.left[-1][0] == self.id
-
-    def begun(self, id: int, epoch: int) -> Counts:
-        """Return the counts, with everything up to ``id`` passed, in an epoch."""
-        return replace(self, id=id, epoch=epoch, epoch_batches=0, waits=False)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -114,10 +85,12 @@ class Ledger:
         progress.counts.attempt = attempt
         self._path = path
         self._file: int | None = None
-        self._complained = False
+        self._complaint: OSError | None = None
         self.write()
-        if self._complained:  # a later attempt must know that this one started
-            raise WorkerError(f"{str(path)!r} cannot be written", hint="make room on the disk")
+        if self._complaint is not None:  # a later attempt must know that this one started
+            raise WorkerError(
+                f"{str(path)!r} cannot be written: {self._complaint}", hint="make room on the disk"
+            )
 
     @classmethod
     def reopen(cls, path: Path, progress: Progress, attempt: int = 1) -> Self:
@@ -166,22 +139,6 @@ class Ledger:
             self.progress.counts.id = id
             self.write()
 
-    def joins(self, id: int, document: Mapping[str, Any]) -> None:
-        """Note that the replica takes batches after this marker, which is still to be done with.
-
-        ``document`` is that of the state that it begins with.
-        """
-        progress = self.progress
-        progress.counts = progress.counts.begun(id - 1, document["counted"]["epoch"])
-        progress.epoch, progress.epochs_ended = document["epoch"], document["epochs_ended"]
-
-    def leaves(self, id: int) -> None:
-        """Note that the replica takes no batches after this marker."""
-        counts = self.progress.counts
-        earlier = [one for one in counts.left if one[0] != id][-LEFT_KEPT:]
-        counts.left = [*earlier, [id, counts.step, counts.samples]]
-        self.write()
-
     def write(self) -> None:
         """Write the record into the file; if that fails, warn once and keep trying."""
         record = json.dumps(vars(self.progress.counts)).encode()
@@ -191,10 +148,10 @@ class Ledger:
             if len(record) >= RECORD_BYTES:
                 record = self._without_evaluation()
             os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
-            self._complained = False
+            self._complaint = None
         except OSError as error:
-            if not self._complained:
-                self._complained = True
+            if self._complaint is None:
+                self._complaint = error
                 log.warning("counts cannot be written, a restart would lose them: %s", error)
 
     def _without_evaluation(self) -> bytes:
@@ -212,23 +169,3 @@ class Ledger:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-def give_up(run: RunDir, module: str) -> None:
-    """Write that a replica which is lost has left where it was: if it comes again, it joins."""
-    counted = Counts.read(run.ledger(module))
-    if counted is not None and not counted.waits:
-        ledger = Ledger(run.ledger(module), Progress(counted), counted.attempt)
-        ledger.leaves(counted.id)
-        ledger.close()
-
-
-def rest(run: RunDir, module: str, cut: int) -> None:
-    """Write the counts of a replica that takes no batches from a cut on, where all begin again."""
-    counted = Counts.read(run.ledger(module)) or Counts()
-    counts = counted.at_rest(cut)
-    if document_file(part := run.checkpoint(cut, module)).exists():
-        document = read_document(part)
-        counts.id, counts.step, counts.samples = cut, document["step"], document["samples"]
-        counts.left = [*counts.left, [cut, counts.step, counts.samples]]
-    Ledger(run.ledger(module), Progress(counts), counted.attempt).close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
@@ -29,7 +28,6 @@ from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, listen_address
 from dni_runtime.rundir import RunDir, socket_folder
 from dni_runtime.spec import EdgeSpec, LinksSpec, WorkerSpec
-from dni_runtime.spec.members import active_of
 from dni_runtime.worker import checkpoint
 from dni_runtime.worker.device import choose_device
 from dni_runtime.worker.exchange import Exchange, exchange_spec
@@ -121,11 +119,9 @@ def _serve(
         chain,
         attempt=options.attempt,
         first=options.first,
-        active=None if options.active is None else active_of(json.loads(options.active)),
     )
     if options.by_rank:
         start.begun = start_of(spec, options.start)
-    members = start.members
     metrics.progress = ledger.progress
     source = labels = None
     loss = ChainLoss(spec.loss, spec.prediction, spec.label)  # on the CPU, where the labels are
@@ -150,26 +146,21 @@ def _serve(
         keys=keys,
         cut=None if again else start.cut,
         attempt=options.attempt,
-        members=members,
     )
     neighbours = Neighbours(
-        spec, run, address=options.connect, again=again, stop=stop, members=members
+        spec, run, address=options.connect, again=again, stop=stop, since=options.first or 0
     )
     try:
         listening: dict[InputLink, EdgeSpec] = {}
 
         def listen(spec: WorkerSpec, edge: EdgeSpec) -> InputLink:
-            link = InputLink(
-                spec, edge, run=name, received=start.cut, again=again, keys=keys, members=members
-            )
+            link = InputLink(spec, edge, run=name, received=start.cut, again=again, keys=keys)
             listening[link] = edge
             return link
 
         if spec.sources:
             links = [[listen(spec, link) for link in edge.links] for edge in spec.sources]
-            input = Join(links, members, neighbours.lost)
-            if start.waits:  # some that sent it what it had before it left may be gone
-                input.start_after(ledger.progress.counts.id)
+            input = Join(links)
             neighbours.callers.append(input)
         beside = exchange_spec(spec, 0 if step.shared is None else step.shared.words)
         if step.shared is not None and spec.backend is not None:
@@ -194,8 +185,6 @@ def _serve(
                 inputs=[listen(beside, edge) for edge in beside.sources],
                 done=start.cut,
                 gone=neighbours.gone_for_good,
-                members=members,
-                dial=(lambda id: to_peer(beside, next_id=id)) if beside.targets else None,
             )
         if exchange is not None:
             neighbours.callers.append(exchange)
@@ -204,34 +193,27 @@ def _serve(
         # Only one worker of a module writes: a second one could not bind the address.
         with contextlib.suppress(OSError):
             remove_temporaries(run, [spec.module])
-        metrics.set_state("joining" if start.waits else "connecting")
+        metrics.set_state("connecting")
         metrics.loaded_at = time.time()
-        if input is not None and again and not start.waits:
+        if input is not None and again:
             # What modules upstream can still send decides what can be sent on.
             if not neighbours.wait_for_upstream(input):
                 return _left_behind(spec, start)
-            received = max(input.received, neighbours.lost_before(input))
-            if (left := members.leaves(spec.module)) is not None and received >= left:
-                return Outcome.PARKED
+            received = input.received
             input.start_after(received)
             start.first_id = received + 1
             if had := max(received, start.cut):
                 input.send_drained(had)  # it will not be trained on them again
         if spec.targets:
-            lanes = [edge.links for edge in spec.targets]
-            there = [
-                [one for one in own if not start.waits and neighbours.present(one.target)]
-                for own in lanes
-            ]
             output = Fanout(
-                [[to_peer(spec, one, next_id=start.first_id) for one in own] for own in there],
-                members=members,
-                lanes=lanes,
-                dial=lambda lane, id: to_peer(spec, lane, next_id=id, cut=None),
+                [
+                    [to_peer(spec, link, next_id=start.first_id) for link in edge.links]
+                    for edge in spec.targets
+                ]
             )
             for below in output.links:
                 neighbours.connect(below)
-        if exchange is not None and beside.targets and not start.waits:
+        if exchange is not None and beside.targets:
             exchange.output = to_peer(beside, next_id=start.cut + 1)
             neighbours.connect(exchange.output)
         if input is not None and not again:
@@ -241,8 +223,7 @@ def _serve(
         if stop():
             raise StoppedError("stopped before training began")
         ledger.at(start.first_id - 1)
-        if not start.waits:
-            metrics.set_state("running")
+        metrics.set_state("running")
         metrics.started()
         log.info(
             "module %s runs on %s: %s -> %s, after %d of the stream",
@@ -276,7 +257,6 @@ def _serve(
                 output=output,
                 exchange=exchange,
                 neighbours=neighbours,
-                workers=chain,
             )
             collect_as_usual()
             outcome = server.serve()

@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from dni_runtime.documents.reports import ENDED, Endpoint, Report
-from dni_runtime.documents.requests import Replicas
 from dni_runtime.documents.state import COMING, RunState
 from dni_runtime.errors import EncryptionError, UnavailableError
 from dni_runtime.keys import RunKeys
 from dni_runtime.link import InputLink, OutputLink, encrypted
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.spec.members import Members
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.join import Join
 from dni_runtime.worker.rendezvous import check_reachable, fresh_endpoint
@@ -54,9 +52,9 @@ class Neighbours:
         address: str | None,  # of the module downstream, if not from its endpoint record
         again: bool,  # only this module has been restarted: a neighbour may have finished
         stop: Callable[[], bool],
-        members: Members | None = None,
+        since: int = 0,  # first attempt of this start: it may have links that others did not have
     ) -> None:
-        self._members = members or Members({})
+        self._since = since
         self._spec = spec
         self._run = run
         self._address = address
@@ -64,8 +62,6 @@ class Neighbours:
         self._stop = stop
         self._attempts: dict[str, int] = {}
         self._look_at_s: dict[str, float] = {}
-        self._lost: dict[str, int] = {}
-        self._lost_look_s = 0.0
         self._updated: float | None = None
         self._updated_s = -math.inf
         self.callers: list[Join | Exchange] = []  # links that others open, answered during waits
@@ -89,7 +85,7 @@ class Neighbours:
         while not interrupted():
             left_s = until_s - time.monotonic()
             address, key = self._find(target)
-            if self.gone_for_good(target) or self.parked(target):
+            if self.gone_for_good(target):
                 output.dismiss()
                 return
             if left_s <= 0:
@@ -128,38 +124,7 @@ class Neighbours:
         Returns False if one has finished and will not connect.
         """
 
-        present = [link for link in input.links if self.present(link.source)]
-        return all([self._wait_for(link) for link in present])
-
-    def present(self, neighbour: str) -> bool:
-        """Whether a neighbour takes batches, or still has some that it took before it left."""
-        members = self._members
-        left = members.leaves(neighbour) is not None and not self.parked(neighbour)
-        return (members.has(neighbour) or left) and not self.lost(neighbour)
-
-    def parked(self, neighbour: str) -> bool:
-        """Whether a neighbour takes no batches any more, and has exited."""
-        if self._members.leaves(neighbour) is None:
-            return False
-        if Report.read(self._run.worker(neighbour)).state == "parked":
-            return True
-        module = RunState.peek(self._run).modules.get(neighbour)  # it may have been killed
-        return module is not None and module.state == "parked"
-
-    def lost(self, neighbour: str) -> bool:
-        """Whether a replica is gone for good, so that nobody waits for it."""
-        if not self._members.now:
-            return False
-        if time.monotonic() >= self._lost_look_s:
-            self._lost_look_s = time.monotonic() + LOOK_S
-            found = Replicas.peek(self._run.replicas)
-            self._lost = self._lost if found is None else found.lost
-        return neighbour in self._lost
-
-    def lost_before(self, input: Join) -> int:
-        """Return the id up to which a neighbour that has left cannot send anything again."""
-        left = [link.source for link in input.links if self.parked(link.source)]
-        return max((self._members.leaves(one) or 0 for one in left), default=0)
+        return all([self._wait_for(link) for link in input.links])
 
     def _interrupted(self) -> bool:
         for caller in self.callers:
@@ -174,8 +139,6 @@ class Neighbours:
             try:
                 input.wait_for_peer(slice_s, self._interrupted)
             except UnavailableError:
-                if self.parked(input.source) or self.lost(input.source):
-                    return True
                 if self.gone_for_good(input.source):
                     return False
                 if left_s <= 0:
@@ -196,7 +159,7 @@ class Neighbours:
         self._look_at_s[target] = now_s + LOOK_S
         if not output.lost and (not output.in_flight or now_s - output.heard_s < QUIET_S):
             return
-        if self.gone_for_good(target) or self.parked(target):
+        if self.gone_for_good(target):
             output.dismiss()
             return
         attempt = self._attempts.get(target)
@@ -209,9 +172,7 @@ class Neighbours:
             output.move(address, key)
 
     def gone_for_good(self, neighbour: str) -> bool:
-        """Whether a neighbour is lost; or, if this module was restarted, has finished."""
-        if self.lost(neighbour):
-            return True
+        """Whether this module was restarted, and a neighbour has finished."""
         return self._again and Report.read(self._run.worker(neighbour)).state == "finished"
 
     def remains(self, neighbour: str) -> bool:
@@ -220,14 +181,14 @@ class Neighbours:
         return bool(report and report.state not in ENDED) or self.expected(neighbour)
 
     def expected(self, neighbour: str) -> bool:
-        """Whether a supervisor is restarting the neighbour."""
+        """Whether a supervisor is restarting the neighbour, or one that it may wait for itself."""
         state, now_s = RunState.peek(self._run), time.monotonic()
         if state.updated != self._updated:  # its clock may differ from this host's
             self._updated, self._updated_s = state.updated, now_s
         if now_s - self._updated_s > _SUPERVISED_S:
             return False
-        module = state.modules.get(neighbour)
-        return module is not None and bool(module.restarts) and module.state in COMING
+        coming = {name for name, module in state.modules.items() if module.state in COMING}
+        return neighbour in coming and any(state.modules[one].restarts for one in coming)
 
     def _find(self, target: str) -> tuple[str | None, bytes | None]:
         """Return the address and the key of a module downstream, as far as they are known."""
@@ -235,7 +196,7 @@ class Neighbours:
             return self._address, None
         record = fresh_endpoint(self._run.endpoint(target))
         address = record.further.get(self._spec.module, record.address)
-        if address is None:
+        if address is None or record.attempt < self._since:
             return None, None
         check_reachable(address, record)
         self._attempts[target] = record.attempt

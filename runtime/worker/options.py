@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from dni_runtime.errors import DataError, ImageError, UsageError
 from dni_runtime.rundir import RunDir, hash_name, socket_folder
 from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.named import module_of, worker_name
+from dni_runtime.spec.replicas import with_replicas
 from dni_runtime.worker.rank import worker_of_rank
 
 
@@ -38,7 +40,7 @@ class Options:
     first: int | None = None
     start: int | None = None
     resume: str = "auto"
-    active: str | None = None
+    replicas: str | None = None
 
 
 def by_rank(options: Options, environ: Mapping[str, str]) -> Options:
@@ -69,7 +71,7 @@ def load_spec(options: Options) -> WorkerSpec:
     """Read the module's spec: the image's own, checked against the run's if there is one."""
     image = options.image_spec
     if options.spec is not None:
-        return _read_spec(options.spec)
+        return _at_present(_read_spec(options.spec), options)
     own = _read_spec(image) if image is not None and image.is_file() else None
     module = options.module or (own.module if own is not None else None)
     if module is None:
@@ -86,7 +88,14 @@ def load_spec(options: Options) -> WorkerSpec:
         wanted = _read_spec(path)
     if own is not None:
         _check_image(own, wanted, options)
-    return wanted
+    return _at_present(wanted, options)
+
+
+def _at_present(spec: WorkerSpec, options: Options) -> WorkerSpec:
+    """Return the spec with as many replicas of each module as there are in this start."""
+    return with_replicas(
+        spec, spec.elastic if options.replicas is None else json.loads(options.replicas)
+    )
 
 
 def _check_image(own: WorkerSpec, wanted: WorkerSpec, options: Options) -> None:

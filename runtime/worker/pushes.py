@@ -33,7 +33,7 @@ class Pushes(Exchange):
         self._at = sync if sync.full else None
         output = self.output
         if output is None:
-            self._shared.apply_own(self._replicas(marker.id))
+            self._shared.apply_own()
             return
         if not output.room or not (sync.full or self._pushed is None):
             return
@@ -73,7 +73,7 @@ class Pushes(Exchange):
             while (item := link.receive()) is not None:
                 offer = self._read(link, item.xs[0]) if isinstance(item, Batch) else None
                 if offer is not None:
-                    self._shared.apply(offer, number, item.id, self._replicas(item.id))
+                    self._shared.apply(offer, number, item.id)
                 if offer is not None and offer.waits and item.id > self._done:
                     self._waiting[link] = item.id
                 else:
@@ -87,9 +87,6 @@ class Pushes(Exchange):
             link.send_drained(at.id)
         self._waiting.clear()
         self._done, self._at = at.id, None
-
-    def _replicas(self, id: int) -> int:
-        return 1 + sum(self._members.takes(link.source, id) for link in self.inputs)
 
     def _answer(self, link: InputLink, id: int) -> None:
         link.send_gradient(id, self._counted(Message(self._shared.row())), ack=id)

@@ -4,28 +4,31 @@ A number is for the start of all modules: each starts at the same cut, which the
 ``auto`` lets a module that is started manually find the newest cut itself. ``own`` restarts one
 module while the others continue: it starts at its own newest state, takes from upstream all that
 can still be sent, and sends on what downstream may not have received. The ledger also shows that a
-module must start so: its supervisor may not know. ``join`` is for a replica that is to be added: it
-waits for the marker from which on it takes batches, and takes the state of another one there.
+module must start so: its supervisor may not know.
+
+All replicas of a module have the same weights at a cut. So the number of replicas may be another
+one when the whole chain starts there: a new replica takes the state of the first one, without what
+is that one's own, and the first one takes over the counts of those that are left out.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import best_cut, forget, newest_cut, parts_of
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.spec.members import Active, Members, first_replicas
-from dni_runtime.spec.named import module_of
+from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import replicas_of
 from dni_runtime.worker import checkpoint
-from dni_runtime.worker.joining import LATE_S, Others, as_own
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.stream import Position
 
@@ -33,7 +36,6 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 OWN = "own"
-JOIN = "join"
 
 _LAG_S = 4.0
 """Time in which a new file is nearly always seen on another host; restarts may wait as long."""
@@ -48,8 +50,6 @@ class Start:
     first_id: int = 1  # that the head sends
     position: Position = field(default_factory=Position)  # the head's, before that id
     over: bool = False  # the stream ends at the cut
-    members: Members = field(default_factory=lambda: Members({}))
-    waits: bool = False  # for the marker from which on it takes batches
     begun: int = 0  # which start of the whole chain this is
 
 
@@ -62,13 +62,12 @@ def begin(
     *,
     attempt: int = 1,
     first: int | None = None,
-    active: Active | None = None,  # which replicas take batches when the whole chain starts
 ) -> tuple[Start, Ledger]:
     """Put a module into the state that it starts with.
 
-    ``wanted`` is ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``join``,
-    ``none``, or a cut's number. ``first`` is the attempt that was to start there, with the whole
-    chain; if that or a later one has started, this one resumes from its ``own`` state, or joins.
+    ``wanted`` is ``auto`` (the newest complete cut; see :func:`forget_later`), ``own``, ``none``,
+    or a cut's number. ``first`` is the attempt that was to start there, with the whole chain; if
+    that or a later one has started, this one resumes from its ``own`` state.
     """
     counted, since = Counts.read(run.ledger(spec.module)), wanted
     until_s = time.monotonic() + _LAG_S
@@ -77,47 +76,30 @@ def begin(
             break
         time.sleep(0.25)
         counted = Counts.read(run.ledger(spec.module))
-    if first is not None and counted is not None and first <= counted.attempt < attempt:
-        wanted = JOIN if counted.waits or counted.has_left else OWN
-    begun = first_replicas(spec.elastic) if active is None else active
-    members = Members(begun, late=wanted == JOIN)
-    rested = Counts() if counted is None else counted.at_rest()
-    if wanted == JOIN:
-        rested.waits = True
-        start = Start(again=True, waits=True, members=members, begun=first or 0)
-        return start, Ledger(run.ledger(spec.module), Progress(rested), attempt)
-    again = wanted == OWN
-    state = checkpoint.read_newest(run, spec.module) if again else _at_cut(wanted, run, spec, chain)
-    start, progress, joined = Start(again=again), Progress(), False
-    if again and counted is not None and counted.members is not None:
-        members = Members.of_json(counted.members)
-    others = replicas_of(chain).get(module_of(spec.module), [])
-    at = members.joined(spec.module) if again else _number(state, wanted)
-    if at and (state is None or state[1]["cut"] < at):
-        state, joined = _of_another(run, step, others, at), True
+    # its number may have been used before, by a supervisor that could not write that down
+    if first is not None and counted is not None and first <= counted.attempt <= attempt > first:
+        wanted = OWN
+    again, began = wanted == OWN, int(since) if since.isdecimal() else 0
+    state = checkpoint.read_newest(run, spec.module) if again else None
+    if not again or (began and (state is None or state[1]["cut"] <= began)):
+        state = _at_cut(since, run, spec, chain)
+    start, progress = Start(again=again, begun=first or 0), Progress()
     if state is None and spec.initial:
         step.load_initial(run.initial(module_of(spec.module)))
     if state is not None:
         checkpoint.restore(step, *state)
         start, progress = _start(state[1], again=again, since=since)
-        if joined and step.shared is not None:
+        start.begun = first or 0
+        if state[1].get("taken") and step.shared is not None:
             step.shared.joined()
-        if joined:
-            progress.counts = rested.begun(start.cut, progress.counts.epoch)
         log.info(
             "module %s resumes at %d of the stream, step %d", spec.module, start.cut, step.batches
         )
-    if counted is not None:
-        progress.counts.left = [one for one in counted.left if again or one[0] <= start.cut]
-    start.members, start.begun = members, first or 0
     if again:
-        if progress.counts.members is not None:
-            members.merge(Members.of_json(progress.counts.members))
         at_cut = progress.step
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
         step.optimization.count(progress.step - at_cut)
         return start, ledger
-    progress.counts.members = None
     if wanted != AUTO:  # else the neighbours may have found another cut
         forget_later(run, spec, start)
     return start, Ledger(run.ledger(spec.module), progress, attempt)
@@ -159,8 +141,6 @@ def document(
         "counted": {"epoch": counts.epoch, "batches": counts.epoch_batches},
         "over": over,
     }
-    if counts.members is not None:
-        made["members"] = counts.members
     if position is not None:
         made["position"] = position.to_dict()
     if again is not None:
@@ -171,6 +151,7 @@ def document(
 def _at_cut(
     wanted: str, run: RunDir, spec: WorkerSpec, chain: list[str]
 ) -> checkpoint.State | None:
+    """Return the state that a worker starts with at a cut of the whole chain; None: none."""
     if wanted == "none":
         return None
     if wanted != AUTO:
@@ -179,29 +160,52 @@ def _at_cut(
         cut, damaged = newest_cut(run, chain)
         for problem in damaged:
             log.warning("%s; an older checkpoint is used", problem)
-    part = run.checkpoint(cut, spec.module)
-    return checkpoint.read(part) if cut and parts_of(run, cut, [spec.module]) else None
+    if not cut:
+        return None
+    workers = replicas_of(chain).get(module_of(spec.module), [spec.module])
+    took_part = parts_of(run, cut, workers)
+    source = spec.module if spec.module in took_part else took_part[0]
+    tensors, document = checkpoint.read(run.checkpoint(cut, source))
+    if source != spec.module:
+        tensors, document = _as_own(spec, tensors, document)
+    left_out = [one for one in took_part if number_of(one) > spec.replicas]
+    for one in left_out if spec.replica == 1 else ():
+        _take_over(tensors, document, *checkpoint.read(run.checkpoint(cut, one)))
+    return tensors, document
 
 
-def _number(state: checkpoint.State | None, wanted: str) -> int:
-    """Return the cut that the whole chain starts at; 0: none."""
-    return int(wanted) if wanted.isdecimal() else 0 if state is None else int(state[1]["cut"])
+def _take_over(
+    tensors: dict[str, Tensor],
+    document: dict[str, Any],
+    others: dict[str, Tensor],
+    other: dict[str, Any],
+) -> None:
+    """Add what a replica that is left out has counted, and gathered for its next update."""
+    for name in [name for name in others if name.startswith("gradient.")]:
+        tensors[name] = tensors[name] + others[name] if name in tensors else others[name]
+    for key in ("step", "samples", "gathered"):
+        document[key] += other[key]
+    own, its = document["counted"], other["counted"]
+    if its["epoch"] == own["epoch"]:
+        own["batches"] += its["batches"]
+    elif its["epoch"] > own["epoch"]:  # the first one has had no batch of it yet
+        document["counted"] = its
 
 
-def _of_another(
-    run: RunDir, step: ModuleStep, replicas: Sequence[str], cut: int
+def _as_own(
+    spec: WorkerSpec, tensors: dict[str, Tensor], document: dict[str, Any]
 ) -> checkpoint.State:
-    """Return the state of another replica, for one that has none of its own at a cut."""
-    others = Others(run, [one for one in replicas if one != step.spec.module], cut)
-    until_s = time.monotonic() + LATE_S
-    while (found := others.state()) is None and time.monotonic() < until_s:
-        time.sleep(0.5)
-    if found is None:
-        raise CheckpointError(
-            f"replica {step.spec.module!r} has no part of checkpoint {cut}, nor has another one",
-            hint="continue from the newest complete checkpoint with 'dnictl resume'",
-        )
-    return as_own(step, found)
+    """Return another replica's state as one of a replica that has trained on nothing yet.
+
+    Gradients that the other one has gathered for its next update stay with it, and so do the
+    states of its random numbers.
+    """
+    its_own = ("gradient.", "random.")
+    tensors = {name: it for name, it in tensors.items() if not name.startswith(its_own)}
+    nothing = {"step": 0, "samples": 0, "gathered": 0, "taken": True}
+    counted = document["counted"] | {"batches": 0}
+    document = document | nothing | {"module": spec.module, "counted": counted}
+    return tensors | {"random.cpu": torch.get_rng_state()}, document
 
 
 def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Progress]:
@@ -227,7 +231,6 @@ def _start(state: dict[str, Any], *, again: bool, since: str) -> tuple[Start, Pr
             samples=state["samples"],
             epoch=counted["epoch"],
             epoch_batches=counted["batches"],
-            members=state.get("members"),
         )
         progress = Progress(counts, cut, state["epoch"], state["epochs_ended"])
     except (KeyError, TypeError) as error:

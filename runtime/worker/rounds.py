@@ -7,19 +7,15 @@ and the lowest id that it has not used; each other one adds its line when it see
 the id of its own line, or a later one, before the round is complete. Then the marker gets the
 highest of these ids. The lines stay, so that a restarted replica finds the same result.
 
-If the number of replicas may change, each line says which of them take part in its round: those
-that take batches there. A replica that joins reads in the lines of the others where it begins.
-
 A head without replicas is alone in its rounds: they are complete at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from dni_runtime.documents.requests import Requested
@@ -27,9 +23,7 @@ from dni_runtime.errors import DataError
 from dni_runtime.lines import LineReader
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec
-from dni_runtime.spec.members import number_of
-from dni_runtime.spec.named import module_of, worker_name
-from dni_runtime.wire import Body, Mark
+from dni_runtime.wire import Mark
 from dni_runtime.worker.stream import NOTHING
 
 log = logging.getLogger(__name__)
@@ -45,13 +39,12 @@ class Insertion:
     id: int  # of one replica: the lowest that it has not used
     mark: Mark = NOTHING  # empty: none
     ends: bool = False  # training is to end from there on
-    body: dict[str, Body] = field(default_factory=dict)
-    heads: tuple[int, ...] = ()  # replicas of the head with a line in this round; empty: all
+    samples: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, line: Requested) -> Self:
         """Return what a line of a file says."""
-        return cls(line.id, Mark(line.mark), line.ends, line.body, line.heads)
+        return cls(line.id, Mark(line.mark), line.ends, line.samples)
 
 
 class Rounds:
@@ -64,13 +57,12 @@ class Rounds:
     def __init__(
         self, run: RunDir, spec: WorkerSpec, begun: int, samples: Sequence[int | None] = ()
     ) -> None:
-        module, self._begun, self._own = module_of(spec.module), begun, spec.module
-        names = [worker_name(module, one + 1, spec.replicas) for one in range(spec.replicas)]
-        self._paths = {name: run.marks(name) for name in names}
-        self._lines: dict[str, dict[int, Insertion]] = {name: {} for name in names}
-        self._samples: list[Body] = list(samples)
-        self._written, self._newest = _SAMPLES, Insertion(0, body={"samples": self._samples})
-        self.alone = len(names) == 1
+        self._begun, self._own = begun, spec.module
+        self._paths = {name: run.marks(name) for name in spec.siblings}
+        self._lines: dict[str, dict[int, Insertion]] = {name: {} for name in spec.siblings}
+        self._samples = tuple(samples)
+        self._written, self._newest = _SAMPLES, Insertion(0, samples=self._samples)
+        self.alone = len(self._paths) == 1
         self.passed = 0  # rounds whose result is behind this replica
         self._last = _SAMPLES  # the newest round that has a line
         self._read()
@@ -94,20 +86,12 @@ class Rounds:
     def called(self) -> bool:
         """Whether a replica wants something in the present round."""
         found = self._of(self.passed).values()
-        return any(one.mark & ~Mark.END or one.ends or one.body for one in found)
+        return any(one.mark & ~Mark.END or one.ends for one in found)
 
     @property
     def agreed(self) -> Insertion | None:
         """The result of the present round, if it is complete."""
         return None if self._last < self.passed else self._result(self.passed)
-
-    @property
-    def results(self) -> Iterator[Insertion]:
-        """The results of all rounds from the first one on, as far as they are complete."""
-        for number in itertools.count():
-            if (agreed := self._result(number)) is None:
-                return
-            yield agreed
 
     def _of(self, number: int) -> dict[str, Insertion]:
         """Return the lines of a round."""
@@ -115,21 +99,12 @@ class Rounds:
 
     def _result(self, number: int) -> Insertion | None:
         lines = self._of(number)
-        found = list(lines.values())
-        heads = found[0].heads if found else ()
-        needed = {one for one in self._lines if not heads or number_of(one) in heads}
-        if not lines.keys() >= needed:
+        if lines.keys() != self._lines.keys():
             return None
-        mark = NOTHING
+        mark, found = NOTHING, lines.values()
         for one in found:
             mark |= one.mark
-        body = next((one.body for one in found if one.body), {})
-        return Insertion(
-            max(one.id for one in found),
-            mark,
-            any(one.ends for one in found),
-            {} if mark & (Mark.STOP | Mark.END) else body,
-        )
+        return Insertion(max(one.id for one in found), mark, any(one.ends for one in found))
 
     def holds(self, id: int) -> bool:
         """Whether an id must not be used before the present round is complete."""
@@ -160,15 +135,12 @@ class Rounds:
             id=wanted.id,
             mark=int(wanted.mark),
             ends=wanted.ends,
-            body=wanted.body,
-            heads=wanted.heads,
+            samples=wanted.samples,
         )
         try:
             line.append(self._paths[self._own])
         except OSError as error:
             log.warning("a restarted head will not do at %d what was requested: %s", line.id, error)
-            # without the line nobody could tell where batches go after a change of replicas
-            wanted = Insertion(wanted.id, wanted.mark, wanted.ends)
         if self.alone:
             self._lines[self._own][number] = wanted
         else:
@@ -182,10 +154,10 @@ class Rounds:
                         self._lines[name].setdefault(line.round, Insertion.of(line))
                         self._last = max(self._last, line.round)
         for name, own in self._lines.items():
-            if (said := own.get(_SAMPLES)) and said.body["samples"] != self._samples:
+            if (said := own.get(_SAMPLES)) and said.samples != self._samples:
                 raise DataError(
-                    f"{self._own!r} has {self._samples} samples for training, evaluation and test, "
-                    f"but {name!r} has {said.body['samples']}",
+                    f"{self._own!r} has {[*self._samples]} samples for training, evaluation and "
+                    f"test, but {name!r} has {[*said.samples]}",
                     hint="all replicas of the head need as many: see data.train_limit and "
                     "data.eval_limit",
                 )

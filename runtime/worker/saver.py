@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.worker.checkpoint import CheckpointWriter, State, snapshot
@@ -34,15 +33,14 @@ class StateSaver:
         self._newest = cut
         self._due_s = time.monotonic() + step.spec.snapshot_s
 
-    def checkpoint(self, cut: int, *, over: bool, finite: bool, parked: Iterable[str] = ()) -> None:
+    def checkpoint(self, cut: int, *, over: bool, finite: bool) -> None:
         """Save the module's part of a cut; a state that is not finite replaces no other cut.
 
-        ``over``: the stream ends there. ``parked``: other replicas of the module, which have no
-        part of the cut.
+        ``over``: the stream ends there.
         """
         tensors, own = self._state(over=over)
         own = own if finite else own | {"finite": False}
-        self._writer.write(cut, tensors, own, parked)
+        self._writer.write(cut, tensors, own)
 
     def snapshot(self) -> None:
         """Save the module's own state for its restart, if that is due, cheap and finite."""

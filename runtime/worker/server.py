@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 
 import zmq
@@ -28,20 +28,18 @@ from dni_runtime.link import (
     InputLink,
     Marker,
     OutputLink,
-    change_of,
 )
 from dni_runtime.wire import Mark, Mode
-from dni_runtime.worker.checkpoint import CheckpointWriter, restore
+from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.device import Copies, Fetched
 from dni_runtime.worker.divergence import DATA, Divergence
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.exchange import Exchange
 from dni_runtime.worker.fanout import Fanout
-from dni_runtime.worker.farewell import FLUSH_SLICE_S, POLL_MS, Farewell
+from dni_runtime.worker.farewell import POLL_MS, Farewell
 from dni_runtime.worker.head import Head
 from dni_runtime.worker.idle import Idle
 from dni_runtime.worker.join import Join
-from dni_runtime.worker.joining import Others, as_own
 from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.ledger import Ledger
 from dni_runtime.worker.link_figures import LinkFigures
@@ -52,7 +50,7 @@ from dni_runtime.worker.saver import StateSaver
 from dni_runtime.worker.shares import GATHER_MS
 from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
-from dni_runtime.worker.stream import Item, Position
+from dni_runtime.worker.stream import Item
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,6 @@ class Outcome(Enum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    PARKED = "parked"
 
 
 class ModuleServer:
@@ -86,9 +83,7 @@ class ModuleServer:
         output: Fanout | None = None,  # None for the tail
         exchange: Exchange | None = None,  # None if there are no other replicas
         neighbours: Neighbours | None = None,  # None: they never restart
-        workers: Sequence[str] = (),  # names of all of the chain
     ) -> None:
-        self._members, self._name = start.members, step.spec.module
         self._step = step
         self._metrics = metrics
         self._stop = stop
@@ -109,16 +104,13 @@ class ModuleServer:
         )
         self._shutdown = Shutdown(stop, metrics, head=self._head, input=input)
         self._farewell = Farewell(
-            metrics, stop, self._saver, ledger, input, output, exchange, self._neighbours, workers
+            metrics, stop, self._saver, ledger, input, output, exchange, neighbours
         )
         self._divergence = Divergence(step, metrics, self._copies)
-        self._lost = (lambda name: False) if neighbours is None else neighbours.lost
-        self._evaluations = Evaluations(step, metrics, ledger, start, self._lost)
+        self._evaluations = Evaluations(step, metrics, ledger, start)
         self._draining: Marker | None = None
         self._sharing: Marker | None = None
         self._gathering: Marker | None = None
-        self._joining: Marker | None = None
-        self._others: Others | None = None
         self._outcome: Outcome | None = None
         self._last: Marker | None = None
         self._goes_on_alone = step.spec.links.on_loss == "continue"
@@ -148,8 +140,7 @@ class ModuleServer:
         """Run until the stream ends or the worker is told to stop."""
         while self._outcome is None:
             stopping = self._stop()
-            unneeded = self._start.waits and self._joining is None
-            if stopping and (unneeded or self._shutdown.heed()):
+            if stopping and self._shutdown.heed():
                 self._outcome = Outcome.STOPPED
                 break
             if self._metrics.due(self._step):
@@ -162,19 +153,13 @@ class ModuleServer:
                 self._sleep()
         self._write_metrics()
         self._metrics.flush(wait=True)
-        self._farewell.part(
-            self._last,
-            self._any_poller,
-            over=self._outcome is not Outcome.STOPPED,
-            parked=self._outcome is Outcome.PARKED,
-        )
+        self._farewell.part(self._last, over=self._outcome is Outcome.FINISHED)
         return self._outcome
 
     @property
     def _held(self) -> bool:
         """Whether a marker is not done with."""
-        held = self._draining or self._sharing or self._joining or self._gathering
-        return held is not None
+        return (self._draining or self._sharing or self._gathering) is not None
 
     @property
     def _agreeing(self) -> bool:
@@ -202,12 +187,8 @@ class ModuleServer:
             item = self._input.receive()
         if item is None:
             return False
-        if self._input is not None:
-            if self._idle is not None:
-                self._idle.heard()
-            if self._start.waits and self._members.joined(self._name) != item.id:
-                self._input.ack(item.id)  # of a time before this replica left
-                return True
+        if self._idle is not None:
+            self._idle.heard()
         if isinstance(item, Marker):
             self._handle_marker(item)
         else:
@@ -307,8 +288,6 @@ class ModuleServer:
         self._send_answers()
         if self._head is not None:
             self._head.look(asks=not self._held)
-        if self._joining is not None:
-            self._join(self._joining)
         if self._exchange is not None:
             self._share(self._exchange)
         if self._gathering is not None:
@@ -365,36 +344,10 @@ class ModuleServer:
         else:
             self._head.want(Mark.CHECKPOINT | Mark.ASKED)
 
-    def _join(self, marker: Marker) -> None:
-        """Take the state of another replica, once it is written; afterwards finish the marker."""
-        if self._others is None:
-            names = self._members.siblings(self._name, marker.id)
-            self._others = Others(self._metrics.run, names, marker.id)
-        state = self._others.state()
-        if state is None:
-            return
-        restore(self._step, *as_own(self._step, state))
-        if self._step.shared is not None:
-            self._step.shared.joined()
-        self._start.cut, self._start.waits = marker.id - 1, False
-        self._ledger.joins(marker.id, state[1])
-        if self._head is not None:
-            self._head.begin(marker.id, Position(**state[1]["position"]))
-        if self._exchange is not None:
-            self._exchange.join(marker.id)
-        log.info("module %s takes batches after %d of the stream", self._name, marker.id)
-        self._metrics.set_state("running")
-        self._joining = None
-        self._conclude(marker)
-
     def _handle_marker(self, marker: Marker) -> None:
-        if Mark.SCALE in marker.mark:
-            self._members.learn(marker.id, *change_of(marker.body))
         if self._output is not None:
-            self._output.send_mark(marker.id, marker.epoch, marker.mark, marker.body)
-        if self._start.waits:
-            self._joining = marker
-        elif self._step.waiting:
+            self._output.send_mark(marker.id, marker.epoch, marker.mark)
+        if self._step.waiting:
             # The update of batches before the marker still waits for true gradients.
             self._draining = marker
         else:
@@ -402,40 +355,28 @@ class ModuleServer:
 
     def _finish_marker(self, marker: Marker) -> None:
         self._send_answers(wait=True)
-        if self._leaves_at(marker):
-            self._ledger.leaves(marker.id)
         if self._exchange is not None and Mark.SYNC in marker.mark and marker.id > self._start.cut:
             self._sharing = marker
             self._exchange.begin(marker)
         else:
             self._conclude(marker)
 
-    def _leaves_at(self, marker: Marker) -> bool:
-        """Whether this replica takes no batches after the marker."""
-        return Mark.SCALE in marker.mark and not self._members.takes(self._name, marker.id + 1)
-
     def _save(self, marker: Marker) -> None:
-        """Write a checkpoint, for which replicas that join at the marker may wait."""
         id, finite = marker.id, self._divergence.weights_finite(marker.id)
-        before, after = (self._members.siblings(self._name, one) for one in (id, id + 1))
-        parked = self._members.parked(self._name, self._step.spec.replicas, id + 1)
-        if Mark.END in marker.mark:  # no later cut will be without them
-            parked += [one for one in after if self._lost(one)]
-        while True:
-            self._saver.checkpoint(id, over=Mark.END in marker.mark, finite=finite, parked=parked)
-            awaited = self._members.takes(self._name, id) and {*after} - {*before}
-            if not awaited or self._saver.flush() or (self._stop() and not self._stop.alone):
-                break
-            time.sleep(FLUSH_SLICE_S)
+        self._saver.checkpoint(id, over=Mark.END in marker.mark, finite=finite)
         self._evaluations.checkpoint(id)
 
+    def _is_written(self, cut: int) -> bool:
+        """Whether an earlier attempt has written this module's part of a cut."""
+        part = self._metrics.run.checkpoint(cut, self._step.spec.module)
+        return document_file(part).exists()
+
     def _conclude(self, marker: Marker) -> None:
-        ledger, mark, leaves = self._ledger, marker.mark, self._leaves_at(marker)
+        ledger, mark = self._ledger, marker.mark
         new = ledger.new(marker.id)
         # A restarted module may get markers of evaluations that it has already reported.
         evaluated = new and mark & (Mark.EVAL | Mark.TEST)
-        parts = new and mark & (Mark.EVAL | Mark.TEST | Mark.SCALE)
-        if parts and not self._evaluations.complete(marker):
+        if evaluated and not self._evaluations.complete(marker):
             self._gathering = marker
             return
         self._gathering = None
@@ -451,15 +392,13 @@ class ModuleServer:
         if evaluated and self._evaluations.end(marker.epoch, test=Mark.TEST in mark):
             log.info("no better evaluation within the patience: training ends")
             self._ask_upstream(END_EARLY)
-        if Mark.CHECKPOINT in mark and marker.id > self._start.cut and not leaves:
+        if Mark.CHECKPOINT in mark and marker.id > self._start.cut:
             if ledger.progress.counts.id <= marker.id:
                 self._save(marker)
-            elif document_file(self._metrics.run.checkpoint(marker.id, self._name)).exists():
+            elif self._is_written(marker.id):
                 # Its counts are those of the marker; now batches after it have been counted.
                 self._evaluations.checkpoint(marker.id)
-        if Mark.SCALE in mark:
-            self._ledger.progress.counts.members = self._members.to_json()
-        if mark & (Mark.END | Mark.STOP) or leaves:
+        if mark & (Mark.END | Mark.STOP):
             self._last = marker
         else:
             ledger.processed(marker.id)
@@ -469,8 +408,6 @@ class ModuleServer:
                 self._input.ack(marker.id)
         if Mark.END in mark:
             self._outcome = Outcome.FINISHED
-        elif leaves:
-            self._outcome = Outcome.PARKED
         elif Mark.STOP in mark or self._shutdown.at(mark):
             self._outcome = Outcome.STOPPED
 

@@ -91,11 +91,6 @@ class Stream(Iterator[Item]):
     def __next__(self) -> Item:
         return next(self._items)
 
-    def begin(self, position: Position) -> None:
-        """Go on from another position."""
-        self.close()
-        self._items = self._from(position)
-
     def end(self) -> None:
         """Send no more training batches."""
         self._early = True

@@ -14,8 +14,10 @@ Of one worker, the median of all: *launch* until its Python begins (Slurm's step
 its image's mount), *import* of torch and the runtime, *load* of data, module and state, *connect*
 until its links stand.
 *restart*: from a SIGKILL of one module's worker until it trains on a batch that it had not had,
-with ``restart.backoff_s`` of half a second. *stop*: from ``dnictl stop`` until the run has ended
-after its checkpoint. Every figure is the median of the repetitions, with its range.
+with ``restart.backoff_s`` of half a second. *change*: from ``dnictl scale`` until all workers
+train with another number of replicas of one module (``--modules``). *stop*: from ``dnictl stop``
+until the run has ended after its checkpoint. Every figure is the median of the repetitions, with
+its range.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ POLL_S = 0.05
 DEADLINE_S = 600.0
 MIB = 1 << 20
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "stop_s")
+TIMES = ("start_s", "placed_s", "loaded_s", "restart_s", "change_s", "stop_s")
 PARTS = ("launch_s", "import_s", "load_s", "connect_s")
 HEADINGS = (
-    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "stop (s)"),
+    *("start (s)", "placed (s)", "loaded (s)", "restart (s)", "change (s)", "stop (s)"),
     *("a worker's launch (s)", "import (s)", "load (s)", "connect (s)"),
     *("a worker's RSS, PSS (MiB)", "all workers' CPU until they train (s)"),
 )
@@ -118,7 +120,7 @@ def generated(modules: int) -> dict[str, Any]:
     linear = {"Linear": {"in_features": 64, "out_features": 64}}
     layers = [linear, {"BatchNorm1d": {"num_features": 64}}, "ReLU"]
     top = [{"Linear": {"in_features": 64, "out_features": 10}}]
-    last = modules - 1
+    last, elastic = modules - 1, modules // 2
     return {
         "name": f"digits-{modules}",
         "seed": 0,
@@ -128,6 +130,7 @@ def generated(modules: int) -> dict[str, Any]:
         "defaults": {"optimizer": {"Adam": {"lr": 0.001}}, "resources": {"memory": "512M"}},
         "modules": [
             {"name": f"m{index:02d}", "layers": top if index == last else layers}
+            | ({"replicas": {"start": 1, "most": 2}} if index == elastic else {})
             for index in range(modules)
         ],
     }
@@ -173,8 +176,10 @@ def measure(
             if one.memory_bytes
         ]
         pss = [pss_mib(pid) for pid in pids(record)]
-        module = record.modules[len(record.modules) // 2]
+        module = working(record)[len(record.modules) // 2 - 1]
         restart_s = restart_time_s(record, module)
+        time.sleep(SETTLE_S)
+        change_s = change_time_s(record)
         time.sleep(SETTLE_S)
     finally:
         asked = time.time()
@@ -183,7 +188,12 @@ def measure(
         job = JobRecord.load(record.run.job)
         if job is not None:
             until(lambda: not alive(job.job), "its job is gone")
-    figures = started | {"restart_s": restart_s, "stop_s": stop_s, "cpu_s": cpu_s or None}
+    figures = started | {
+        "restart_s": restart_s,
+        "change_s": change_s,
+        "stop_s": stop_s,
+        "cpu_s": cpu_s or None,
+    }
     figures["rss_mib"] = statistics.median(rss) if rss else None
     figures["pss_mib"] = statistics.median(pss) if pss else None
     print(f"{name} {number + 1}/{options.repetitions}: {figures}", file=sys.stderr, flush=True)
@@ -192,18 +202,12 @@ def measure(
 
 def start_times(record: Record, began: float) -> dict[str, float | None]:
     """When the first worker was started, the last listened, and all had trained a batch."""
-    waiting = set(record.modules)
-
-    def all_train() -> bool:
-        waiting.difference_update([name for name in waiting if steps(record.run, name)])
-        return not waiting
-
-    until(all_train, "every module trains", record)
+    until(lambda: all_train(record), "every module trains", record)
     ended = time.time()
     events = Run(record).events()
     launched = {one.module: one.time for one in events if one.event == "worker_started"}
-    listens = [record.run.endpoint(name).stat().st_mtime for name in record.modules[1:]]
-    parts = [parts_of(record.run, name, launched[name]) for name in record.modules]
+    listens = [record.run.endpoint(name).stat().st_mtime for name in working(record)[1:]]
+    parts = [parts_of(record.run, name, launched[name]) for name in working(record)]
     return {
         "start_s": ended - began,
         "placed_s": min(launched.values()) - began,
@@ -216,6 +220,42 @@ def parts_of(run: RunDir, module: str, launched: float) -> dict[str, float]:
     """What a worker's start was made of."""
     line = next(read_metrics(run.metrics(module), StartLine))
     return {"launch_s": line.began - launched} | {key: getattr(line, key) for key in PARTS[1:]}
+
+
+def working(record: Record) -> list[str]:
+    """The workers that take part in this start, head first."""
+    states = RunState.read(record.run).modules
+    return [name for name in record.modules if states[name].state != "inactive"]
+
+
+def all_train(record: Record) -> bool:
+    """Whether each of these has trained on a batch in this start."""
+    states = RunState.read(record.run).modules
+    counts = {name: Counts.read(record.run.ledger(name)) for name in working(record)}
+    return all(
+        own is not None and own.attempt == states[name].attempt and own.step
+        for name, own in counts.items()
+    )
+
+
+def change_time_s(record: Record) -> float | None:
+    """From ``dnictl scale`` until all train with one replica more; None if no module may."""
+    elastic = record.specs()[1][0].elastic
+    if not elastic:
+        return None
+    (module,) = elastic
+    began = time.time()
+    before = {name: steps(record.run, name) for name in record.modules}
+    subprocess.run(
+        [*DNICTL, "scale", f"{module}=2", record.run.root], check=True, stdout=sys.stderr
+    )
+
+    def goes_on() -> bool:
+        fresh = len(working(record)) == len(record.modules) and all_train(record)
+        return fresh and all(steps(record.run, name) > one for name, one in before.items())
+
+    until(goes_on, "all train with another replica", record)
+    return time.time() - began
 
 
 def restart_time_s(record: Record, module: str) -> float:

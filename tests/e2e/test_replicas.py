@@ -223,7 +223,7 @@ def test_any_replica_may_be_killed(site: Site) -> None:
 
 
 def test_the_run_goes_on_without_a_replica(site: Site) -> None:
-    """The first one fails again and again; in the place of the last one it does not."""
+    """The first one fails again and again: all start with one fewer, and no batch is left out."""
     path, broken = write(site, slow=True, epochs=12), site.folder / "broken"
     path.write_text(path.read_text().replace("backoff_s: 0.1", "backoff_s: 0.1, limit: 2"))
     fails = f"if 'wide.1' in sys.argv and Path({str(broken)!r}).exists(): raise MemoryError"
@@ -236,20 +236,21 @@ def test_the_run_goes_on_without_a_replica(site: Site) -> None:
     eventually("a loss", lambda: [one for one in run.events() if one.event == "replica_lost"])
     broken.unlink()
     (lost,) = [one.model_dump() for one in run.events() if one.event == "replica_lost"]
-    assert lost["module"] == "wide.3"
-    assert lost["reason"].startswith("its place goes to wide.1: ")
+    assert lost["module"] == "wide"
+    assert "'wide.1'" in lost["reason"]
     step = run.status().step or 0
     eventually("it trains on", lambda: (run.status().step or 0) > step + 30)
     states = {one.module: one.state for one in run.status().modules}
-    assert states == dict.fromkeys(WORKERS, "running") | {"wide.3": "parked"}
+    assert states == dict.fromkeys(WORKERS, "running") | {"wide.3": "inactive"}
     run.stop()
     site.run("resume", "-d")
     eventually("all train", lambda: {one.state for one in run.status().modules} == {"running"})
     site.run("wait")
     same_weights(run, 3)
     figures = run.status()
-    left_out = 12 * 45 - (figures.step or 0)
-    assert 0 <= left_out <= 45
+    assert figures.step == 12 * 45
+    steps = {one.module: one.step or 0 for one in figures.modules}
+    assert sum(steps[f"wide.{one}"] for one in (1, 2, 3)) == 12 * 45
     assert figures.accuracy is not None
     assert figures.accuracy > 0.85
 
@@ -262,8 +263,8 @@ def test_what_validate_shows(site: Site) -> None:
     assert "replicas: 1" in error
 
 
-def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
-    """1, 3, a stop, 2, 3: nobody else restarts, and every batch is counted once."""
+def test_the_number_of_replicas_changes(site: Site) -> None:
+    """1, 3, a stop, 2, 3: all start at one cut each time, and every batch is counted once."""
     epochs, slow = 32, site.folder / "slow"
     path = write(site, links=CURVE, slow=True, epochs=epochs)
     slow.touch()
@@ -286,31 +287,25 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     eventually("it trains", lambda: trains() > 10)
     before = RunState.read(site.latest).modules
     late = ("stem.2", "wide.2", "wide.3", "top.2")
-    assert [before[one].state for one in late] == ["parked"] * 4
-    assert "parked" in site.run("status").stdout
+    assert [before[one].state for one in late] == ["inactive"] * 4
+    assert "inactive" in site.run("status").stdout
     assert "1 to 2" in site.run("scale", "deep=3", expect=64).stderr
     assert "1 to 3" in site.run("scale", "wide=4", expect=64).stderr
     assert "wide: 3" in site.run("scale", "stem=2", "wide=3", "top=2").stdout
     eventually("all train", lambda: set(states().values()) == {"running"})
     step = trains()
     eventually("it trains", lambda: trains() > step + 12)
-    grown = RunState.read(site.latest).modules
-    others = [name for name in before if name not in late]
-    assert {n: (grown[n].pid, grown[n].attempt, grown[n].restarts) for n in others} == {
-        n: (before[n].pid, before[n].attempt, 0) for n in others
+    assert {(one.attempt, one.restarts) for one in RunState.read(site.latest).modules.values()} == {
+        (2, 1)
     }
     run.stop()
     site.run("resume", "-d")
     eventually("all train", lambda: set(states().values()) == {"running"})
-    resumed = RunState.read(site.latest).modules
     fewer = {"stem": 1, "wide": 2, "deep": 2, "top": 1}
     assert site.json("scale", "stem=1", "wide=2", "top=1")["replicas"] == fewer
-    for one in ("stem.2", "wide.3", "top.2"):
-        eventually("it leaves", lambda one=one: states()[one] == "parked")
-    shrunk = RunState.read(site.latest).modules
-    assert {n: (shrunk[n].pid, shrunk[n].restarts) for n in [*others, "wide.2"]} == {
-        n: (resumed[n].pid, 0) for n in [*others, "wide.2"]
-    }
+    without = dict.fromkeys(("stem.2", "wide.3", "top.2"), "inactive")
+    expected = dict.fromkeys(before, "running") | without
+    eventually("three are left out", lambda: states() == expected)
     site.run("scale", "stem=2", "wide=3", "top=2")
     eventually("they come again", lambda: set(states().values()) == {"running"})
     slow.unlink()
@@ -326,7 +321,7 @@ def test_replicas_come_and_go_while_the_run_goes_on(site: Site) -> None:
     evaluated = list(read_metrics(site.latest.metrics("top.1"), EvaluationLine))
     assert {line.samples for line in evaluated} == {360}
     assert evaluated[-1].step == every
-    assert {one.event for one in run.events()} >= {"scale_requested", "scaled", "worker_parked"}
+    assert {one.event for one in run.events()} >= {"scale_requested", "scaled"}
     same_weights(run, 2)
     assert figures.accuracy is not None
     assert figures.accuracy > 0.85
@@ -412,10 +407,7 @@ def test_heads_with_data_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_replica_of_the_first_module_all_go_on_from_a_checkpoint(site: Site) -> None:
-    """Its data is gone, so it cannot be restarted: the other one's batches are all that there are.
-
-    Each batch is counted once, of the lost one those before the checkpoint.
-    """
+    """Its data is gone, so it cannot be restarted: the other one takes all further batches."""
     write_owners(site)
     text = (HEADS % PAUSES).replace("every_epochs: 0", "every_epochs: 1")
     text = text.replace("stem, replicas: 2", "stem, replicas: {start: 2, most: 2}")
@@ -429,12 +421,11 @@ def test_without_a_replica_of_the_first_module_all_go_on_from_a_checkpoint(site:
     figures = run.status()
     assert figures.state == "finished"
     (lost,) = [one for one in run.events() if one.event == "replica_lost"]
-    assert lost.model_dump()["module"] == "stem.2"
+    assert lost.model_dump()["module"] == "stem"
     phases = {one.module: one.state for one in figures.modules}
-    assert phases.pop("stem.2") == "parked"
+    assert phases.pop("stem.2") == "inactive"
     assert set(phases.values()) == {"finished"}
     steps = {one.module: one.step or 0 for one in figures.modules}
-    assert steps["stem.2"] > 0
     for name in ("stem", "wide", "top"):
         assert steps[f"{name}.1"] + steps[f"{name}.2"] == 10 * 23
     assert figures.accuracy is not None

@@ -59,7 +59,7 @@ def test_a_marker_that_is_asked_for_comes_next(tmp_path: Path, make_spec: MakeSp
     assert isinstance(made.next(), Batch)
     made.want(Mark.CHECKPOINT)
     made.want(Mark.STOP)
-    assert made.next() == Marker(2, 0, Mark.CHECKPOINT | Mark.STOP, {})
+    assert made.next() == Marker(2, 0, Mark.CHECKPOINT | Mark.STOP)
     assert made.position == at(1)
     batch = made.next()
     assert isinstance(batch, Batch)
@@ -74,7 +74,7 @@ def test_a_marker_that_cannot_be_noted_travels(
     made = head(tmp_path, make_spec, None, Start())
     RunDir(tmp_path).marks("stem").mkdir()  # what cannot be written to
     made.want(Mark.CHECKPOINT)
-    assert made.next() == Marker(1, 0, Mark.CHECKPOINT, {})
+    assert made.next() == Marker(1, 0, Mark.CHECKPOINT)
     assert "will not do at 1 what was requested" in caplog.text
 
 

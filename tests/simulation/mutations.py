@@ -8,10 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dni_runtime.launch import moving, pool, supervisor, watchdog
+from dni_runtime.launch import pool, supervisor, watchdog
 from dni_runtime.link import Drained, Marker, answers, handshake, output, receiver, sender
 from dni_runtime.wire import Mark
-from dni_runtime.worker import exchange, fanout, farewell, join, rounds, server, shares
+from dni_runtime.worker import (
+    exchange,
+    fanout,
+    farewell,
+    join,
+    neighbours,
+    resume,
+    rounds,
+    server,
+    shares,
+)
 
 
 @contextmanager
@@ -220,9 +230,40 @@ def parts_unawaited() -> Any:
     return replaced((shares.Shares, "others", others))
 
 
-def places_kept() -> Any:
-    """No replica gives its place to a first one that cannot be restarted."""
-    return replaced((moving.Mover, "give_place", lambda *given: False))
+def counts_left() -> Any:
+    """Nobody goes on with the counts of a replica that is left out."""
+    return replaced((resume, "_take_over", lambda *given: None))
+
+
+def numbers_kept() -> Any:
+    """Nobody minds that other numbers of replicas are wanted before all have to restart."""
+    return replaced((supervisor.Supervisor, "_scale", lambda self, wanted: None))
+
+
+def left_out_judged() -> Any:
+    """A replica that is left out because its host is lost is restarted, as others that end are."""
+
+    def reap(self: Any) -> None:
+        ended = self._pool.reap()
+        torn = [name for name in ended if not self._complete(name)]
+        why = self._mover.look(torn, stopping=self._stop_reason is not None)
+        if why is not None:
+            self._stop(why, broken=True)
+        for name in ended:
+            self._judge(name, self.state.modules[name])
+
+    return replaced((supervisor.Supervisor, "_reap", reap))
+
+
+def addresses_kept() -> Any:
+    """A worker is looked for where it was before all were started, with other links."""
+    real = neighbours.Neighbours._find
+
+    def find(self: Any, target: str) -> Any:
+        self._since = 0
+        return real(self, target)
+
+    return replaced((neighbours.Neighbours, "_find", find))
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {
@@ -239,5 +280,8 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "means-awaited": means_awaited,
     "ids-unagreed": ids_unagreed,
     "parts-unawaited": parts_unawaited,
-    "places-kept": places_kept,
+    "counts-left": counts_left,
+    "numbers-kept": numbers_kept,
+    "left-out-judged": left_out_judged,
+    "addresses-kept": addresses_kept,
 }

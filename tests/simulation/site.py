@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -32,30 +31,28 @@ from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts, is_over, parts_of
 from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.documents.records import RunRecord
-from dni_runtime.errors import DniError
+from dni_runtime.documents.reports import Report
+from dni_runtime.errors import DniError, UnavailableError
 from dni_runtime.files import peek_json, write_atomic
 from dni_runtime.launch import pool, supervisor
-from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
-from dni_runtime.launch.scaling import Scaler, ask_for
+from dni_runtime.launch.plan import WorkerPlan
+from dni_runtime.launch.scaling import ask_for, wanted_replicas
+from dni_runtime.launch.supervisor import Supervisor
 from dni_runtime.link import receiver, sender, sockets
 from dni_runtime.packing import no_labels
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import Graph, LinksSpec, WorkerSpec, parse_chain
-from dni_runtime.spec.members import Members, first_replicas
-from dni_runtime.spec.named import module_of
+from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import tails_of, workers_of
 from dni_runtime.spec.worker import ADJACENT_FAILURES, DataInfo, TensorSpec
 from dni_runtime.wire import PROTOCOL_VERSION, Kind, Rows
 from dni_runtime.worker import (
     checkpoint,
-    joining,
-    ledger,
     main,
     metrics,
     report,
     resume,
     saver,
-    server,
     signals,
 )
 from dni_runtime.worker.ledger import Counts
@@ -79,6 +76,9 @@ INFO = DataInfo(
 Sources = tuple[tuple[int, ...], ...]
 PATIENCE_S = 600.0
 """Longest simulated time that a run may take once faults have ended."""
+
+NOTICED_S = 6.0
+"""Longest simulated time in which all run before a change of the numbers of replicas begins."""
 
 INTERFACES = (
     "exact", "{exact: {micro_batches: 2}}", "delayed", "{delayed: {max_late: 1}}", "synthetic",
@@ -112,8 +112,8 @@ class Schedule:
     replicas: tuple[int, ...] = ()  # workers of each module; none: one of each
     replication: str = "local-sgd"  # how they share
     labels: str = "head"  # where they are: "tail", or "head", which sends them
-    starts: tuple[int | None, ...] = ()  # how many take batches at first, if that may change
-    scales: list[tuple[float, int, int]] = field(default_factory=list)  # how many take batches then
+    starts: tuple[int | None, ...] = ()  # how many there are at first, if the file says so
+    scales: list[tuple[float, int, int]] = field(default_factory=list)  # how many are wanted then
     interface: str = "delayed"
     window: int = 2
     on_loss: str = "wait"
@@ -122,6 +122,7 @@ class Schedule:
     latency_s: float = 0.001
     step_s: float = 0.02
     late_s: float = 0.0
+    spare: int = 0  # hosts that nothing runs on at first
     faults: list[tuple[float, str, int, float]] = field(default_factory=list)
 
     @classmethod
@@ -181,6 +182,7 @@ class Schedule:
         if replicas:
             made._draw_scales(length_s)
             made._draw_loss(length_s)
+            made._draw_lost_hosts(length_s)
         return made
 
     def _draw_graph(self) -> None:
@@ -246,7 +248,7 @@ class Schedule:
         self.faults.sort()
 
     def _draw_loss(self, length_s: float) -> None:
-        """Draw a lost replica of a module whose number is fixed; the first one needs a place."""
+        """Draw a lost replica of a module whose number the file fixes, maybe the first one."""
         draw = random.Random(f"loss {self.seed}")
         starts = self.starts or (None,) * self.modules
         able = [
@@ -258,6 +260,16 @@ class Schedule:
             index, at_s = draw.choice(able), draw.uniform(0, length_s)
             worker = sum(self.replicas[:index]) + draw.randrange(self.replicas[index])
             self.faults.append((at_s, "hopeless", worker, 0.0))
+            self.faults.sort()
+
+    def _draw_lost_hosts(self, length_s: float) -> None:
+        """Draw hosts that die; what starts workers knows it a while later."""
+        draw = random.Random(f"hosts {self.seed}")
+        if draw.random() < 0.2:
+            self.spare = draw.choice((0, 0, 1))
+            for _ in range(draw.choice((1, 1, 2))):
+                at_s, worker = draw.uniform(0, 3 + length_s), draw.randrange(sum(self.replicas))
+                self.faults.append((at_s, "gone", worker, draw.choice((0.0, 0.0, 3.0, 20.0))))
             self.faults.sort()
 
     def _draw_returns(self) -> None:
@@ -286,8 +298,8 @@ class Schedule:
 
     @property
     def loses(self) -> bool:
-        """Whether a replica is lost for good."""
-        return any(kind == "hopeless" for _, kind, _, _ in self.faults)
+        """Whether the host of a replica is lost, for good or for a while."""
+        return any(kind in ("hopeless", "gone") for _, kind, _, _ in self.faults)
 
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:
@@ -491,10 +503,15 @@ class Site:
         self.attempts: Counter[str] = Counter()
         self.steps: dict[str, ModuleStep] = {}
         self.sent: dict[int, float] = {}
-        self.supervision = Supervision(self.world, self.run_dir, self.specs, self._start)
+        self.supervision = Supervision(
+            self.world, self.run_dir, self.specs, self._start, schedule.spare
+        )
         self.unlaunched: set[str] = set()
-        self.hopeless: set[str] = set()
-        self.returns_s: dict[str, float] = {}
+        self.present: dict[str, int] = {}  # replicas of elastic modules in the newest start of all
+        self.at: dict[str, str] = {}  # the host that each worker was started on last
+        self.hopeless = self.supervision.hosts.hopeless
+        self.returns_s: dict[str, tuple[str, float]] = {}
+        self.differs_since_s: float | None = None
         self.troubles: list[str] = []
         self.largest_queue = 0
         self.largest_window = 0
@@ -537,12 +554,13 @@ class Site:
         for reason in self._stalls():
             if not schedule.loses:  # it is tried to start it, for minutes
                 raise Violated(f"stalled: {reason}")
-        counted, trained = Counter[str](), set[tuple[str, int]]()
+        counted, samples = Counter[str](), Counter[str]()
+        trained = set[tuple[str, int]]()
         for name in self.names:
             counts, module = Counts.read(self.run_dir.ledger(name)), module_of(name)
-            counted[module] += 0 if counts is None else counts.step
-            if name in self.hopeless:
-                continue  # what it has learnt may be of a stream that has begun again
+            if counts is not None and self._is_present(name):
+                counted[module] += counts.step
+                samples[module] += counts.samples
             if name not in self.steps:
                 if self.specs[0].elastic:  # markers have taken the ids of its few batches
                     continue
@@ -559,11 +577,11 @@ class Site:
             if self.specs[0].exact and len(seen) != every * self._parts():
                 raise Violated(f"{name} holds {len(seen)} updates of {every}")
         for module, steps in counted.items():
-            if schedule.loses and steps < every:
-                continue
-            if schedule.on_loss == "wait" and steps != every:
+            if steps > every or (schedule.on_loss == "wait" and steps != every):
                 raise Violated(f"{module} has counted {steps} of {every} batches")
-        if schedule.replicas and schedule.on_loss == "wait" and not schedule.loses:
+            if samples[module] != SAMPLES * steps:
+                raise Violated(f"{module} has counted {samples[module]} samples in {steps} batches")
+        if schedule.replicas and schedule.on_loss == "wait":
             sent = sorted(self.sent[id] for module, id in trained if module == NAMES[0])
             epochs = range(1, schedule.epochs + 1)
             if sent != sorted(float(x.sum()) for e in epochs for x, _ in Data().train_batches(e)):
@@ -572,7 +590,7 @@ class Site:
             alike = [
                 step
                 for name, step in self.steps.items()
-                if module_of(name) == module and self._takes(name) and name not in self.hopeless
+                if module_of(name) == module and self._is_present(name)
             ]
             weights = [parameters_to_vector(one.layers.parameters()) for one in alike]
             if any(not torch.equal(one, weights[0]) for one in weights):
@@ -599,7 +617,7 @@ class Site:
         for name in others:
             if any(True for _ in read_metrics(self.run_dir.metrics(name), EvaluationLine)):
                 raise Violated(f"{name} has reported an evaluation")
-        if self.schedule.on_loss != "wait" or self.schedule.loses:
+        if self.schedule.on_loss != "wait":
             return
         if any(line.samples != 4 * self.schedule.evaluated for line in lines):
             raise Violated(f"evaluations of {[line.samples for line in lines]} samples")
@@ -608,13 +626,10 @@ class Site:
         if not self.schedule.faults and epochs != {*range(1, self.schedule.epochs + 1)}:
             raise Violated(f"evaluations of epochs {epochs}")
 
-    def _takes(self, name: str) -> bool:
-        """Whether a worker took the last batches."""
-        counts, begun = Counts.read(self.run_dir.ledger(self.names[0])), self.specs[0].elastic
-        if counts is not None and counts.members is not None:
-            return Members.of_json(counts.members).has(name)
-        active = LaunchPlan.read(self.run_dir).workers[0].active
-        return Members(active or first_replicas(begun)).has(name)
+    def _is_present(self, name: str) -> bool:
+        """Whether a worker took part in the newest start of all."""
+        number = number_of(name)
+        return number <= self.present.get(module_of(name), number)
 
     def _parts(self) -> int:
         return 2 if "micro_batches" in self.schedule.interface else 1
@@ -656,11 +671,17 @@ class Site:
     def _start(self, worker: WorkerPlan) -> Worker:
         name, attempt = worker.module, worker.attempt
         self.attempts[name] = attempt
+        assert worker.node is not None
+        self.present, self.at[name] = worker.replicas, worker.node
+        if not self._is_present(name):
+            self.troubles.append(f"{name} is started, but there are {self.present}")
         process = Process(name)
         stop = Stop(self.world, process)
         started = self.workers[name] = stop.worker
         if worker.resume.isdecimal() and attempt == worker.first:
-            self._begin_at(name, int(worker.resume))
+            for one in self.names:
+                if one == name or not self._is_present(one):
+                    self._begin_at(one, int(worker.resume))
         options = Options(
             run=self.root,
             module=name,
@@ -668,7 +689,7 @@ class Site:
             attempt=attempt,
             first=worker.first,
             resume=worker.resume,
-            active=None if worker.active is None else json.dumps(worker.active),
+            replicas=json.dumps(worker.replicas),
         )
 
         def body() -> None:
@@ -686,8 +707,13 @@ class Site:
                 self.troubles.append(f"{name}: {type(error).__name__}: {error}")
             started.end(code)
 
-        if name in self.hopeless:
-            self.world.at(0.5, lambda: started.end(DniError.exit_code))
+        def fail() -> None:
+            """End, but not before the first report: then others would fail alike."""
+            Report(attempt=attempt, state="starting").write(self.run_dir.worker(name))
+            started.end(DniError.exit_code)
+
+        if self._is_dead(worker.node):
+            self.world.at(0.5, fail)
             return started
         if name in self.unlaunched:  # as srun does when its step cannot be launched
             self.unlaunched.discard(name)
@@ -706,17 +732,45 @@ class Site:
         if not cut:  # it may never be trained again
             self.steps.pop(name, None)
 
-    def _return(self, name: str) -> None:
-        """Let a lost replica restart: its module is to have all of them."""
-        module = module_of(name)
-        self.hopeless.discard(name)
+    def _return(self, host: str, module: str) -> None:
+        """Let a lost host come back: its module is to have all of its replicas."""
+        self.hopeless.discard(host)
         every = sum(module_of(one) == module for one in self.names)
         ask_for(self.run_dir, {module: every})
 
     def _measure(self) -> None:
         for connection in self.network.connections:
             self.largest_queue = max(self.largest_queue, len(connection.down), len(connection.up))
+        self._compare_numbers()
         self.world.at(2.0, self._measure)
+
+    def _compare_numbers(self) -> None:
+        """Note trouble if all run for a while, but not as many as are wanted and have room."""
+        states = self.supervision.states
+        wanted = wanted_replicas(self.run_dir, self.specs[0].elastic)
+        more = {one for one, count in wanted.items() if self.present.get(one, count) < count}
+        less = {one for one, count in wanted.items() if self.present.get(one, count) > count}
+        right = not less and not (more and self.supervision.hosts.free(self._placed()))
+        if states - {"running", "inactive"} or not states or right:
+            self.differs_since_s = None
+        elif self.differs_since_s is None:
+            self.differs_since_s = self.world.now_s
+        elif self.world.now_s - self.differs_since_s > NOTICED_S:
+            self.troubles.append(f"{wanted} are wanted, but there are {self.present}")
+
+    def _is_lost(self, name: str) -> bool:
+        """Whether a worker cannot be restarted: its host is lost, or its disk full as it began."""
+        if name not in self.at or not self._is_present(name):
+            return False
+        full_until_s = self.workers[name].process.full_until_s
+        return self._is_dead(self.at[name]) or self.world.now_s < full_until_s + NOTICED_S
+
+    def _is_dead(self, host: str) -> bool:
+        return host in self.hopeless or host in self.supervision.hosts.gone
+
+    def _placed(self) -> list[str]:
+        """Return the hosts of the workers that take part."""
+        return [host for name, host in self.at.items() if self._is_present(name)]
 
     def _fault(self, kind: str, index: int, lasts_s: float) -> None:
         name = self.names[index]
@@ -735,14 +789,18 @@ class Site:
             self.supervision.stop()
         elif kind == "orphan":
             self.supervision.kill()
-        elif kind == "hopeless":
-            self.hopeless.add(name)
-            if lasts_s:
-                self.returns_s[name] = lasts_s
-            if worker is not None:
-                worker.end(-signal.SIGKILL)
         elif worker is None:
             pass
+        elif kind == "hopeless":
+            host = self.at[name]
+            self.hopeless.add(host)
+            if lasts_s:
+                self.returns_s[host] = module_of(name), lasts_s
+            worker.end(-signal.SIGKILL)
+        elif kind == "gone":
+            self.supervision.hosts.lose(self.at[name], lasts_s)
+            for one in [one for one, host in self.at.items() if host == self.at[name]]:
+                self.workers[one].end(-signal.SIGKILL)
         elif kind == "stall":
             worker.process.thaws_s = now_s + lasts_s
         elif kind == "slow":
@@ -799,24 +857,22 @@ class Site:
             step.trained = document["trained"]  # type: ignore[attr-defined]
             self.steps[step.spec.module] = step
 
-        def as_own(step: ModuleStep, state: Any) -> Any:
-            tensors, document = real_as_own(step, state)
-            self._begin_at(step.spec.module, state[1]["cut"])
-            before = getattr(self.steps.get(step.spec.module), "trained", [])
+        def as_own(spec: WorkerSpec, tensors: Any, document: Any) -> Any:
+            tensors, document = real_as_own(spec, tensors, document)
+            self._begin_at(spec.module, document["cut"])
+            before = getattr(self.steps.get(spec.module), "trained", [])
             return tensors, document | {"trained": before}
 
-        def rest(run: RunDir, name: str, cut: int) -> None:
-            self._begin_at(name, cut)
-            real_rest(run, name, cut)
-
-        def lose(scaler: Any, name: str, how: str) -> bool:
-            lost = real_lose(scaler, name, how)
-            if lost and (place := re.match(r"its place goes to (\S+):", how)):
-                self.hopeless.discard(place[1])
-                self.hopeless.add(name)
-            if lost and name in self.returns_s:
-                world.at(self.returns_s.pop(name), lambda: self._return(name))
-            return lost
+        def shrink(one: Any, counts: Any, reason: str) -> None:
+            before, lost = one._pool.replicas, [*filter(self._is_lost, self.names)]
+            alone = reason.endswith(f"exit code {UnavailableError.exit_code}")  # nobody answered it
+            if sum(before.values()) - sum(counts.values()) > max(len(lost), alone):
+                self.troubles.append(f"{before} became {counts}, but only {lost} are lost")
+            real_shrink(one, counts, reason)
+            for host, (module, after_s) in list(self.returns_s.items()):
+                if counts[module] < before[module]:
+                    del self.returns_s[host]
+                    world.at(after_s, lambda h=host, m=module: self._return(h, m))
 
         def add(window: Any, *args: Any, **kwargs: Any) -> None:
             real_add(window, *args, **kwargs)
@@ -825,7 +881,7 @@ class Site:
         window_class = sender.SendWindow
         real_forward, real_snapshot = ModuleStep.forward, saver.snapshot
         real_restore, real_add = checkpoint.restore, window_class.add
-        real_as_own, real_rest, real_lose = joining.as_own, ledger.rest, Scaler.lose
+        real_as_own, real_shrink = resume._as_own, Supervisor._shrink
         stand_ins: list[tuple[Any, str, Any]] = [
             (time, "monotonic", lambda: 1000.0 + world.now_s),
             (time, "time", lambda: 1.7e9 + world.now_s),
@@ -839,11 +895,8 @@ class Site:
             (ModuleStep, "forward", forward),
             (saver, "snapshot", snapshot),
             (checkpoint, "restore", restore),
-            (server, "restore", restore),
-            (server, "as_own", as_own),
-            (resume, "as_own", as_own),
-            (pool, "rest", rest),
-            (Scaler, "lose", lose),
+            (resume, "_as_own", as_own),
+            (Supervisor, "_shrink", shrink),
             (window_class, "add", add),
             (
                 main,

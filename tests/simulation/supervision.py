@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,53 @@ class Starter:
         return [name for name in modules if not self.workers[name][1].process.alive]
 
 
+class Hosts:
+    """The hosts of a run, each with room for one worker; those that are ``gone`` are so for good.
+
+    ``spare`` of them have none at first.
+    """
+
+    def __init__(self, world: World, workers: Collection[str], spare: int) -> None:
+        self.gone: dict[str, float] = {}  # when it is known that they are
+        self.hopeless: set[str] = set()  # those on which nothing starts, until they are mended
+        self._world = world
+        self._all = [*map(self.of, workers), *(f"spare host {one}" for one in range(spare))]
+
+    @staticmethod
+    def of(worker: str) -> str:
+        """Return the host that a worker has at first."""
+        return f"host of {worker}"
+
+    def lose(self, host: str, known_after_s: float) -> None:
+        """A host is lost, which is known a while later."""
+        self.gone.setdefault(host, self._world.now_s + known_after_s)
+
+    def free(self, used: Collection[str | None]) -> list[str]:
+        """Return the hosts with room, as far as is known."""
+        return [one for one in self._all if one not in used and not self._known(one)]
+
+    def lost(self, hosts: Collection[str], *, at_once: bool) -> list[str]:
+        return [one for one in hosts if self._known(one)]
+
+    def move(
+        self, workers: Sequence[WorkerPlan], names: Collection[str]
+    ) -> list[WorkerPlan] | None:
+        moving = [one for one in workers if one.module in names]
+        free = self.free([one.node for one in workers if one.module not in names])
+        if len(free) < len(moving):
+            return None
+        return [one.moved(host) for one, host in zip(moving, free, strict=False)]
+
+    def place(self, workers: Sequence[WorkerPlan], worker: WorkerPlan) -> WorkerPlan | None:
+        free = self.free([one.node for one in workers])
+        if worker.node in free:
+            return worker
+        return worker.moved(free[0]) if free else None
+
+    def _known(self, host: str) -> bool:
+        return self.gone.get(host, self._world.now_s + 1) <= self._world.now_s
+
+
 class Supervision:
     """Supervisors of one run, one after the other, and whoever resumes it.
 
@@ -110,7 +157,9 @@ class Supervision:
         run: RunDir,
         specs: tuple[WorkerSpec, ...],
         start: Callable[[WorkerPlan], Worker],
+        spare: int = 0,
     ) -> None:
+        self.hosts = Hosts(world, [spec.module for spec in specs], spare)
         self.phase: str | None = None
         self.problem: str | None = None
         self.process = Process("supervisor", "first")
@@ -122,9 +171,21 @@ class Supervision:
         self._attempt = 0
         self._resumed = 0
 
+    @property
+    def states(self) -> set[str]:
+        """The states of all workers, as a supervisor sees them that is there and does nothing."""
+        supervisor = self._supervisor
+        if supervisor is None or not self.process.alive or self.phase is not None:
+            return set()
+        if supervisor.state.restart_reason is not None or supervisor.state.phase == "stopping":
+            return set()
+        return {module.state for module in supervisor.state.modules.values()}
+
     def begin(self) -> None:
-        """Start all workers, as ``up`` and ``resume`` do."""
+        """Start all workers, as ``up`` and ``resume`` do: on as many hosts as before."""
         self.phase = None
+        self.hosts.gone.clear()
+        self.hosts.hopeless.clear()
         self._attempt = max(RunState.read(self._run).last_attempt, self._attempt) + 1
         self._serve(None)
 
@@ -171,6 +232,7 @@ class Supervision:
                     self._run,
                     LaunchPlan.read(self._run),
                     self._starter,
+                    hosts=self.hosts,
                     adopt=adopt,
                     clock=time.monotonic,
                     sleep=self._world.wait,
@@ -205,6 +267,7 @@ class Supervision:
                 sockets=str(sockets),
                 log=str(self._run.log(spec.module, attempt)),
                 first=attempt,
+                node=self.hosts.of(spec.module),
             )
             for spec in self._specs
         )

@@ -29,13 +29,13 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def write(run: RunDir, cut: int, module: str) -> None:
+def write(run: RunDir, cut: int, module: str, **more: object) -> None:
     part = run.checkpoint(cut, module)
     part.parent.mkdir(exist_ok=True)
     data = save({"x": torch.full((100,), float(cut)), "e": torch.zeros(0), "z": torch.tensor(True)})
-    part.with_suffix(".safetensors").write_bytes(data)
-    document = {"cut": cut, "milestones": {2: 1, 10: 1}, "bytes": len(data)}
-    part.with_suffix(".json").write_text(cuts.sealed(data, document))
+    cuts.tensors_file(part).write_bytes(data)
+    document = {"cut": cut, "milestones": {2: 1, 10: 1}, "bytes": len(data), **more}
+    cuts.document_file(part).write_text(cuts.sealed(data, document))
 
 
 def cut_off(file: Path) -> None:
@@ -66,10 +66,64 @@ def test_the_cut_at_the_end_is_known_by_all_its_parts(run: RunDir) -> None:
         document = cuts.document_file(run.checkpoint(30, module))
         document.write_text(json.dumps(json.loads(document.read_text()) | {"over": True}))
     assert cuts.is_over(run, MODULES)
-    cuts.parked_file(run.checkpoint(30, "c")).touch()
-    assert cuts.is_over(run, [*MODULES, "c"])
     document.write_text("{")
     assert not cuts.is_over(run, MODULES)
+
+
+@pytest.fixture
+def with_two(run: RunDir) -> list[str]:
+    """Cuts 40 with three replicas, and 50 with two of them; the names of all workers."""
+    workers = ["a", "wide.1", "wide.2", "wide.3"]
+    for cut, count in ((40, 3), (50, 2)):
+        write(run, cut, "a", replicas=1)
+        for number in range(1, count + 1):
+            write(run, cut, f"wide.{number}", replicas=count)
+    return workers
+
+
+def test_a_cut_has_parts_of_the_replicas_that_there_were(run: RunDir, with_two: list[str]) -> None:
+    assert cuts.parts_of(run, 40, with_two) == with_two
+    assert cuts.parts_of(run, 50, with_two) == ["a", "wide.1", "wide.2"]
+    assert cuts.parts_of(run, 50, ["wide.3"]) == []
+    assert cuts.written_cuts(run, with_two) == [40, 50]
+    assert cuts.complete_cuts(run, with_two) == [40, 50]
+    assert cuts.newest_cut(run, with_two) == (50, [])
+    cuts.verify(run, 50, with_two)
+    write(run, 50, "wide.3", replicas=3)  # left from an earlier start, with other replicas
+    assert cuts.parts_of(run, 50, with_two) == ["a", "wide.1", "wide.2"]
+
+
+def test_a_cut_is_written_when_all_replicas_that_there_were_have_written(
+    run: RunDir, with_two: list[str]
+) -> None:
+    for cut in (40, 50):
+        cuts.document_file(run.checkpoint(cut, "wide.2")).unlink()
+    assert cuts.written_cuts(run, with_two) == []
+    write(run, 50, "wide.2", replicas=2)
+    assert cuts.written_cuts(run, with_two) == [50]
+    cuts.document_file(run.checkpoint(50, "wide.1")).unlink()  # nobody knows how many there were
+    assert cuts.parts_of(run, 50, with_two) == with_two
+    assert cuts.written_cuts(run, with_two) == []
+
+
+def test_a_damaged_part_of_a_replica_that_took_no_part_harms_nobody(
+    run: RunDir, with_two: list[str]
+) -> None:
+    write(run, 50, "wide.3", replicas=3)
+    cut_off(cuts.tensors_file(run.checkpoint(50, "wide.3")))
+    assert cuts.newest_cut(run, with_two) == (50, [])
+    cut_off(cuts.tensors_file(run.checkpoint(50, "wide.2")))
+    newest, (problem,) = cuts.newest_cut(run, with_two)
+    assert newest == 40
+    assert "'wide.2'" in problem.message
+
+
+def test_the_end_is_known_by_the_replicas_that_there_were(run: RunDir, with_two: list[str]) -> None:
+    for worker in with_two[:2]:
+        write(run, 50, worker, replicas=2, over=True)
+    assert not cuts.is_over(run, with_two)
+    write(run, 50, "wide.2", replicas=2, over=True)
+    assert cuts.is_over(run, with_two)
 
 
 def test_a_part_that_is_still_to_come_is_no_damage(run: RunDir) -> None:

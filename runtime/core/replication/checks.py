@@ -82,7 +82,7 @@ def _check_elastic(chain: ChainSpec, index: int, strategy: type[Strategy]) -> No
     else:
         return
     raise SpecError(
-        f"replicas cannot come and go: {why}",
+        f"the number of replicas cannot change: {why}",
         location=("modules", index, "replicas"),
         hint=f"'replicas: {chain.modules[index].most}', or {instead}",
     )

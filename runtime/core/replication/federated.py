@@ -38,6 +38,4 @@ class Federated(Strategy):
         count = max(round(self._share * spec.replicas), 1)
         draw = random.Random(f"{spec.seed} {spec.index} {sync.id}")
         drawn = draw.sample(range(1, spec.replicas + 1), count)
-        if sync.full and spec.module.partition(".")[0] in spec.elastic:
-            drawn.append(1)  # all that are drawn may be parked, and all must agree
         return own_P if spec.replica in drawn else None

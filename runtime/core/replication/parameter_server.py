@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -50,6 +51,15 @@ class ParameterServer(Strategy):
         server may get one twice.
         """
         self.register_buffer("applied_N", torch.zeros(spec.replicas - 1, dtype=torch.int64))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state of as many replicas as there are now: the number may have changed."""
+        applied_N = torch.zeros_like(self.applied_N)
+        kept = state_dict["applied_N"][: len(applied_N)]
+        applied_N[: len(kept)] = kept
+        return super().load_state_dict({**state_dict, "applied_N": applied_N}, strict, assign)
 
     def joined(self, own_P: Tensor) -> None:
         self.pushed_P = own_P.clone()

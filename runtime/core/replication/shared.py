@@ -72,7 +72,7 @@ class Shared:
 
     def joined(self) -> None:
         """Begin with another replica's state, without what was its own: it has learnt nothing."""
-        self.samples = 0
+        self.samples = 0  # that the replica was trained on since it took the last result
         self.strategy.joined(self.row()[: self._learnt])
         if self.differences is not None:
             self.differences.error.zero_()
@@ -179,21 +179,22 @@ class Shared:
             self._take(rows[0])
         return {who: Message(row) for who, row in zip(offers, rows[1:], strict=True)}
 
-    def apply_own(self, replicas: int) -> None:
+    def apply_own(self) -> None:
         """Let the first replica's own progress count as the others' pushes, at each point."""
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
-        self._put(strategy.with_own(self.row(), self._learnt, replicas))
+        self._put(strategy.with_own(self.row(), self._learnt, self._step.spec.replicas))
         self._step.optimization.version += 1
 
-    def apply(self, offer: Message, replica: int, id: int, replicas: int) -> None:
+    def apply(self, offer: Message, replica: int, id: int) -> None:
         """Add another replica's push to the first one's weights, unless that was done before.
 
-        ``replica`` counts the others from 0; ``replicas`` take batches at the point ``id``.
+        ``replica`` counts the others from 0; ``id`` is the point.
         """
         strategy = self.strategy
         assert isinstance(strategy, ParameterServer)
         if offer.row is not None and id > int(strategy.applied_N[replica]):
+            replicas = self._step.spec.replicas
             self._put(strategy.with_push(self.row(), offer.row, self._learnt, replicas))
             self._step.optimization.version += 1
             strategy.applied_N[replica] = id
@@ -226,7 +227,7 @@ class Shared:
         own, agreed_P = self.row(), agreed[: self._learnt]
         rest = (agreed if self.strategy.common else own)[self._learnt :]
         self._put(torch.cat([self.strategy.take(own[: self._learnt], agreed_P), rest]))
-        self.samples = 0
+        self.samples = 0  # that the replica was trained on since it took the last result
         self.strategy.asked = False
         self._step.optimization.version += 1
         if self.differences is not None:

@@ -19,8 +19,7 @@ from dni_runtime.documents.metrics import (
 )
 from dni_runtime.launch.prepare import Prepared, prepare
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.members import number_of
-from dni_runtime.spec.named import module_of
+from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import tails_of
 from peers.contenders import WHOLE, Contender, chain_of, strategy_of
 from peers.networks import LEARNING_RATE, NETWORKS, Layer, Network, data_spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -170,6 +171,15 @@ def test_a_missing_file(run: RunDir) -> None:
     assert keys.public(run, "tail") is None
     with pytest.raises(DataError, match="missing"):
         keys.load(run, "tail")
+
+
+def test_a_full_disk_is_said_as_that(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(keys, "write_atomic", full)
+    with pytest.raises(OSError, match="No space left"):
+        keys.make(run, "a")
 
 
 def test_whoever_makes_keys_removes_them(run: RunDir) -> None:

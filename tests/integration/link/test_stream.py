@@ -43,14 +43,14 @@ def test_the_stream_comes_as_it_was_sent(links: Any, address: str) -> None:
     h, y = torch.randn(8, 4), torch.arange(8)
     output.send_batch(1, 3, Mode.TRAIN, h, y)
     output.send_batch(2, 3, Mode.EVAL, h[:5], y[:5])
-    output.send_mark(3, 3, Mark.EPOCH | Mark.CHECKPOINT, {"step": 7})
+    output.send_mark(3, 3, Mark.EPOCH | Mark.CHECKPOINT)
     first, second, third = links.collect(input, 3)
     assert isinstance(first, Batch)
     assert (first.id, first.epoch, first.mode) == (1, 3, Mode.TRAIN)
     assert torch.equal(first.xs[0], h)
     assert torch.equal(first.y, y)
     assert (second.id, second.mode, len(second.xs[0])) == (2, Mode.EVAL, 5)
-    assert third == Marker(3, 3, Mark.EPOCH | Mark.CHECKPOINT, {"step": 7})
+    assert third == Marker(3, 3, Mark.EPOCH | Mark.CHECKPOINT)
     assert input.receive() is None
 
 

@@ -59,11 +59,11 @@ def test_a_worker_that_takes_no_part_any_more(
     record: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show, state = PlainLines(), ended(record, "running", 0)
-    for phase in ("new", "parked", "starting", "parked", "parked"):
+    for phase in ("new", "inactive", "starting", "inactive", "inactive"):
         state.modules["top"].state = phase  # type: ignore[assignment]
         show(MetricsReader(record).read(state))
     shown = capsys.readouterr().err.splitlines()
-    assert shown == ["small-1: running", "top: parked, the others go on without it"]
+    assert shown == ["small-1: running", "top: inactive"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

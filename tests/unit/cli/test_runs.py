@@ -156,7 +156,9 @@ def test_a_lost_supervisor(dnictl: Dnictl, record: Record) -> None:
     result = dnictl("wait")
     assert result.code == 70
     assert "is gone" in result.err
-    assert dnictl("stop").out == "small-1: lost\n"
+    stopped = dnictl("stop")
+    assert (stopped.code, stopped.out) == (70, "small-1: lost\n")
+    assert "has written its last checkpoint" in stopped.err
 
 
 def test_stop_waits_as_long_as_the_supervisor_does(
@@ -295,9 +297,9 @@ def test_restart_of_a_module_that_has_finished(dnictl: Dnictl, record: Record) -
         (("other=2",), "no module 'other'"),
         (("top=two",), "'top=two' is not MODULE=N"),
         (("=2",), "'=2' is not MODULE=N"),
-        (("small-1",), "'small-1' is not clear"),
-        (("top=2", "small-1", "small-2"), "is not clear"),
-        (("auto", "top=2"), "is not clear"),
+        (("small-1",), "'small-1': give MODULE=N or 'auto', and at most one run"),
+        (("top=2", "small-1", "small-2"), "'top=2 small-1 small-2': give MODULE=N"),
+        (("auto", "top=2"), "'auto top=2': give MODULE=N or 'auto'"),
         (("auto",), "has no module whose number of replicas can change"),
     ],
 )

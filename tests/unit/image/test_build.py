@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +230,39 @@ def test_verification_compares_hashes(image: ImageSpec, options: BuildOptions) -
         check.verify_image(None, options.out / "other.sif")
     with pytest.raises(DataError, match="does not exist"):
         check.verify_image(None, options.out / "gone.sif")
+
+
+def test_an_image_that_fails_leaves_the_others_in_the_lock(
+    image: ImageSpec, options: BuildOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one fails when the second has been built."""
+    lock = built([module("tail")], image, options)
+    modules, tail_is_built = [module("head"), module("tail", "b")], threading.Event()
+    planned = plan.plan_build(modules, image, options)
+
+    def make(tool: Apptainer, entry: plan.ModulePlan, *_: object) -> LockedImage:
+        if entry.module.name == "head":
+            assert tail_is_built.wait(60)
+            raise BuildError("no room")
+        tail_is_built.set()
+        return lock.modules["tail"].model_copy(update={"sha256": "2"})
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(build, "build_base", lambda *_, **__: (planned.base, lock.base))
+    monkeypatch.setattr(build, "_make", make)
+    with pytest.raises(BuildError, match="no room"):
+        build.build_images(
+            modules, image, options, tool=Apptainer(Path("/none"), "apptainer", (1, 4, 5))
+        )
+    after = read_lock(options.out)
+    assert after is not None
+    assert {name: one.sha256 for name, one in after.modules.items()} == {"tail": "2"}
+
+
+def test_a_lock_without_images_verifies_nothing(image: ImageSpec, options: BuildOptions) -> None:
+    built([], image, options)
+    with pytest.raises(ImageError, match="names no image"):
+        check.locked_images(options.out)
 
 
 def test_images_without_a_lock_cannot_be_verified(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from dni_runtime.documents.state import RunState
 from dni_runtime.files import append_line, write_json
 from dni_runtime.launch.figures import MetricsReader
 from dni_runtime.launch.records import Record
-from dni_runtime.worker.ledger import Counts, Ledger, Progress
 
 
 @pytest.fixture
@@ -57,18 +56,18 @@ def test_before_anything_is_measured(record: Record) -> None:
     assert figures.modules[0].loss is None
 
 
-def test_a_replica_that_is_lost_has_what_its_record_says(record: Record, state: RunState) -> None:
-    """It has reported more: what others do again, from the newest checkpoint on."""
+def test_a_replica_without_a_worker_has_done_nothing(record: Record, state: RunState) -> None:
+    """The first one counts what it had done before the checkpoint, and others do the rest again."""
+    train(record, "middle", time.time(), 9)
     Report.model_validate({"attempt": 1, "state": "failed", "step": 9, "samples": 99}).write(
         record.run.worker("middle")
     )
-    Ledger(record.run.ledger("middle"), Progress(Counts(step=4, samples=44))).close()
     state.modules["middle"].attempt = 1
     own = MetricsReader(record).read(state).modules[1]
     assert (own.step, own.samples) == (9, 99)
-    state.modules["middle"].state = "parked"
+    state.modules["middle"].state = "inactive"
     own = MetricsReader(record).read(state).modules[1]
-    assert (own.step, own.samples) == (4, 44)
+    assert (own.state, own.step, own.samples, own.batches_per_s) == ("inactive", None, None, None)
 
 
 def test_figures_of_a_run(record: Record, state: RunState) -> None:

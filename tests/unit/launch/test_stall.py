@@ -66,6 +66,13 @@ HUNG = still(bottom=(116, "window"), middle=(108, "window"), top=(100, "batch"))
 NOT_ENDED = {"bottom": report(200, "checkpoint", state="finished")}
 
 
+@pytest.mark.parametrize("situation", [LOST_BATCH, LOST_GRADIENT])
+def test_nothing_is_lost_while_one_that_saves_cannot_send(situation: Situation) -> None:
+    """A slow disk: its own time for a checkpoint is longer, and the others may wait for it."""
+    saves = {"top": report(100, "checkpoint", doing_s=0.0, saving=1)}
+    assert first(lambda s: situation(s) | saves, until_s=BEGIN_S + int(2 * STALL_S)) is None
+
+
 def silent(name: str, situation: Situation) -> Situation:
     """The same with a worker that does not report any more."""
     return lambda s: situation(s) | {name: situation(BEGIN_S)[name] | {"silent": True}}
@@ -172,6 +179,19 @@ def test_who_waits_for_one_that_works_does_not_wait_for_one_that_has_finished(do
 
     assert not seen("right")
     assert "which has finished" in seen()[0].message
+
+
+def test_who_waits_for_several_that_finish_waits_for_the_last_one() -> None:
+    """The first one has finished long ago when the last one has: who waits may just go on."""
+    names, last_s, found = ("head", "left", "right"), 200, list[int]()
+    rule = StallRule(names, STALL_S, {"left": ("head",), "right": ("head",)})
+    for s in range(400):
+        reports = {"head": report(9, "window", time=s)}
+        if s < last_s:
+            reports["right"] = report(9, "checkpoint", time=s, saving=s)
+        if rule.look(float(s), read(reports), [n for n in names if n not in reports]):
+            found.append(s)
+    assert found[0] >= last_s + STALL_S
 
 
 def test_time_with_a_checkpoint_is_no_time_of_waiting() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dni_runtime.cuts import document_file, parked_file
+from dni_runtime.cuts import document_file
 from dni_runtime.documents.reports import Control, Report, Wanted
 from dni_runtime.documents.state import ModuleState, RunState
 from dni_runtime.errors import UnavailableError
@@ -25,6 +25,7 @@ from dni_runtime.launch.processes import Process
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.spec.named import module_of
 from tests.lines import read_lines
 
 
@@ -92,17 +93,22 @@ class World:
             if code == 0 and self.saves_at_end:
                 self.save_at_end({"over": True})
 
-    def save_at_end(self, document: dict[str, bool]) -> None:
+    def save_at_end(self, document: dict[str, Any]) -> None:
         """Write the parts, at the end of the stream, of the workers that have finished."""
         run = self.record.run
         there = {name: ModuleState() for name in self.processes} | RunState.peek(run).modules
         for name, module in there.items():
             part = run.checkpoint(999, name)
             part.parent.mkdir(exist_ok=True)
-            if module.state == "parked":
-                parked_file(part).touch()
-            elif Report.read(run.worker(name)).state == "finished":
-                write_json(document_file(part), document)
+            report = Report.read(run.worker(name))
+            if module.state != "inactive" and report.state == "finished":
+                write_json(document_file(part), document | self.counted(name))
+
+    def counted(self, name: str) -> dict[str, int]:
+        """What a worker's part says of how many replicas its module has."""
+        process = self.processes.get(name)
+        there = {} if process is None else process.worker.replicas
+        return {"replicas": there[module_of(name)]} if module_of(name) in there else {}
 
     def reports(self, after_s: float, state: str) -> None:
         """All workers say that they are in a state."""
@@ -629,27 +635,27 @@ def test_one_that_died_meanwhile_is_started_again(
     assert [worker.attempt for worker in kept.workers] == [1, 5, 1]
 
 
-def test_who_takes_over_begins_anew_where_the_former_supervisor_was_about_to(
+def test_who_takes_over_restarts_all_where_the_former_supervisor_was_about_to(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
     state = left(record, world)
-    state.anew = "a replica of the first module is lost"
-    world.exits(3, bottom=0, middle=0, top=0)
+    state.restart_reason = "other numbers of replicas are wanted"
+    world.exits(6, bottom=0, middle=0, top=0)
     ended = adopting(record, plan, world, state).run()
-    assert (ended.phase, ended.anew) == ("finished", None)
+    assert (ended.phase, ended.restart_reason) == ("finished", None)
     assert {module.attempt for module in ended.modules.values()} == {2}
     (reason,) = {one["reason"] for one in events(record) if one["event"] == "worker_restarting"}
-    assert reason == "a replica of the first module is lost"
+    assert reason == "other numbers of replicas are wanted"
     assert all(process.worker.resume == "0" for process in world.processes.values())
 
 
-def test_where_all_begin_anew_nobody_is_started_before(
+def test_where_all_are_to_restart_nobody_is_started_before(
     world: World, record: Record, plan: LaunchPlan
 ) -> None:
     state = left(record, world)
-    state.anew = "a replica of the first module is lost"
+    state.restart_reason = "other numbers of replicas are wanted"
     world.ended_meanwhile.add("bottom")
-    world.exits(3, bottom=0, middle=0, top=0)
+    world.exits(9, bottom=0, middle=0, top=0)
     rules = replace(plan, restart=RestartPlan("on-failure", backoff_s=0))
     assert adopting(record, rules, world, state).run().phase == "finished"
     started = [one["module"] for one in events(record) if one["event"] == "worker_started"]

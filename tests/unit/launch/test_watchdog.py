@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dni_runtime.documents.reports import Report
 from dni_runtime.documents.state import RunState
 from dni_runtime.files import write_json
 from dni_runtime.launch.journal import Journal
@@ -15,6 +16,7 @@ from dni_runtime.launch.plan import LaunchPlan
 from dni_runtime.launch.records import Record
 from dni_runtime.launch.restarts import RestartPlan
 from dni_runtime.launch.supervisor import Supervisor
+from dni_runtime.launch.watchdog import Watchdog
 from tests.unit.launch.test_supervisor import World, events
 
 STALL_S = 20.0
@@ -138,6 +140,29 @@ def test_of_a_link_the_ends_take_turns(
     assert supervise(on_stall="restart").phase == "finished"
     assert [one["module"] for one in happened(record, "worker_killed")] == ["middle", "bottom"]
     assert len(happened(record, "run_moves_again")) == 1
+
+
+def test_the_stall_of_a_worker_that_is_left_out_is_over(record: Record, plan: LaunchPlan) -> None:
+    state = RunState.begin("process", 1, ["bottom", "middle", "top"])
+    state.phase = "running"
+    rules = replace(plan, restart=RestartPlan(stall_s=STALL_S))
+    watchdog = Watchdog(rules, Journal(record.run, state, lambda: 0.0))
+
+    def look(s: int, *names: str) -> str:
+        doing = {"bottom": "window", "middle": "window", "top": "batch"}
+        ids = {"bottom": 1, "middle": 1, "top": 1} if "top" in names else {"bottom": s, "middle": s}
+        watchdog.look(float(s), {
+            name: Report(attempt=1, state="running", id=ids[name], doing=doing[name], time=s)
+            for name in names
+        })  # fmt: skip
+        return state.phase
+
+    phases = [look(s, "bottom", "middle", "top") for s in range(300)]
+    assert (phases[-1], state.error is not None) == ("stalled", True)
+    state.modules["top"].state = "inactive"
+    assert (look(300, "bottom", "middle"), state.error) == ("running", None)
+    told, over = happened(record, "run_stalled", "run_moves_again")
+    assert told["module"] == over["module"] == "top"
 
 
 def test_a_run_that_stops_or_cannot_be_written_has_not_stalled(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -12,10 +12,9 @@ from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec, WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
-from dni_runtime.spec.members import Members, first_replicas
 from dni_runtime.spec.modules import ElasticSpec
-from dni_runtime.spec.named import module_of
-from dni_runtime.spec.replicas import modules_of, workers_of
+from dni_runtime.spec.named import module_of, number_of
+from dni_runtime.spec.replicas import modules_of, with_replicas, workers_of
 
 INFO = DataInfo(
     sample=TensorSpec(shape=(8,), dtype="float32"),
@@ -35,6 +34,16 @@ def modules(counts: Sequence[str] = "1231", *, more: str = "") -> tuple[WorkerSp
     )
     text = f"name: net\ndefaults: {{interface: mixed}}\n{more}\nmodules:\n{listed}"
     return worker_specs(parse_chain(text), INFO)
+
+
+def started(
+    counts: Sequence[str], now: Mapping[str, int] | None = None, *, more: str = ""
+) -> list[WorkerSpec]:
+    """Return the workers of a start with these numbers of replicas, by default the first ones."""
+    workers = workers_of(modules(counts, more=more))
+    now = workers[0].elastic if now is None else now
+    found = [with_replicas(one, now) for one in workers]
+    return [one for one in found if one.replica <= one.replicas]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 7])
@@ -81,9 +90,8 @@ def test_both_ends_mean_the_same_link() -> None:
 @pytest.mark.parametrize("more", ["", OWN])
 @pytest.mark.parametrize("counts", ["121", "1231", "1331", "1421", "1611"])
 def test_a_batch_has_one_way(counts: str, more: str) -> None:
-    workers = workers_of(modules(counts, more=more))
-    members = Members(first_replicas(workers[0].elastic))
-    assert bool(members.now) is not bool(more)
+    workers = started(counts, more=more)
+    assert bool(workers[0].elastic) is not bool(more)
     for id in range(1, 500):
         at = {"a"}
         for count in counts[1:]:
@@ -92,7 +100,7 @@ def test_a_batch_has_one_way(counts: str, more: str) -> None:
                 for one in workers
                 if one.module in at
                 for link in one.links_out
-                if members.carries(link, id)
+                if link.carries(id)
             }
             assert len(at) == 1
             assert all(
@@ -101,11 +109,100 @@ def test_a_batch_has_one_way(counts: str, more: str) -> None:
         assert at == {workers[-1].module}
 
 
-def test_as_many_replicas_on_both_sides_are_linked_in_pairs_if_none_may_be_left_out() -> None:
-    of_b2 = workers_of(modules("1331", more=OWN))[2]
-    assert [link.target for link in of_b2.links_out] == ["c.2"]
-    of_b2 = workers_of(modules("1331"))[2]
-    assert [link.target for link in of_b2.links_out] == ["c.1", "c.2", "c.3"]
+def targets(worker: WorkerSpec) -> list[str]:
+    return [link.target for link in worker.links_out]
+
+
+def test_as_many_replicas_on_both_sides_are_linked_in_pairs() -> None:
+    assert targets(workers_of(modules("1331", more=OWN))[2]) == ["c.2"]
+    assert targets(workers_of(modules("1331"))[2]) == ["c.1", "c.2", "c.3"], "it may change"
+    assert targets(started("1331")[2]) == ["c.2"]
+
+
+ELASTIC = "{start: 1, most: 4}"
+
+
+def test_a_start_has_links_between_the_replicas_that_there_are() -> None:
+    workers = started(["1", ELASTIC, ELASTIC, "1"], {"b": 2, "c": 3})
+    assert [one.module for one in workers] == ["a", "b.1", "b.2", "c.1", "c.2", "c.3", "d"]
+    assert [one.replicas for one in workers] == [1, 2, 2, 3, 3, 3, 1]
+    a, b1, b2, c1, c2, c3, d = workers
+    assert targets(a) == ["b.1", "b.2"]
+    assert targets(b1) == targets(b2) == ["c.1", "c.2", "c.3"]
+    assert [link.source for link in d.links_in] == ["c.1", "c.2", "c.3"]
+    assert [link.route for link in a.links_out] == [((2, 1),), ((2, 2),)]
+    assert [link.route for link in b2.links_out] == [((2, 2), (3, number)) for number in (1, 2, 3)]
+    assert [(one.source, one.target) for one in c1.peers] == [("c.2", "c.1"), ("c.3", "c.1")]
+    assert [(one.source, one.target) for one in c3.peers] == [("c.3", "c.1")]
+    assert c2.neighbours == ("b.1", "b.2", "d", "c.1")
+    out = {link.number: link for one in workers for link in one.links_out}
+    assert out == {link.number: link for one in workers for link in one.links_in}
+    numbers = {link.number for one in workers_of(modules(["1", ELASTIC, ELASTIC, "1"]))
+               for link in one.links_in}  # fmt: skip
+    assert {*out} < numbers, "a link keeps its number, and its port"
+
+
+def test_with_one_replica_left_nothing_is_shared_and_all_batches_are_its_own() -> None:
+    a, b, c1, _, d = started(["1", ELASTIC, ELASTIC, "1"], {"b": 1, "c": 2})
+    assert (b.module, b.replicas, b.peers) == ("b.1", 1, ())
+    assert [link.route for link in (*a.links_out, *b.links_out)] == [(), ((2, 1),), ((2, 2),)]
+    assert b.neighbours == ("a", "c.1", "c.2")
+    assert c1.siblings == ("c.1", "c.2")
+    assert d.siblings == ("d",)
+    assert b.siblings == ("b.1",)
+
+
+def test_as_many_replicas_are_linked_in_pairs_also_if_only_one_number_is_fixed() -> None:
+    before = started(["2", "{start: 2, most: 3}", "1"], more=OWN)
+    assert [targets(one) for one in before[:2]] == [["b.1"], ["b.2"]]
+    assert [link.route for one in before[:2] for link in one.links_out] == [((2, 1),), ((2, 2),)]
+    after = started(["2", "{start: 2, most: 3}", "1"], {"b": 3}, more=OWN)
+    assert [targets(one) for one in after[:2]] == [["b.1", "b.2", "b.3"]] * 2
+
+
+def test_without_other_numbers_nothing_changes() -> None:
+    workers = workers_of(modules("1331", more=OWN))
+    assert [with_replicas(one, {}) for one in workers] == list(workers)
+    assert with_replicas(modules("111")[1], {}) == modules("111")[1]
+
+
+@pytest.mark.parametrize(
+    ("counts", "now", "more"),
+    [
+        (["1", ELASTIC, ELASTIC, "1"], {"b": above, "c": below}, "")
+        for above, below in [(1, 1), (1, 3), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1), (4, 4)]
+    ]
+    + [(["1", "2", ELASTIC, "1"], {"c": count}, OWN) for count in (1, 2, 3, 4)]
+    + [
+        ([ELASTIC, "3", ELASTIC], {"a": first, "c": last}, OWN)
+        for first, last in ((1, 3), (3, 1), (3, 3), (2, 4))
+    ]
+    + [(["2", ELASTIC, "2"], {"a": one, "b": 3, "c": 2}, "") for one in (1, 2)],
+)
+def test_each_batch_comes_on_one_lane_of_each_input(
+    counts: Sequence[str], now: Mapping[str, int], more: str
+) -> None:
+    workers = started(counts, now, more=more)
+    for id in range(1, 300):
+        for name in dict.fromkeys(module_of(one.module) for one in workers):
+            own = [one for one in workers if module_of(one.module) == name]
+            for edge in own[0].sources:
+                links = [
+                    link
+                    for one in own
+                    for other in one.sources
+                    if other.source == edge.source
+                    for link in other.links
+                    if link.carries(id)
+                ]
+                (link,) = links
+                above = [one for one in workers if module_of(one.module) == edge.source]
+                assert number_of(link.target) == replica_of(id, len(own))
+                assert number_of(link.source) == replica_of(id, len(above))
+        assert {one.module for one in workers if one.replica == replica_of(id, one.replicas)} == {
+            *(link.source for one in workers for link in one.links_in if link.carries(id)),
+            *(link.target for one in workers for link in one.links_in if link.carries(id)),
+        }, "whoever gets a batch has it from above, and passes it on"
 
 
 def test_modules_without_replicas_have_no_backend() -> None:
@@ -194,8 +291,7 @@ def test_a_number_that_follows_the_load(written: str, most: int) -> None:
 
 
 def test_heads_are_linked_like_other_replicas() -> None:
-    workers = workers_of(modules("231"))
-    members = Members(first_replicas(workers[0].elastic))
+    workers = started("231")
     assert [one.module for one in workers] == ["a.1", "a.2", "b.1", "b.2", "b.3", "c"]
     first, second = workers[:2]
     assert first.head == second.head
@@ -204,7 +300,7 @@ def test_heads_are_linked_like_other_replicas() -> None:
     assert [(one.source, one.target) for one in first.peers] == [("a.2", "a.1")]
     for id in range(1, 100):
         links = [*first.links_out, *second.links_out]
-        ways = [link for link in links if members.carries(link, id)]
+        ways = [link for link in links if link.carries(id)]
         assert [link.source for link in ways] == [f"a.{replica_of(id, 2)}"]
 
 

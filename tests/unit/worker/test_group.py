@@ -105,7 +105,7 @@ def test_a_mean_wakes_the_worker_up(stop: StopRequest) -> None:
     group, step = Alone(), ModuleStep(spec())
     exchange = Collective(shared(step), group, stop)
     assert not exchange.done(), "nothing is shared yet"
-    exchange.begin(Marker(4, 1, Mark.SYNC, {}))
+    exchange.begin(Marker(4, 1, Mark.SYNC))
     assert not exchange.done()
     assert not select([stop.wakeup], [], [], 0)[0]
     group.goes_on.set()

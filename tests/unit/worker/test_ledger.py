@@ -11,7 +11,7 @@ import pytest
 
 from dni_runtime.errors import WorkerError
 from dni_runtime.rundir import RunDir
-from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, Progress, give_up, rest
+from dni_runtime.worker.ledger import RECORD_BYTES, Counts, Ledger, Progress
 
 
 def test_a_killed_worker_s_counts_are_found_again(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_a_ledger_that_is_another_file(link: Callable[[Path, Path], None], tmp_p
     run, mine = RunDir(tmp_path / "run"), tmp_path / "mine"
     run.create()
     mine.write_text(text := '{"id": 3}\n')
-    link(mine, run.ledger("wide.3"))
-    for write in (lambda: rest(run, "wide.3", 5), lambda: give_up(run, "wide.3")):
+    link(mine, path := run.ledger("wide.3"))
+    for begin in (Ledger, Ledger.reopen):
         with contextlib.suppress(WorkerError):
-            write()
+            begin(path, Progress(Counts(id=5))).close()
         assert mine.read_text() == text

@@ -113,10 +113,20 @@ class World:
         write_json(self.run.state, {"updated": self.now_s, "modules": modules}, durable=False)
 
     def neighbours(
-        self, *, again: bool = False, address: str | None = None, until_s: float = 1e9
+        self,
+        *,
+        again: bool = False,
+        address: str | None = None,
+        until_s: float = 1e9,
+        since: int = 0,
     ) -> Neighbours:
         made = Neighbours(
-            self.spec, self.run, address=address, again=again, stop=lambda: self.age_s >= until_s
+            self.spec,
+            self.run,
+            address=address,
+            again=again,
+            stop=lambda: self.age_s >= until_s,
+            since=since,
         )
         made.callers.append(self)  # type: ignore[arg-type]
         return made
@@ -160,6 +170,17 @@ def connect(world: World, **settings: Any) -> None:
 def look(world: World, known: Neighbours) -> None:
     link: Any = world
     known.look(link)
+
+
+def test_a_record_of_before_all_were_started(world: World) -> None:
+    """The module may have had other links then: its address may be that of another one now."""
+    world.answers[HERE] = lambda: None
+    world.record("tcp://127.0.0.1:9", attempt=2)
+    world.at[20.0] = lambda: world.record(attempt=3)
+    connect(world, since=3)
+    ((address, _, at_s),) = world.tried
+    assert address == HERE
+    assert at_s >= 20
 
 
 def test_a_record_that_comes_late(world: World) -> None:

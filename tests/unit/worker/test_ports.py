@@ -11,14 +11,11 @@ from torch import Tensor
 
 from dni_runtime.link import Batch, Drained, Event, Gradient, LinkCounters, Marker, Request
 from dni_runtime.link.window import ReceiveOrder
-from dni_runtime.spec.edge import EdgeSpec, TensorSpec, replica_of
-from dni_runtime.spec.members import Members
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.fanout import Fanout
 from dni_runtime.worker.join import Join
 
 Y = torch.zeros(2, dtype=torch.int64)
-TENSOR = TensorSpec(shape=(1,), dtype="float32")
 
 
 def batch(id: int, *values: float, data: tuple[float, ...] = ()) -> Batch:
@@ -27,7 +24,7 @@ def batch(id: int, *values: float, data: tuple[float, ...] = ()) -> Batch:
 
 
 def marker(id: int) -> Marker:
-    return Marker(id, 1, Mark.CHECKPOINT, {})
+    return Marker(id, 1, Mark.CHECKPOINT)
 
 
 class Above:
@@ -38,13 +35,9 @@ class Above:
         *items: Batch | Marker,
         awaited: bool = False,
         route: tuple[int, int] | None = None,
-        edge: EdgeSpec | None = None,
-        members: Members | None = None,
     ) -> None:
         self.items = deque(items)
         self.route = route
-        self.edge, self.members = edge, members
-        self.source = "" if edge is None else edge.source
         self.order = ReceiveOrder(carries=self.carries)
         self.awaited, self.connected, self.left_at = awaited, True, 0
         self.counters = LinkCounters(gaps=1)
@@ -60,12 +53,7 @@ class Above:
     def may_bring(self, after: int, until: int) -> bool:
         return self.order.may_bring(after, until)
 
-    def passes(self, id: int) -> bool:
-        return not self.edge or not self.members or self.members.passes(self.edge, id)
-
     def carries(self, id: int) -> bool:
-        if self.edge and self.members:
-            return self.members.carries(self.edge, id)
         return self.route is None or id % self.route[0] == self.route[1]
 
     def receive(self) -> Batch | Marker | None:
@@ -89,7 +77,7 @@ class Above:
 
 
 def missed(id: int) -> Marker:
-    return Marker(id, 1, Mark.MISSED, {})
+    return Marker(id, 1, Mark.MISSED)
 
 
 def join(*links: Any) -> Join:
@@ -161,38 +149,6 @@ def test_what_replicas_can_still_bring_is_not_passed_over() -> None:
     both = Join([[odd, even]])  # type: ignore[list-item]
     both.listen()
     assert both.received == 2
-
-
-def scale(id: int, before: list[int], after: list[int]) -> Marker:
-    mark = Mark.SCALE | Mark.CHECKPOINT
-    return Marker(id, 1, mark, {"before": {"up": before}, "after": {"up": after}})
-
-
-def lane(replica: int) -> EdgeSpec:
-    return EdgeSpec(source=f"up.{replica}", target="x", number=replica, tensor=None, gradients=0)
-
-
-def test_replicas_come_and_go_in_a_join() -> None:
-    """Nobody waits for one that has left, or that is still to come."""
-    members = Members({"up": (1,)})
-    one, two = (Above(edge=lane(replica), members=members) for replica in (1, 2))
-    joined = Join([[one, two]], members)  # type: ignore[list-item]
-    one.items += [batch(1, 1.0), marker(2), scale(3, [1], [1, 2])]
-    assert taken(joined) == [(1, [1.0]), 2], "the one that joins passes its first marker, too"
-    two.items.append(scale(3, [1], [1, 2]))
-    assert taken(joined) == [3]
-    ids = {replica_of(id, 2): id for id in (4, 5)}
-    one.items += [batch(ids[1], 1.0), scale(6, [1, 2], [1]), batch(7, 1.0), marker(8)]
-    assert [one if isinstance(one, int) else one[0] for one in taken(joined)] == (
-        [4] if ids[1] == 4 else []
-    )
-    two.items += [batch(ids[2], 2.0), scale(6, [1, 2], [1])]
-    rest = [one if isinstance(one, int) else one[0] for one in taken(joined)]
-    assert rest == ([5] if ids[1] == 4 else [4, 5]) + [6, 7, 8]
-    joined.request("checkpoint")
-    assert (one.asked, two.asked) == (["checkpoint"], [])
-    joined.finish(10)
-    assert (one.finishes, two.finishes) == (1, 0)
 
 
 def test_inputs_of_the_data_come_last() -> None:
@@ -280,6 +236,7 @@ class Below:
         self.events: list[Event] = []
         self.sent: list[int] = []
         self.missed: list[int] = []
+        self.marks: list[int] = []
 
     @property
     def room(self) -> bool:
@@ -288,11 +245,11 @@ class Below:
     def carries(self, id: int) -> bool:
         return self.route is None or id % self.route[0] == self.route[1]
 
-    def passes(self, id: int) -> bool:
-        return True
-
     def send_batch(self, id: int, *rest: Any) -> None:
         self.sent.append(id)
+
+    def send_mark(self, id: int, *rest: Any) -> None:
+        self.marks.append(id)
 
     def miss(self, id: int, epoch: int) -> None:
         self.missed.append(id)
@@ -399,71 +356,10 @@ def test_a_batch_goes_to_one_replica_and_its_gradient_comes_from_there() -> None
     assert come(output) == [9]
 
 
-class Lane(Below):
-    """A link to a replica downstream."""
-
-    def __init__(self, members: Members, edge: EdgeSpec, first: int = 1) -> None:
-        super().__init__()
-        self.target, self.first, self.marks = edge.target, first, list[int]()
-        self.members, self.edge, self.dismissed, self.closed = members, edge, False, False
-
-    def passes(self, id: int) -> bool:
-        return self.members.passes(self.edge, id)
-
-    def carries(self, id: int) -> bool:
-        return self.members.carries(self.edge, id)
-
-    def send_mark(self, id: int, *rest: Any) -> None:
-        self.marks.append(id)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def lanes_to_two() -> list[EdgeSpec]:
-    return [
-        EdgeSpec(source="x", target=f"up.{one}", number=one, gradients=1, tensor=TENSOR)
-        for one in (1, 2)
-    ]
-
-
 def test_a_marker_that_stands_for_a_batch_goes_the_batchs_way() -> None:
-    members = Members({"up": (1, 2)})
-    below = [Lane(members, one) for one in lanes_to_two()]
-    output = fanout(*below)
+    odd, even = Below(route=(2, 1)), Below(route=(2, 0))
+    output = fanout(odd, even)
     for id in (1, 2, 3, 4):
         output.send_mark(id, 1, Mark.MISSED)
     output.send_mark(5, 1, Mark.EPOCH)
-    ids = {place: [id for id in (1, 2, 3, 4) if replica_of(id, 2) == place] for place in (1, 2)}
-    assert [one.marks for one in below] == [[*ids[1], 5], [*ids[2], 5]]
-
-
-def test_links_to_replicas_are_opened_and_closed() -> None:
-    """At its first marker a link is opened; it stays until the replica has exited."""
-    members, lanes = Members({"up": (1,)}), lanes_to_two()
-    made: list[Lane] = []
-
-    def dial(edge: EdgeSpec, first: int) -> Any:
-        made.append(Lane(members, edge, first))
-        return made[-1]
-
-    output = Fanout([[dial(lanes[0], 1)]], members=members, lanes=[lanes], dial=dial)
-    for at, before, after in ((3, (1,), (1, 2)), (6, (1, 2), (1,)), (9, (1,), (1, 2))):
-        members.learn(at, {"up": before}, {"up": after})
-        output.send_mark(at, 1, Mark.SCALE)
-        output.send_mark(at + 1, 1, Mark.CHECKPOINT)
-        if at == 6:
-            made[0].events, made[1].events = [Drained(6)], [Drained(6)]
-            assert come(output) == [6]
-            assert made[1] in output.links, "it may be restarted, and need again what it got"
-            made[1].dismissed = True
-            output.receive()
-            assert output.links == (made[0],)
-    assert [(one.target, one.first, one.marks, one.closed) for one in made] == [
-        ("up.1", 1, [3, 4, 6, 7, 9, 10], False),
-        ("up.2", 3, [3, 4, 6], True),
-        ("up.2", 9, [9, 10], False),
-    ]
-    assert output.links == (made[0], made[2])
-    made[2].events = [Drained(6)]
-    assert come(output) == [6], "who sends again waits until the new link has said it, too"
+    assert (odd.marks, even.marks) == ([1, 3, 5], [2, 4, 5])

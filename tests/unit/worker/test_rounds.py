@@ -12,14 +12,12 @@ import torch
 
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import describe, open_data
-from dni_runtime.documents.requests import Replicas
 from dni_runtime.errors import DataError
-from dni_runtime.link import Batch, Marker, change_of
+from dni_runtime.link import Batch, Marker
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
-from dni_runtime.spec.members import Members, first_replicas
-from dni_runtime.spec.replicas import workers_of
+from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker import head as head_module
 from dni_runtime.worker.head import Head
@@ -28,7 +26,6 @@ from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start
 from dni_runtime.worker.rounds import Insertion, Rounds
 from dni_runtime.worker.stream import Position, Stream
-from tests.lines import read_lines
 
 CHAIN = """\
 name: net
@@ -42,13 +39,11 @@ modules:
 """
 
 
-ELASTIC = "{start: 1, most: 2}"
-
-
 def specs(replicas: int | str) -> list[WorkerSpec]:
     chain = parse_chain(CHAIN % replicas)
     workers = workers_of(worker_specs(chain, describe(chain.data, Path())))
-    return [one for one in workers if one.head is not None]
+    heads = [one for one in workers if one.head is not None]
+    return [with_replicas(one, one.elastic) for one in heads[: heads[0].elastic["a"]]]
 
 
 class Site:
@@ -57,17 +52,13 @@ class Site:
     def __init__(self, run: RunDir, replicas: int | str) -> None:
         self.run, self.specs = run, specs(replicas)
         run.create()
-        self.starts = [Start() for _ in self.specs]
         self.found: list[dict[int, Batch | Marker]] = [{} for _ in self.specs]
         self.positions: list[dict[int, Position]] = [{} for _ in self.specs]
         self.heads = [self.started(number) for number in range(len(self.specs))]
 
     def started(self, number: int, again: tuple[int, Start] | None = None) -> Head:
         spec = self.specs[number]
-        members = Members(first_replicas(spec.elastic))
-        waits = not members.takes(spec.module, 1)
-        counted, start = again or (0, Start(begun=7, members=members, waits=waits))
-        self.starts[number] = start
+        counted, start = again or (0, Start(begun=7))
         assert spec.head is not None
         source = open_data(spec.head.data, Path(), seed=spec.seed)
         stream = Stream(source, spec.head, start.position, shared=len(self.specs) > 1)
@@ -89,8 +80,6 @@ class Site:
             before = self.found[number].setdefault(item.id, item)
             assert type(before) is type(item), "an id keeps its meaning"
             self.positions[number][item.id] = self.heads[number].position
-            if isinstance(item, Marker) and Mark.SCALE in item.mark:
-                self.starts[number].members.learn(item.id, *change_of(item.body))
 
     def killed(self, number: int, draw: random.Random) -> None:
         """Restart a replica from some older state; it may not have counted its newest item."""
@@ -118,9 +107,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", [0, 3, 5, 10])
 def test_all_replicas_supply_one_stream(tmp_path: Path, seed: int) -> None:
+    """Whether or not there may be more of them in another start."""
     draw = random.Random(seed)
     replicas = draw.choice((2, 2, 3))
-    site = Site(RunDir(tmp_path), replicas)
+    site = Site(RunDir(tmp_path), f"{{start: {replicas}, most: 4}}" if seed % 2 else replicas)
+    assert len(site.heads) == replicas
     wishes = [Mark.CHECKPOINT, Mark.CHECKPOINT | Mark.ASKED, Mark.CHECKPOINT | Mark.STOP, None]
     for _ in range(5000):
         number = draw.randrange(replicas)
@@ -165,9 +156,9 @@ def test_nobody_passes_its_id_before_all_have_said_theirs(tmp_path: Path) -> Non
     assert not two.holds(6)
     two.look()
     assert two.called
-    two.join(Insertion(9, Mark.CHECKPOINT | Mark.STOP, body={"before": {}}))
+    two.join(Insertion(9, Mark.CHECKPOINT | Mark.STOP))
     agreed = Insertion(9, Mark.CHECKPOINT | Mark.STOP)
-    assert two.agreed == agreed, "what stops changes nothing else"
+    assert two.agreed == agreed
     assert one.agreed is None
     one.look()
     assert one.agreed == agreed
@@ -176,100 +167,28 @@ def test_nobody_passes_its_id_before_all_have_said_theirs(tmp_path: Path) -> Non
     assert (later.joined, later.called) == (None, False), "lines of an earlier start do not count"
 
 
-def joins(site: Site, after: int = 4) -> int:
-    """Let the second replica of the head join, after some items; return the marker's id."""
-    for _ in range(after):
-        site.turn(0)
-    Replicas(active={"a": (1, 2)}).write(site.run.replicas)
-    while not site.found[1]:
-        site.turn(0)
-        site.turn(1)
-    (id,) = site.found[1]
-    site.starts[1].waits = False
-    site.heads[1].begin(id, site.positions[0][id])
-    return id
+def test_the_only_head_of_this_start_needs_nobody(tmp_path: Path) -> None:
+    site = Site(RunDir(tmp_path), "{start: 1, most: 2}")
+    assert [one.module for one in site.specs] == ["a.1"]
+    site.turn(0)
+    site.heads[0].want(Mark.CHECKPOINT | Mark.STOP)
+    site.turn(0)
+    first, second = site.found[0].values()
+    assert isinstance(first, Batch)
+    assert isinstance(second, Marker)
+    assert (first.id, second.id) == (1, 2), "all batches are its own"
+    assert Mark.STOP in second.mark
 
 
-def test_a_replica_of_the_head_joins_and_leaves(tmp_path: Path) -> None:
-    site = Site(RunDir(tmp_path), ELASTIC)
-    joined = joins(site)
-    for _ in range(3):
-        site.turn(0)
-        site.turn(1)
-    Replicas(active={"a": (1,)}).write(site.run.replicas)
-    there = [0, 1]
-    while there:
-        for number in there:
-            site.turn(number)
-        if 1 in there and not site.starts[1].members.has("a.2"):
-            there.remove(1)
-        there = [one for one in there if not site.over(one)]
-    one, two = site.found
-    left = max(two)
-    changes = {id for id, it in one.items() if isinstance(it, Marker) and Mark.SCALE in it.mark}
-    assert changes == {joined, left}, "who leaves or joins gets the marker, too"
-    *_, last = read_lines(site.run.marks("a.1"))
-    assert (last["mark"], last["heads"]) == (int(Mark.END), [1]), "nobody joins from there on"
-    batches = {id: it for own in (one, two) for id, it in own.items() if isinstance(it, Batch)}
-    assert {id for id in two if id in batches} == {
-        id for id in batches if joined < id < left and replica_of(id, 2) == 2
-    }
-    assert sorted({*one, *two}) == [*range(1, max(one) + 1)], "nothing is left out"
-    trained = [batches[id] for id in sorted(batches) if batches[id].mode is Mode.TRAIN]
-    whole = all_batches(site)
-    assert len(trained) == len(whole)
-    for ours, (x, _) in zip(trained, whole, strict=True):
-        assert torch.equal(ours.xs[0], torch.as_tensor(x))  # type: ignore[arg-type]
-
-
-def test_a_replica_that_dies_as_it_joins_sends_the_marker_again(tmp_path: Path) -> None:
-    site = Site(RunDir(tmp_path), ELASTIC)
-    joined = joins(site)
-    first = site.found[1].pop(joined)
-    members = Members({"a": (1,)})
-    members.learn(joined, {"a": (1,)}, {"a": (1, 2)})
-    position = site.positions[0][joined]
-    start = Start(joined, again=True, first_id=joined, position=position, members=members, begun=7)
-    site.heads[1] = site.started(1, (joined - 1, start))
-    site.turn(1)
-    assert site.found[1] == {joined: first}
-    assert isinstance(first, Marker)
-    assert change_of(first.body) == ({"a": (1,)}, {"a": (1, 2)})
-
-
-def test_what_an_earlier_attempt_may_have_used_is_known_by_the_agreed_changes(
-    tmp_path: Path,
-) -> None:
-    """Also if it has died before it has noted the change."""
-    site = Site(RunDir(tmp_path), ELASTIC)
-    wanted = next(id for id in range(4, 20) if [replica_of(id + n, 2) for n in (1, 2)] == [2, 1])
-    joined = joins(site, after=wanted - 1)
-    assert joined == wanted
-    before = Members({"a": (1,)})
-    start = Start(1, again=True, first_id=2, position=site.positions[0][1], members=before, begun=7)
-    site.heads[0] = site.started(0, (joined, start))
-    site.heads[0].want(Mark.CHECKPOINT | Mark.ASKED)
-    asked = list[int]()
-    while not asked:
-        site.turn(0)
-        site.heads[1].look()
-        marks = {id: it.mark for id, it in site.found[0].items() if isinstance(it, Marker)}
-        asked = [id for id, mark in marks.items() if Mark.ASKED in mark]
-    assert asked > [joined + 2], "after its own next batch"
-
-
-def test_nothing_joins_after_the_end(tmp_path: Path) -> None:
-    """Where one replica has closed the stream, a change that another one wants is void."""
+def test_who_ends_the_stream_lets_the_others_go_on_until_their_own_end(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
-    one, two, three = (Rounds(run, spec, 3, [1]) for spec in specs("{start: 2, most: 3}"))
-    one.join(Insertion(9, Mark.END, heads=(1, 2)))
+    one, two = (Rounds(run, spec, 3, [1]) for spec in specs(2))
+    one.join(Insertion(9, Mark.END))
     two.look()
-    assert not two.called, "it may go on until its own end"
-    two.join(Insertion(5, body={"before": {"a": [1, 2]}, "after": {"a": [1, 2, 3]}}, heads=(1, 2)))
-    three.look()
-    assert three.agreed == Insertion(9, Mark.END)
-    assert list(three.results) == [Insertion(9, Mark.END)]
+    assert not two.called
+    two.join(Insertion(5, Mark.CHECKPOINT))
+    assert two.agreed == Insertion(9, Mark.END | Mark.CHECKPOINT)
 
 
 def test_streams_of_different_lengths_are_an_error(tmp_path: Path) -> None:

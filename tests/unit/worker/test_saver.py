@@ -21,7 +21,7 @@ class Writer:
     cuts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
 
-    def write(self, cut: int, tensors: object, own: dict[str, Any], parked: object) -> None:
+    def write(self, cut: int, tensors: object, own: dict[str, Any]) -> None:
         self.cuts.append((cut, own))
 
     def write_snapshot(self, id: int, tensors: object, own: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ from dni_runtime.documents.metrics import EvaluationLine, read_metrics
 from dni_runtime.link import Marker
 from dni_runtime.rundir import RunDir
 from dni_runtime.spec import WorkerSpec, parse_chain
-from dni_runtime.spec.members import Members, first_replicas
-from dni_runtime.spec.replicas import workers_of
-from dni_runtime.wire import Body, Mark
+from dni_runtime.spec.replicas import with_replicas, workers_of
+from dni_runtime.wire import Mark
 from dni_runtime.worker import shares
 from dni_runtime.worker.evaluations import Evaluations
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
@@ -42,24 +40,20 @@ def tails(metric: str = F1, replicas: str = "3") -> tuple[WorkerSpec, ...]:
     return workers_of(worker_specs(chain, describe(chain.data, Path())))[1:]
 
 
-def marker(id: int, mark: Mark = Mark.EVAL, body: dict[str, Body] | None = None) -> Marker:
-    return Marker(id, 1, mark, body or {})
+def marker(id: int) -> Marker:
+    return Marker(id, 1, Mark.EVAL)
 
 
 class Replica:
     """One replica of the tail, without links."""
 
-    def __init__(
-        self, run: RunDir, spec: WorkerSpec, begun: int = 3, lost: Collection[str] = ()
-    ) -> None:
+    def __init__(self, run: RunDir, spec: WorkerSpec, begun: int = 3) -> None:
         self.step = ModuleStep(spec)
         metrics = MetricsWriter(run, spec, 1)
         counts = Counts.read(run.ledger(spec.module)) or Counts(step=spec.replica)
         self.ledger = Ledger(run.ledger(spec.module), Progress(counts))
         metrics.progress = self.ledger.progress
-        self.members = Members(first_replicas(spec.elastic))
-        start = Start(begun=begun, members=self.members)
-        self.evaluations = Evaluations(self.step, metrics, self.ledger, start, lost.__contains__)
+        self.evaluations = Evaluations(self.step, metrics, self.ledger, Start(begun=begun))
         self.metrics = metrics
 
 
@@ -129,27 +123,34 @@ def test_a_full_disk_is_waited_for(run: RunDir) -> None:
         assert replica.evaluations.complete(marker(4))
 
 
-def test_one_that_leaves_within_an_evaluation_hands_over_what_it_has_counted(run: RunDir) -> None:
-    torch.manual_seed(0)
+def test_nobody_waits_for_a_replica_that_takes_no_part_in_this_start(run: RunDir) -> None:
+    first, second, _ = (
+        with_replicas(one, one.elastic) for one in tails(replicas="{start: 2, most: 3}")
+    )
     batch = torch.randn(8, 10), torch.randint(0, 10, (8,))
-    specs = tails(replicas="{start: 3, most: 3}")
-    first, second, third = (Replica(run, spec, lost=["b.3"]) for spec in specs)
-    with contextlib.closing(first.ledger), contextlib.closing(second.ledger):
-        for one in (first, second, third):
+    replicas = [Replica(run, spec) for spec in (first, second)]
+    with contextlib.ExitStack() as stack:
+        for one in replicas:
+            stack.callback(one.ledger.close)
             one.evaluations.add(*batch)
-            one.members.learn(4, {"b": (1, 2, 3)}, {"b": (1,)})
-        leaves = marker(4, Mark.SCALE)
-        assert not first.evaluations.complete(leaves), "b.2 has not said it; b.3 is lost"
-        second.ledger.leaves(4)
-        assert second.evaluations.complete(leaves)
-        assert first.evaluations.complete(leaves)
-        first.ledger.processed(4)
-        first.ledger.close()
-        first = Replica(run, specs[0], lost=["b.3"])  # another process goes on with it
-        first.members.learn(4, {"b": (1, 2, 3)}, {"b": (1,)})
-        first.evaluations.add(*batch)
-        assert first.evaluations.complete(marker(6))
-        first.evaluations.end(1, test=False)
-        first.metrics.flush(wait=True)
+        reports, other = replicas
+        assert not reports.evaluations.complete(marker(6))
+        assert other.evaluations.complete(marker(6))
+        assert reports.evaluations.complete(marker(6))
+        reports.evaluations.end(1, test=False)
+        reports.metrics.flush(wait=True)
         (line,) = read_metrics(run.metrics("b.1"), EvaluationLine)
-        assert (line.samples, line.step) == (24, 1 + 2), "the first's two batches, the second's one"
+        assert (line.samples, line.step) == (16, 1 + 2)
+
+
+def test_the_only_replica_of_this_start_reports_by_itself(run: RunDir) -> None:
+    spec, *_ = (with_replicas(one, one.elastic) for one in tails(replicas="{start: 1, most: 3}"))
+    assert spec.module == "b.1"
+    alone = Replica(run, spec)
+    with contextlib.closing(alone.ledger):
+        alone.evaluations.add(torch.randn(8, 10), torch.randint(0, 10, (8,)))
+        assert alone.evaluations.complete(marker(6))
+        alone.evaluations.end(1, test=False)
+        alone.metrics.flush(wait=True)
+        (line,) = read_metrics(run.metrics("b.1"), EvaluationLine)
+        assert (line.samples, line.step) == (8, 1)

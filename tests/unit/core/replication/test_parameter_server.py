@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.replication import Message, Sync
+from dni_runtime.core.replication.parameter_server import ParameterServer
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
+from dni_runtime.spec.replicas import with_replicas
 from dni_runtime.worker.checkpoint import restore, snapshot
 from tests.replicas import learn, replicas, shared
 
@@ -41,7 +43,7 @@ def test_what_is_pushed_is_added_and_progress_since_is_kept(strategy: str, scale
     first = progress(one, 1) + progress(one, 2)
     offer = push(one, 2)
     assert not offer.waits
-    shared(server).apply(offer, 0, 2, replicas=3)
+    shared(server).apply(offer, 0, 2)
     wanted += scale * first
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
     answer = Message(shared(server).row())
@@ -51,12 +53,12 @@ def test_what_is_pushed_is_added_and_progress_since_is_kept(strategy: str, scale
     shared(one).take(answer)
     assert torch.allclose(shared(one).row(), answer.row + since, atol=1e-6)  # type: ignore[operator]
     late = progress(other, 4)
-    shared(server).apply_own(replicas=3)
+    shared(server).apply_own()
     wanted -= (1 - scale) * (own + more)
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6), "as if it had pushed, too"
-    shared(server).apply(push(other, 4), 1, 4, replicas=3)
-    shared(server).apply(push(one, 4, full=True), 0, 4, replicas=3)
-    shared(server).apply_own(replicas=3)
+    shared(server).apply(push(other, 4), 1, 4)
+    shared(server).apply(push(one, 4, full=True), 0, 4)
+    shared(server).apply_own()
     wanted += scale * (late + since)
     assert torch.allclose(shared(server).row(), wanted, atol=1e-6)
     for step in (one, other):
@@ -70,14 +72,41 @@ def test_a_push_that_comes_again_is_added_once() -> None:
     server, one = (ModuleStep(spec) for spec in replicas("parameter-server"))
     progress(one, 1)
     offer = push(one, 1)
-    shared(server).apply(offer, 0, 1, replicas=2)
+    shared(server).apply(offer, 0, 1)
     row, state = shared(server).row(), snapshot(server)
-    shared(server).apply(offer, 0, 1, replicas=2)
+    shared(server).apply(offer, 0, 1)
     assert torch.equal(shared(server).row(), row)
     again = ModuleStep(server.spec)
     restore(again, *state)  # the server's process is another one now
-    shared(again).apply(offer, 0, 1, replicas=2)
+    shared(again).apply(offer, 0, 1)
     assert torch.equal(shared(again).row(), row)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_server_goes_on_with_another_number_of_replicas(count: int) -> None:
+    """What it has of those that stay is not added again; a new one's first push is."""
+    counts = {"b": count}
+    before = [ModuleStep(spec) for spec in replicas("parameter-server", 3)]
+    server = before[0]
+    for place, one in enumerate(before[1:]):
+        progress(one, 5)
+        shared(server).apply(push(one, 5 + place), place, 5 + place)
+    state = snapshot(server)
+    specs = replicas("parameter-server", 4)[:count]
+    again, *others = (ModuleStep(with_replicas(spec, counts)) for spec in specs)
+    restore(again, *state)
+    row = shared(again).row()
+    assert torch.equal(row, shared(server).row())
+    strategy = shared(again).strategy
+    assert isinstance(strategy, ParameterServer)
+    assert strategy.applied_N.tolist() == [5, 6, 0][: count - 1]
+    for place, one in enumerate(others):
+        moved = progress(one, 5)
+        offer = push(one, 5)
+        shared(again).apply(offer, place, 5)
+        if place == 2:
+            row += moved / count
+        assert torch.allclose(shared(again).row(), row, atol=1e-6)
 
 
 def test_there_is_no_common_row_to_compress_by() -> None:
