@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
@@ -105,6 +106,8 @@ class Mover:
         if moved is None and not stopping:
             return f"{where}: no room for {', '.join(names)} elsewhere"
         if counts != self._pool.replicas:
+            for worker in self._pool.workers.values():  # the job has another size from now on
+                self._pool.replace(replace(worker, gained=True))
             self._shrink(counts, where)
         return None
 
