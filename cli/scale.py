@@ -21,7 +21,7 @@ def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
     """Change how many replicas a module of an active run has.
 
     For modules with 'replicas: {start: .., most: ..}'. All modules stop at a common checkpoint and
-    start from it with the new numbers: nothing that they have learnt is lost.
+    start from it with the new numbers.
 
     'auto': as many as balance the chain, by how long a batch takes where the workers run.
 

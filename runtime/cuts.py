@@ -4,8 +4,8 @@ Only this module lists ``checkpoints/``. A cut is a folder named after a positio
 in twelve digits; everything else there is ignored. A module's *part* of a cut is
 ``MODULE.safetensors`` and ``MODULE.json``. The JSON is written last; it holds the size of the other
 file (``bytes``) and a checksum over both (``sha256``). Of a module with replicas there is a part
-for each one that took part; their number is in the document of the first one's (``replicas``),
-because a later start may have others.
+for each one that took part; their number is in the first one's document (``replicas``), because
+a later start may have another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dni_runtime.documents.best import Best
 from dni_runtime.errors import CheckpointError, DamagedError, UsageError
 from dni_runtime.files import open_folder, opened
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.named import module_of, number_of
+from dni_runtime.spec.named import number_of, takes_part
 from dni_runtime.spec.replicas import replicas_of
 
 FORMAT = 3
@@ -48,13 +48,13 @@ def document_file(part: Path) -> Path:
 def parts_of(run: RunDir, cut: int, workers: Sequence[str]) -> list[str]:
     """Return those of these workers that took part in the start that wrote a cut."""
     found = []
-    for own in replicas_of(workers).values():
-        counted = None
+    for module, own in replicas_of(workers).items():
+        counts = {}
         if len(own) > 1 or number_of(own[0]) > 1:
             with contextlib.suppress(CheckpointError):  # that is said when the part is read
-                first = run.checkpoint(cut, own[0]).with_name(f"{module_of(own[0])}.1")
-                counted = read_document(first).get("replicas")
-        found += [one for one in own if counted is None or number_of(one) <= counted]
+                document = read_document(run.checkpoint(cut, f"{module}.1"))
+                counts[module] = document.get("replicas", len(own))
+        found += [one for one in own if takes_part(one, counts)]
     return found
 
 

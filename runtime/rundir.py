@@ -27,7 +27,7 @@
       snapshots/MODULE.safetensors  a module's own newest state, for its restart
       ledger/MODULE.json            what a module has processed, over all its attempts
       ledger/MODULE.marks.jsonl     requested markers that the head inserted, by position
-      ledger/replicas.json          which replicas are to take batches, for the head
+      ledger/MODULE.shares.jsonl    a replica's parts of evaluations, at the tail
       scale.json                    how many replicas of its modules 'dnictl scale' wants
       requests/restart-MODULE       a request to restart a module
       control/MODULE.json           what the supervisor wants of a worker

@@ -248,7 +248,7 @@ def kill(record: Record, name: str) -> str | None:
     if job is not None and job.job is not None:
         step = commands.step_ids(job.job).get(name)
         if step is not None:
-            commands.signal_steps([step], "KILL")
+            commands.kill_steps([step])
         return None if step is None else name
     module = RunState.read(record.run).modules[name]
     if module.pid is None or process_birth(module.pid) != module.born:

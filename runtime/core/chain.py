@@ -177,8 +177,7 @@ def parts_of(
     """Cut a training batch into ``count`` parts, or as many as it has pairs of samples.
 
     A last part of one sample, over which BatchNorm cannot normalise, joins the one before. ``loss``
-    weighs the parts by their labels; None: somebody else does, who has
-    the labels.
+    weighs the parts by their labels; None: somebody else does, who has the labels.
     """
     samples = len(y_BY)
     size = max(-(-samples // count), min(samples, 2 if count > 1 else 1))

@@ -84,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Loaded(importlib.abc.Loader):
-    """A part that the real one brought when the stand-in was asked for its path: not anew."""
+    """A part that the real one loaded while the stand-in was found: it is not loaded again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

@@ -130,7 +130,7 @@ def _build_sized(layers: Sequence[LayerSpec], given: Sequence[TensorSpec]) -> nn
 
 
 def _spare_input(layers: nn.Sequential) -> bool:
-    """Keep layers from changing their input in place; return if the output may share its memory.
+    """Keep layers from changing their input in place; return whether the output may share it.
 
     Autograd refuses that if the input needs a gradient, and others may hold the same tensor.
     """

@@ -76,8 +76,8 @@ def conclusion(
     """Return a run's last phase and exit code.
 
     ``failed`` is the exit code of the module that failed first, ``workers`` the states of those
-    that take batches, ``killed_by`` the second signal, which killed all workers. ``whole`` is
-    called if all have finished: it returns whether their last checkpoint is there.
+    that take part in this start, ``killed_by`` the second signal, which killed all workers.
+    ``whole`` is called if all have finished: it returns whether their last checkpoint is there.
     """
     if failed is not None:
         told = (DivergedError.exit_code, DataError.exit_code)

@@ -211,7 +211,7 @@ class MetricsReader:
         if known is not None:
             report = report.of(known.attempt)
         train = self._train.get(name)
-        if known is not None and known.state == "inactive":  # the others have its counts
+        if known is not None and known.state == "inactive":  # the first replica has its counts
             return ModuleFigures(module=name, state=known.state, attempt=known.attempt)
         done = report or train
         early = report.evaluation if name not in self._tails else None

@@ -9,32 +9,21 @@ from dni_runtime.launch.journal import Journal
 from dni_runtime.launch.plan import LaunchPlan, WorkerPlan
 from dni_runtime.launch.pool import WorkerPool
 from dni_runtime.launch.processes import Hosts
-from dni_runtime.spec.named import module_of, number_of
+from dni_runtime.spec.named import module_of, number_of, takes_part
 
 
 class Mover:
-    """Finds hosts for workers, for the supervisor.
-
-    Args:
-        hosts: The hosts; None: they cannot be lost.
-        plan: The run's plan.
-        pool: The workers.
-        journal: The run's events.
-        shrink: Starts all workers with fewer replicas: with these numbers, for this reason.
-
-    Attributes:
-        lost: The lost hosts of workers that have not been judged since, by module.
-    """
+    """Finds hosts for workers, for the supervisor."""
 
     def __init__(
         self,
-        hosts: Hosts | None,
+        hosts: Hosts | None,  # None: they cannot be lost
         plan: LaunchPlan,
         pool: WorkerPool,
         journal: Journal,
-        shrink: Callable[[Mapping[str, int], str], None],
+        shrink: Callable[[Mapping[str, int], str], None],  # starts all with fewer replicas
     ) -> None:
-        self.lost: dict[str, str] = {}
+        self.lost: dict[str, str] = {}  # hosts of workers that have not been judged since
         self._hosts = hosts
         self._plan = plan
         self._pool = pool
@@ -44,25 +33,20 @@ class Mover:
 
     def room_for(self, wanted: Mapping[str, int]) -> dict[str, int]:
         """Return as many of these replicas as hosts have room for, and plan new ones there."""
-        counts, now, full = dict(wanted), self._pool.replicas, set[str]()
+        counts, full = dict(wanted), set[str]()
         if self._hosts is None:
             return counts
-
-        def added(name: str) -> bool:
-            return number_of(name) > now.get(module_of(name), number_of(name))
-
-        def needed(name: str) -> bool:
-            return number_of(name) <= counts.get(module_of(name), number_of(name))
-
         workers = self._pool.workers
-        present = [one for name, one in workers.items() if needed(name) and not added(name)]
-        for worker in [one for name, one in workers.items() if added(name)]:
-            if not needed(worker.module):
+        there = [name for name in workers if takes_part(name, self._pool.replicas)]
+        present = [workers[name] for name in there if takes_part(name, counts)]
+        for name in [name for name in workers if name not in there]:
+            if not takes_part(name, counts):
                 continue
+            worker = workers[name]
             placed = self._hosts.place(present, worker)
             if placed is None:
-                full.add(worker.module)
-                counts[module_of(worker.module)] = number_of(worker.module) - 1
+                full.add(name)
+                counts[module_of(name)] = number_of(name) - 1
                 continue
             present.append(placed)
             if (placed.node, placed.gained) != (worker.node, worker.gained):
@@ -73,14 +57,9 @@ class Mover:
         return counts
 
     def look(self, ended: Sequence[str], *, stopping: bool) -> str | None:
-        """Find other hosts for the workers of lost hosts.
+        """Find other hosts for the workers of lost hosts; return why the run must stop, if it must.
 
-        Args:
-            ended: Workers that have just exited without having finished.
-            stopping: Whether the run is being stopped.
-
-        Returns:
-            Why the run must stop; None: it need not.
+        ``ended`` are workers that have just exited without having finished.
         """
         if self._hosts is None:
             return None
@@ -112,7 +91,7 @@ class Mover:
         return None
 
     def take_place_of_last(self, name: str) -> None:
-        """Start a replica where the last one of its module is, which will not be needed."""
+        """Plan a replica where the last one of its module is, which will not be needed."""
         module = module_of(name)
         last = self._pool.workers[f"{module}.{self._pool.replicas[module]}"]
         own = self._pool.workers[name]
@@ -124,8 +103,7 @@ class Mover:
     ) -> tuple[list[WorkerPlan] | None, dict[str, int]]:
         """Find hosts for workers; as many replicas as necessary give way, of their modules first.
 
-        Returns:
-            The workers' new plans (None: there is no room), and the numbers of replicas.
+        Return the new plans (None: there is no room), and the numbers of replicas.
         """
         counts, going = dict(self._pool.replicas), set[str]()
         own = {module_of(name) for name in names}

@@ -23,14 +23,8 @@ def balance_of(
 ) -> dict[str, int]:
     """Return how many replicas balance a run's chain; see :func:`balancing_replicas`.
 
-    Args:
-        run: The run directory.
-        names: All workers.
-        elastic: The elastic modules, each with its present number.
-        margin: A module loses replicas if the others would suffice for so many times its work.
-
-    Raises:
-        UsageError: A module has measured nothing yet, or no number of replicas can change.
+    ``elastic`` has the present numbers. A module loses replicas if the others would suffice for
+    ``margin`` times its work. Raises ``UsageError`` if a module has measured nothing yet.
     """
     workers = replicas_of(names)
     if not elastic:
@@ -63,12 +57,9 @@ def worker_seconds(run: RunDir, workers: Sequence[str]) -> float | None:
 
 
 def batch_seconds(run: RunDir, module: str) -> float | None:
-    """Return how long a module computes for a batch where it runs, lately.
+    """Return how long a module computes for a batch where it runs: the median of lately.
 
-    That is the time in which it does not wait for data, input, room or gradients.
-
-    Returns:
-        The median over the newest seconds; None if it has measured nothing.
+    That is the time without waiting for data, input, room, gradients or replicas.
     """
     path = run.metrics(module)
     offset = offset_of_last(path, _LINES, TRAIN)
@@ -87,12 +78,8 @@ def balancing_replicas(
     """Return the fewest replicas with which no elastic module slows the chain down (pure).
 
     A chain is as fast as its slowest module: one that cannot have more replicas, or an elastic one
-    with all that it can have. Differences within ``SLACK`` count as none.
-
-    Args:
-        seconds: One worker's time for a batch, by module.
-        replicas: The number of workers of each module.
-        most: The largest number of each elastic module.
+    with all that it can have. Differences within ``SLACK`` count as none. ``seconds`` is one
+    worker's time for a batch; ``most`` has the largest number of each elastic module.
     """
     slowest = max(own / most.get(name, replicas[name]) for name, own in seconds.items())
     return {

@@ -27,7 +27,7 @@ class Capacity:
     cpus: int | None = None
     gpus: int | None = None
     memory_mib: int | None = None
-    modules: int | None = None  # most of them
+    modules: int | None = None  # most on the node
 
     def lacks(self, needs: Sequence[Need]) -> str | None:
         """Return a resource that the modules need and the node lacks, or None."""

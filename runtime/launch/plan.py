@@ -68,7 +68,7 @@ class WorkerPlan:
     gpu: Literal["cuda", "rocm"] | None = None  # that its container gets
     container_args: tuple[str, ...] = ()  # further ones of the container program
     node: str | None = None  # the host that it runs on; None: this one
-    gained: bool = False  # that host has come to the job later
+    gained: bool = False  # that host came to the job later, or the job has lost one since
     need: Need | None = None  # its resources there
     scratch: str = ""  # folder for temporary files there, or empty
     scheduler_args: tuple[str, ...] = ()  # further ones of the scheduler's command

@@ -19,7 +19,7 @@ from dni_runtime.launch.journal import Journal, how_it_ended
 from dni_runtime.launch.plan import AUTO, LaunchPlan, WorkerPlan
 from dni_runtime.launch.processes import Process, Starter
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec.named import module_of, number_of
+from dni_runtime.spec.named import takes_part
 
 TICK_S = 0.2
 
@@ -96,7 +96,7 @@ class WorkerPool:
         return next(iter(self.workers.values())).replicas
 
     def start_all(self, counts: Mapping[str, int]) -> None:
-        """Start all workers; by default at the newest complete cut."""
+        """Start all workers, with these numbers of replicas; by default at the newest cut."""
         cut = int(self._plan.resume) if self._plan.resume.isdecimal() else 0
         if self._plan.resume == AUTO:
             cut = self._newest_cut(None)
@@ -113,7 +113,7 @@ class WorkerPool:
         names = list[str]()
         for name, worker in self.workers.items():
             self.workers[name] = replace(worker, replicas=dict(counts))
-            if _takes_part(self.workers[name]):
+            if takes_part(name, counts):
                 names.append(name)
             else:
                 self._modules[name].state = "inactive"
@@ -129,7 +129,7 @@ class WorkerPool:
         living = []
         for name, module in self._modules.items():
             worker = self.workers[name]
-            if not _takes_part(worker):
+            if not takes_part(name, worker.replicas):
                 module.state = "inactive"
                 continue
             newest = worker.attempt == module.attempt
@@ -185,8 +185,7 @@ class WorkerPool:
         """Restart a worker that has ended, after a delay; the reason is for the event.
 
         ``resume`` is the cut at which the whole chain starts; by default the worker starts at its
-        own newest state, if it has joined the stream. ``attempt`` is the number of its next
-        attempt, if not the next one.
+        own newest state. ``attempt`` is the number of that start, if not the next one.
         """
         worker, module = self.workers[name], self._modules[name]
         attempt = attempt or worker.attempt + 1
@@ -219,7 +218,8 @@ class WorkerPool:
     ) -> None:
         """Kill all workers and restart them from the newest complete cut.
 
-        ``below`` is a damaged cut: only earlier ones are used.
+        ``below`` is a damaged cut: only earlier ones are used. ``counts`` are the new numbers of
+        replicas; by default they stay.
         """
         self._starter.kill_all(self.processes)
         until_s = self._clock() + LEAVE_S
@@ -362,9 +362,3 @@ class WorkerPool:
             return True
         del self._ended_s[name]
         return False
-
-
-def _takes_part(worker: WorkerPlan) -> bool:
-    """Whether a worker is one of the replicas of its module in this start."""
-    number = number_of(worker.module)
-    return number <= worker.replicas.get(module_of(worker.module), number)

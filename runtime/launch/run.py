@@ -250,7 +250,7 @@ class Run(Checkpointed):
         state = self._supervised("no supervisor can restart a module")
         known = state.modules.get(module)
         if known is not None and known.state in ("finished", "inactive"):
-            does = "has finished" if known.state == "finished" else "takes no batches"
+            does = "has finished" if known.state == "finished" else "is inactive"
             raise UsageError(
                 f"module {module!r} {does}: it cannot be restarted",
                 hint=f"see 'dnictl status {self.name}'",

@@ -28,17 +28,14 @@ MARGIN = 1.25
 
 
 class Scaler:
-    """Decides how many replicas each elastic module is to have, for the supervisor.
-
-    Args:
-        run: The run directory.
-        elastic: The elastic modules, each with its number at the start.
-        journal: The run's state and events.
-        auto: Those of them whose number follows what balances the chain.
-    """
+    """Decides how many replicas each elastic module is to have, for the supervisor."""
 
     def __init__(
-        self, run: RunDir, elastic: Mapping[str, int], journal: Journal, auto: Sequence[str] = ()
+        self,
+        run: RunDir,
+        elastic: Mapping[str, int],  # numbers at the start of the run
+        journal: Journal,
+        auto: Sequence[str] = (),  # modules whose number follows what balances the chain
     ) -> None:
         self._run = run
         self._elastic = elastic
@@ -60,14 +57,8 @@ class Scaler:
             self._journal.write()
         return wanted
 
-    def fewer(self, module: str, now: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the present numbers with one replica fewer; None if the module needs all."""
-        if now.get(module, 1) == 1:
-            return None
-        return {**now, module: now[module] - 1}
-
     def limit(self, counts: Mapping[str, int]) -> None:
-        """Write that no more replicas than these are left; raises OSError."""
+        """Write that no more replicas than these are left; raises ``OSError``."""
         found = Scale.peek(self._run.scale) or Scale()
         wanted = wanted_replicas(self._run, self._elastic)
         left = {one: count for one, count in counts.items() if count < wanted[one]}
@@ -92,12 +83,7 @@ class Scaler:
 
 
 def wanted_replicas(run: RunDir, elastic: Mapping[str, int]) -> dict[str, int]:
-    """Return how many replicas are wanted of each elastic module.
-
-    Args:
-        run: The run directory.
-        elastic: The elastic modules, each with its number at the start.
-    """
+    """Return how many replicas are wanted of each elastic module."""
     return _wanted(Scale.peek(run.scale), elastic)
 
 
@@ -108,12 +94,9 @@ def _wanted(found: Scale | None, elastic: Mapping[str, int]) -> dict[str, int]:
 
 
 def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False) -> None:
-    """Write how many replicas are wanted of some modules; raises OSError.
+    """Write how many replicas are wanted of some modules; raises ``OSError``.
 
-    Args:
-        run: The run directory.
-        replicas: The numbers.
-        balanced: Whether they are what balances the chain, and may follow it further.
+    ``balanced``: they are what balances the chain, and may follow it further.
     """
     found = Scale.peek(run.scale) or Scale()
     asked = {one: count for one, count in found.replicas.items() if one not in replicas}
@@ -126,7 +109,7 @@ def ask_for(run: RunDir, replicas: Mapping[str, int], *, balanced: bool = False)
 
 
 def lift_limits(run: RunDir) -> None:
-    """Forget that replicas were lost: what was lost may be there again; raises OSError."""
+    """Forget that replicas were lost: what was lost may be there again; raises ``OSError``."""
     found = Scale.peek(run.scale)
     if found is not None and found.left:
         found.model_copy(update={"left": {}}).write(run.scale)

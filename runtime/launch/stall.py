@@ -99,7 +99,7 @@ class StallRule:
         self,
         modules: Sequence[str],  # head first
         stall_s: float,  # ``restart.stall_s`` of the chain
-        # that each one takes its inputs from (default: the one before)
+        # those that each one takes its inputs from (default: the one before)
         sources: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._modules = modules
@@ -246,7 +246,7 @@ class StallRule:
         else:  # a join that waits for another input is not the cause
             others = [other for other in self._modules if name in self._sources.get(other, ())]
             others = [other for other in others if name in self._missing(other)]
-        # one that has not finished is the cause; else who has been the last to finish
+        # one that has not finished is the cause; else the last one to finish
         left = [other for other in others if other not in self._finished_s]
         left = left or sorted(others, key=self._finished_s.__getitem__)[-1:]
         found = (self._waits_for(name, other, after) for other in left)

@@ -44,11 +44,12 @@ class Supervisor:
     """Starts a plan's workers, watches them and keeps the run's state.
 
     A worker that dies is restarted according to the plan's ``restart``, from its own newest state,
-    while its neighbours continue or wait. If a restart cannot help, or the limit is reached, the
-    run ends: the other workers are stopped cleanly and keep their checkpoints. The first SIGINT,
-    SIGTERM or SIGHUP (or ``stop.json``) stops all workers cleanly, a second one kills them. Workers
-    of a lost host are restarted on other hosts; if these have no room, the run stops and can be
-    resumed.
+    while its neighbours continue or wait. If a restart cannot help, or the limit is reached, all
+    start with fewer replicas; if there are no more to leave out, the run ends: the other workers
+    are stopped cleanly and keep their checkpoints. The first SIGINT, SIGTERM or SIGHUP (or
+    ``stop.json``) stops all workers cleanly, a second one kills them. Workers of a lost host are
+    restarted on other hosts; if these have no room, replicas are left out, and if none can be, the
+    run stops and can be resumed.
     """
 
     def __init__(
@@ -237,13 +238,14 @@ class Supervisor:
         if why is not None:
             self._stop(why, broken=True)
         for name in ended:
-            if self.state.modules[name].state != "inactive":  # the others go on without it
-                self._judge(name, self.state.modules[name])
+            self._judge(name, self.state.modules[name])
         if ended:
             self._journal.write()
 
     def _judge(self, name: str, module: ModuleState) -> None:
         """Record the exit of one worker, and do what ``decide`` says."""
+        if module.state == "inactive":  # left out since
+            return
         restarting = self.state.restart_reason is not None
         stopping, pool = restarting or self._stop_reason is not None, self._pool
         node, code = self._mover.lost.pop(name, None), module.exit_code
@@ -307,13 +309,13 @@ class Supervisor:
 
     def _fail(self, name: str, exit_code: int, how: str, *, alike: bool = False) -> None:
         """Go on with one replica of its module fewer, if others would not fail alike; else stop."""
-        counts = self._scaler.fewer(module_of(name), self._pool.replicas)
+        module, now = module_of(name), self._pool.replicas
         may = self._stop_reason is None and self._plan.restart.policy != "never"
         alike = alike or exit_code == DivergedError.exit_code
-        if may and counts is not None and not alike:
+        if may and not alike and now.get(module, 1) > 1:
             self._mover.take_place_of_last(name)
             self._backoff[name] = Backoff()
-            return self._shrink(counts, how)
+            return self._shrink({**now, module: now[module] - 1}, how)
         if self.state.failed is None:
             self.state.failed, self.state.error = name, how
         self._stop(how, broken=True)

@@ -35,8 +35,8 @@ class Watchdog:
     def look(self, now_s: float, reports: Mapping[str, Report]) -> dict[str, float]:
         """Judge the workers by their newest reports; return the modules to restart.
 
-        With each: the seconds for which it has stood still. ``now_s`` is the supervisor's monotonic
-        time; ``reports`` has that of each module with a worker, empty before the first.
+        Each comes with the seconds for which it has stood still. ``now_s`` is the supervisor's
+        monotonic time; ``reports`` has the newest one of each module with a worker.
         """
         state, restart = self._journal.state, dict[str, float]()
         ended = [n for n, m in state.modules.items() if m.state == "finished" and n not in reports]

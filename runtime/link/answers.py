@@ -21,7 +21,7 @@ class Answers:
     gradients have been sent. A gradient waits only if a module upstream waits for it.
 
     ``resend`` is the number of gradients to send again on a new connection; 0: none is waited for.
-    ``send`` returns whether that was possible.
+    ``send`` returns whether it could send.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class LinkContract:
     target: str
     activation: TensorContract | None  # sent downstream as h; None if only inputs of the data are
     data: tuple[TensorContract, ...]  # sent downstream as x0, x1 …
-    label: TensorContract  # sent downstream as y, which is empty if they stay at the tail
+    label: TensorContract  # sent downstream as y; empty if labels stay at the tail
     labelled: bool  # whether labels travel
     gradient: TensorContract | None  # sent upstream as g; None if upstream needs none
     dtype: str  # compute type of the module at this end

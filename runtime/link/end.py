@@ -29,8 +29,8 @@ class LinkEnd:
     def __init__(self, spec: WorkerSpec, edge: EdgeSpec, end: End) -> None:
         self._contract = LinkContract.of(spec, edge)
         self._neighbour = edge.source if end == "input" else edge.target
-        self.carries = edge.carries
-        self.routed = bool(edge.route)
+        self.carries = edge.carries  # whether the batch with an id comes this way
+        self.routed = bool(edge.route)  # some batches come another way
         self.counters = LinkCounters()
         self.refuse = Refusals(self.counters, str(self._contract), log)
         self._context = sockets.open_context()

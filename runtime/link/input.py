@@ -36,7 +36,7 @@ class InputLink(LinkEnd):
         edge: EdgeSpec | None = None,
         *,
         run: str,
-        received: int = 0,  # processed before (a checkpoint's cut)
+        received: int = 0,  # all up to this id was processed before (a checkpoint's cut)
         keys: Keyring | None = None,  # for addresses where links are encrypted
         # only this module was restarted: it takes all that the module upstream can still send, also
         # what it has processed before

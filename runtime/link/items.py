@@ -13,7 +13,7 @@ from dni_runtime.wire import Mark, Mode, Part, Rows
 class Batch:
     """A batch of the stream."""
 
-    id: int  # of the batch
+    id: int  # its position
     epoch: int
     mode: Mode
     xs: tuple[Tensor, ...]  # inputs [B, *input], in the module's compute type

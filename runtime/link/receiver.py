@@ -67,7 +67,7 @@ class Receiver:
         self.order = ReceiveOrder(received, carries)
         self._begun_at = received
         self.peer: bytes | None = None  # identity of the accepted peer's connection
-        self.left = False  # the peer has sent BYE
+        self.left = False  # whether the peer has sent BYE
         self._again = again
         # handshake messages to send, each with the identity of its receiver
         self.replies: deque[tuple[bytes, list[Buffer]]] = deque()
@@ -208,7 +208,7 @@ class Receiver:
             if self.peer is not None:
                 self._refuse(self.peer, Refusal(REPLACED, hello.session, self.session))
         self.session, self._attempt = hello.session, hello.attempt
-        self.left = False  # the peer has sent BYE
+        self.left = False
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:
         self._reply(identity, Kind.REFUSE, refusal.body())

@@ -60,7 +60,7 @@ class EdgeSpec(Frozen):
     samples: tuple[TensorSpec, ...] = ()  # one sample of each of those
     labelled: bool = True  # labels travel
     gradients: int = Field(ge=0)  # the target sends those of every n-th batch (by id); 0: none
-    # Gradients are computed at once from the target's own error signal, and not true ones.
+    # Gradients are computed at once from the target's own error signal: they are not true ones.
     bootstrapped: bool = False
     awaited: bool = False  # an update upstream waits for gradients
     # Newest gradients to send again after a lost connection, because an upstream module takes no

@@ -112,7 +112,7 @@ AUTO, MOST = "auto", 4
 
 
 class ElasticSpec(Frozen):
-    """A number of replicas that may change during a run."""
+    """A number of replicas, if it may change during a run."""
 
     start: Annotated[int, Field(ge=1, le=64)] = 1  # at the start of the run
     most: Annotated[int, Field(ge=2, le=64)]  # the largest number
@@ -146,7 +146,7 @@ class ModuleSpec(ModuleDefaults):
     inputs: Annotated[tuple[Input, ...], Field(min_length=1)] | None = None
     layers: Annotated[tuple[LayerSpec, ...], Field(min_length=1)]
     # Number of its workers, which take the batches in turn, and of which some may be lost; or
-    # ``start`` and ``most`` of them, if more may come; or ``auto``.
+    # ``start`` and ``most`` of them, if ``dnictl scale`` may change that; or ``auto``.
     replicas: Annotated[
         Annotated[int, Field(ge=1, le=64), Tag(f"{TAG}number")]
         | Annotated[ElasticSpec, Tag(f"{TAG}elastic")],

@@ -7,6 +7,7 @@ value}``; the models here read and write that form, so that ``dnictl config`` pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -30,6 +31,12 @@ TAG = "#"
 def number_of(worker: str) -> int:
     """Return which replica of its module a worker is, by its name."""
     return int(worker.partition(".")[2] or 1)
+
+
+def takes_part(worker: str, counts: Mapping[str, int]) -> bool:
+    """Whether a worker is one of so many replicas of its module; others have no number here."""
+    number = number_of(worker)
+    return number <= counts.get(module_of(worker), number)
 
 
 def worker_name(module: str, replica: int, replicas: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
 from dni_runtime.spec.edge import EdgeSpec, LaneSpec, Route
-from dni_runtime.spec.named import module_of, number_of, worker_name
+from dni_runtime.spec.named import module_of, number_of, takes_part, worker_name
 from dni_runtime.spec.worker import WorkerSpec
 
 
@@ -62,14 +62,14 @@ def with_replicas(worker: WorkerSpec, counts: Mapping[str, int]) -> WorkerSpec:
     Lanes to replicas that do not take part are left out; the others say which batches they carry.
     """
 
-    def ends(lane: LaneSpec) -> list[tuple[str, int]]:
-        return [(module_of(end), number_of(end)) for end in (lane.source, lane.target)]
-
     def there(lane: LaneSpec) -> bool:
-        return all(number <= counts.get(module, number) for module, number in ends(lane))
+        return takes_part(lane.source, counts) and takes_part(lane.target, counts)
 
     def routed(lane: LaneSpec) -> LaneSpec:
-        own = [(counts[one], number) for one, number in ends(lane) if counts.get(one, 1) > 1]
+        ends = [
+            (counts.get(module_of(one), 1), number_of(one)) for one in (lane.source, lane.target)
+        ]
+        own = [(count, number) for count, number in ends if count > 1]
         return lane.model_copy(update={"route": tuple(dict.fromkeys((*lane.route, *own)))})
 
     def carrying(lanes: tuple[LaneSpec, ...]) -> tuple[LaneSpec, ...]:
@@ -91,7 +91,7 @@ def with_replicas(worker: WorkerSpec, counts: Mapping[str, int]) -> WorkerSpec:
 
 
 def _carries(route: Route) -> bool:
-    """Whether a lane carries batches: not if two replicas of as many others are its ends."""
+    """Whether a lane carries batches: not between unlike replicas of modules with as many."""
     return len({replicas for replicas, _ in route}) == len(route)
 
 

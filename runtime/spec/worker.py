@@ -1,7 +1,7 @@
 """One worker's spec: the part of a resolved chain that is stored in its module's image.
 
 A module image holds only its own module's spec, so that changing one layer changes one image. Of
-its neighbours a worker needs only the contracts of its two links.
+its neighbours a worker needs only the contracts of its links.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class WorkerSpec(Frozen):
     # Links by which replicas share their weights, from each to the first.
     peers: tuple[LaneSpec, ...] = ()
     strategy: Choice | None = None  # how they do; see ``core/replication``
-    compression: Choice | None = None  # of what they share; None: not at all
+    compression: Choice | None = None  # of what they share; None: there is none
     # Of torch.distributed; None: the links of ``peers``.
     backend: Literal["gloo", "nccl"] | None = None
     lr_scale: float = 1.0  # factor of learning rates of the module's optimizers

@@ -73,8 +73,8 @@ def cut_again(
 ) -> Recut:
     """Find better cuts of a network that has been taken apart, which ``wanted.at`` gives.
 
-    A better module is expected to run as much slower than on this machine as the present one of its
-    number does.
+    Each module of the new cuts is expected to be as much slower than on this machine as the present
+    module at its place is.
     """
     wanted = replace(wanted, modules=len(wanted.at) + 1)
     with planning(spec, network, info, wanted, batch) as plan:

@@ -52,7 +52,7 @@ def carry(
     """Make the parts of a checkpoint, in order, for modules with other cuts and the same layers.
 
     What the new chain sets, such as optimizers and learning rates, counts. An optimizer of another
-    class, and the interface of a new cut, begin anew. All modules are given head first.
+    class, and the interface of a new cut, start without a state. All modules are given head first.
     """
     with torch.random.fork_rng(devices=[]):
         names = Names(old)

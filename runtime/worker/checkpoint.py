@@ -279,7 +279,7 @@ def write_part(
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, so that training does not wait for the disk.
 
-    ``chain`` has the names of all modules, if this one removes old cuts: the tail, which writes
+    ``chain`` has the names of all workers, if this one removes old cuts: the tail, which writes
     last, and the head, which exits last. It is empty for others: a thousand modules need not scan
     each other's parts. If a checkpoint cannot be written, the last good one stays.
     """

@@ -52,7 +52,7 @@ class Neighbours:
         address: str | None,  # of the module downstream, if not from its endpoint record
         again: bool,  # only this module has been restarted: a neighbour may have finished
         stop: Callable[[], bool],
-        since: int = 0,  # first attempt of this start: it may have links that others did not have
+        since: int = 0,  # first attempt of this start: endpoints of earlier ones may lack links
     ) -> None:
         self._since = since
         self._spec = spec

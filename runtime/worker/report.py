@@ -54,7 +54,7 @@ class ReportWriter:
     def check(self) -> None:
         """Raise ``StoppedError``, once, if a later attempt has taken over.
 
-        It does when this process was out of reach.
+        That happens if this process was out of reach.
         """
         if self._later and not self._told:
             self._told = True

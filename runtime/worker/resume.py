@@ -58,7 +58,7 @@ def begin(
     spec: WorkerSpec,
     run: RunDir,
     step: ModuleStep,
-    chain: list[str],  # names of all modules
+    chain: list[str],  # names of all workers
     *,
     attempt: int = 1,
     first: int | None = None,
@@ -76,25 +76,25 @@ def begin(
             break
         time.sleep(0.25)
         counted = Counts.read(run.ledger(spec.module))
-    # its number may have been used before, by a supervisor that could not write that down
+    # this attempt's number may have been used by a supervisor that could not record it
     if first is not None and counted is not None and first <= counted.attempt <= attempt > first:
         wanted = OWN
     again, began = wanted == OWN, int(since) if since.isdecimal() else 0
     state = checkpoint.read_newest(run, spec.module) if again else None
     if not again or (began and (state is None or state[1]["cut"] <= began)):
         state = _at_cut(since, run, spec, chain)
-    start, progress = Start(again=again, begun=first or 0), Progress()
+    start, progress = Start(again=again), Progress()
     if state is None and spec.initial:
         step.load_initial(run.initial(module_of(spec.module)))
     if state is not None:
         checkpoint.restore(step, *state)
         start, progress = _start(state[1], again=again, since=since)
-        start.begun = first or 0
         if state[1].get("taken") and step.shared is not None:
             step.shared.joined()
         log.info(
             "module %s resumes at %d of the stream, step %d", spec.module, start.cut, step.batches
         )
+    start.begun = first or 0
     if again:
         at_cut = progress.step
         ledger = Ledger.reopen(run.ledger(spec.module), progress, attempt)
@@ -151,7 +151,7 @@ def document(
 def _at_cut(
     wanted: str, run: RunDir, spec: WorkerSpec, chain: list[str]
 ) -> checkpoint.State | None:
-    """Return the state that a worker starts with at a cut of the whole chain; None: none."""
+    """Return the state to start with at a cut of the whole chain; None: there is none."""
     if wanted == "none":
         return None
     if wanted != AUTO:

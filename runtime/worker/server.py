@@ -25,9 +25,7 @@ from dni_runtime.link import (
     Batch,
     Drained,
     Gradient,
-    InputLink,
     Marker,
-    OutputLink,
 )
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.checkpoint import CheckpointWriter
@@ -115,26 +113,14 @@ class ModuleServer:
         self._last: Marker | None = None
         self._goes_on_alone = step.spec.links.on_loss == "continue"
         self._idle = Idle.of(step, input)
-        self._watched = self._below
-        self._watch()
-
-    @property
-    def _below(self) -> tuple[OutputLink | InputLink, ...]:
-        """The links that are read even if no input can be taken."""
-        below = () if self._output is None else self._output.links
-        return (*below, *(() if self._exchange is None else self._exchange.links))
-
-    def _watch(self) -> None:
-        """Prepare to sleep until something comes on the links that are open now."""
-        self._watched = self._below
+        below = [] if output is None else [link.socket for link in output.links]
+        below += [] if exchange is None else [link.socket for link in exchange.links]
+        above = [] if input is None else [link.socket for link in input.links]
         # Input that cannot be taken yet must not wake the loop up repeatedly.
         self._any_poller, self._output_poller = zmq.Poller(), zmq.Poller()
-        for poller in (self._any_poller, self._output_poller):
-            poller.register(self._stop.wakeup, zmq.POLLIN)
-            for link in self._watched:
-                poller.register(link.socket, zmq.POLLIN)
-        for above in self._input.links if self._input is not None else ():
-            self._any_poller.register(above.socket, zmq.POLLIN)
+        for poller, sockets in ((self._any_poller, below + above), (self._output_poller, below)):
+            for socket in (stop.wakeup, *sockets):
+                poller.register(socket, zmq.POLLIN)
 
     def serve(self) -> Outcome:
         """Run until the stream ends or the worker is told to stop."""
@@ -430,8 +416,6 @@ class ModuleServer:
         began = time.monotonic()
         if not may_take and self._input is not None:
             self._input.listen()
-        if self._watched != self._below:
-            self._watch()
         poller = self._any_poller if may_take else self._output_poller
         poller.poll(POLL_MS if self._gathering is None else GATHER_MS)
         self._metrics.waiting_s[reason] += time.monotonic() - began

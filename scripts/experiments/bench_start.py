@@ -268,7 +268,7 @@ def restart_time_s(record: Record, module: str) -> float:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
     else:
-        commands.signal_steps([commands.step_ids(str(job.job))[module]], "KILL")
+        commands.kill_steps([commands.step_ids(str(job.job))[module]])
 
     def again() -> bool:
         return Report.read(record.run.worker(module)).attempt != known.attempt

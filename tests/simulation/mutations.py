@@ -242,17 +242,14 @@ def numbers_kept() -> Any:
 
 def left_out_judged() -> Any:
     """A replica that is left out because its host is lost is restarted, as others that end are."""
+    real = supervisor.Supervisor._judge
 
-    def reap(self: Any) -> None:
-        ended = self._pool.reap()
-        torn = [name for name in ended if not self._complete(name)]
-        why = self._mover.look(torn, stopping=self._stop_reason is not None)
-        if why is not None:
-            self._stop(why, broken=True)
-        for name in ended:
-            self._judge(name, self.state.modules[name])
+    def judge(self: Any, name: str, module: Any) -> None:
+        if module.state == "inactive":
+            module.state = "running"
+        real(self, name, module)
 
-    return replaced((supervisor.Supervisor, "_reap", reap))
+    return replaced((supervisor.Supervisor, "_judge", judge))
 
 
 def addresses_kept() -> Any:

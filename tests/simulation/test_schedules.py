@@ -28,7 +28,7 @@ MISSED = [
     ("means-awaited", 26593, "module 'b.1' waits for its other replicas"),
     ("ids-unagreed", 1469, "b.2: ValueError: id 4 after 4"),
     ("parts-unawaited", 35, "evaluations of [4] samples"),
-    ("counts-left", 36, "b has counted 3 of 5 batches"),
+    ("counts-left", 19, "a has counted 3 of 5 batches"),
     ("numbers-kept", 42, "are wanted, but there are"),
     ("left-out-judged", 3, "became {'a': 2, 'b': 2, 'c': 1}, but only [] are lost"),
     ("addresses-kept", 125, "became {'a': 2, 'b': 2, 'c': 2}, but only [] are lost"),

@@ -71,7 +71,7 @@ def check_replicas(
 
 
 def _check_elastic(chain: ChainSpec, index: int, strategy: type[Strategy]) -> None:
-    """Refuse replicas that come and go where the number must stay."""
+    """Refuse a number of replicas that may change if it must stay."""
     backend = chain.replication.backend
     if backend is not None:
         why, instead = f"a group of torch.distributed ({backend!r}) needs all", "no 'backend'"

@@ -73,7 +73,7 @@ class ParameterServer(Strategy):
     def with_own(self, own: Tensor, learnt: int, replicas: int) -> Tensor:
         """Return the server's row with its own progress counted as that of the others.
 
-        The row begins with ``learnt`` trained parameters; ``replicas`` take batches.
+        The row begins with ``learnt`` trained parameters; the module has ``replicas``.
         """
         self.pushed_P = torch.lerp(self.pushed_P, own[:learnt], self._factor(replicas))
         return torch.cat([self.pushed_P, own[learnt:]])

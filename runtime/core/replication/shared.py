@@ -72,7 +72,7 @@ class Shared:
 
     def joined(self) -> None:
         """Begin with another replica's state, without what was its own: it has learnt nothing."""
-        self.samples = 0  # that the replica was trained on since it took the last result
+        self.samples = 0
         self.strategy.joined(self.row()[: self._learnt])
         if self.differences is not None:
             self.differences.error.zero_()
@@ -227,7 +227,7 @@ class Shared:
         own, agreed_P = self.row(), agreed[: self._learnt]
         rest = (agreed if self.strategy.common else own)[self._learnt :]
         self._put(torch.cat([self.strategy.take(own[: self._learnt], agreed_P), rest]))
-        self.samples = 0  # that the replica was trained on since it took the last result
+        self.samples = 0
         self.strategy.asked = False
         self._step.optimization.version += 1
         if self.differences is not None:

@@ -76,7 +76,7 @@ def measure_pace(
 ) -> tuple[list[Pace], float]:
     """The pace of each worker of a chain without end, and samples per second at its tails."""
     tails = tails_of(prepared.names)
-    fill = 2 * prepared.chain.links.largest_window
+    fill = 2 * prepared.chain.links.window
     deadline = time.monotonic() + PROCESS_LIMIT_S
 
     def between(run: RunDir) -> tuple[TrainLine, TrainLine] | None:

@@ -64,13 +64,6 @@ def test_a_wish_that_cannot_be_read_now_is_no_other_wish(run: RunDir, damaged: s
     assert len(list(read_lines(run.events))) == 1
 
 
-def test_the_last_replica_is_needed(run: RunDir) -> None:
-    scaler, _ = scaler_of(run, {"b": 2, "c": 1})
-    assert scaler.fewer("b", {"b": 2, "c": 1}) == {"b": 1, "c": 1}
-    assert scaler.fewer("c", {"b": 2, "c": 1}) is None
-    assert scaler.fewer("a", {"b": 2, "c": 1}) is None, "its number cannot change"
-
-
 def test_no_more_are_wanted_than_are_left_until_somebody_asks_for_more(run: RunDir) -> None:
     scaler, _ = scaler_of(run, {"b": 3, "c": 3})
     scaler.limit({"b": 3})
