@@ -10,7 +10,7 @@ AS_USER := scripts/as-user -- $(MAKE) --no-print-directory
 export DNI_APPTAINER_PREFIX PYTHON TORCH
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test e2e gpu check wheelcheck system demo-here test-here gpu-here check-here wheelcheck-here clean
+.PHONY: help demo test e2e nightly gpu check wheelcheck system demo-here test-here gpu-here check-here wheelcheck-here clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ test: system ## Run all tests, with real containers and, as root, a real Slurm o
 
 e2e: ## Run the tests with real workers, containers and Slurm
 	@$(MAKE) --no-print-directory test TESTS=tests/e2e
+
+nightly: ## Run what CI has no time for: experiments, hundreds of seeds, and mends that are taken out
+	@$(MAKE) --no-print-directory test TESTS='$(BESIDE) tests/nightly'
 
 gpu: system ## Run the tests that need a GPU, here
 	@$(AS_USER) gpu-here
@@ -62,7 +65,8 @@ gpu-here: $(VENV)/ready
 	@PATH="$$(dirname "$$(scripts/setup-apptainer)"):$$PATH" $(BIN)/python -m pytest -m gpu tests
 
 check-here: $(VENV)/ready build/typed
-	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	$(BIN)/mypy --config-file scripts/mypy.ini scripts/*.py scripts/experiments & $(BIN)/mypy && wait $$!
 
 wheelcheck-here: $(VENV)/ready
 	$(BIN)/python scripts/check_wheel.py

@@ -163,11 +163,11 @@ def _output(network: nn.Module, xs: tuple[Tensor, ...], name: str) -> Tensor:
     return _call(network.eval(), xs, name)
 
 
-def _told(to: Any, name: str, *given: Any) -> None:
+def _told(to: Any, name: str, modules: int, steps: int, backend: Any) -> None:
     try:
         # a supervisor releases its run shortly after it has reported the end
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            found = compare(name, *given, Path(folder))
+            found = compare(name, modules, steps, backend, Path(folder))
     except DniError as error:
         found = {"result": "refused", "why": str(error)}
     except BaseException as error:  # what is no DniError is a fault of the product, or of the zoo

@@ -114,16 +114,15 @@ def test_a_run_goes_on_with_other_cuts(site: Site, monkeypatch: pytest.MonkeyPat
 @pytest.mark.apptainer
 @pytest.mark.parametrize(
     ("template", "epochs", "metric", "enough"),
-    [
-        ("resnet", 1, "accuracy", 0.7),
-        ("vit", 4, "accuracy", 0.35),
-        ("two-tower", 2, "accuracy", 0.7),
-        ("gpt", 1, "loss", 3.7),
-    ],
+    [("resnet", 1, "accuracy", 0.7), ("gpt", 1, "loss", 3.7)],
 )
 def test_templates_train_in_containers(
     site: Site, template: str, epochs: int, metric: str, enough: float
 ) -> None:
+    train_template(site, template, epochs, metric, enough)
+
+
+def train_template(site: Site, template: str, epochs: int, metric: str, enough: float) -> None:
     site.run("init", "--template", template)
     chain = site.folder / "chain.yaml"
     text = re.sub(r"epochs: \d+", f"epochs: {epochs}", chain.read_text())

@@ -17,7 +17,7 @@ from peers.contenders import in_flight
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.integration.experiments.peer_steps import BATCH, LEARNING_RATE, NETWORKS, batches, sgd
+from tests.nightly.experiments.peer_steps import BATCH, LEARNING_RATE, NETWORKS, batches, sgd
 
 STEPS = 6
 # by network and number of processes

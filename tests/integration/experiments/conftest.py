@@ -1,8 +1,0 @@
-"""Scripts find their parts in their own folder."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts" / "experiments"))

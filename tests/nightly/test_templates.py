@@ -1,0 +1,22 @@
+"""The templates that CI does not train."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import Site, site
+from tests.e2e.test_split import train_template
+
+__all__ = ["site"]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.apptainer, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("template", "epochs", "metric", "enough"),
+    [("vit", 4, "accuracy", 0.35), ("two-tower", 2, "accuracy", 0.7)],
+)
+def test_templates_train_in_containers(
+    site: Site, template: str, epochs: int, metric: str, enough: float
+) -> None:
+    train_template(site, template, epochs, metric, enough)
