@@ -430,11 +430,12 @@ def test_what_workers_wrote_cannot_command_the_terminal(
     record.run.worker("top").parent.mkdir(exist_ok=True)
     report = {"module": "top", "attempt": 1, "host": HOSTILE, "warning": HOSTILE}
     write_json(record.run.worker("top"), report)
+    append_line(record.run.events, {"time": 0.0, "event": "run_stopping", "reason": HOSTILE})
     record.run.log("top", 1).parent.mkdir(exist_ok=True)
     record.run.log("top", 1).write_text(f"{HOSTILE}\n")
     assert "\x1b]52;c;cm0=\x07" in dnictl("logs").out  # a pipe takes the log as it is
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    for command in ("status", "wait", "logs"):
+    for command in ("status", "wait", "logs", "events"):
         result = dnictl(command)
         assert SHOWN in result.out + result.err
         for raw in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e"):

@@ -281,6 +281,7 @@ def test_steps_do_not_inherit_the_jobs_request() -> None:
     environ = {
         "SLURM_JOB_ID": "1", "SLURM_CONF": "/c", "PATH": "/bin", "SBATCH_X": "1",
         "SLURM_MEM_PER_CPU": "5", "SLURM_GPUS_PER_NODE": "2",
-        "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS": "2",
+        "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS": "2", "SLURM_HINT": "nomultithread",
+        "SLURM_CPU_BIND": "verbose,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1",
     }  # fmt: skip
     assert set(step_environment(environ)) == {"SLURM_JOB_ID", "SLURM_CONF", "PATH"}
