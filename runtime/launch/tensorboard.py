@@ -1,27 +1,23 @@
 """A run's metrics as TensorBoard's event files, made beside the workers, not by them.
 
-One event file per module, one event per line of its metrics. So the file itself tells how far it
-is: to go on, lines that have their event are left out. Needs the package ``tensorboard``, but
-neither TensorFlow nor torch.
+Each :class:`Board` writes event files of its own, one per module: nothing that is written is
+changed, and one that was cut off is left behind. ``written.json`` beside them tells up to which
+line. Needs the package ``tensorboard``, but neither TensorFlow nor torch.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 import time
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from dni_runtime.documents.base import Document
 from dni_runtime.documents.metrics import EvaluationLine, MetricsLine, TrainLine, parse_line
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.launch.records import Record
 from dni_runtime.lines import LineReader
-
-FILE = "events.out.tfevents.0.dnictl"
-"""TensorBoard reads what has ``tfevents`` in its name, and follows files that grow."""
+from dni_runtime.spec.replicas import tails_of
 
 TRAIN_TAGS = {
     "loss": "train/loss",
@@ -39,12 +35,9 @@ TRAIN_TAGS = {
 }
 """Tags of the fields of ``train`` lines (docs/metrics.md)."""
 
-_FRAME = struct.Struct("<QI")
-_CRC_BYTES = 4
-
 
 def scalars(line: MetricsLine, *, early: bool) -> dict[str, float]:
-    """The points of one line of metrics, by tag; what is null has none.
+    """Return the points of one line of metrics, by tag; what is null has none.
 
     ``early``: its module is not the tail, so that evaluations are of an early head.
     """
@@ -64,19 +57,25 @@ class Board:
     def __init__(self, record: Record, folder: Path) -> None:
         self.folder = folder
         self._metrics = record.run.metrics("x").parent
-        self._early = frozenset(record.modules[:-1])
+        self._created = record.created
+        self._early = frozenset(record.modules).difference(tails_of(record.modules))
         self._proto = _Proto()
-        self._files: dict[str, _EventFile] = {}
+        self._modules: dict[str, _ModuleEvents] = {}
 
     def update(self) -> dict[str, int]:
         """Add what is new; return how many events were added, by module."""
         for path in sorted(self._metrics.glob("*.jsonl")):
-            if path.stem not in self._files:
-                self._files[path.stem] = _EventFile(
-                    path, self.folder / path.stem, self._proto, early=path.stem in self._early
+            name = path.stem
+            if name not in self._modules:
+                self._modules[name] = _ModuleEvents(
+                    path,
+                    self.folder / name,
+                    self._proto,
+                    created=self._created,
+                    early=name in self._early,
                 )
         try:
-            return {name: file.update() for name, file in self._files.items()}
+            return {name: events.update() for name, events in self._modules.items()}
         except OSError as error:
             raise UsageError(
                 f"event files cannot be written into {str(self.folder)!r}: {error.strerror}",
@@ -97,92 +96,76 @@ class _Proto:
                 hint="pip install 'dni-runtime[tensorboard]'",
             ) from None
         self.event: Any = Event
-        self.start: Any = SessionLog.START
+        self.start: Any = SessionLog(status=SessionLog.START)
         self.writer: Any = RecordWriter
 
 
-class _EventFile:
-    """The event file of one module."""
+class _Written(Document):
+    """Which lines have events."""
 
-    def __init__(self, metrics: Path, folder: Path, proto: _Proto, *, early: bool) -> None:
-        self._metrics = metrics
-        self._path = folder / FILE
+    created: float = 0.0  # when their run was created: a later one may have the same name
+    attempt: int = 0  # of the newest line
+    time: float = 0.0  # the newest
+    step: int = -1  # the largest
+
+
+class _ModuleEvents:
+    """The event files of one module."""
+
+    def __init__(
+        self, metrics: Path, folder: Path, proto: _Proto, *, created: float, early: bool
+    ) -> None:
+        self._lines = LineReader(metrics, parse_line)
+        self._folder = folder
         self._proto = proto
         self._early = early
-        self._reader = LineReader(metrics, parse_line)
-        self._size = -1
-        self._attempt: int | None = None
+        self._position = folder / "written.json"
+        self._file: Path | None = None
+        known = _Written.peek(self._position)
+        self._written = known if known and known.created == created else _Written(created=created)
 
     def update(self) -> int:
-        """Add an event for each line that has none; returns how many."""
-        if _size_of(self._path) != self._size:  # nothing is there, or somebody else writes it, too
-            self._pass_over()
-        lines = self._reader.new()
-        first = next(lines, None)
-        if first is None:
-            return 0
-        with self._path.open("ab") as file:
-            count = self._write(file, chain([first], lines))
-        self._size = _size_of(self._path)
-        return count
+        """Add an event for each line with figures that has none; return how many."""
+        done = self._written
+        new = [
+            (line, points)
+            for line in self._lines.new()
+            # The clocks of a module's hosts may differ, and a resumed run repeats steps.
+            if (line.time > done.time or line.step > done.step)
+            and (points := scalars(line, early=self._early))
+        ]
+        if new:
+            self._write(new)
+            self._written = _Written(
+                created=done.created,
+                attempt=new[-1][0].attempt,
+                time=max(done.time, *(line.time for line, _ in new)),
+                step=max(done.step, *(line.step for line, _ in new)),
+            )
+            self._written.write(self._position, durable=False)
+        return len(new)
 
-    def _pass_over(self) -> None:
-        """Pass over the lines that have events; cuts off one that was not written to its end."""
-        done, end_bytes, last_time = 0, 0, 0.0
-        for end, event in self._events():
-            end_bytes = end
-            if event.HasField("summary"):
-                done, last_time = done + 1, event.wall_time
-        self._reader, self._attempt = LineReader(self._metrics, parse_line), None
-        line = None
-        for line in islice(self._reader.new(), done):
-            self._attempt = line.attempt
-        if done and (line is None or line.time != last_time):
-            self._reader, self._attempt = LineReader(self._metrics, parse_line), None
-            end_bytes = 0  # of another run with the same name
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.touch()
-        os.truncate(self._path, end_bytes)
-        if not end_bytes:
-            with self._path.open("ab") as file:
-                first = self._proto.event(wall_time=time.time(), file_version="brain.Event:2")
-                self._proto.writer(file).write(first.SerializeToString())
-        self._size = _size_of(self._path)
+    def _write(self, new: list[tuple[MetricsLine, dict[str, float]]]) -> None:
+        begins = self._file is None
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # TensorBoard reads what has ``tfevents`` in its name, in the order of the names.
+            self._file = self._folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+        attempt = self._written.attempt
+        with self._file.open("ab") as file:
+            writer = self._proto.writer(file)
 
-    def _write(self, file: BinaryIO, lines: Iterable[MetricsLine]) -> int:
-        writer, count = self._proto.writer(file), 0
-        for line in lines:
-            count += 1
-            when, step = line.time, line.step
-            if line.attempt != self._attempt:
-                # A resumed run goes over some ground again: what was there is taken back.
-                self._attempt = line.attempt
-                event = self._proto.event(wall_time=when, step=step)
-                event.session_log.status = self._proto.start
-                writer.write(event.SerializeToString())
-            event = self._proto.event(wall_time=when, step=step)
-            event.summary.SetInParent()
-            for tag, value in scalars(line, early=self._early).items():
-                event.summary.value.add(tag=tag, simple_value=value)
-            writer.write(event.SerializeToString())
-        return count
+            def add(**fields: Any) -> None:
+                writer.write(self._proto.event(**fields).SerializeToString())
 
-    def _events(self) -> Iterator[tuple[int, Any]]:
-        """The whole events that are there, and where each ends."""
-        end = 0
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            while len(head := file.read(_FRAME.size)) == _FRAME.size:
-                size, _ = _FRAME.unpack(head)
-                body = file.read(size + _CRC_BYTES)
-                if len(body) < size + _CRC_BYTES:
-                    return
-                end += len(head) + len(body)
-                yield end, self._proto.event.FromString(body[:size])
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+            if begins:
+                add(wall_time=time.time(), file_version="brain.Event:2")
+            for line, points in new:
+                if line.attempt != attempt:
+                    # TensorBoard drops the points from this step on: a resumed run repeats them,
+                    # and all are of another run if this one has none yet.
+                    step = line.step if attempt else 0
+                    add(wall_time=line.time, step=step, session_log=self._proto.start)
+                    attempt = line.attempt
+                values = [{"tag": tag, "simple_value": value} for tag, value in points.items()]
+                add(wall_time=line.time, step=line.step, summary={"value": values})

@@ -38,7 +38,6 @@ class JobRequest:
     python_path: str = ""  # its ``PYTHONPATH``, or empty
     time: str | None = None  # limit; None: the profile's
     partition: str | None = None  # None: the profile's
-    extra: tuple[str, ...] = ()  # further directives from the command line
 
     @property
     def count(self) -> int:
@@ -97,7 +96,6 @@ def directives(request: JobRequest) -> list[str]:
         # to the batch shell only: the supervisor signals the workers
         f"--signal=B:TERM@{request.grace_s}",
         *profile.directives,
-        *request.extra,
     ]
     return [line for line in lines if _name(line) not in profile.suppress]
 

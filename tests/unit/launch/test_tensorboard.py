@@ -14,7 +14,7 @@ from dni_runtime.documents.metrics import parse_line
 from dni_runtime.errors import UnavailableError, UsageError
 from dni_runtime.files import append_line
 from dni_runtime.launch.records import Record
-from dni_runtime.launch.tensorboard import FILE, Board, scalars
+from dni_runtime.launch.tensorboard import Board, scalars
 
 Points = dict[str, list[tuple[int, float]]]
 
@@ -97,28 +97,38 @@ def test_a_folder_per_module(record: Record, board: Board) -> None:
 def test_only_news_is_added(record: Record, board: Board) -> None:
     train(record, "bottom", 1)
     assert board.update() == {"bottom": 1}
-    before = (board.folder / "bottom" / FILE).read_bytes()
+    before = sorted((board.folder / "bottom").iterdir())
     again = Board(record, record.run.tensorboard)
     assert (board.update(), again.update()) == ({"bottom": 0}, {"bottom": 0})
-    assert (board.folder / "bottom" / FILE).read_bytes() == before
+    assert sorted((board.folder / "bottom").iterdir()) == before
+    evaluation(record, "bottom", 1, loss=2.0)  # at the same step: none of its points is dropped
     train(record, "bottom", 2)
     train(record, "top", 1)
-    assert again.update() == {"bottom": 1, "top": 1}
+    assert again.update() == {"bottom": 2, "top": 1}
     train(record, "bottom", 4)
-    assert board.update() == {"bottom": 1, "top": 0}, "the other has written meanwhile"
-    assert read(board.folder / "bottom") == {"train/loss": [(1, 1.0), (2, 0.5), (4, 0.25)]}
+    assert again.update() == {"bottom": 1, "top": 0}
+    assert read(board.folder / "bottom") == {
+        "train/loss": [(1, 1.0), (2, 0.5), (4, 0.25)],
+        "head/loss": [(1, 2.0)],
+    }
 
 
-def test_a_torn_event_is_written_again(record: Record, board: Board) -> None:
+def test_a_file_that_was_cut_off_spoils_no_other(record: Record, board: Board) -> None:
     for step in (1, 2):
         train(record, "bottom", step)
     board.update()
-    file = board.folder / "bottom" / FILE
-    whole = file.read_bytes()
-    for cut in (1, 5, len(whole) - 3):
-        file.write_bytes(whole[:-cut])
-        Board(record, record.run.tensorboard).update()
-        assert read(file.parent) == {"train/loss": [(1, 1.0), (2, 0.5)]}
+    (file,) = (board.folder / "bottom").glob("*tfevents*")
+    file.write_bytes(file.read_bytes()[:-3])
+    train(record, "bottom", 4)
+    assert Board(record, record.run.tensorboard).update() == {"bottom": 1}
+    assert read(file.parent) == {"train/loss": [(1, 1.0), (4, 0.25)]}
+
+
+def test_a_worker_on_a_host_whose_clock_is_behind(record: Record, board: Board) -> None:
+    train(record, "bottom", 1)
+    board.update()
+    train(record, "bottom", 2, attempt=2, time=time.time() - 60)
+    assert Board(record, record.run.tensorboard).update() == {"bottom": 1}
 
 
 def test_another_run_of_the_same_name_starts_over(record: Record, board: Board) -> None:
@@ -127,8 +137,18 @@ def test_another_run_of_the_same_name_starts_over(record: Record, board: Board) 
     board.update()
     record.run.metrics("bottom").unlink()
     train(record, "bottom", 8)
-    assert Board(record, record.run.tensorboard).update() == {"bottom": 1}
+    later = record.model_copy(update={"created": record.created + 1})
+    assert Board(later, record.run.tensorboard).update() == {"bottom": 1}
     assert read(board.folder / "bottom") == {"train/loss": [(8, 0.125)]}
+
+
+def test_evaluations_of_a_replicated_tail_are_the_chains(record: Record, tmp_path: Path) -> None:
+    several = record.model_copy(update={"modules": ("bottom", "top.1", "top.2")})
+    for module in several.modules:
+        evaluation(record, module, 2, loss=1.5)
+    Board(several, tmp_path / "logs").update()
+    tags = {module: list(read(tmp_path / "logs" / module)) for module in several.modules}
+    assert tags == {"bottom": ["head/loss"], "top.1": ["eval/loss"], "top.2": ["eval/loss"]}
 
 
 def test_a_resumed_run_takes_back_what_comes_again(record: Record, board: Board) -> None:
