@@ -1,15 +1,20 @@
-"""Commands on chain files: ``init``, ``validate``, ``config``, ``schema``."""
+"""Commands on chain files: ``init``, ``validate``, ``graph``, ``config``, ``schema``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from dni_runtime.errors import UsageError
-from dnictl.options import chain_argument, data_option, json_option, print_json
+from dnictl.options import chain_argument, data_option, json_option, print_json, tell
+from dnictl.show import Column, documents, print_table, quantity, thousands
+
+if TYPE_CHECKING:
+    from dni_runtime.spec import EdgeSpec, WorkerSpec
 
 
 def _templates() -> list[str]:
@@ -61,7 +66,7 @@ def init(template: str, path: Path) -> None:
         except OSError as error:
             raise UsageError(f"{str(target)!r} cannot be written: {error.strerror}") from None
         click.echo(f"wrote {target}")
-    click.echo(f"next: dnictl validate {path} && dnictl up {path}", err=True)
+    tell(f"next: dnictl validate {path} && dnictl up {path}")
 
 
 @click.command()
@@ -77,29 +82,38 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
     """
     from dni_runtime.launch.prepare import prepare
 
-    prepared, looked = (done := prepare(chain, data=data)), done.looked
+    prepared = prepare(chain, data=data)
+    looked = prepared.looked
     assert looked is not None
     from dni_runtime.core.advice import advice
     from dni_runtime.core.resolve import parameter_counts
     from dni_runtime.launch.host import exposure
 
-    warnings = [*advice(prepared.workers), *filter(None, [exposure(prepared.chain)])]
-    counts = parameter_counts(prepared.workers)
-    given = prepared.chain.losses
-    losses = " + ".join(one.loss.name for one in given) if given else prepared.chain.loss.name
-    rows: list[dict[str, Any]] = [
-        {
-            "module": worker.module,
-            "input": " and ".join(map(str, worker.arguments)),
-            "inputs": list(module.inputs or [edge.source for edge in worker.sources]),
-            "output": " and ".join(map(str, worker.outputs or (worker.output,))),
-            "parameters": counts[worker.module],
-            "replicas": worker.replicas,
-            "interface": worker.interface.name if worker.interface else None,
-            "device": worker.device,
-            "hash": worker.hash,
-        }
-        for worker, module in zip(prepared.workers, prepared.chain.modules, strict=True)
+    workers = prepared.workers
+    warnings = [*advice(workers), *filter(None, [exposure(prepared.chain)])]
+    counts = parameter_counts(workers)
+    losses = [item.loss.name for item in prepared.chain.losses or ()]
+    loss = " + ".join(losses) or prepared.chain.loss.name
+    named = {module.name: module.inputs for module in prepared.chain.modules}
+    columns = [
+        Column("module"),
+        Column(
+            "inputs",
+            lambda w: list(named[w.module] or [edge.source for edge in w.sources]),
+            ", ".join,
+            title="" if prepared.chain.graph.is_chain else "from",
+        ),
+        quantity("replicas", title=None if any(w.replicas > 1 for w in workers) else ""),
+        Column("input", lambda w: " and ".join(map(str, w.arguments))),
+        Column("output", lambda w: " and ".join(map(str, w.outputs or (w.output,)))),
+        quantity("parameters", lambda w: counts[w.module], thousands),
+        Column(
+            "interface",
+            lambda w: w.interface.name if w.interface else None,
+            lambda name: name or f"loss: {loss}",
+        ),
+        Column("device"),
+        Column("hash", title=""),
     ]
     if as_json:
         print_json(
@@ -113,31 +127,13 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
                 "warnings": warnings,
                 "checked": looked.checked,
                 "unchecked": looked.unchecked,
-                "modules": rows,
+                "modules": documents(columns, workers),
             }
         )
         return
-    from dnictl.show import print_table
-
-    plain = prepared.chain.graph.is_chain
-    others = [] if plain else ["from"]
-    replicated = any(row["replicas"] > 1 for row in rows)
-    others += ["replicas"] if replicated else []
-    print_table(
-        ["module", *others, "input", "output", "parameters", "interface", "device"],
-        [
-            [
-                row["module"], *([] if plain else [", ".join(row["inputs"])]),
-                *([str(row["replicas"])] if replicated else []), row["input"],
-                row["output"], f"{row['parameters']:,}",
-                row["interface"] or f"loss: {losses}", row["device"],
-            ]
-            for row in rows
-        ],
-        right={"parameters", "replicas"},
-    )  # fmt: skip
+    print_table(columns, workers)
     click.echo(
-        f"{chain}: chain {prepared.chain.name!r} is valid, {len(rows)} modules, "
+        f"{chain}: chain {prepared.chain.name!r} is valid, {len(workers)} modules, "
         f"{sum(counts.values()):,} parameters"
     )
     click.echo(f"checked: {'; '.join(looked.checked)}")
@@ -145,6 +141,57 @@ def validate(chain: Path, data: Path | None, as_json: bool) -> None:
         click.secho(f"not checked: {clause}", err=True, fg="yellow")
     for warning in warnings:
         click.secho(f"warning: {warning}", err=True, fg="yellow")
+
+
+@click.command()
+@chain_argument
+@data_option
+@click.option("--format", "-f", "kind", type=click.Choice(["text", "mermaid"]),
+              default="text", show_default=True, help="What to print.")  # fmt: skip
+def graph(chain: Path, data: Path | None, kind: str) -> None:
+    """Draw a chain's modules and links.
+
+    \b
+    Example:
+      dnictl graph chain.yaml -f mermaid
+    """
+    from dni_runtime.core.resolve import parameter_counts
+    from dni_runtime.launch.prepare import prepare
+
+    workers = prepare(chain, data=data, tries=False).workers
+    draw = _mermaid if kind == "mermaid" else _text
+    for line in draw(workers, parameter_counts(workers)):
+        click.echo(line)
+
+
+def _says(worker: WorkerSpec, counts: dict[str, int]) -> str:
+    learns = worker.interface.name if worker.interface is not None else "loss"
+    replicas = f", {worker.replicas} replicas" if worker.replicas > 1 else ""
+    return f"{counts[worker.module]:,} parameters, {learns}{replicas}"
+
+
+def _carries(edge: EdgeSpec) -> str:
+    return " + ".join(map(str, edge.outputs or ((edge.tensor,) if edge.tensor else ()))) + (
+        " + data" * bool(edge.data)
+    )
+
+
+def _text(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[str]:
+    for worker in workers:
+        yield f"{worker.module}  ({_says(worker, counts)})"
+        for edge in worker.targets:
+            mark = "└" if edge is worker.targets[-1] else "├"
+            yield f"  {mark}─ {_carries(edge).removeprefix(' + ')} → {edge.target}"
+
+
+def _mermaid(workers: Sequence[WorkerSpec], counts: dict[str, int]) -> Iterator[str]:
+    yield "flowchart TD"
+    for worker in workers:
+        yield f'  {worker.module}["{worker.module}<br>{_says(worker, counts)}"]'
+    for worker in workers:
+        for edge in worker.targets:
+            carried = _carries(edge).removeprefix(" + ")
+            yield f'  {worker.module} -->|"{carried}"| {edge.target}'
 
 
 @click.command()

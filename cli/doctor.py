@@ -1,22 +1,31 @@
-"""The command ``doctor``: checks of this machine."""
+"""This installation and its machine: ``doctor``, ``version``, ``completion``."""
 
 from __future__ import annotations
 
+import platform
+import socket
 import sys
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from dni_runtime import __version__
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import data_option, json_option, print_json, profile_option
+from dnictl.options import data_option, json_option, print_json, profile_option, tell
+from dnictl.show import Column, answer, number, print_table, quantity
 
 if TYPE_CHECKING:
+    from dni_runtime.bench.network import Line, Measured
     from dni_runtime.launch.doctor import Check
+    from dni_runtime.launch.slurm.allocation import Allocation
+    from dni_runtime.spec.profile import ProfileSpec
 
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "missing": ("✗", "red")}
 _NEEDED = {"process": {"always"}, "apptainer": {"always", "containers"}}
+_PACKAGES = ("torch", "numpy", "pyzmq", "pydantic", "safetensors")
 
 
 @click.command()
@@ -56,9 +65,7 @@ def doctor(
       salloc --nodes 2 dnictl doctor --network chain.yaml
     """
     if network:
-        from dnictl.network import measure_network
-
-        measure_network(
+        _measure_network(
             chain, interface=interface, profile_name=profile, data=data, as_json=as_json
         )
         return
@@ -97,6 +104,44 @@ def doctor(
         sys.exit(UnavailableError.exit_code)
 
 
+@click.command()
+@json_option
+def version(as_json: bool) -> None:
+    """Print the versions of dnictl, Python, torch and others.
+
+    \b
+    Example:
+      dnictl version --json
+    """
+    versions = {"dni-runtime": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    lines = "\n".join(f"{name} {value}" for name, value in versions.items())
+    answer(versions, lines, as_json=as_json)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the shell-completion script for dnictl's commands and runs.
+
+    \b
+    Example:
+      dnictl completion bash >> ~/.bashrc
+      dnictl completion zsh > ~/.zfunc/_dnictl
+      dnictl completion fish > ~/.config/fish/completions/dnictl.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    script = get_completion_class(shell)
+    assert script is not None
+    click.echo(script(context.find_root().command, {}, "dnictl", "_DNICTL_COMPLETE").source())
+
+
 def _show(check: Check, *, needed: bool) -> None:
     mark, colour = _MARKS[check.status]
     if check.status == "missing" and not needed:
@@ -105,3 +150,108 @@ def _show(check: Check, *, needed: bool) -> None:
     click.echo(f"{click.style(mark, fg=colour)} {check.name:17} {check.detail}{note}")
     if check.hint is not None and check.status != "ok":
         click.echo(f"  {'':17} → {check.hint}")
+
+
+def _measure_network(
+    chain: Path | None,
+    *,
+    interface: str | None,
+    profile_name: str | None,
+    data: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure links and print the figures."""
+    from dni_runtime.bench.network import SIZES_BYTES, measure_lines, step_on
+    from dni_runtime.bench.peer import Peer
+    from dni_runtime.launch.slurm.allocation import allocation_here
+    from dni_runtime.launch.slurm.profiles import load_profile
+
+    if chain is not None and interface is not None:
+        raise UsageError(
+            "--interface is for measuring without a chain",
+            hint=f"set links.interface in {str(chain)!r}",
+        )
+    profile = load_profile(profile_name)
+    allocation = allocation_here()
+    lines = _lines(chain, interface or profile.interface, profile, data, allocation)
+    if not lines:
+        raise UsageError("a chain of one module has no links", hint="leave the chain out")
+    if allocation is None:
+        where = f"this host alone ({socket.gethostname()}): there is no Slurm allocation"
+    else:
+        where = f"job {allocation.job}: {', '.join(allocation.hosts)}"
+    tell(f"measuring {where}")
+    links: list[Measured] = []
+    for link in measure_lines(
+        lines,
+        lambda host: Peer() if allocation is None else step_on(allocation, host, profile.python),
+    ):
+        links.append(link)
+        tell(f"{len(links)}/{len(lines)} {link.source} → {link.sink}")
+    if as_json:
+        job = None if allocation is None else allocation.job
+        print_json({"job": job, "links": [asdict(link) for link in links]})
+    else:
+        columns = [
+            Column("source", title="from"),
+            Column("sink", title="to"),
+            Column("transport", _over, title="over"),
+            quantity("round_trip_us", text=number, title="round trip, µs"),
+            quantity("round_trip_p99_us", text=number, title="99 %"),
+            *map(_throughput, SIZES_BYTES),
+        ]
+        print_table(columns, links)
+    failures = [
+        f"{link.source} → {link.sink}, interface {link.interface or 'none'}"
+        f"{f', {link.address}' if link.address else ''}: {link.error}"
+        for link in links
+        if link.error is not None
+    ]
+    if failures:
+        raise UnavailableError(
+            "\n  ".join([f"{len(failures)} of {len(links)} links cannot be measured:", *failures]),
+            hint="see 'ip -brief address' on the nodes, and whether a firewall blocks them",
+        )
+
+
+def _lines(
+    chain: Path | None,
+    interface: str | None,
+    profile: ProfileSpec,
+    data: Path | None,
+    allocation: Allocation | None,
+) -> list[Line]:
+    from dni_runtime.bench import network
+    from dni_runtime.launch.prepare import prepare
+    from dni_runtime.launch.slurm.allocation import request_here
+    from dni_runtime.spec import LinksSpec
+
+    prepared = None if chain is None else prepare(chain, data=data, tries=False)
+    if allocation is None:
+        links = LinksSpec() if prepared is None else prepared.chain.links
+        return network.lines_within(socket.gethostname(), links)
+    if prepared is not None:
+        request = request_here(Path("RUN").absolute(), prepared, profile, allocation)
+        return network.lines_of_chain(
+            prepared.chain, prepared.replicas, profile, request.nodes, allocation.hosts
+        )
+    if len(allocation.hosts) == 1:
+        return network.lines_within(allocation.hosts[0], LinksSpec())
+    if interface is None:
+        raise UsageError(
+            "the links between nodes need a network interface",
+            hint="name one (ib0), or a network such as 10.0.0.0/16, with --interface or in the "
+            "site profile",
+        )
+    return network.lines_between(allocation.hosts, interface)
+
+
+def _throughput(size: int) -> Column:
+    return quantity(f"MB/s at {size >> 20} MB", lambda link: link.mb_per_s.get(size), number)
+
+
+def _over(link: Measured) -> str:
+    if link.address is None or link.transport == "ipc":
+        return link.transport
+    ip = link.address.removeprefix("tcp://").rpartition(":")[0]
+    return f"tcp {ip}{', curve' if link.encrypted else ''}"

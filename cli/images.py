@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dni_runtime.errors import DniError, ImageError
-from dnictl.options import chain_argument, data_option, json_option, out_option, print_json
+from dnictl.options import chain_argument, data_option, json_option, out_option, print_json, tell
 
 if TYPE_CHECKING:
     from dni_runtime.image.build import BuildResult
@@ -228,7 +228,7 @@ def _show_result(result: BuildResult, out: Path, as_json: bool) -> None:
     for entry in result.lock.modules.values():
         click.echo(str(out / entry.image))
     total = len(result.lock.modules)
-    click.echo(f"{len(result.built)} of {total} images built, see {result.path}", err=True)
+    tell(f"{len(result.built)} of {total} images built, see {result.path}")
 
 
 @contextmanager
@@ -284,6 +284,6 @@ def _plain(verbose: bool) -> Report:
             "done": ["done:", step.text],
             "same": [step.text, "(up to date)"],
         }[step.state]
-        click.echo(f"{step.subject}: {' '.join(words)}", err=True)
+        tell(f"{step.subject}: {' '.join(words)}")
 
     return report

@@ -1,4 +1,4 @@
-"""The command ``logs``: the output of a run's workers, merged by time."""
+"""What a run has written so far: ``logs`` of its workers, ``events`` of its supervisor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 import json
 import re
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING
 import click
 
 from dni_runtime.errors import UsageError
-from dni_runtime.lines import NewLines, offset_of_last
-from dnictl.options import chosen_run, complete_runs, runs_option
+from dni_runtime.lines import LineReader, NewLines, offset_of_last
+from dnictl.options import chosen_run, complete_runs, run_argument, runs_option, tell
 from dnictl.show import printable
 
 if TYPE_CHECKING:
+    from dni_runtime.documents.events import Event
     from dni_runtime.launch.run import Run
 
 SUPERVISOR = "supervisor"
@@ -114,7 +116,7 @@ def logs(
         write(line)
     if not follow:
         if not any(follower.path.exists() for follower in followers.values()):
-            click.echo(f"{run.name} has no such logs", err=True)
+            tell(f"{run.name} has no such logs")
         return
     for state in run.states():  # the state first, to miss nothing that is written before the end
         for line in look(all_of_it=not state.active):
@@ -160,3 +162,43 @@ def _json_line(line: Line) -> None:
         "line": line.text,
     }
     click.echo(json.dumps(document, ensure_ascii=False))
+
+
+@click.command()
+@run_argument
+@runs_option
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N events.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+def events(run: str | None, runs: Path, follow: bool, tail: int | None, as_json: bool) -> None:
+    """Print what has happened in a run.
+
+    Starts, ends and restarts of workers, and why.
+
+    \b
+    Example:
+      dnictl events -f
+    """
+    from dni_runtime.documents.events import Event
+
+    its = chosen_run(run, runs)
+    path = its.directory.events
+    reader = LineReader(path, Event.parse, offset=0 if tail is None else offset_of_last(path, tail))
+    limit = tail
+    for _ in its.states():  # the state first, to miss nothing that is written before the end
+        new = reader.new()
+        if limit is not None:
+            new, limit = iter(deque(new, maxlen=limit)), None
+        for event in new:
+            click.echo(
+                json.dumps(event.to_dict(), ensure_ascii=False) if as_json else _event_line(event)
+            )
+        if not follow:
+            return
+
+
+def _event_line(event: Event) -> str:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+    hidden = ("time", "event", "module")
+    rest = [f"{k}={v}" for k, v in event.to_dict().items() if k not in hidden and v is not None]
+    return printable("  ".join([stamp, event.event, event.module or "-", *rest]))

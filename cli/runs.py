@@ -1,15 +1,16 @@
-"""Commands on runs: ``ps``, ``status``, ``stop``, ``wait``, ``export``."""
+"""Commands on runs, their supervision, and how they end."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from dni_runtime.errors import UsageError, WorkerError
+from dni_runtime.errors import StoppedError, UsageError, WorkerError
 from dnictl.options import (
     chosen_run,
     json_option,
@@ -19,6 +20,24 @@ from dnictl.options import (
     tell,
     trust_option,
 )
+from dnictl.show import (
+    Column,
+    answer,
+    chain_line,
+    duration,
+    modules_table,
+    percent,
+    print_table,
+    printable,
+    quantity,
+    state,
+)
+
+if TYPE_CHECKING:
+    from dni_runtime.documents.state import RunState
+    from dni_runtime.launch.figures import RunFigures
+    from dni_runtime.launch.run import Run
+    from dni_runtime.launch.start import Launch
 
 WAIT_TIMEOUT = 124
 """Exit code of a wait that ran out of time, as in timeout(1)."""
@@ -37,37 +56,26 @@ def ps(runs: Path, as_json: bool) -> None:
     from dni_runtime.launch.figures import MetricsReader
     from dni_runtime.launch.run import runs_in
 
-    rows: list[dict[str, Any]] = []
-    for its, its_state in runs_in(runs):
-        figures = MetricsReader(its.record, evaluations=1).read(its_state)
-        rows.append(figures.model_dump(exclude={"modules", "evaluations"}))
+    rows = [MetricsReader(run.record, evaluations=1).read(its) for run, its in runs_in(runs)]
     if as_json:
-        print_json(rows)
+        print_json([row.model_dump(exclude={"modules", "evaluations"}) for row in rows])
         return
     if not rows:
-        click.echo(f"no runs in {str(runs)!r}", err=True)
+        tell(f"no runs in {str(runs)!r}")
         return
-    from dnictl.show import duration, percent, print_table, printable, state
-
     now = time.time()
-    print_table(
-        ["run", "state", "epoch", "accuracy", "age", "backend"],
-        [
-            [
-                row["run"],
-                state(row["state"]),
-                f"{row['epoch'] or 0}/{row['epochs']}",
-                percent(row["accuracy"]),
-                duration(now - row["created"]),
-                row["backend"],
-            ]
-            for row in rows
-        ],
-        right={"epoch", "accuracy", "age"},
-    )
+    columns = [
+        Column("run"),
+        Column("state", text=state),
+        quantity("epoch", lambda row: f"{row.epoch or 0}/{row.epochs}"),
+        quantity("accuracy", text=percent),
+        quantity("age", lambda row: now - row.created, duration),
+        Column("backend"),
+    ]
+    print_table(columns, rows)
     for row in rows:
-        if row["state"] == "stalled":
-            click.echo(printable(f"{row['run']}: {row['error']}"), err=True)
+        if row.state == "stalled":
+            tell(printable(f"{row.run}: {row.error}"))
 
 
 @click.command()
@@ -92,8 +100,6 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from dnictl.show import chain_line, modules_table, printable, state
-
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
@@ -112,22 +118,20 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     console.print(modules_table(figures))
     for module in figures.modules:
         if module.diverged:
-            found = module.diverged
-            click.echo(
-                f"{module.module}: {printable(found.what)} is not finite at batch {found.batch} "
-                f"({found.times} times so far)",
-                err=True,
+            what, batch, times = module.diverged.what, module.diverged.batch, module.diverged.times
+            tell(
+                f"{module.module}: {printable(what)} is not finite at batch {batch} "
+                f"({times} times so far)"
             )
         if module.warning:
-            click.echo(f"{module.module}: {printable(module.warning)}", err=True)
+            tell(f"{module.module}: {printable(module.warning)}")
     if figures.state == "unsupervised":
-        click.echo(
+        tell(
             "its supervisor is gone, its workers keep running; 'dnictl stop' stops them, "
-            "'dnictl resume' restarts the run with a supervisor",
-            err=True,
+            "'dnictl resume' restarts the run with a supervisor"
         )
     if figures.state == "lost":
-        click.echo(f"its supervisor is gone; continue with 'dnictl resume {figures.run}'", err=True)
+        tell(f"its supervisor is gone; continue with 'dnictl resume {figures.run}'")
 
 
 @click.command()
@@ -149,12 +153,10 @@ def stop(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
       dnictl stop && dnictl resume
     """
     its = chosen_run(run, runs)
-    state = its.stop(timeout)
-    if as_json:
-        print_json({"run": its.name, "state": state.phase, "exit_code": state.exit_code})
-    else:
-        click.echo(f"{its.name}: {state.phase}")
-    if state.phase == "lost":
+    end = its.stop(timeout)
+    document = {"run": its.name, "state": end.phase, "exit_code": end.exit_code}
+    answer(document, f"{its.name}: {end.phase}", as_json=as_json)
+    if end.phase == "lost":
         raise WorkerError(
             f"not every module of run {its.name!r} has written its last checkpoint",
             hint=f"make room if a disk is full, then 'dnictl resume {its.name}' goes on from the "
@@ -177,14 +179,71 @@ def wait(run: str | None, runs: Path, timeout: float | None, as_json: bool) -> N
     Example:
       dnictl up chain.yaml -d && dnictl wait
     """
-    from dnictl.ending import conclude
-
     its = chosen_run(run, runs)
-    state = its.wait(timeout)
-    if state.active:
-        tell(f"dnictl: {its.name} is still {state.phase}")
+    end = its.wait(timeout)
+    if end.active:
+        tell(f"dnictl: {its.name} is still {end.phase}")
         sys.exit(WAIT_TIMEOUT)
-    conclude(its, state, as_json=as_json)
+    conclude(its, end, as_json=as_json)
+
+
+@click.command()
+@click.argument("module")
+@run_argument
+@runs_option
+@trust_option
+@json_option
+def restart(module: str, run: str | None, runs: Path, as_json: bool) -> None:
+    """Restart one module of a run.
+
+    It stops after a checkpoint and resumes from there. The other modules keep training.
+
+    \b
+    Example:
+      dnictl restart lower
+    """
+    its = chosen_run(run, runs)
+    its.restart(module)
+    line = f"{its.name}: {module} restarts after a checkpoint"
+    answer({"run": its.name, "module": module}, line, as_json=as_json)
+
+
+@click.command()
+@click.argument("changes", nargs=-1, required=True, metavar="MODULE=N...|auto [RUN]")
+@runs_option
+@trust_option
+@json_option
+def scale(changes: tuple[str, ...], runs: Path, as_json: bool) -> None:
+    """Change how many replicas a module of an active run has.
+
+    For modules with 'replicas: {start: .., most: ..}'. All modules stop at a common checkpoint and
+    start from it with the new numbers.
+
+    'auto': as many as balance the chain, by how long a batch takes where the workers run.
+
+    \b
+    Examples:
+      dnictl scale middle=3
+      dnictl scale middle=1 upper=2 digits-20250101-120000
+      dnictl scale auto
+    """
+    auto = changes[0] == "auto"
+    pairs = [change.partition("=") for change in changes if "=" in change]
+    names = [change for change in changes[auto:] if "=" not in change]
+    wrong = [f"{name}={count}" for name, _, count in pairs if not (name and count.isdecimal())]
+    if wrong or bool(pairs) == auto or len(names) > 1:
+        raise UsageError(
+            f"{wrong[0]!r} is not MODULE=N"
+            if wrong
+            else f"{' '.join(changes)!r}: give MODULE=N or 'auto', and at most one run",
+            hint="for example: dnictl scale middle=3, or: dnictl scale auto",
+        )
+    its = chosen_run(names[0] if names else None, runs)
+    counts = {name: int(count) for name, _, count in pairs}
+    replicas = its.scale(its.balancing_replicas() if auto else counts, balanced=auto)
+    listed = ", ".join(f"{name}: {count}" for name, count in replicas.items())
+    line = f"{its.name}: replicas wanted: {listed}"
+    answer({"run": its.name, "replicas": replicas}, line, as_json=as_json)
 
 
 @click.command()
@@ -234,10 +293,71 @@ def export(
     for problem in damaged:
         click.secho(f"warning: {problem}; using checkpoint {cut}", err=True, fg="yellow")
     its.export(output, cut, force=force, state_dict=state_dict)
-    if as_json:
-        print_json(
-            {"run": its.name, "checkpoint": cut, "file": str(output),
-             "bytes": output.stat().st_size}
-        )  # fmt: skip
+    document = {"run": its.name, "checkpoint": cut, "file": str(output)}
+    document["bytes"] = output.stat().st_size
+    line = f"wrote {output} (checkpoint {cut} of {its.name})"
+    answer(document, line, as_json=as_json)
+
+
+@click.command(hidden=True)
+@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@trust_option
+def supervise(path: Path) -> None:
+    """Start and supervise the plan in a run directory, for --detach and batch scripts.
+
+    Workers that still run without a supervisor are taken over.
+    """
+    run = chosen_run(str(path), path)
+    launch = run.take_over()
+    if launch is None:
+        conclude(run, run.state(), as_json=False)
     else:
-        click.echo(f"wrote {output} (checkpoint {cut} of {its.name})")
+        go(launch)
+
+
+def go(launch: Launch, *, detached: bool = False, as_json: bool = False) -> None:
+    """Start a run in the background, or supervise it to its end and exit with its code."""
+    from dni_runtime.launch.run import Run
+    from dnictl.progress import progress
+
+    run = Run.open(launch.run.root)
+    if not detached:
+        with progress(run, quiet=as_json) as show:
+            state = launch.supervise(show)
+        conclude(run, state, as_json=as_json)
+    pid = launch.detach()
+    if as_json:
+        print_json({"run": run.name, "path": str(run.directory.root), "pid": pid})
+    else:
+        click.echo(run.name)
+        tell(
+            f"in the background; see 'dnictl status {run.name}', 'dnictl logs -f {run.name}', "
+            f"'dnictl wait {run.name}'"
+        )
+
+
+def conclude(run: Run, state: RunState, *, as_json: bool) -> NoReturn:
+    """Print how a run ended, and exit with the run's exit code.
+
+    ``state`` is its end as the caller has seen it: files may not have had room for it.
+    """
+    figures = run.status(state)
+    with contextlib.suppress(OSError):  # the reader is gone, or the log's disk is full
+        if as_json:
+            print_json(figures.model_dump())
+        else:
+            click.echo(summary(figures))
+        if state.phase == "stopped":
+            tell(f"  → dnictl resume {run.name}")
+    error = run.failure(state)
+    if error is not None:
+        raise error
+    sys.exit(0 if state.phase == "finished" else state.exit_code or StoppedError.exit_code)
+
+
+def summary(figures: RunFigures) -> str:
+    """Return one line on a run that has ended."""
+    took = ""
+    if figures.started is not None:
+        took = f" after {duration((figures.ended or time.time()) - figures.started)}"
+    return f"{figures.run}: {figures.state}{took}, {chain_line(figures)}"

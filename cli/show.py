@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dnictl.options import print_json
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import JustifyMethod, RenderableType
     from rich.table import Table
 
     from dni_runtime.documents.metrics import Evaluation
@@ -40,31 +47,72 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def table(
-    columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], right: Set[str] = frozenset()
-) -> Table:
-    """Return a plain table; columns named in ``right`` hold numbers."""
+def shown(value: Any) -> str:
+    """Return a value as text, or a dash for None."""
+    return "-" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of every row: its key in JSON, and its title and text in a table."""
+
+    key: str  # in JSON
+    of: str | Callable[[Any], Any] | None = None  # attribute or function of a row; None: the key
+    text: Callable[[Any], RenderableType] = shown  # of the figure, in a table
+    title: str | None = None  # in a table; None: the key; empty: it is only in JSON
+    right: bool = False  # aligned, in a table
+    in_json: bool = True
+
+    def figure(self, row: Any) -> Any:
+        """Return the figure of a row."""
+        if callable(self.of):
+            return self.of(row)
+        name = self.of or self.key
+        return row[name] if isinstance(row, Mapping) else getattr(row, name)
+
+
+quantity = partial(Column, right=True)
+"""A column of numbers."""
+
+
+def documents(columns: Sequence[Column], rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return a JSON object for each row."""
+    written = [column for column in columns if column.in_json]
+    return [{column.key: column.figure(row) for column in written} for row in rows]
+
+
+def table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
+    """Return a plain table."""
     from rich.table import Table
     from rich.text import Text
 
     made = Table(box=None, header_style="bold", pad_edge=False)
-    for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    visible = [column for column in columns if column.title != ""]
+    for column in visible:
+        side: JustifyMethod = "right" if column.right else "left"
+        made.add_column(column.title or column.key, justify=side, no_wrap=True)
     for row in rows:
-        made.add_row(*(Text(printable(one)) if isinstance(one, str) else one for one in row))
+        cells = (column.text(column.figure(row)) for column in visible)
+        made.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
     return made
 
 
-def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], right: Set[str] = frozenset()
-) -> None:
+def print_table(columns: Sequence[Column], rows: Iterable[Any]) -> None:
     """Print a table to stdout; nothing is cut off unless that is a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDE)
-    console.print(table(columns, rows, right))
+    console.print(table(columns, rows))
+
+
+def answer(document: Mapping[str, Any], line: str, *, as_json: bool) -> None:
+    """Print the result of a command: as JSON, or as a line for people."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(line)
 
 
 def state(word: str) -> RenderableType:
@@ -83,6 +131,21 @@ def number(value: float | None) -> str:
     return f"{value:.3g}" if abs(value) < 1 else f"{value:.1f}"
 
 
+def decimals(digits: int, value: float | None) -> str:
+    """Return a figure with so many digits after the point, or a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def thousands(value: float | None) -> str:
+    """Return a whole number with its thousands marked, or a dash."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def megabytes(nbytes: float, digits: int = 0) -> str:
+    """Return a size in units of 1e6 bytes."""
+    return f"{nbytes / 1e6:.{digits}f} MB"
+
+
 def percent(value: float | None, digits: int = 2) -> str:
     """Return a share in per cent, or a dash."""
     return "-" if value is None else f"{100 * value:.{digits}f} %"
@@ -99,50 +162,43 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
 
 
-MODULE_COLUMNS = (
-    "module", "state", "step", "samples/s", "loss", "accuracy", "cosine", "lag", "lost", "waits",
-)  # fmt: skip
-"""Accuracy: newest evaluation of the early head, at the tail of the chain; the rest: recent."""
-_RIGHT = frozenset(MODULE_COLUMNS[2:-1])
+TROUBLE = ("restarts", "missed", "replayed")
+"""Columns that are shown if a module has a count in them."""
 _IDLE = 0.005
 
 
-TROUBLE = ("restarts", "missed", "replayed")
-"""Columns that are shown if a module has a count in them."""
-
-
 def modules_table(figures: RunFigures) -> Table:
-    """Return a table with one row per module; on a cluster with its node."""
+    """Return a table with one row per module; on a cluster with its node.
+
+    Accuracy is that of the newest evaluation, of the early head or at the tail; the rest is recent.
+    """
     from dni_runtime.spec.replicas import tails_of
 
-    tails = tails_of([module.module for module in figures.modules])
-    extra = [name for name in TROUBLE if any(getattr(one, name) for one in figures.modules)]
-    columns = list(MODULE_COLUMNS)
-    if figures.job is not None:
-        columns.insert(1, "node")
-    rows = []
-    for module in figures.modules:
-        row = _row(module, figures.accuracy if module.module in tails else module.head_accuracy)
-        if figures.job is not None:
-            row.insert(1, module.host or "-")
-        more = (f"{getattr(module, name):,}" if getattr(module, name) else "-" for name in extra)
-        rows.append([*row, *more])
-    return table((*columns, *extra), rows, _RIGHT | set(extra))
-
-
-def _row(module: ModuleFigures, accuracy: float | None) -> list[RenderableType]:
-    return [
-        module.module,
-        state(module.state if module.signal is None else f"{module.state} ({module.signal})"),
-        "-" if module.step is None else f"{module.step:,}",
-        number(module.samples_per_s),
-        "nan" if _loss_diverged(module) else number(module.loss),
-        percent(accuracy),
-        "-" if module.synthesizer_cosine is None else f"{module.synthesizer_cosine:.2f}",
-        number(module.lag),
-        percent(module.gradients_lost, 1),
-        waits(module.waiting),
+    modules = figures.modules
+    tails = tails_of([module.module for module in modules])
+    columns = [
+        Column("module"),
+        Column("host", title="" if figures.job is None else "node"),
+        Column("state", lambda m: f"{m.state} ({m.signal})" if m.signal else m.state, state),
+        quantity("step", text=thousands),
+        quantity("samples_per_s", text=number, title="samples/s"),
+        quantity("loss", lambda m: math.nan if _loss_diverged(m) else m.loss, number),
+        quantity(
+            "accuracy",
+            lambda m: figures.accuracy if m.module in tails else m.head_accuracy,
+            percent,
+        ),
+        quantity("synthesizer_cosine", text=partial(decimals, 2), title="cosine"),
+        quantity("lag", text=number),
+        quantity("gradients_lost", text=partial(percent, digits=1), title="lost"),
+        Column("waiting", text=waits, title="waits"),
+        *(
+            quantity(name, text=lambda count: thousands(count or None))
+            for name in TROUBLE
+            if any(getattr(module, name) for module in modules)
+        ),
     ]
+    return table(columns, modules)
 
 
 def _loss_diverged(module: ModuleFigures) -> bool:

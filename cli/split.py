@@ -1,14 +1,36 @@
-"""``dnictl split``: a PyTorch network taken apart into the modules of a chain."""
+"""A PyTorch network taken apart into the modules of a chain: ``split``, ``balance``."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dni_runtime.errors import SpecError, UsageError
-from dnictl.options import json_option, print_json
+from dnictl.options import (
+    chosen_run,
+    complete_runs,
+    json_option,
+    print_json,
+    runs_option,
+    tell,
+    trust_option,
+)
+from dnictl.show import Column, documents, megabytes, print_table, quantity, thousands
+
+if TYPE_CHECKING:
+    from dni_runtime.split.part import Part
+
+balance_option = click.option(
+    "--balance", type=click.Choice(["time", "memory", "both"]), default="time", show_default=True,
+    help="What is equal among the modules.",
+)  # fmt: skip
+links_option = click.option(
+    "--links", type=click.Choice(["fast", "slow"]), default="fast", show_default=True,
+    help="Links between them: of 1 GB/s, or of 100 Mbit/s.",
+)  # fmt: skip
 
 
 def _mapping(text: str, option: str) -> dict[str, Any]:
@@ -35,10 +57,8 @@ def _names(text: str | None) -> tuple[str, ...]:
 @click.option("--modules", "-n", type=click.IntRange(1, 1024), default=2, show_default=True,
               help="Number of modules.")  # fmt: skip
 @click.option("--at", metavar="NAMES", help="Cut after these modules of the network instead.")
-@click.option("--balance", type=click.Choice(["time", "memory", "both"]), default="time",
-              show_default=True, help="What is equal among the modules.")  # fmt: skip
-@click.option("--links", type=click.Choice(["fast", "slow"]), default="fast", show_default=True,
-              help="Links between them: of 1 GB/s, or of 100 Mbit/s.")  # fmt: skip
+@balance_option
+@links_option
 @click.option("--takes", metavar="NAMES",
               help="Arguments of forward for the data's inputs, in their order.")  # fmt: skip
 @click.option("--returns", metavar="PATH",
@@ -84,63 +104,148 @@ def split(target: str, output: Path, as_json: bool, **options: Any) -> None:
         takes=_names(options.pop("takes")),
         **options,
     )
-    rows: list[dict[str, Any]] = [
-        {
-            "module": part.name,
-            "after": part.after,
-            "until": part.until,
-            "inputs": list(part.inputs or ()),
-            "output": " and ".join(map(str, part.outputs)),
-            "parameters": part.numbers,
-            "seconds": part.seconds,
-            "interface_seconds": part.interface_s,
-            "memory_bytes": part.memory,
-            "sends_bytes": part.sends,
-            "interface": part.interface.name if part.interface is not None else None,
-            "because": part.because,
-        }
-        for part in taken.parts
+    parts, warning = taken.parts, doubt(taken.parts)
+    total = sum(part.busy_s for part in parts)
+    columns = [
+        Column("module", "name"),
+        Column("after", title=""),
+        Column("until", text=_end),
+        Column("inputs", lambda part: list(part.inputs or ()), title=""),
+        Column("output", lambda part: " and ".join(map(str, part.outputs)), title=""),
+        quantity("parameters", "numbers", thousands),
+        Column("seconds", title=""),
+        Column("interface_seconds", "interface_s", title=""),
+        quantity("ms a batch", _milliseconds, in_json=False),
+        quantity("share", lambda part: f"{part.busy_s / total:.0%}", in_json=False),
+        quantity("memory_bytes", "memory", megabytes, title="memory"),
+        quantity("sends_bytes", "sends", partial(megabytes, digits=1), title="sends"),
+        Column("interface", lambda part: part.interface and part.interface.name, title=""),
+        Column("because", title=""),
+        Column("interface", _interface, in_json=False),
     ]
-    warning = doubt(taken.parts)
     if as_json:
-        found = {"file": str(output), "weights": str(taken.weights), "modules": rows}
-        print_json({**found, "warning": warning})
+        written = {"file": str(output), "weights": str(taken.weights)}
+        print_json({**written, "modules": documents(columns, parts), "warning": warning})
         return
-    from dnictl.show import print_table
-
-    total = sum(part.busy_s for part in taken.parts)
-    print_table(
-        ["module", "until", "parameters", "ms a batch", "share", "memory", "sends", "interface"],
-        [
-            [
-                row["module"], row["until"] or "the end", f"{row['parameters']:,}",
-                f"{1e3 * part.seconds:.0f} + {1e3 * part.interface_s:.0f}",
-                f"{part.busy_s / total:.0%}",
-                f"{part.memory / 1e6:.0f} MB", f"{part.sends / 1e6:.1f} MB",
-                _interface(row),
-            ]
-            for row, part in zip(rows, taken.parts, strict=True)
-        ],
-        right={"parameters", "ms a batch", "share", "memory", "sends"},
-    )  # fmt: skip
+    print_table(columns, parts)
     click.echo(f"wrote {output} and {taken.weights}")
     if warning is not None:
         click.secho(warning, err=True, fg="yellow")
-    if any(part.because != "asked" for part in taken.parts[:-1]):
-        click.echo(
-            "interfaces as measured for such layers (docs/results.md); your own check: "
-            f"dnictl compare {output}",
-            err=True,
-        )
-    click.echo("in parts, the network computes what it computes as a whole: checked", err=True)
-    click.echo(f"next: dnictl validate {output} && dnictl up {output}", err=True)
+    if any(part.because != "asked" for part in parts[:-1]):
+        tell(f"interfaces as measured for such layers; your own check: dnictl compare {output}")
+    tell("in parts, the network computes what it computes as a whole: checked")
+    tell(f"next: dnictl validate {output} && dnictl up {output}")
 
 
-def _interface(row: dict[str, Any]) -> str:
-    if row["interface"] is None:
+@click.command()
+@click.argument("target", required=False, metavar="[CHAIN|RUN]", shell_complete=complete_runs)
+@runs_option
+@balance_option
+@links_option
+@click.option("--apply", "apply_it", is_flag=True, help="Write better cuts to the chain file.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="PATH",
+              help="Write them to this file beside it.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace any chain file.")
+@trust_option
+@json_option
+def balance(
+    target: str | None,
+    runs: Path,
+    balance: Any,
+    links: str,
+    apply_it: bool,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Find better cuts for a network that has been taken apart.
+
+    For a run (by default the latest), by the time of a batch that each module has measured where it
+    runs: a module on a slow node gets less. For a chain file, by the times on this machine.
+
+    \b
+    Example:
+      dnictl balance                       # how good the cuts of the latest run are
+      dnictl stop && dnictl balance --apply && dnictl up --carry RUN
+    """
+    from dni_runtime.launch.balancing import balance_chain
+
+    if apply_it and output is not None:
+        raise UsageError("--apply and --output exclude each other", hint="give one of them")
+    run = None
+    if target is not None and Path(target).is_file():
+        found = balance_chain(Path(target), balance, links)
+    else:
+        run = chosen_run(target, runs)
+        found = run.balance(balance, links)
+    wanted = output is not None or (apply_it and found.worthwhile)
+    written = found.write(output, force=force) if wanted else None
+    recut = found.recut
+    parts, better, seconds = recut.parts, recut.better, recut.seconds
+    columns = [
+        Column("module", lambda n: parts[n].name),
+        Column("host", lambda n: found.hosts[n], lambda host: host or "?"),
+        Column("until", lambda n: parts[n].until, _end),
+        Column("better_until", lambda n: better[n].until, _end, title="better"),
+        Column("seconds", lambda n: seconds[n], title=""),
+        Column("measured", lambda n: found.measured[n], title=""),
+        quantity(
+            "ms a batch",
+            lambda n: f"{1e3 * seconds[n]:.1f}{'' if found.measured[n] else ' (estimated)'}",
+            in_json=False,
+        ),
+        quantity(
+            "better_seconds",
+            lambda n: recut.better_seconds[n],
+            lambda each: f"{1e3 * each:.1f}",
+            title="better ms",
+        ),
+        quantity("memory_bytes", lambda n: parts[n].memory, megabytes, title="memory"),
+        quantity(
+            "better_memory_bytes",
+            lambda n: better[n].memory,
+            megabytes,
+            title="better memory",
+        ),
+        Column("parameters", lambda n: parts[n].numbers, title=""),
+        Column("better_parameters", lambda n: better[n].numbers, title=""),
+    ]
+    rows = range(len(parts))
+    if as_json:
+        print_json({
+            "modules": documents(columns, rows), "faster": found.faster,
+            "worthwhile": found.worthwhile, "file": None if written is None else str(written),
+        })  # fmt: skip
+        return
+    print_table(columns, rows)
+    click.echo(
+        f"the slowest module takes {1e3 * max(seconds):.1f} ms for a batch; with better cuts "
+        f"{1e3 * max(recut.better_seconds):.1f} ms: {found.faster:.2f} times as many batches"
+        if found.worthwhile
+        else "the cuts are as good as they can be, within 5 %"
+        + (": nothing is written" if apply_it else "")
+    )
+    if not any(found.measured):
+        tell("times were measured on this machine, not in a run")
+    if written is not None:
+        click.echo(f"wrote {written}")
+        carry = f" --carry {run.name}" if run is not None else ""
+        tell(f"next: dnictl up {written}{carry} (in containers after 'dnictl build')")
+
+
+def _end(name: str | None) -> str:
+    return name or "the end"
+
+
+def _milliseconds(part: Part) -> str:
+    return f"{1e3 * part.seconds:.0f} + {1e3 * part.interface_s:.0f}"
+
+
+def _interface(part: Part) -> str:
+    if part.interface is None:
         return "loss"
-    known = row["because"] in ("asked", "default")
-    return str(row["interface"]) if known else f"{row['interface']}: {row['because']}"
+    known = part.because in ("asked", "default")
+    return part.interface.name if known else f"{part.interface.name}: {part.because}"
 
 
 def _data(text: str) -> dict[str, Any]:

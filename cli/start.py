@@ -12,7 +12,6 @@ import click
 from click.core import ParameterSource
 
 from dni_runtime.errors import UsageError
-from dnictl.ending import conclude
 from dnictl.options import (
     Wanted,
     backend_option,
@@ -35,7 +34,7 @@ from dnictl.options import (
     tell,
     trust_option,
 )
-from dnictl.supervise import go
+from dnictl.runs import conclude, go
 
 if TYPE_CHECKING:
     from dni_runtime.launch.plan import LaunchPlan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from dnictl.options import (
     site_for,
     trust_option,
 )
+from dnictl.show import Column, percent, print_table, quantity
 
 if TYPE_CHECKING:
     from dni_runtime.launch.prepare import Prepared
@@ -144,7 +146,7 @@ def submit(
         )
     if wait_for_it:
         from dni_runtime.launch.run import Run
-        from dnictl.ending import conclude
+        from dnictl.runs import conclude
 
         run = Run(record)
         conclude(run, run.wait(), as_json=as_json)
@@ -210,9 +212,8 @@ def list_profiles(as_json: bool) -> None:
     if as_json:
         print_json({name: str(path) for name, path in found.items()})
         return
-    from dnictl.show import print_table
-
-    print_table(["profile", "file"], [[name, str(path)] for name, path in found.items()])
+    columns = [Column("profile", lambda item: item[0]), Column("file", lambda item: item[1])]
+    print_table(columns, found.items())
 
 
 @profile.command("show")
@@ -278,20 +279,16 @@ def _checked(script: str, options: list[str]) -> str:
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    from dnictl.show import percent, print_table
-
-    columns = ["module", "node", "input", "cpus", "gpus", "memory", "work"]
-    print_table(
-        columns,
-        [
-            [
-                row["module"], str(row["node"]), row["input"], str(row["cpus"]), str(row["gpus"]),
-                f"{row['memory_mib']} MiB", percent(row["work"], 0),
-            ]
-            for row in rows
-        ],
-        right={"node", "cpus", "gpus", "memory", "work"},
-    )  # fmt: skip
+    columns = [
+        Column("module"),
+        quantity("node"),
+        Column("input"),
+        quantity("cpus"),
+        quantity("gpus"),
+        quantity("memory_mib", text="{} MiB".format, title="memory"),
+        quantity("work", text=partial(percent, digits=0)),
+    ]
+    print_table(columns, rows)
     nodes = sorted({row["node"] for row in rows})
     for node in nodes:
         share = sum(row["work"] for row in rows if row["node"] == node)

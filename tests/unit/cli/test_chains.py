@@ -19,14 +19,6 @@ def test_templates_are_valid(template: str, dnictl: Dnictl, folder: Path) -> Non
     assert len(result.json["modules"]) >= 3
 
 
-def test_init_overwrites_nothing(dnictl: Dnictl, folder: Path) -> None:
-    (folder / "chain.yaml").write_text("mine")
-    result = dnictl("init")
-    assert result.code == 64
-    assert "already exists" in result.err
-    assert (folder / "chain.yaml").read_text() == "mine"
-
-
 def test_a_template_may_have_programs(dnictl: Dnictl, folder: Path) -> None:
     (folder / "models").mkdir()
     result = dnictl("init", "--template", "lm", "models/first.yaml")
@@ -86,7 +78,6 @@ def test_dry_run_for_hosts(dnictl: Dnictl, write_chain: WriteChain, folder: Path
     assert [" -- no.b " in line for line in commands] == [False, True]
     assert "OMP_NUM_THREADS=1 \\" not in result.out
     assert not (folder / "runs").exists()
-    assert dnictl("up", path, "--hosts", "a,a").code == 64
 
 
 def test_dry_run_prints_the_plan(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
@@ -105,11 +96,4 @@ def test_one_module_by_hand(dnictl: Dnictl, write_chain: WriteChain) -> None:
     result = dnictl("run", "top", "--run-dir", "r", "--dry-run", "--backend", "process")
     assert result.code == 0
     assert "--module top" in result.out
-    result = dnictl("run", "tip", "--run-dir", "r")
-    assert result.code == 64
-    assert "its modules: bottom, top" in result.err
-    result = dnictl("run", "top", "--run-dir", "r", "--backend", "process", "--resume", "newest")
-    assert result.code == 64
-    assert "--resume 'newest'" in result.err
-    assert "auto, own, none" in result.err
     assert not Path("r").exists()

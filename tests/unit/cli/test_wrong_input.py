@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,70 +12,112 @@ import torch
 from dni_runtime.image.apptainer import Apptainer
 from dni_runtime.image.lock import ImageLock, LockedBase, LockedImage, write_lock
 from dni_runtime.launch import doctor
-from tests.unit.cli.conftest import Dnictl, Result, WriteChain
+from dni_runtime.launch.records import Record
+from tests.unit.cli.conftest import Dnictl, Result, WriteChain, ended
 
-# What to change in the chain, the exit code, and what the message must say.
-WRONG: dict[str, tuple[tuple[str, str], int, list[str]]] = {
+UP = ("up", "chain.yaml", "--backend", "process")
+Change = tuple[str, str]
+
+# What to change in the chain, the command, its exit code, and what the message must say.
+WRONG: dict[str, tuple[Change | None, tuple[str, ...], int, list[str]]] = {
     "unknown layer": (
-        ("- BatchNorm1d: {num_features: 32}", "- BatchNorm9d: {num_features: 32}"),
-        78,
+        ("- BatchNorm1d: {num_features: 32}", "- BatchNorm9d: {num_features: 32}"), UP, 78,
         ["chain.yaml:11: modules[0].layers[1]", "unknown layer 'BatchNorm9d'", "did you mean"],
     ),
     "misspelt keyword of a layer": (
-        ("out_features: 10", "out_feature: 10"),
-        78,
+        ("out_features: 10", "out_feature: 10"), UP, 78,
         ["chain.yaml:15: modules[1].layers[0].Linear", "'out_feature'", "out_features"],
     ),
     "misspelt key": (
-        ("epochs: 2", "epoch: 2"),
-        78,
+        ("epochs: 2", "epoch: 2"), UP, 78,
         ["chain.yaml:4: epoch", "unknown key 'epoch'", "did you mean 'epochs'?"],
     ),
     "misspelt optimizer": (
-        ("Adam: {lr", "Adm: {lr"),
-        78,
-        ["chain.yaml:6: defaults.optimizer", "'Adm'", "Adam"],
+        ("Adam: {lr", "Adm: {lr"), UP, 78, ["chain.yaml:6: defaults.optimizer", "'Adm'", "Adam"],
     ),
     "misspelt keyword of an optimizer": (
-        ("lr: 0.002", "learning_rate: 0.002"),
-        78,
+        ("lr: 0.002", "learning_rate: 0.002"), UP, 78,
         ["chain.yaml:6: defaults.optimizer", "learning_rate", "lr"],
     ),
     "shapes that do not fit": (
-        ("in_features: 32", "in_features: 48"),
-        78,
+        ("in_features: 32", "in_features: 48"), UP, 78,
         ["chain.yaml:15: modules[1].layers[0]", "32", "48"],
     ),
+    "the same, by validate": (
+        ("in_features: 32", "in_features: 48"), ("validate",), 78,
+        ["chain.yaml:15: modules[1].layers[0]", "32", "48"],
+    ),
+    "the same, by an alias": (
+        ("in_features: 32", "in_features: 48"), ("check",), 78,
+        ["chain.yaml:15: modules[1].layers[0]", "32", "48"],
+    ),
+    "the same, by bench": (
+        ("in_features: 32", "in_features: 48"), ("bench", "module"), 78,
+        ["chain.yaml:15: modules[1].layers[0]", "48"],
+    ),
     "shapes that do not fit the loss": (
-        ("{in_features: 32, out_features: 10}", "{in_features: 32, out_features: 3}"),
-        78,
+        ("{in_features: 32, out_features: 10}", "{in_features: 32, out_features: 3}"), UP, 78,
         ["chain.yaml", "10", "3"],
     ),
     "unknown data set": (
-        ("dataset: digits", "dataset: digit"),
-        78,
+        ("dataset: digits", "dataset: digit"), UP, 78,
         ["chain.yaml:3: data.dataset", "'digit'", "did you mean 'digits'?"],
     ),
     "missing data folder": (
-        ("dataset: digits", "dataset: mnist, path: /no/such/folder"),
-        66,
+        ("dataset: digits", "dataset: mnist, path: /no/such/folder"), UP, 66,
         ["chain.yaml:3: data", "/no/such/folder"],
     ),
     "unknown interface": (
-        ("epochs: 2", "epochs: 2\nlinks: {transport: tcp, interface: ib7}"),
-        69,
+        ("epochs: 2", "epochs: 2\nlinks: {transport: tcp, interface: ib7}"), UP, 69,
         ["chain.yaml:5: links.interface", "'ib7'", "there is:"],
     ),
-    "no YAML": (("name: small", "name: [small"), 78, ["chain.yaml", "not valid YAML"]),
+    "no YAML": (("name: small", "name: [small"), UP, 78, ["chain.yaml", "not valid YAML"]),
     "two modules of one name": (
-        ("name: top", "name: bottom"),
-        78,
+        ("name: top", "name: bottom"), UP, 78,
         ["chain.yaml", "modules 0 and 1 are both named 'bottom'"],
     ),
-}
+    "no file": (
+        None, ("up", "nothing.yaml"), 78, ["there is no file 'nothing.yaml'", "dnictl init"],
+    ),
+    "a host twice": (None, (*UP, "--hosts", "a,a"), 64, ["'a'"]),
+    "no such module": (
+        None, ("run", "tip", "--run-dir", "r"), 64, ["no module 'tip'", "modules: bottom, top"],
+    ),
+    "no checkpoint": (
+        None, ("run", "top", "--run-dir", "r", "--backend", "process", "--resume", "newest"), 64,
+        ["--resume 'newest'", "auto, own, none"],
+    ),
+    "doctor of a chain": (
+        None, ("doctor", "chain.yaml"), 64, ["doctor --network", "dnictl validate"],
+    ),
+    "doctor of an interface": (
+        None, ("doctor", "--interface", "ib0"), 64, ["doctor --network"],
+    ),
+    "doctor of data": (None, ("doctor", "--data", "ib0"), 64, ["doctor --network"]),
+    "a chain and an interface": (
+        None, ("doctor", "--network", "chain.yaml", "--interface", "ib0"), 64,
+        ["--interface", "links.interface"],
+    ),
+    "comparison of unknown interfaces": (
+        None, ("compare", "--interfaces", "exact,sinthetic", "--out", "c"), 64,
+        ["unknown gradient interface 'sinthetic'", "did you mean 'synthetic'?"],
+    ),
+    "comparison without evaluations": (
+        ("epochs: 2", "epochs: 2\neval_every: 0"), ("compare", "--out", "c"), 64,
+        ["chain.yaml:5: eval_every", "set it to 1"],
+    ),
+    "measurement of no module": (
+        None, ("bench", "module", "--module", "botom"), 64,
+        ["no module 'botom'", "did you mean 'bottom'?"],
+    ),
+    "better cuts for two files": (
+        None, ("balance", "chain.yaml", "--apply", "-o", "x"), 64, ["exclude each other"],
+    ),
+    "a network without data": (None, ("split", "nets:build"), 64, ["no data", "--data mnist"]),
+}  # fmt: skip
 
 
-def check(result: Result, code: int, parts: list[str]) -> None:
+def check(result: Result, code: int, parts: Sequence[str]) -> None:
     assert result.code == code, result.err
     assert result.out == ""
     assert result.err.startswith("dnictl: error: ")
@@ -85,30 +128,70 @@ def check(result: Result, code: int, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_chain(name: str, dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
-    change, code, parts = WRONG[name]
-    path = write_chain(change)
-    check(dnictl("up", path, "--backend", "process"), code, parts)
-    assert not (folder / "runs").exists()
+def test_wrong_chain_or_command(
+    name: str, dnictl: Dnictl, write_chain: WriteChain, folder: Path
+) -> None:
+    change, command, code, parts = WRONG[name]
+    write_chain(*([change] if change else []))
+    check(dnictl(*command), code, parts)
+    assert [path.name for path in folder.iterdir()] == ["chain.yaml"]
 
 
-def test_validate_finds_the_same(dnictl: Dnictl, write_chain: WriteChain) -> None:
-    change, code, parts = WRONG["shapes that do not fit"]
-    check(dnictl("validate", write_chain(change)), code, parts)
-    check(dnictl("check", write_chain(change)), code, parts)
+# How the run is, the command, its exit code, and what the message must say.
+WRONG_OF_A_RUN: list[tuple[str, tuple[str, ...], int, list[str]]] = [
+    ("new", ("wait",), 64, ["its workers are started by hand"]),
+    ("new", ("export", "-o", "m"), 74, ["no complete checkpoint"]),
+    ("new", ("export", "-o", "chain.yaml"), 64, ["already exists", "--force"]),
+    ("new", ("status", "nothing"), 64, ["'nothing'"]),
+    ("finished", ("restart", "top"), 64, ["'small-1' is finished", "dnictl status small-1"]),
+    ("stopped", ("restart", "top"), 64, ["'small-1' is stopped", "dnictl resume small-1"]),
+    ("running", ("restart", "top"), 64, ["module 'top' has finished"]),
+    ("running", ("restart", "tip"), 64, ["no module 'tip'"]),
+    ("finished", ("resume",), 64, ["its checkpoints are gone: start a new run"]),
+    ("running", ("resume",), 64, ["dnictl stop"]),
+    ("stopped", ("resume", "--from", "12"), 64, ["no complete checkpoint '12'"]),
+    ("stopped", ("resume", "--from", "\N{SUPERSCRIPT TWO}"), 64, ["no complete checkpoint"]),
+    ("finished", ("logs", "small-1", "tip"), 64, ["no module 'tip'"]),
+    ("new", ("scale", "top=2"), 64, ["the number of replicas of module 'top' is fixed"]),
+    ("new", ("scale", "other=2"), 64, ["no module 'other'"]),
+    ("new", ("scale", "top=two"), 64, ["'top=two' is not MODULE=N"]),
+    ("new", ("scale", "=2"), 64, ["'=2' is not MODULE=N"]),
+    ("new", ("scale", "small-1"), 64, ["'small-1': give MODULE=N or 'auto', and at most one run"]),
+    ("new", ("scale", "top=2", "small-1", "s"), 64, ["'top=2 small-1 s': give MODULE=N"]),
+    ("new", ("scale", "auto", "top=2"), 64, ["'auto top=2': give MODULE=N or 'auto'"]),
+    ("new", ("scale", "auto"), 64, ["has no module whose number of replicas can change"]),
+]
 
 
-def test_no_file(dnictl: Dnictl) -> None:
-    check(dnictl("up", "nothing.yaml"), 78, ["there is no file 'nothing.yaml'", "dnictl init"])
+@pytest.mark.parametrize(("phase", "command", "code", "parts"), WRONG_OF_A_RUN)
+def test_wrong_command_of_a_run(
+    phase: str,
+    command: tuple[str, ...],
+    code: int,
+    parts: list[str],
+    dnictl: Dnictl,
+    record: Record,
+) -> None:
+    if phase != "new":
+        state = ended(record, phase, {"finished": 0, "running": 0, "stopped": 75}[phase])
+        state.modules["top"].state = "finished"
+        state.write(record.run)
+    before = written(record)
+    check(dnictl(*command), code, parts)
+    assert written(record) == before
 
 
-def test_doctor_measures_a_chain_only_when_asked(dnictl: Dnictl, write_chain: WriteChain) -> None:
-    path = write_chain()
-    check(dnictl("doctor", path), 64, ["doctor --network", "dnictl validate"])
-    for option in ("--interface", "--data"):
-        check(dnictl("doctor", option, "ib0"), 64, ["doctor --network"])
-    wrong = dnictl("doctor", "--network", path, "--interface", "ib0")
-    check(wrong, 64, ["--interface", "links.interface"])
+def written(record: Record) -> dict[Path, int]:
+    """Return when each file of a run was written."""
+    return {path: path.stat().st_mtime_ns for path in record.run.root.rglob("*")}
+
+
+@pytest.mark.parametrize("command", [
+    ("status",), ("logs",), ("stop",), ("wait",), ("resume",), ("restart", "top"), ("events",),
+    ("export", "-o", "x"), ("tensorboard",), ("scale", "auto"), ("balance",),
+])  # fmt: skip
+def test_there_are_no_runs(command: tuple[str, ...], dnictl: Dnictl) -> None:
+    check(dnictl(*command), 64, ["there are no runs in 'runs'"])
 
 
 def test_a_port_that_is_taken(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
@@ -189,33 +272,7 @@ def test_an_image_of_another_spec(
     )
 
 
-def test_compare_names_unknown_interfaces(
-    dnictl: Dnictl, write_chain: WriteChain, folder: Path
-) -> None:
-    result = dnictl("compare", write_chain(), "--interfaces", "exact,sinthetic", "--out", "c")
-    check(result, 64, ["unknown gradient interface 'sinthetic'", "did you mean 'synthetic'?"])
-    assert not (folder / "c").exists()
-
-
-def test_compare_needs_evaluations(dnictl: Dnictl, write_chain: WriteChain, folder: Path) -> None:
-    path = write_chain(("epochs: 2", "epochs: 2\neval_every: 0"))
-    check(dnictl("compare", path, "--out", "c"), 64, ["chain.yaml:5: eval_every", "set it to 1"])
-    assert not (folder / "c").exists()
-
-
-def test_bench(dnictl: Dnictl, write_chain: WriteChain) -> None:
-    write_chain()
-    said = ["no module 'botom'", "did you mean 'bottom'?"]
-    check(dnictl("bench", "module", "--module", "botom"), 64, said)
-
-
-def test_bench_checks_the_chain(dnictl: Dnictl, write_chain: WriteChain) -> None:
-    path = write_chain(("in_features: 32", "in_features: 48"))
-    check(dnictl("bench", "module", path), 78, ["chain.yaml:15: modules[1].layers[0]", "48"])
-
-
 def test_an_unknown_command_and_option(dnictl: Dnictl) -> None:
     assert dnictl("upp").code == 64
     assert "No such command 'upp'" in dnictl("upp").err
     assert dnictl("up", "--backend", "docker").code == 64
-    assert dnictl("status", "nothing").code == 64

@@ -1,4 +1,4 @@
-"""``compare``: one network trained in several ways, beside plain backpropagation."""
+"""Measurements: ``bench`` of modules; ``compare`` trains one network in several ways."""
 
 from __future__ import annotations
 
@@ -6,17 +6,78 @@ import re
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from dni_runtime.errors import UnavailableError, UsageError
-from dnictl.options import chain_argument, data_option, json_option, print_json, site_for
+from dnictl.options import chain_argument, data_option, json_option, print_json, site_for, tell
+from dnictl.show import Column, decimals, percent, print_table, quantity, thousands
 
 if TYPE_CHECKING:
-    from dni_runtime.launch.compare import Compared, Trial
+    from dni_runtime.bench.module import ModuleCost, Spread
+    from dni_runtime.launch.compare import Compared, Row, Trial
     from dni_runtime.launch.prepare import Prepared
+
+
+@click.group()
+def bench() -> None:
+    """Measure modules on this machine.
+
+    \b
+    Example:
+      dnictl bench module chain.yaml   which module is the slowest, and why
+    """
+
+
+@bench.command()
+@chain_argument
+@click.option("--module", "-m", "modules", multiple=True, metavar="NAME",
+              help="Only this module (may be given more than once).")  # fmt: skip
+@click.option("--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True,
+              help="Number of measurements, in turns; figures are medians.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.5, show_default=True,
+              help="Shortest time of one measurement.")  # fmt: skip
+@data_option
+@json_option
+def module(
+    chain: Path,
+    modules: tuple[str, ...],
+    repetitions: int,
+    seconds: float,
+    data: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the parts of each module's step, in one process without transport.
+
+    Forward pass; backward pass with the optimizer's step; the gradient interface's signal; and what
+    learning from true gradients costs per batch. A chain trains as fast as its slowest module:
+    move layers from that module to a faster one.
+
+    \b
+    Example:
+      dnictl bench module chain.yaml --module bottom
+    """
+    from dni_runtime.bench.module import measure_modules
+    from dni_runtime.launch.prepare import prepare
+
+    prepared = prepare(chain, data=data)
+    costs = measure_modules(
+        prepared, modules, repetitions=repetitions, seconds=seconds,
+        observe=None if as_json else tell,
+    )  # fmt: skip
+    if as_json:
+        print_json(
+            {
+                "chain": prepared.chain.name,
+                "repetitions": repetitions,
+                "modules": [asdict(cost) for cost in costs],
+            }
+        )
+        return
+    _print_modules(costs)
 
 
 @click.command()
@@ -124,9 +185,8 @@ def compare(
     threads = threads or default_threads(prepared)
     folder = out or Path(f"compare-{prepared.chain.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     trials: list[Trial] = []
-    document: dict[str, Any] = {}
-    for method, seed, one in (*references, *variants):
-        trials.append(_train(one, method, seed, metric, folder, threads, quiet=as_json))
+    for method, seed, changed in (*references, *variants):
+        trials.append(_train(changed, method, seed, metric, folder, threads, quiet=as_json))
         level = default_target(trials, metric) if target is None else target
         rows = summarize(trials, metric, level)
         document = {
@@ -142,25 +202,24 @@ def compare(
         if not as_json:
             last = trials[-1]
             tested = "" if last.test is None else f", test {metric.name} {last.test:.4f}"
-            click.echo(
+            tell(
                 f"{len(trials)}/{len(references) + len(variants)} {method}, seed {seed}: "
                 f"{metric.name} {last.points[-1].value:.4f}{tested}, "
-                f"{last.samples_per_s:,.0f} samples/s",
-                err=True,
+                f"{last.samples_per_s:,.0f} samples/s"
             )
     picture = folder / "curves.png"
     try:
         curves = draw_curves(prepared.chain.name, panels(trials, metric.name))
     except UnavailableError as error:
-        click.echo(f"no picture: {error}", err=True)
+        tell(f"no picture: {error}")
     else:
         curves.savefig(picture, dpi=120)
-        click.echo(str(picture), err=True)
+        tell(str(picture))
     if as_json:
         print_json(document)
         return
-    _print(document)
-    click.echo(str(folder / "result.json"), err=True)
+    _print(rows, metric.name, level)
+    tell(str(folder / "result.json"))
 
 
 def _names(text: str | None) -> list[str]:
@@ -213,34 +272,79 @@ def _train(
     if error is not None:
         raise error
     if state.phase != "finished":
-        click.echo(f"stopped; the finished runs are in {folder / 'result.json'}", err=True)
+        tell(f"stopped; the finished runs are in {folder / 'result.json'}")
         sys.exit(state.exit_code or 75)
     return read_trial(run.record, method, seed, metric)
 
 
-def _print(document: dict[str, Any]) -> None:
-    from dnictl.show import print_table
-
-    target, metric = document["target"], document["metric"]
+def _print(rows: list[Row], metric: str, target: float | None) -> None:
+    exact = partial(decimals, 4)
     aim = "time to target" if target is None else f"time to {metric} {target:.4f}"
-    figures = {metric: "mean", "lowest": "low", "highest": "high"}
-    if any(row["test"] is not None for row in document["rows"]):
-        figures = {metric: "mean", f"test {metric}": "test", "lowest": "low", "highest": "high"}
-    shares = any(row["shared_bytes"] is not None for row in document["rows"])
-    sent = ["MiB shared"] if shares else []
-    print_table(
-        ["method", *figures, "samples/s", *sent, aim],
-        [
-            [
-                row["method"],
-                *(f"{row[key]:.4f}" for key in figures.values()),
-                f"{row['samples_per_s']:,.0f}",
-                *(f"{(row['shared_bytes'] or 0) / 2**20:,.1f}" for _ in sent),
-                f"{row['target_s']:.1f} s"
-                if row["target_s"] is not None
-                else f"reached by {row['reached']} of {row['trials']}",
-            ]
-            for row in document["rows"]
-        ],
-        right={*figures, "samples/s", *sent, aim},
-    )
+    tested = any(row.test is not None for row in rows)
+    shares = any(row.shared_bytes is not None for row in rows)
+    columns = [
+        Column("method"),
+        quantity("mean", text=exact, title=metric),
+        quantity("test", text=exact, title=f"test {metric}" if tested else ""),
+        quantity("low", text=exact, title="lowest"),
+        quantity("high", text=exact, title="highest"),
+        quantity("samples_per_s", text=thousands, title="samples/s"),
+        quantity("shared_bytes", text=_mebibytes, title="MiB shared" if shares else ""),
+        quantity("target_s", _reached, title=aim),
+    ]
+    print_table(columns, rows)
+
+
+def _mebibytes(nbytes: int | None) -> str:
+    return f"{(nbytes or 0) / 2**20:,.1f}"
+
+
+def _reached(row: Row) -> str:
+    if row.target_s is None:
+        return f"reached by {row.reached} of {row.trials}"
+    return f"{row.target_s:.1f} s"
+
+
+def _print_modules(costs: list[ModuleCost]) -> None:
+    columns = [
+        Column("module"),
+        quantity("forward_us", text=_median, title="forward"),
+        quantity("backward_us", text=_median, title="backward"),
+        quantity("signal_us", text=lambda it: thousands(it.median or None), title="signal"),
+        quantity("learn_us", _learn, title="learn"),
+        quantity("step_us", text=_median, title="step, µs"),
+        quantity("range", lambda it: f"{it.step_us.low:,.0f}-{it.step_us.high:,.0f}"),
+        quantity("interface_share", text=partial(percent, digits=0), title="interface"),
+        quantity("parameters", text=thousands),
+        quantity("interface_parameters", text=thousands, title="+ interface"),
+        quantity("down_bytes", text=_size, title="sends"),
+        quantity("up_bytes", text=_size, title="returns"),
+    ]
+    print_table(columns, costs)
+    if len(costs) > 1:
+        slowest = max(costs, key=lambda cost: cost.step_us.median)
+        mean = sum(cost.step_us.median for cost in costs) / len(costs)
+        click.echo(
+            f"slowest: {slowest.module}, {slowest.step_us.median / mean:.2f} times the mean; "
+            f"at most {slowest.samples_per_s:,.0f} samples/s if each module has its own cores"
+        )
+
+
+def _median(spread: Spread) -> str:
+    return thousands(spread.median)
+
+
+def _learn(cost: ModuleCost) -> str:
+    if not cost.learn_every:
+        return "-"
+    every = f", 1 in {cost.learn_every}" if cost.learn_every > 1 else ""
+    return f"{cost.learn_us.median:,.0f}{every}"
+
+
+def _size(nbytes: float) -> str:
+    if not nbytes:
+        return "-"
+    for unit, size in (("MB", 1 << 20), ("KB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
