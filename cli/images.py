@@ -123,37 +123,28 @@ def verify(
     """
     from dni_runtime.image.check import locked_images, verify_image
 
-    found: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
     errors: list[DniError] = []
     for path in images or locked_images(out):
         try:
-            verified = verify_image(None, path, key=key, require_signature=signed)
+            image = verify_image(None, path, key=key, require_signature=signed)
         except DniError as error:
             errors.append(error)
-            found.append({"image": str(path), "valid": False, "error": error.message})
+            verdict, text = {"valid": False, "error": error.message}, "BAD"
         else:
-            found.append(
-                {
-                    "image": str(path),
-                    "valid": True,
-                    "sha256": verified.sha256,
-                    "signed": verified.signed,
-                }
-            )
+            verdict = {"valid": True, "sha256": image.sha256, "signed": image.signed}
+            text = f"ok  sha256 {image.sha256[:16]}…, "
+            text += "signature good" if image.signed else "not signed"
+        verdicts.append({"image": str(path), **verdict})
+        if not as_json:
+            click.echo(f"{path}: {text}")
     if as_json:
-        print_json(found)
-    else:
-        for entry in found:
-            state = "ok" if entry["valid"] else "BAD"
-            if entry["valid"]:
-                state += f"  sha256 {entry['sha256'][:16]}…"
-                state += ", signature good" if entry["signed"] else ", not signed"
-            click.echo(f"{entry['image']}: {state}")
+        print_json(verdicts)
     if len(errors) == 1 or (errors and not all(isinstance(e, ImageError) for e in errors)):
         raise errors[0]
     if errors:
         text = "\n".join(error.message for error in errors)
-        raise ImageError(f"{len(errors)} of {len(found)} images:\n{text}", hint=errors[0].hint)
+        raise ImageError(f"{len(errors)} of {len(verdicts)} images:\n{text}", hint=errors[0].hint)
 
 
 @click.command()

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,10 @@ _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 class Line:
     """One line of a log; continuation lines carry the time of the line that they continue."""
 
-    stamp: str
     module: str
     attempt: int
-    text: str
+    time: str | None  # None: before the first line with one
+    line: str
 
 
 class Follower:
@@ -48,7 +48,7 @@ class Follower:
         self._module = module
         self._attempt = attempt
         self._lines = NewLines(path, offset=0 if tail is None else offset_of_last(path, tail))
-        self._stamp = ""
+        self._stamp: str | None = None
 
     def new(self, *, all_of_it: bool = False) -> Iterator[Line]:
         """Yield added lines; with ``all_of_it`` also an unfinished last one."""
@@ -56,7 +56,7 @@ class Follower:
             text = line.decode(errors="replace")
             match = _STAMP.match(text)
             self._stamp = match[0] if match else self._stamp
-            yield Line(self._stamp, self._module, self._attempt, text)
+            yield Line(self._module, self._attempt, self._stamp, text)
 
 
 @click.command()
@@ -107,7 +107,7 @@ def logs(
             if path not in followers:
                 followers[path] = Follower(path, module, latest, tail)
         batches = [list(follower.new(all_of_it=all_of_it)) for follower in followers.values()]
-        yield from heapq.merge(*batches, key=lambda line: line.stamp)
+        yield from heapq.merge(*batches, key=lambda line: line.time or "")
 
     first: Iterator[Line] | deque[Line] = look(all_of_it=not follow)
     if tail is not None:
@@ -149,19 +149,13 @@ def _printer(modules: Sequence[str]) -> Callable[[Line], None]:
 
     def write(line: Line) -> None:
         prefix = f"{line.module:{width}} | " if len(modules) > 1 else ""
-        click.echo(click.style(prefix, fg=colours[line.module]) + shown(line.text))
+        click.echo(click.style(prefix, fg=colours[line.module]) + shown(line.line))
 
     return write
 
 
 def _json_line(line: Line) -> None:
-    document = {
-        "module": line.module,
-        "attempt": line.attempt,
-        "time": line.stamp or None,
-        "line": line.text,
-    }
-    click.echo(json.dumps(document, ensure_ascii=False))
+    click.echo(json.dumps(asdict(line), ensure_ascii=False))
 
 
 @click.command()

@@ -24,6 +24,7 @@ from dnictl.show import (
     Column,
     answer,
     chain_line,
+    console,
     duration,
     modules_table,
     percent,
@@ -97,25 +98,17 @@ def status(run: str | None, runs: Path, as_json: bool) -> None:
     if as_json:
         print_json(figures.model_dump())
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+    to = console()
     where = "" if figures.job is None else f"  job {figures.job}"
-    console.print(
-        Text.assemble(
-            (printable(figures.run), "bold"),
-            printable(f"  {figures.backend}{where}  {figures.path}"),
-        ),
-        soft_wrap=True,
-    )
-    console.print(state(figures.state), end=" ")
-    console.print(chain_line(figures), soft_wrap=True)
+    path = printable(f"  {figures.backend}{where}  {figures.path}")
+    to.print(Text.assemble((printable(figures.run), "bold"), path), soft_wrap=True)
+    to.print(state(figures.state), end=" ")
+    to.print(chain_line(figures), soft_wrap=True)
     if figures.error:
-        console.print(Text(printable(figures.error), style="red"), soft_wrap=True)
-    console.print(modules_table(figures))
+        to.print(Text(printable(figures.error), style="red"), soft_wrap=True)
+    to.print(modules_table(figures))
     for module in figures.modules:
         if module.diverged:
             what, batch, times = module.diverged.what, module.diverged.batch, module.diverged.times

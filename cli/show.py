@@ -14,7 +14,7 @@ import click
 from dnictl.options import print_json
 
 if TYPE_CHECKING:
-    from rich.console import JustifyMethod, RenderableType
+    from rich.console import Console, JustifyMethod, RenderableType
     from rich.table import Table
 
     from dni_runtime.documents.metrics import Evaluation
@@ -98,13 +98,16 @@ def table(columns: Sequence[Column], rows: Iterable[Any]) -> Table:
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Any]) -> None:
-    """Print a table to stdout; nothing is cut off unless that is a terminal."""
+    """Print a table to stdout."""
+    console().print(table(columns, rows))
+
+
+def console() -> Console:
+    """Return stdout for tables; nothing is cut off unless it is a terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDE)
-    console.print(table(columns, rows))
+    stdout = Console(highlight=False)
+    return stdout if stdout.is_terminal else Console(highlight=False, width=_WIDE)
 
 
 def answer(document: Mapping[str, Any], line: str, *, as_json: bool) -> None:

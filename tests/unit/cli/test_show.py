@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from dni_runtime.documents.metrics import EvaluationLine
 from dni_runtime.launch.figures import ModuleFigures, RunFigures
-from dnictl.show import chain_line, modules_table, waits
+from dnictl.show import Column, chain_line, documents, modules_table, quantity, table, waits
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,26 @@ from dnictl.show import chain_line, modules_table, waits
 )
 def test_the_reason_that_matters(waiting: Mapping[str, float], shown: str) -> None:
     assert waits(waiting) == shown
+
+
+def test_a_table_and_its_json_follow_from_the_columns() -> None:
+    columns = [
+        Column("module", "name"),
+        quantity("bytes", lambda row: row.size, "{:,}".format, title="size"),
+        Column("hash", lambda row: "ab", title=""),
+        Column("note", lambda row: f"\x1b{row.size}", in_json=False),
+    ]
+    rows = [SimpleNamespace(name="head", size=1000), SimpleNamespace(name="tail", size=2)]
+    assert documents(columns, rows) == [
+        {"module": "head", "bytes": 1000, "hash": "ab"},
+        {"module": "tail", "bytes": 2, "hash": "ab"},
+    ]
+    console = Console(width=100, highlight=False)
+    with console.capture() as captured:
+        console.print(table(columns, rows))
+    assert [line.rstrip() for line in captured.get().splitlines()] == [
+        "module   size  note", r"head    1,000  \u001b1000", r"tail        2  \u001b2",
+    ]  # fmt: skip
 
 
 def run_figures(*modules: ModuleFigures, **more: Any) -> RunFigures:
