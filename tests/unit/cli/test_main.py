@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import pty
+import re
+import signal
 import subprocess
 import sys
 from importlib.resources import files
@@ -14,8 +16,10 @@ import click
 import pytest
 
 from dni_runtime import __version__
+from dni_runtime.errors import DniError
 from dni_runtime.launch.records import Record
 from dnictl.main import ALIASES, COMMANDS, cli
+from dnictl.runs import WAIT_TIMEOUT
 from tests.unit.cli.conftest import Dnictl
 
 
@@ -40,6 +44,21 @@ def test_the_list_of_commands(dnictl: Dnictl) -> None:
     assert [name for name in listed if name in COMMANDS] == [
         n for n in COMMANDS if n not in ("supervise", "reference")
     ]
+
+
+def test_commands_and_exit_codes_are_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "commands.md").read_text("utf-8")
+    commands, codes = text.split("## Exit codes")
+    shown = set(re.findall(r"[a-z]+", " ".join(re.findall(r"`[^`]*`", commands))))
+    assert set(COMMANDS) - {"supervise", "reference"} | set(ALIASES) <= shown
+    rows = re.findall(r"^\| ([\d, ]+) \|", codes, re.MULTILINE)
+    documented = {int(code) for row in rows for code in row.split(",")}
+    by_signals = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    kinds = [DniError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    own = {kind.exit_code for kind in kinds if kind.__module__ == DniError.__module__}
+    assert documented == own | by_signals | {0, 1, WAIT_TIMEOUT}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["version"], ["ps"], ["completion", "bash"]])
