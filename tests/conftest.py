@@ -13,6 +13,7 @@ import torch
 from dni_runtime.garbage import collect_seldom
 from dni_runtime.spec import Choice, LayerSpec, LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.spec.edge import EdgeSpec
+from tests.specs import float32, int64
 
 # Figures agree to the last digit, whatever the CPU (docs/architecture.md, `exact`). MKL reads this
 # once, at a process's first product: it is set before any test, here and for what tests start.
@@ -67,7 +68,7 @@ def eventually(
         time.sleep(every_s)
 
 
-_FLOAT_4 = TensorSpec(shape=(4,), dtype="float32")
+_FLOAT_4 = float32(4)
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def make_spec() -> MakeSpec:
             "sources": () if head else (edge,),
             "targets": (edge,) if head else (),
             "output": output,
-            "label": TensorSpec(shape=(), dtype="int64"),
+            "label": int64(),
             "prediction": _FLOAT_4,
             "classes": 4,
             "batch_limit": 8,

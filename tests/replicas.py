@@ -10,14 +10,11 @@ from torch import Tensor
 from dni_runtime.core.replication import Shared, Sync
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec, parse_chain
 from dni_runtime.spec.replicas import workers_of
+from tests.specs import float32, int64
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(8,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=4,
-)
+INFO = DataInfo(sample=float32(8), label=int64(), classes=4)
 CHAIN = """\
 name: net
 replication: {strategy: %s}

@@ -28,11 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.link import InputLink, OutputLink
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.wire import Kind, nbytes
 from dni_runtime.worker.checkpoint import CheckpointWriter
 from dni_runtime.worker.fanout import Fanout
@@ -43,6 +42,7 @@ from dni_runtime.worker.resume import Start
 from dni_runtime.worker.server import ModuleServer
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Position
+from tests.specs import float32, int64, specs_of
 
 SAMPLES, FEATURES, CUTS = 64, 256, 2
 CHAIN = f"""\
@@ -55,11 +55,7 @@ modules:
   - {{name: b, layers: [{{Linear: {{in_features: {FEATURES}, out_features: {FEATURES}}}}}, ReLU]}}
   - {{name: c, layers: [{{Linear: {{in_features: {FEATURES}, out_features: 4}}}}]}}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(16,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=4,
-)
+INFO = DataInfo(sample=float32(16), label=int64(), classes=4)
 MODULES = "abc"
 WARM, COUNTED = 3, 4
 """Batches before counting begins, and those whose cost must all be the same."""
@@ -263,7 +259,7 @@ def stream(batches: Batches) -> Iterator[Item]:
 
 
 def specs(interface: str, dtype: str, samples: int = SAMPLES) -> tuple[WorkerSpec, ...]:
-    return worker_specs(parse_chain(CHAIN % (samples, interface, dtype)), INFO)
+    return specs_of(CHAIN % (samples, interface, dtype), INFO)
 
 
 @pytest.fixture(scope="module")

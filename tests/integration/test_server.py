@@ -31,7 +31,6 @@ from dni_runtime.worker.ledger import Ledger, Progress
 from dni_runtime.worker.metrics import MetricsWriter
 from dni_runtime.worker.resume import Start, begin
 from dni_runtime.worker.server import ModuleServer, Outcome
-from dni_runtime.worker.shutdown import Shutdown
 from dni_runtime.worker.signals import StopRequest
 from dni_runtime.worker.stream import Item, Stream, items
 from tests.conftest import MakeSpec
@@ -84,21 +83,6 @@ def test_one_that_waits_for_its_checkpoint_shows_that_it_lives(
         stop.close()
     assert len(times) >= 4
     assert "input" in doing
-
-
-def test_where_a_module_that_was_told_to_stop_leaves(tmp_path: Path, make_spec: MakeSpec) -> None:
-    """All were told: not at an ordinary checkpoint, which modules upstream have had before."""
-    run, spec = RunDir(tmp_path), make_spec("tail", tail=TailRole(metrics=()))
-    run.create()
-    ordinary, asked = Mark.EPOCH | Mark.CHECKPOINT, Mark.CHECKPOINT | Mark.ASKED
-    for alone, places in ((False, [False, True]), (True, [True, True])):
-        with closing(StopRequest()) as stop:
-            leaving = Shutdown(stop, MetricsWriter(run, spec, 1), head=None, input=None)
-            leaving.asked = True
-            stop.stop(alone=alone)
-            assert [leaving.at(mark) for mark in (ordinary, asked)] == places
-            leaving.asked = False
-            assert not leaving.at(asked)
 
 
 CHAIN = """\

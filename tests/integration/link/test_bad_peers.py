@@ -14,7 +14,6 @@ import zmq
 
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.link.handshake import Hello
-from dni_runtime.spec import TensorSpec
 from dni_runtime.wire import (
     PROTOCOL_VERSION,
     Buffer,
@@ -65,15 +64,9 @@ BROKEN: dict[str, tuple[list[Buffer], str]] = {
         ),
         "oversized",
     ),
-    "wrong dtype": (
-        batch(1, TensorEntry("h", "int32", (2, 4)), Y, bytes(32), bytes(16)),
-        "dtype",
-    ),
+    "wrong dtype": (batch(1, TensorEntry("h", "int32", (2, 4)), Y, bytes(32), bytes(16)), "dtype"),
     "a hundred frames": ([HEADER, *[b"x"] * 99], "count"),
-    "another run": (
-        encode(Message(Kind.MARK, "other", "stem", id=1, mark=Mark.END)),
-        "run",
-    ),
+    "another run": (encode(Message(Kind.MARK, "other", "stem", id=1, mark=Mark.END)), "run"),
     "wrong kind": (encode(Message(Kind.ACK, "run", "stem", ack=1)), "kind"),
     "pickle": ([b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94."], "header"),
 }
@@ -309,27 +302,3 @@ def test_an_oversized_frame_of_an_accepted_peer_costs_a_reconnection(
     stream.output._socket.send_multipart([HEADER, bytes(8 << 20), bytes(16)])
     stream.drive(50)
     assert stream.output.counters.handshakes == 2
-
-
-def test_labels_and_activations_of_different_batch_sizes(peer: BrokenPeer) -> None:
-    peer.send(batch(1, H, TensorEntry("y", "int64", (1,)), bytes(32), bytes(8)))
-    peer.expect(1)
-    assert peer.input.counters.refused == {"shape": 1}
-
-
-def test_a_spec_of_another_shape_is_refused_before_any_batch(
-    links: Any, make_spec: Any, raw: Raw, address: str
-) -> None:
-    wide = make_spec("stem", output=TensorSpec(shape=(40,), dtype="float32"))
-    input = links.input()
-    socket = raw(zmq.DEALER)
-    socket.connect(input.bind(address))
-    hello = Hello("peer", 1, LinkContract.of(wide, wide.targets[0]).agreement)
-    socket.send_multipart(encode(Message(Kind.HELLO, "run", "stem", body=hello.body())))
-    links.until(lambda: input.greet() or input.counters.refused["handshake"] == 1, "a refusal")
-    reply = decode(socket.recv_multipart(), Limits(0, 0))
-    assert reply.body == {
-        "field": "activation",
-        "mine": str(make_spec("tail").inputs[0]),
-        "yours": str(wide.output),
-    }

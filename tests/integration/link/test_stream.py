@@ -20,9 +20,10 @@ from dni_runtime.errors import HandshakeError, StoppedError, UnavailableError, W
 from dni_runtime.link import Batch, Drained, Gradient, Marker, Request, sockets
 from dni_runtime.link.sender import Sender
 from dni_runtime.link.tensors import dequantize, quantize
-from dni_runtime.spec import LinksSpec, TensorSpec
+from dni_runtime.spec import LinksSpec
 from dni_runtime.wire import Mark, Mode
 from tests.integration.link.relay import Relay
+from tests.specs import float32, int64
 
 
 def events(links: Any, output: Any, count: int) -> list[Any]:
@@ -78,8 +79,8 @@ def test_large_tensors_of_narrow_type(links: Any, address: str) -> None:
     output, input, _ = links.pair(
         address,
         links=LinksSpec(dtype="bfloat16", gradient_dtype="float16"),
-        input=TensorSpec(shape=(512, 64), dtype="float32"),
-        output=TensorSpec(shape=(512, 64), dtype="float32"),
+        input=float32(512, 64),
+        output=float32(512, 64),
     )
     h = torch.randn(8, 512, 64)
     output.send_batch(1, 0, Mode.TRAIN, h, torch.arange(8))
@@ -95,7 +96,7 @@ def test_large_tensors_of_narrow_type(links: Any, address: str) -> None:
     ("down", "up"), [("int8", "int8"), ("int8-channel", "float32"), ("float32", "int8-channel")]
 )
 def test_quantized_tensors(links: Any, address: str, down: Any, up: Any) -> None:
-    tensor = TensorSpec(shape=(8, 16, 16), dtype="float32")
+    tensor = float32(8, 16, 16)
     spec = LinksSpec(dtype=down, gradient_dtype=up)
     output, input, _ = links.pair(address, links=spec, input=tensor, output=tensor)
     h = torch.randn(8, 8, 16, 16)
@@ -166,8 +167,8 @@ def test_the_poller_wakes_both_ends(links: Any, address: str) -> None:
     [
         ("chain", {"chain": "pear"}),
         ("target", {"downstream": "tip"}),
-        ("activation", {"output": TensorSpec(shape=(5,), dtype="float32")}),
-        ("label", {"label": TensorSpec(shape=(3,), dtype="int64")}),
+        ("activation", {"output": float32(5)}),
+        ("label", {"label": int64(3)}),
         ("activations on the wire", {"links": LinksSpec(dtype="bfloat16")}),
         ("gradients on the wire", {"links": LinksSpec(gradient_dtype="float16")}),
         ("batch limit", {"batch_limit": 9}),
@@ -267,43 +268,6 @@ def test_a_receiver_that_restarts_elsewhere(links: Any) -> None:
     assert links.collect(again, 1)[0].id == 1
 
 
-def test_a_restarted_sender_does_not_repeat(links: Any, address: str) -> None:
-    output, input, actual = links.pair(address)
-    send(links, output, 1, 2)
-    assert [item.id for item in links.collect(input, 2)] == [1, 2]
-    input.ack(2)
-    output.close()
-    again = links.output(next_id=2)  # from a checkpoint at 1
-    done = threading.Event()
-
-    def wait() -> None:
-        while not done.is_set():
-            assert input.receive() is None
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        again.connect(actual, deadline_s=links.DEADLINE_S)
-    finally:
-        done.set()
-        thread.join()
-    send(links, again, 2, 3)
-    assert links.collect(input, 1)[0].id == 3
-    assert again.in_flight == 1
-
-
-def test_duplicates_that_travel_are_dropped(links: Any, address: str) -> None:
-    """A sender that sends all again, as after a connection that died before the ack came."""
-    output, input, _ = links.pair(address)
-    send(links, output, 1, 2)
-    assert [item.id for item in links.collect(input, 2)] == [1, 2]
-    output._sender.window.rewind(0)
-    send(links, output, 3)
-    assert links.collect(input, 1)[0].id == 3
-    assert input.counters.duplicates == 2
-
-
 def test_the_last_acknowledgement_outlives_the_connection(links: Any, address: str) -> None:
     output, input, _ = links.pair(address)
     output.send_mark(1, 0, Mark.END)
@@ -343,7 +307,7 @@ def test_gradients_for_nobody_are_dropped_and_counted(links: Any, address: str) 
 
 
 def test_gradients_for_a_slow_peer_are_dropped_and_counted(links: Any, address: str) -> None:
-    big = TensorSpec(shape=(1 << 16,), dtype="float32")
+    big = float32(1 << 16)
     output, input, _ = links.pair(address, input=big, output=big)
     output.send_batch(1, 0, Mode.TRAIN, torch.zeros(8, 1 << 16), torch.zeros(8, dtype=torch.int64))
     links.collect(input, 1)
@@ -442,8 +406,7 @@ def test_a_killed_receiver_leaves_an_address_that_can_be_used_again(
 ) -> None:
     address = f"ipc://{tmp_path}/tail.sock"
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, make_spec("tail").to_json(), address],
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", CHILD, make_spec("tail").to_json(), address], stdout=subprocess.PIPE
     )
     try:
         assert child.stdout is not None

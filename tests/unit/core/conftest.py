@@ -4,14 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
+from tests.specs import float32, int64, specs_of
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(12,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(12), label=int64(), classes=3)
 CHAIN = """\
 name: small
 data: {batch_size: 16}
@@ -33,6 +29,6 @@ def small() -> Chain:
     def make(
         interface: str = "exact", optimizer: str = "{Adam: {lr: 0.01}}"
     ) -> tuple[WorkerSpec, ...]:
-        return worker_specs(parse_chain(CHAIN % (interface, optimizer)), INFO)
+        return specs_of(CHAIN % (interface, optimizer), INFO)
 
     return make

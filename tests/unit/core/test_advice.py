@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dni_runtime.core.advice import advice
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import DataInfo
 from tests.replicas import replicas
+from tests.specs import float32, int64, specs_of
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(16,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=4,
-)
+INFO = DataInfo(sample=float32(16), label=int64(), classes=4)
 CHAIN = """\
 name: net
 defaults: {interface: %s}
@@ -38,22 +34,20 @@ TRANSFORMER = "{TransformerEncoderLayer: {d_model: 16, nhead: 2}}"
 def test_predicted_gradients_want_normalisation(
     interface: str, layer: str, named: str | None
 ) -> None:
-    found = advice(worker_specs(parse_chain(CHAIN % (interface, layer)), INFO))
+    found = advice(specs_of(CHAIN % (interface, layer), INFO))
     assert len(found) == (named is not None)
     assert named is None or found[0].startswith(named)
 
 
 @pytest.mark.parametrize(("interface", "warned"), [("local", True), ("delayed", False)])
 def test_attention_wants_true_gradients(interface: str, warned: bool) -> None:
-    found = advice(worker_specs(parse_chain(CHAIN % (interface, TRANSFORMER)), INFO))
+    found = advice(specs_of(CHAIN % (interface, TRANSFORMER), INFO))
     assert len(found) == warned
     assert not warned or found[0].startswith("module 'a' has attention")
 
 
 def test_what_is_wrong_at_several_cuts() -> None:
-    normalisation, attention = advice(
-        worker_specs(parse_chain(CHAIN % ("mixed", TRANSFORMER)), INFO)
-    )
+    normalisation, attention = advice(specs_of(CHAIN % ("mixed", TRANSFORMER), INFO))
     assert normalisation.startswith("module 'b' has no normalisation")
     assert attention.startswith("module 'a' has attention")
 

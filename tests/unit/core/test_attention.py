@@ -11,15 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dni_runtime.core.resolve import resolved_chain, worker_specs
-from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import DataInfo, parse_chain
+from tests.specs import float32, int64
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(6, 8), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
-MAPS = INFO.model_copy(update={"sample": TensorSpec(shape=(4, 6, 6), dtype="float32")})
+INFO = DataInfo(sample=float32(6, 8), label=int64(), classes=3)
+MAPS = INFO.model_copy(update={"sample": float32(4, 6, 6)})
 CHAIN = """\
 name: net
 modules:
@@ -167,9 +163,3 @@ def test_attention(layers: str) -> None:
 )  # fmt: skip
 def test_no_attention(layers: str, info: DataInfo) -> None:
     assert not attends(layers, info)
-
-
-def test_a_layers_own_error_is_told() -> None:
-    chain = CHAIN % "{Linear: {in_features: 9, out_features: 8}}"
-    with pytest.raises(SpecError, match="does not fit: it gets"):
-        worker_specs(parse_chain(chain), INFO)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.data import open_data
 from dni_runtime.launch.prepare import prepare
 from dni_runtime.launch.records import Record, create_run
 from dni_runtime.launch.reference import train_reference
-from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec import WorkerSpec
+from tests.specs import specs_of
 from tests.unit.core.conftest import CHAIN, INFO
 from tests.unit.core.test_numerics import batches
 
@@ -43,7 +43,7 @@ def specs(settings: str = "accumulate: 1") -> tuple[WorkerSpec, ...]:
     text = CHAIN % (f"exact, {settings}", f"{{SGD: {{lr: {RATE}}}}}")
     lora = f"layers: [{{import: '{__name__}:Lora', args: {{width: 8}}}}, "
     text = text.replace("layers: [{Linear: {in_features: 8", lora + "{Linear: {in_features: 8")
-    return worker_specs(parse_chain(text + "on_nan: skip\n"), INFO)
+    return specs_of(text + "on_nan: skip\n", INFO)
 
 
 def train(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dni_runtime.core.cost import estimated_costs
-from dni_runtime.spec import LayerSpec, TensorSpec, WorkerSpec
+from dni_runtime.spec import LayerSpec, WorkerSpec
+from tests.specs import float32
 
 
 def linear(inputs: int, outputs: int) -> tuple[LayerSpec, ...]:
@@ -23,8 +24,8 @@ def test_convolutions_weigh_by_their_area(make_spec: Callable[..., WorkerSpec]) 
     spec = make_spec(
         "tail",
         layers=(LayerSpec(type="Conv2d", args=args),),
-        input=TensorSpec(shape=(2, 8, 8), dtype="float32"),
-        output=TensorSpec(shape=(3, 8, 8), dtype="float32"),
+        input=float32(2, 8, 8),
+        output=float32(3, 8, 8),
     )
     work = 2 * 3 * 2 * 9 * 64
     assert estimated_costs([spec])["tail"] == 3 * work + (2 + 3) * 64
@@ -33,5 +34,5 @@ def test_convolutions_weigh_by_their_area(make_spec: Callable[..., WorkerSpec]) 
 def test_what_cannot_run_on_the_meta_device_counts_its_parameters(
     make_spec: Callable[..., WorkerSpec],
 ) -> None:
-    spec = make_spec("tail", layers=linear(4, 4), input=TensorSpec(shape=(5,), dtype="float32"))
+    spec = make_spec("tail", layers=linear(4, 4), input=float32(5))
     assert estimated_costs([spec])["tail"] == 3 * 2 * (16 + 4) + 5 + 4

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from dni_runtime import load
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.export import METADATA, export_model
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import DataError, UnavailableError, UsageError
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import DataInfo
 from dni_runtime.worker.checkpoint import snapshot
+from tests.specs import float32, int64, specs_of
 
 
 class Tied(nn.Module):
@@ -53,11 +53,7 @@ modules:
   - {{name: a, layers: [{{import: '{__name__}:Tied'}}], interface: exact}}
   - {{name: b, layers: [{{Linear: {{in_features: 5, out_features: 5}}}}]}}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(4,), dtype="int64"),
-    label=TensorSpec(shape=(4,), dtype="int64"),
-    classes=5,
-)
+INFO = DataInfo(sample=int64(4), label=int64(4), classes=5)
 
 
 def saved(chain: LocalChain, folder: Path) -> dict[str, Path]:
@@ -72,12 +68,8 @@ def saved(chain: LocalChain, folder: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("ending", ["safetensors", "pt2"])
 def test_averages_of_weights_are_exported(tmp_path: Path, ending: str) -> None:
     """Of modules that keep one: what trains nothing has none, whatever the defaults say."""
-    info = DataInfo(
-        sample=TensorSpec(shape=(4,), dtype="float32"),
-        label=TensorSpec(shape=(), dtype="int64"),
-        classes=5,
-    )
-    workers = worker_specs(parse_chain(AVERAGED), info)
+    info = DataInfo(sample=float32(4), label=int64(), classes=5)
+    workers = specs_of(AVERAGED, info)
     chain = LocalChain(workers)
     seen: list[dict[str, Tensor]] = []
     for x in torch.randn(3, 8, 4):
@@ -97,7 +89,7 @@ def test_averages_of_weights_are_exported(tmp_path: Path, ending: str) -> None:
 
 @pytest.mark.parametrize("ending", ["safetensors", "pt2"])
 def test_tied_weights_come_back(tmp_path: Path, ending: str) -> None:
-    workers = worker_specs(parse_chain(CHAIN), INFO)
+    workers = specs_of(CHAIN, INFO)
     chain = LocalChain(workers)
     x, y = torch.randint(0, 5, (8, 4)), torch.randint(0, 5, (8, 4))
     chain.train_batch(x, y)
@@ -118,10 +110,10 @@ def test_tied_weights_come_back(tmp_path: Path, ending: str) -> None:
 def test_onnx(tmp_path: Path, text: str) -> None:
     """It computes the same, for batches of any size."""
     floats = text == AVERAGED
-    sample = TensorSpec(shape=(4,), dtype="float32")
-    label = TensorSpec(shape=(), dtype="int64")
+    sample = float32(4)
+    label = int64()
     info = DataInfo(sample=sample, label=label, classes=5) if floats else INFO
-    workers = worker_specs(parse_chain(text), info)
+    workers = specs_of(text, info)
     chain = LocalChain(workers)
     output = tmp_path / "net.onnx"
     export_model(workers, saved(chain, tmp_path), output)

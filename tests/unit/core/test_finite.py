@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.finite import all_finite, finite, state_finite
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import DataInfo, parse_chain
+from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
 name: small
@@ -23,17 +23,13 @@ modules:
   - {name: b, layers: [{Linear: {in_features: 6, out_features: 5}}, ReLU]}
   - {name: c, layers: [{Linear: {in_features: 5, out_features: 3}}]}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(6,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 X, Y = torch.arange(24.0).reshape(4, 6) / 24, torch.tensor([0, 1, 2, 0])
 G = torch.ones(4, 5)
 
 
 def module(interface: str, on_nan: str = "stop", index: int = 1) -> ModuleStep:
-    return ModuleStep(worker_specs(parse_chain(CHAIN % (on_nan, interface)), INFO)[index])
+    return ModuleStep(specs_of(CHAIN % (on_nan, interface), INFO)[index])
 
 
 def state(step: ModuleStep) -> list[Tensor]:
@@ -161,7 +157,7 @@ def test_updates_by_gradients_that_are_not_finite(on_nan: str, updates: bool) ->
 
 def test_on_nan_is_no_reason_to_build_images_again() -> None:
     def hashes(on_nan: str) -> list[str]:
-        return [one.hash for one in worker_specs(parse_chain(CHAIN % (on_nan, "mixed")), INFO)]
+        return [one.hash for one in specs_of(CHAIN % (on_nan, "mixed"), INFO)]
 
     assert hashes("stop") == hashes("skip")
 

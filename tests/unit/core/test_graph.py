@@ -13,10 +13,10 @@ from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.export import export_model
 from dni_runtime.core.layers import Add
 from dni_runtime.core.network import connect
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.sums import KEPT, GradientSum
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
+from tests.specs import float32, int64, specs_of
 from tests.unit.core.test_export import saved
 
 A = "{name: a, layers: [{Linear: {in_features: 12, out_features: 8}}, Tanh]}"
@@ -53,9 +53,9 @@ TWO_OUTPUTS = [
 NETWORKS = {
     "diamond": DIAMOND, "u-shape": U_SHAPE, "two inputs": TWO_INPUTS, "two outputs": TWO_OUTPUTS
 }  # fmt: skip
-LABEL = TensorSpec(shape=(), dtype="int64")
-ONE = DataInfo(sample=TensorSpec(shape=(12,), dtype="float32"), label=LABEL, classes=3)
-TWO = ONE.model_copy(update={"further": (TensorSpec(shape=(), dtype="int64"),)})
+LABEL = int64()
+ONE = DataInfo(sample=float32(12), label=LABEL, classes=3)
+TWO = ONE.model_copy(update={"further": (int64(),)})
 
 
 def workers(
@@ -63,7 +63,7 @@ def workers(
 ) -> tuple[WorkerSpec, ...]:
     text = f"name: net\ndata: {{batch_size: 16}}\n{rest}\ndefaults:\n  interface: {interface}\n"
     text += f"  optimizer: {{{optimizer}}}\nmodules:\n" + "\n".join(f"- {one}" for one in modules)
-    return worker_specs(parse_chain(text), TWO if modules is TWO_INPUTS else ONE)
+    return specs_of(text, TWO if modules is TWO_INPUTS else ONE)
 
 
 def batches(count: int, two: bool = False) -> list[tuple[Tensor | tuple[Tensor, ...], Tensor]]:

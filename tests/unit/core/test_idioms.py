@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import parse_chain
+from tests.specs import specs_of
 from tests.unit.core.conftest import INFO
 from tests.unit.core.test_numerics import batches
 
@@ -40,15 +39,10 @@ def own(name: str, args: str = "") -> str:
 
 
 def chain_of(
-    interface: str,
-    head: str = "",
-    middle: str = "",
-    tail: str = "",
-    more: str = "",
-    delay: int = 0,
+    interface: str, head: str = "", middle: str = "", tail: str = "", more: str = "", delay: int = 0
 ) -> LocalChain:
     text = CHAIN.format(interface=interface, head=head, middle=middle, tail=tail, more=more)
-    return LocalChain(worker_specs(parse_chain(text), INFO), delay=delay)
+    return LocalChain(specs_of(text, INFO), delay=delay)
 
 
 def plain(
@@ -146,7 +140,7 @@ def test_the_tails_output_has_a_gradient() -> None:
     assert last in text
     text = text.replace(last, f"{last}, {own('Cuts', 'features: 3, how: no_grad')}")
     with pytest.raises(SpecError, match="the output of module 'c' has no gradient"):
-        worker_specs(parse_chain(text), INFO)
+        specs_of(text, INFO)
 
 
 @pytest.mark.parametrize("interface", ["exact", "{exact: {micro_batches: 2}}"])

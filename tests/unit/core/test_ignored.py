@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from dni_runtime.core.interfaces import Boundary, GradientInterface, build_interface
 from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.core.synthesizers import SYNTHESIZERS, Critic, build_synthesizer
-from dni_runtime.spec import Choice, TensorSpec
+from dni_runtime.spec import Choice
+from tests.specs import float32, int64
 
-ACTIVATIONS = {
-    "vector": TensorSpec(shape=(6,), dtype="float32"),
-    "tokens": TensorSpec(shape=(5, 6), dtype="float32"),
-    "maps": TensorSpec(shape=(6, 4, 4), dtype="float32"),
-}
+ACTIVATIONS = {"vector": float32(6), "tokens": float32(5, 6), "maps": float32(6, 4, 4)}
 FITS = [(name, "maps" if name == "conv" else kind)
         for name in SYNTHESIZERS for kind in ("vector", "tokens") if name != "conv" or kind == "tokens"]  # fmt: skip  # noqa: E501
 
@@ -27,8 +24,8 @@ def boundary(kind: str, per_token: bool = False, **args: Any) -> Boundary:
     label, prediction = ((5,), (5, 4)) if per_token else ((), (4,))
     return Boundary(
         activation=ACTIVATIONS[kind],
-        label=TensorSpec(shape=label, dtype="int64"),
-        prediction=TensorSpec(shape=prediction, dtype="float32"),
+        label=int64(*label),
+        prediction=float32(*prediction),
         classes=4,
         loss=Choice(name="CrossEntropyLoss", args=args),
         optimizer=Choice(name="SGD", args={"lr": 1.0}),
@@ -151,7 +148,7 @@ def test_early_heads_leave_ignored_samples_out(interface: str) -> None:
 
 
 def test_without_a_loss_labels_below_zero_are_ignored() -> None:
-    label = TensorSpec(shape=(), dtype="int64")
+    label = int64()
     synthesizer = build_synthesizer(Choice(name="linear"), ACTIVATIONS["vector"], label, 4)
     nn.init.normal_(synthesizer.label.table.weight)  # type: ignore[union-attr]
     g = synthesizer.predict(torch.randn(2, 6), torch.tensor([-100, 1]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dni_runtime.core.inputs import InputModel
-from dni_runtime.spec import TensorSpec
+from tests.specs import float32, int64
 
 SHAPES = {"vector": (6,), "maps": (2, 3, 3), "tokens": (5, 4)}
 
@@ -16,8 +16,8 @@ SHAPES = {"vector": (6,), "maps": (2, 3, 3), "tokens": (5, 4)}
 )
 def test_means_and_variances_of_each_class(kind: str, per_token: bool) -> None:
     shape = SHAPES[kind]
-    label = TensorSpec(shape=shape[:1] if per_token else (), dtype="int64")
-    model = InputModel(TensorSpec(shape=shape, dtype="float32"), label, 3)
+    label = int64(*shape[:1] if per_token else ())
+    model = InputModel(float32(*shape), label, 3)
     torch.manual_seed(0)
     features = shape[-1:] if per_token else shape
     mean, std = torch.randn(3, *features), torch.rand(3, *features) + 0.2
@@ -40,9 +40,7 @@ def test_means_and_variances_of_each_class(kind: str, per_token: bool) -> None:
 
 
 def test_labels_that_are_numbers_have_one_mean() -> None:
-    model = InputModel(
-        TensorSpec(shape=(4,), dtype="float32"), TensorSpec(shape=(2,), dtype="float32"), None
-    )
+    model = InputModel(float32(4), float32(2), None)
     model.learn(torch.full((8, 4), 2.0), torch.randn(8, 2))
     drawn = model.draw(torch.empty(3, 4), torch.randn(3, 2), torch.Generator())
     assert torch.equal(drawn, torch.full((3, 4), 2.0))

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dni_runtime.core.large_batch import LAMB, LARS
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import parse_chain
 from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.specs import specs_of
 from tests.unit.core.conftest import CHAIN, INFO
 
 Rule = Callable[[Tensor, Tensor, dict[str, Any], bool], Tensor]
@@ -71,7 +70,7 @@ def test_they_are_their_papers_formulas(
 
 def step_of(optimizer: str, groups: str = "[]") -> ModuleStep:
     text = CHAIN % (f"local, groups: {groups}", optimizer)
-    return ModuleStep(worker_specs(parse_chain(text), INFO)[0])
+    return ModuleStep(specs_of(text, INFO)[0])
 
 
 @pytest.mark.parametrize("name", ["LARS", "LAMB"])

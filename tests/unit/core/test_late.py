@@ -13,12 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dni_runtime.core.chain import Backprop, LocalChain, parts_of
 from dni_runtime.core.forward import ModuleForward
-from dni_runtime.core.interfaces.synthetic import Synthetic
 from dni_runtime.core.passes import ForwardPasses
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.wire import Part
+from tests.specs import specs_of
 from tests.unit.core.conftest import CHAIN, INFO
 from tests.unit.core.test_numerics import batches, parameters
 
@@ -113,7 +112,7 @@ KINDS = ["dense", "conv", "attention"]
 def passes(
     module: nn.Module, keep: str, precision: torch.dtype, version: Callable[[], int] = lambda: 0
 ) -> ForwardPasses:
-    spec = worker_specs(parse_chain(CHAIN % ("exact", "Adam")), INFO)[0]
+    spec = specs_of(CHAIN % ("exact", "Adam"), INFO)[0]
     name = str(precision).removeprefix("torch.")
     forward = ModuleForward(spec.model_copy(update={"precision": name}))
     forward.layers = module  # type: ignore[assignment]  # any will do
@@ -236,15 +235,6 @@ def test_a_pass_computed_again_draws_the_same_random_numbers() -> None:
     torch.set_rng_state(state)
     module(x)
     assert torch.equal(after, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("keep", ["graph", "input", "weights"])
-def test_delayed_learns_whatever_is_kept(small: Any, keep: str) -> None:
-    chain = LocalChain(small(f"{{delayed: {{keep: {keep}}}}}"), delay=3)
-    for x, y in batches(300):
-        chain.train_batch(x, y)
-    correct = sum(int((chain.predict(x).argmax(1) == y).sum()) for x, y in batches(20, seed=1))
-    assert correct / 320 > 0.9
 
 
 @pytest.mark.parametrize(("size", "count"), [(16, 1), (16, 4), (9, 4), (5, 4), (3, 8), (2, 2)])
@@ -430,18 +420,3 @@ def test_predictions_count_updates_not_batches(small: Any) -> None:
         step.update(y)
     for updates, w in zip((0, 1, 1, 2), seen[5:], strict=True):
         torch.testing.assert_close(w, new + updates * (new - old))
-
-
-def test_a_synthesizer_far_up_learns_sooner_from_true_lessons(small: Any) -> None:
-    """What the one below has not learned yet does not hide the gradient."""
-    found = {}
-    for bootstrapped in ("true", "false"):
-        options = f"bootstrapped: {bootstrapped}, synthesizer: linear"
-        chain = LocalChain(small(f"{{synthetic: {{{options}}}}}"))
-        received = taught(chain, 0)
-        ((x, y),) = batches(1)
-        chain.train_batch(x, y)
-        found[bootstrapped] = float(received[0].abs().max())
-        assert isinstance(chain.steps[1].interface, Synthetic)
-    assert found["true"] == 0, "the one below begins at zero"
-    assert found["false"] > 0

@@ -14,15 +14,15 @@ from dni_runtime.core.interfaces import build_interface
 from dni_runtime.core.interfaces.base import Boundary
 from dni_runtime.core.interfaces.heads import HeadOptions, build_head
 from dni_runtime.core.interfaces.local import Local
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec
+from tests.specs import float32, int64, specs_of
 
-LABEL = TensorSpec(shape=(), dtype="int64")
+LABEL = int64()
 SHAPES = [(12,), (6, 5), (5, 9, 6), (5, 3, 1), (3, 4, 4)]
 
 
 def spec(*shape: int) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype="float32")
+    return float32(*shape)
 
 
 def boundary(*shape: int) -> Boundary:
@@ -107,7 +107,7 @@ INFO = DataInfo(sample=spec(1, 8, 8), label=LABEL, classes=3)
 
 
 def workers(interface: str, channels: int = 5) -> tuple[WorkerSpec, ...]:
-    return worker_specs(parse_chain(CHAIN % (interface, channels)), INFO)
+    return specs_of(CHAIN % (interface, channels), INFO)
 
 
 def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:

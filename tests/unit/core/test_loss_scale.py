@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from dni_runtime.core import loss_scale
 from dni_runtime.core.optimization import Optimization
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.worker.checkpoint import restore, snapshot
 from tests.conftest import DEVICES
 from tests.replicas import replicas
+from tests.specs import specs_of
 from tests.unit.core.conftest import CHAIN, INFO
 
 FLOAT16 = "precision: float16"
@@ -27,7 +27,7 @@ START = 2.0**24
 
 def specs(interface: str, settings: str = FLOAT16) -> tuple[WorkerSpec, ...]:
     text = CHAIN % (f"{interface}, {settings}", "{SGD: {lr: 0.1, momentum: 0.9}}")
-    return worker_specs(parse_chain(text + "on_nan: skip\n"), INFO)
+    return specs_of(text + "on_nan: skip\n", INFO)
 
 
 def scale_of(step: ModuleStep) -> loss_scale.LossScale:
@@ -131,7 +131,7 @@ def test_other_precisions_have_no_scale() -> None:
 )
 def test_what_does_not_work_with_it(chain: str, at: str, message: str) -> None:
     with pytest.raises(SpecError, match=message) as caught:
-        worker_specs(parse_chain(chain), INFO)
+        specs_of(chain, INFO)
     assert at in caught.value.path
 
 

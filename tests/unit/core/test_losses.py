@@ -13,9 +13,9 @@ from torch import Tensor
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
+from tests.specs import float32, int64, specs_of
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -28,11 +28,11 @@ OPTIONS: list[dict[str, Any]] = [
 
 def make(name: str, p: tuple[int, ...], y: tuple[int, ...], **args: Any) -> ChainLoss:
     choice = Choice(name=name, args=args)
-    return ChainLoss(choice, TensorSpec(shape=p, dtype="float32"), _labels(y))
+    return ChainLoss(choice, float32(*p), _labels(y))
 
 
 def _labels(shape: tuple[int, ...]) -> TensorSpec:
-    return TensorSpec(shape=shape, dtype="int64")
+    return int64(*shape)
 
 
 def torchs(p: Tensor, y: Tensor, args: dict[str, Any]) -> Tensor:
@@ -116,11 +116,7 @@ def test_on_scores_keeps_what_cross_entropies_have_in_common() -> None:
 def test_a_divergence_is_divided_by_samples() -> None:
     p, y = torch.randn(6, 4).log_softmax(1), torch.rand(6, 4).softmax(1)
     for args in ({}, {"reduction": "mean"}, {"reduction": "batchmean"}):
-        loss = ChainLoss(
-            Choice(name="KLDivLoss", args=args),
-            TensorSpec(shape=(4,), dtype="float32"),
-            TensorSpec(shape=(4,), dtype="float32"),
-        )
+        loss = ChainLoss(Choice(name="KLDivLoss", args=args), float32(4), float32(4))
         torch.testing.assert_close(loss(p, y), (y * (y.log() - p)).sum(1).mean())
     with pytest.raises(SpecError, match="reduction 'sum'"):
         make("KLDivLoss", (4,), (4,), reduction="sum")
@@ -136,17 +132,13 @@ modules:
     interface: %s
   - {name: b, layers: [{Linear: {in_features: 8, out_features: %d}}]}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(5,), dtype="int64"),
-    label=TensorSpec(shape=(5,), dtype="int64"),
-    classes=6,
-)
+INFO = DataInfo(sample=int64(5), label=int64(5), classes=6)
 
 
 @pytest.mark.parametrize("loss", ["CrossEntropyLoss", "{CrossEntropyLoss: {ignore_index: 0}}"])
 def test_a_chain_with_a_label_per_token_is_backprop(loss: str) -> None:
     """Classes last, as a Linear gives them; one batch is ignored altogether."""
-    workers = worker_specs(parse_chain(CHAIN % (loss, "exact", 6)), INFO)
+    workers = specs_of(CHAIN % (loss, "exact", 6), INFO)
     chain, reference = LocalChain(workers), Backprop(workers)
     generator = torch.Generator().manual_seed(0)
     for index in range(10):
@@ -161,7 +153,7 @@ def test_a_chain_with_a_label_per_token_is_backprop(loss: str) -> None:
 
 def test_too_few_scores_are_counted_along_the_class_axis() -> None:
     with pytest.raises(SpecError, match="has 6 classes"):
-        worker_specs(parse_chain(CHAIN % ("CrossEntropyLoss", "exact", 5)), INFO)
+        specs_of(CHAIN % ("CrossEntropyLoss", "exact", 5), INFO)
 
 
 class Summed(torch.nn.Module):
@@ -182,21 +174,17 @@ loss: {{import: '{__name__}:{name}'}}
 modules:
   - {{name: a, layers: [{{Linear: {{in_features: 4, out_features: 3}}}}]}}
 """
-    info = DataInfo(sample=TensorSpec(shape=(4,), dtype="float32"), label=_labels(()), classes=3)
+    info = DataInfo(sample=float32(4), label=_labels(()), classes=3)
     if fits:
-        worker_specs(parse_chain(chain), info)
+        specs_of(chain, info)
         return
     with pytest.raises(SpecError, match="sum over the batch") as caught:
-        worker_specs(parse_chain(chain), info)
+        specs_of(chain, info)
     assert caught.value.location == ("loss",)
 
 
-LABELS = (_labels(()), TensorSpec(shape=(2,), dtype="float32"))
-TWO = DataInfo(
-    sample=TensorSpec(shape=(12,), dtype="float32"),
-    label=TensorSpec(shape=(3,), dtype="float32"),
-    labels=LABELS,
-)
+LABELS = (_labels(()), float32(2))
+TWO = DataInfo(sample=float32(12), label=float32(3), labels=LABELS)
 SEVERAL = """\
 name: net
 data: {batch_size: 16}
@@ -212,7 +200,7 @@ modules:
 
 def test_several_losses_are_their_weighted_sum() -> None:
     """Of two outputs and two labels, beside torch's own losses and backpropagation."""
-    specs = worker_specs(parse_chain(SEVERAL % "exact"), TWO)
+    specs = specs_of(SEVERAL % "exact", TWO)
     chain, reference = LocalChain(specs), Backprop(specs)
     assert str(specs[1].prediction) == "float32[B x 10]"
     torch.manual_seed(0)
@@ -231,7 +219,7 @@ def test_several_losses_are_their_weighted_sum() -> None:
 
 
 def test_interfaces_with_a_head_learn_several_losses() -> None:
-    chain = LocalChain(worker_specs(parse_chain(SEVERAL % "mixed"), TWO), delay=2)
+    chain = LocalChain(specs_of(SEVERAL % "mixed", TWO), delay=2)
     torch.manual_seed(0)
     losses = []
     for _ in range(200):
@@ -252,7 +240,7 @@ def test_interfaces_with_a_head_learn_several_losses() -> None:
 )
 def test_losses_that_do_not_fit(old: str, new: str, message: str, at: tuple[Any, ...]) -> None:
     with pytest.raises(SpecError, match=message) as caught:
-        worker_specs(parse_chain((SEVERAL % "mixed").replace(old, new)), TWO)
+        specs_of((SEVERAL % "mixed").replace(old, new), TWO)
     assert caught.value.location[: 1 + len(at)] == ("losses", *at)
 
 
@@ -274,19 +262,15 @@ class Tokens(torch.nn.Linear):
 
 def test_each_loss_of_a_sum_weighs_batches_by_its_own_labels() -> None:
     """As one batch of all samples would be; also when parts are merged, as those of replicas."""
-    classes = TensorSpec(shape=(5,), dtype="int64")
-    labels = DataInfo(
-        sample=TensorSpec(shape=(12,), dtype="float32"),
-        label=TensorSpec(shape=(7,), dtype="float32"),
-        labels=(classes, TensorSpec(shape=(2,), dtype="float32")),
-    )
+    classes = int64(5)
+    labels = DataInfo(sample=float32(12), label=float32(7), labels=(classes, float32(2)))
     text = SEVERAL.replace(
         "{CrossEntropyLoss: {label_smoothing: 0.1}}", "{CrossEntropyLoss: {weight: [1, 2, 3, 4]}}"
     )
     text = text.replace(
         "tests.unit.core.outputs:Fork', args: {features: 8, right: 2}", f"{__name__}:Tokens'"
     )
-    tail = worker_specs(parse_chain(text % "exact"), labels)[1]
+    tail = specs_of(text % "exact", labels)[1]
     loss = ChainLoss(tail.loss, tail.prediction, tail.label)
     torch.manual_seed(0)
     scores, numbers = torch.randn(12, 4, 5), torch.randn(12, 2, 2)
@@ -338,18 +322,18 @@ name: own
 modules:
   - {{name: a, layers: [{{Linear: {{in_features: 4, out_features: 3}}}}]}}
 """
-    info = DataInfo(sample=TensorSpec(shape=(4,), dtype="float32"), label=_labels(()), classes=3)
+    info = DataInfo(sample=float32(4), label=_labels(()), classes=3)
     if message is None:
-        worker_specs(parse_chain(text), info)
+        specs_of(text, info)
         return
     with pytest.raises(SpecError, match=message) as caught:
-        worker_specs(parse_chain(text), info)
+        specs_of(text, info)
     assert caught.value.location == ("losses" if several else "loss",)
     assert "move it into the last module" in str(caught.value)
 
 
 def test_each_loss_of_a_sum_checks_its_own_labels() -> None:
-    tail = worker_specs(parse_chain(SEVERAL % "exact"), TWO)[-1]
+    tail = specs_of(SEVERAL % "exact", TWO)[-1]
     loss = ChainLoss(tail.loss, tail.prediction, tail.label)
     y = torch.tensor([[7.0, 100.0, -3.0], [-100.0, 0.5, 0.5]])
     loss.check_labels(y, "label ")
@@ -363,7 +347,7 @@ def test_each_loss_of_a_sum_checks_its_own_labels() -> None:
 
 @pytest.mark.parametrize("bad", [-math.inf, math.inf, math.nan])
 def test_labels_that_are_no_numbers_are_found(bad: float) -> None:
-    one = TensorSpec(shape=(1,), dtype="float32")
+    one = float32(1)
     loss, y_BY = ChainLoss(Choice(name="MSELoss"), one, one), torch.zeros(4, 1)
     loss.check_labels(y_BY, "y")
     y_BY[2] = bad

@@ -18,12 +18,13 @@ from dni_runtime.core.resolve import resolved_chain, worker_specs
 from dni_runtime.errors import SpecError
 from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
 from dni_runtime.spec.model import PLAIN_METRICS
+from tests.specs import float32, int64, specs_of
 
 F1 = {"task": "multiclass", "num_classes": 4, "average": "macro"}
 
 
 def loss_of(p: tuple[int, ...], y: tuple[int, ...], name: str = "", **args: Any) -> ChainLoss:
-    specs = [TensorSpec(shape=p, dtype="float32"), TensorSpec(shape=y, dtype="int64")]
+    specs = [float32(*p), int64(*y)]
     return ChainLoss(Choice(name=name or "CrossEntropyLoss", args=args), *specs)
 
 
@@ -96,7 +97,7 @@ def test_without_a_valid_label_nothing_is_known() -> None:
 
 def test_numbers_are_means_over_elements() -> None:
     p, y = torch.randn(7, 3), torch.randn(7, 3)
-    spec = TensorSpec(shape=(3,), dtype="float32")
+    spec = float32(3)
     found = run(ChainLoss(Choice(name="MSELoss"), spec, spec), p, y, "mse", "mae")
     assert found["loss"] == pytest.approx(float(F.mse_loss(p, y)))
     assert (found["mse"], found["mae"]) == pytest.approx((found["loss"], float(F.l1_loss(p, y))))
@@ -174,14 +175,8 @@ modules:
   - {name: b, layers: [{Linear: {in_features: 4, out_features: 4}}]}
 metrics: %s
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(4,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=4,
-)
-NUMBERS = INFO.model_copy(
-    update={"label": TensorSpec(shape=(4,), dtype="float32"), "classes": None}
-)
+INFO = DataInfo(sample=float32(4), label=int64(), classes=4)
+NUMBERS = INFO.model_copy(update={"label": float32(4), "classes": None})
 
 
 @pytest.mark.parametrize(
@@ -203,7 +198,7 @@ NUMBERS = INFO.model_copy(
 def test_metrics_that_cannot_be(metrics: str, path: str, words: str) -> None:
     pytest.importorskip("torchmetrics")
     with pytest.raises(SpecError) as caught:
-        worker_specs(parse_chain(CHAIN % ("CrossEntropyLoss", metrics)), INFO)
+        specs_of(CHAIN % ("CrossEntropyLoss", metrics), INFO)
     assert caught.value.path == path
     assert words in str(caught.value)
 
@@ -211,7 +206,7 @@ def test_metrics_that_cannot_be(metrics: str, path: str, words: str) -> None:
 @pytest.mark.parametrize("metric", ["accuracy", "perplexity"])
 def test_metrics_that_need_class_labels(metric: str) -> None:
     with pytest.raises(SpecError, match=r"class labels|cross-entropy"):
-        worker_specs(parse_chain(CHAIN % ("MSELoss", f"[{metric}]")), NUMBERS)
+        specs_of(CHAIN % ("MSELoss", f"[{metric}]"), NUMBERS)
 
 
 def test_without_torchmetrics_the_message_says_what_to_install(
@@ -219,7 +214,7 @@ def test_without_torchmetrics_the_message_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("dni_runtime.core.metrics._torchmetrics", dict)
     with pytest.raises(SpecError, match=r"dni-runtime\[metrics\]"):
-        worker_specs(parse_chain(CHAIN % ("CrossEntropyLoss", "[F1Score]")), INFO)
+        specs_of(CHAIN % ("CrossEntropyLoss", "[F1Score]"), INFO)
 
 
 def test_the_default_is_accuracy_where_there_are_classes() -> None:

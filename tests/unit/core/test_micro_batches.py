@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.resolve import worker_specs
-from dni_runtime.spec import DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import DataInfo
+from tests.specs import float32, int64, specs_of
 from tests.unit.core.conftest import INFO
 from tests.unit.core.test_numerics import batches
 
@@ -29,11 +29,7 @@ modules:
 LINEAR = "{Linear: {in_features: 8, out_features: 3}}"
 WEIGHT = [1.0, 5.0, 0.2]
 FORK = "{import: 'tests.unit.core.outputs:Fork', args: {features: 8, right: 2}}"
-TWO_LABELS = DataInfo(
-    sample=TensorSpec(shape=(12,), dtype="float32"),
-    label=TensorSpec(shape=(2,), dtype="int64"),
-    labels=(TensorSpec(shape=(), dtype="int64"), TensorSpec(shape=(), dtype="int64")),
-)
+TWO_LABELS = DataInfo(sample=float32(12), label=int64(2), labels=(int64(), int64()))
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -81,7 +77,7 @@ def test_parts_count_by_their_labels(
 ) -> None:
     text, loss = CASES[case]
     last, info = (FORK, TWO_LABELS) if case == "two" else (LINEAR, INFO)
-    chain = of(worker_specs(parse_chain(CHAIN.format(loss=text, parts=parts, last=last)), info))
+    chain = of(specs_of(CHAIN.format(loss=text, parts=parts, last=last), info))
     network = nn.Sequential(*(copy.deepcopy(step.layers) for step in chain.steps))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
     for number, (x, y) in enumerate(batches(4)):
@@ -105,7 +101,7 @@ def test_batches_that_are_accumulated_count_alike() -> None:
     text = CHAIN.format(loss="", parts=1, last=LINEAR).replace(
         "defaults: {", "defaults: {accumulate: 2, "
     )
-    chain = LocalChain(worker_specs(parse_chain(text), INFO))
+    chain = LocalChain(specs_of(text, INFO))
     network = nn.Sequential(*(copy.deepcopy(step.layers) for step in chain.steps))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
     for number, (x, y) in enumerate(batches(4)):

@@ -9,23 +9,17 @@ from torch.nn.functional import cross_entropy
 
 from dni_runtime.core.chain import Backprop, LocalChain
 from dni_runtime.core.interfaces import Boundary
-from dni_runtime.core.interfaces.local import Local
 from dni_runtime.core.interfaces.synthetic import Synthetic, SyntheticOptions
 from dni_runtime.core.losses import ChainLoss
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.core.synthesizers import (
-    SYNTHESIZERS,
-    Critic,
-    auto_synthesizer,
-    build_synthesizer,
-)
+from dni_runtime.core.synthesizers import SYNTHESIZERS, Critic, auto_synthesizer, build_synthesizer
 from dni_runtime.core.synthesizers.base import LabelTerm
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice, TensorSpec, parse_chain
+from dni_runtime.spec import Choice, TensorSpec
+from tests.specs import float32, int64, specs_of
 from tests.unit.core.conftest import INFO
 
-LABEL = TensorSpec(shape=(), dtype="int64")
+LABEL = int64()
 
 
 def batches(count: int, size: int = 16, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -38,22 +32,22 @@ def parameters(chain: LocalChain) -> list[Tensor]:
     return [p.detach() for step in chain.steps for p in step.layers.state_dict().values()]
 
 
-@pytest.mark.parametrize("optimizer", ["{Adam: {lr: 0.01}}", "{SGD: {lr: 0.1, momentum: 0.9}}"])
-def test_exact_is_backprop_bit_for_bit(small: Any, optimizer: str) -> None:
-    workers = small("exact", optimizer)
+@pytest.mark.parametrize(
+    ("interface", "optimizer"),
+    [
+        ("exact", "{Adam: {lr: 0.01}}"),
+        ("exact", "{SGD: {lr: 0.1, momentum: 0.9}}"),
+        ("delayed", "{Adam: {lr: 0.01}}"),
+    ],
+)
+def test_without_delay_it_is_backprop_bit_for_bit(
+    small: Any, interface: str, optimizer: str
+) -> None:
+    workers = small(interface, optimizer)
     chain, reference = LocalChain(workers), Backprop(workers)
     for x, y in batches(30):
         loss = chain.train_batch(x, y)
         assert loss == float(reference.train_batch(x, y))
-    for ours, theirs in zip(parameters(chain), reference.model.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_delayed_without_delay_is_backprop(small: Any) -> None:
-    chain, reference = LocalChain(small("delayed")), Backprop(small("delayed"))
-    for x, y in batches(10):
-        chain.train_batch(x, y)
-        reference.train_batch(x, y)
     for ours, theirs in zip(parameters(chain), reference.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -109,17 +103,6 @@ def test_every_interface_learns(small: Any, interface: str) -> None:
     assert correct / 320 > 0.9
 
 
-def test_training_is_seeded(small: Any) -> None:
-    results = []
-    for _ in range(2):
-        torch.manual_seed(torch.seed() % 1000)
-        chain = LocalChain(small("mixed"))
-        for x, y in batches(5):
-            chain.train_batch(x, y)
-        results.append(parameters(chain))
-    assert all(map(torch.equal, *results))
-
-
 IN_PLACE = """\
 name: x
 data: {{batch_size: 16}}
@@ -145,28 +128,14 @@ modules:
 )
 def test_modules_leave_their_input_as_it_is(interface: str, layers: str) -> None:
     text = IN_PLACE.format(interface=interface, layers=layers)
-    chain = LocalChain(worker_specs(parse_chain(text), INFO))
-    plain = LocalChain(worker_specs(parse_chain(text.replace("true", "false")), INFO))
+    chain = LocalChain(specs_of(text, INFO))
+    plain = LocalChain(specs_of(text.replace("true", "false"), INFO))
     for x, y in batches(3):
         before = x.clone()
         assert chain.train_batch(x, y) == plain.train_batch(x, y)
         assert torch.equal(x, before)
     assert isinstance(chain.steps[1].layers[-1], nn.ReLU)
     assert chain.steps[1].layers[-1].inplace, "others may"
-
-
-def test_gradients_upstream_are_per_sample(small: Any) -> None:
-    """The gradient sent up is B times that of the mean loss, whatever the batch size."""
-    tail = ModuleStep(small("exact", "{SGD: {lr: 0.0}}")[2])
-    x, y = torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1])
-    tail.forward(1, x)
-    (sent,) = tail.update(y)
-    each = []
-    for sample, label in zip(x, y, strict=True):
-        leaf = sample.clone().requires_grad_()
-        nn.functional.cross_entropy(tail.layers(leaf[None]), label[None]).backward()
-        each.append(leaf.grad)
-    torch.testing.assert_close(sent, torch.stack(each))  # type: ignore[arg-type]
 
 
 def test_bootstrapped_gradient_comes_from_the_modules_own_signal(small: Any) -> None:
@@ -186,11 +155,7 @@ def test_bootstrapped_gradient_comes_from_the_modules_own_signal(small: Any) -> 
     torch.testing.assert_close(sent, expected)
 
 
-ACTIVATIONS = {
-    "vector": TensorSpec(shape=(6,), dtype="float32"),
-    "tokens": TensorSpec(shape=(5, 6), dtype="float32"),
-    "maps": TensorSpec(shape=(4, 5, 5), dtype="float32"),
-}
+ACTIVATIONS = {"vector": float32(6), "tokens": float32(5, 6), "maps": float32(4, 5, 5)}
 ONLY_FOR = {"conv": ("maps",)}
 FITS = [
     (name, kind, classes)
@@ -206,7 +171,7 @@ FITS = [
 def test_synthesizers_start_at_zero_and_fit(name: str, kind: str, classes: int | None) -> None:
     activation = ACTIVATIONS[kind]
     torch.manual_seed(0)
-    label = LABEL if classes else TensorSpec(shape=(2,), dtype="float32")
+    label = LABEL if classes else float32(2)
     synthesizer = build_synthesizer(Choice(name=name), activation, label, classes)
     h = torch.randn(32, *activation.shape)
     y = torch.randint(0, 3, (32,)) if classes else torch.randn(32, 2)
@@ -241,12 +206,12 @@ def test_synthesizers_start_at_zero_and_fit(name: str, kind: str, classes: int |
 def test_the_default_synthesizer_is_chosen_by_shapes(
     kind: str, label: tuple[int, ...] | None, classes: int | None, expected: str
 ) -> None:
-    of_label = None if label is None else TensorSpec(shape=label, dtype="int64")
+    of_label = None if label is None else int64(*label)
     assert auto_synthesizer(ACTIVATIONS[kind], of_label, classes).name == expected
 
 
 @pytest.mark.parametrize("name", ["critic", "classifier"])
-@pytest.mark.parametrize("label", [None, TensorSpec(shape=(4,), dtype="int64")])
+@pytest.mark.parametrize("label", [None, int64(4)])
 def test_some_need_a_label_for_a_sample_or_for_each_token(
     name: str, label: TensorSpec | None
 ) -> None:
@@ -261,15 +226,13 @@ def test_some_need_a_label_for_a_sample_or_for_each_token(
 )
 def test_of_several_labels_a_sample_gets_the_mean(kind: str, name: str) -> None:
     """Labels of places, as in segmentation, or of a sequence of another length."""
-    label = TensorSpec(shape=(2, 3), dtype="int64")
+    label = int64(2, 3)
     synthesizer = build_synthesizer(
         Choice(name=name),
         ACTIVATIONS[kind],
         label,
         3,
-        loss=ChainLoss(
-            Choice(name="CrossEntropyLoss"), TensorSpec(shape=(3, 2, 3), dtype="float32"), label
-        ),
+        loss=ChainLoss(Choice(name="CrossEntropyLoss"), float32(3, 2, 3), label),
     )
     y = torch.randint(0, 3, (6, 2, 3))
     y[0, 0], y[1] = -100, -100
@@ -299,26 +262,6 @@ def critic(kind: str, **args: float) -> Critic:
     synthesizer = build_synthesizer(choice, ACTIVATIONS[kind], LABEL, 3)
     assert isinstance(synthesizer, Critic)
     return synthesizer
-
-
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_a_critic_predicts_its_own_losss_gradient(kind: str) -> None:
-    """By finite differences, in double precision."""
-    synthesizer = critic(kind, grid=2).double()
-    h = torch.randn(4, *ACTIVATIONS[kind].shape, dtype=torch.double)
-    y = torch.tensor([0, 1, 2, 0])
-    direction = torch.randn_like(h)
-    with torch.no_grad():
-        g = synthesizer(h, y)
-
-        def loss(step: float) -> Tensor:
-            return cross_entropy(
-                synthesizer.guess(synthesizer.grid(h + step * direction)), y, reduction="sum"
-            )
-
-        slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
-    assert not g.requires_grad
-    torch.testing.assert_close((g * direction).sum(), slope, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -382,7 +325,7 @@ def test_a_critic_stands_gradients_that_are_still_zero() -> None:
 
 
 def test_the_label_changes_the_prediction_only_when_conditioned() -> None:
-    activation = TensorSpec(shape=(6,), dtype="float32")
+    activation = float32(6)
     for name in ("linear", "low-rank", "mlp"):
         with_label = build_synthesizer(Choice(name=name), activation, LABEL, 3)
         without = build_synthesizer(Choice(name=name), activation, None, 3)
@@ -466,14 +409,6 @@ def test_gradients_that_nobody_wants_are_not_computed(small: Any) -> None:
     assert (upstream.counters.unpaired, upstream.counters.given_up) == (0, 0)
 
 
-def test_local_signal_is_the_heads_gradient(small: Any) -> None:
-    local = Local(Boundary.of(small()[0]), Local.Options())
-    h, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
-    leaf = h.clone().requires_grad_()
-    nn.functional.cross_entropy(local.head(leaf), y, reduction="sum").backward()
-    torch.testing.assert_close(local.signal(h, y).g_BH, leaf.grad)
-
-
 def test_the_control_does_not_learn(small: Any) -> None:
     chain = LocalChain(small("none"))
     frozen = [{k: v.clone() for k, v in s.layers.named_parameters()} for s in chain.steps]
@@ -484,14 +419,6 @@ def test_the_control_does_not_learn(small: Any) -> None:
         assert not any(same) if step.interface is None else all(same)
 
 
-def test_evaluation_changes_nothing(small: Any) -> None:
-    step = ModuleStep(small("mixed")[0])
-    before = {k: v.clone() for k, v in step.layers.state_dict().items()}
-    step.evaluate(torch.randn(16, 12))
-    assert all(torch.equal(v, before[k]) for k, v in step.layers.state_dict().items())
-    assert step.layers.training
-
-
 @pytest.mark.parametrize("interface", ["local", "mixed: {local: {hidden: 6}}"])
 def test_an_early_head_predicts_and_changes_nothing(interface: str, small: Any) -> None:
     step = ModuleStep(small("{" + interface + (": {}}" if ":" not in interface else "}"))[0])
@@ -499,7 +426,8 @@ def test_an_early_head_predicts_and_changes_nothing(interface: str, small: Any) 
         step.forward(id, x)
         step.update(y)
     assert step.interface is not None
-    before = {k: v.clone() for k, v in step.interface.state_dict().items()}
+    parts = (step.interface, step.layers)
+    before = [{k: v.clone() for k, v in part.state_dict().items()} for part in parts]
     random = torch.get_rng_state()
     [(x, y)] = batches(1, seed=1)
     p = step.predict(step.evaluate(x))
@@ -508,9 +436,10 @@ def test_an_early_head_predicts_and_changes_nothing(interface: str, small: Any) 
     assert not p.requires_grad
     assert float((p.argmax(1) == y).float().mean()) > 1 / 3
     torch.testing.assert_close(step.predict(step.evaluate(x[:1])), p[:1])
-    assert all(torch.equal(v, before[k]) for k, v in step.interface.state_dict().items())
+    for part, state in zip(parts, before, strict=True):
+        assert all(torch.equal(v, state[k]) for k, v in part.state_dict().items())
+        assert all(module.training for module in part.modules())
     assert torch.equal(random, torch.get_rng_state())
-    assert all(module.training for module in step.interface.modules())
 
 
 def test_who_predicts(small: Any) -> None:
@@ -541,13 +470,3 @@ def test_a_head_without_classes_has_no_accuracy(small: Any) -> None:
     step.update(y)
     assert step.counters.head_accuracy.take() is None
     assert not step.classifies
-
-
-def test_ages_of_late_gradients(small: Any) -> None:
-    step = ModuleStep(small("synthetic")[0])
-    for id, (x, y) in enumerate(batches(5), start=1):
-        step.forward(id, x)
-        step.update(y)
-    for id in (2, 4, 5):
-        step.late_gradient(id, torch.randn(16, 8))
-    assert (step.counters.lag, step.counters.lag_max) == (4, 3)

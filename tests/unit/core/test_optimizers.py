@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from dni_runtime.core.chain import Backprop, LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.training import OPTIMIZERS, build_optimizer
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice, DataInfo, TensorSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo
 from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.specs import int64, specs_of
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(4,), dtype="int64"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=int64(4), label=int64(), classes=3)
 CHAIN = """\
 name: net
 modules:
@@ -46,7 +42,7 @@ def chain(
 
 
 def train(text: str) -> None:
-    workers = worker_specs(parse_chain(text), INFO)
+    workers = specs_of(text, INFO)
     for net in (LocalChain(workers), Backprop(workers)):
         before = [p.detach().clone() for p in _parameters(net)]
         for _ in range(2):
@@ -98,7 +94,7 @@ def test_steps_in_bfloat16_are_those_of_a_loop() -> None:
 @pytest.mark.parametrize("where", ["words", "matrix", "top"])
 def test_a_closure_is_refused(where: str) -> None:
     with pytest.raises(SpecError, match="LBFGS needs a closure") as caught:
-        worker_specs(parse_chain(chain(**{where: "LBFGS"})), INFO)
+        specs_of(chain(**{where: "LBFGS"}), INFO)
     index = ["words", "matrix", "top"].index(where)
     assert caught.value.location == ("modules", index, "optimizer", "LBFGS")
     assert caught.value.hint is not None
@@ -108,27 +104,27 @@ def test_a_closure_is_refused(where: str) -> None:
 def test_muon_updates_matrices_only() -> None:
     train(chain(words="Muon", matrix="{Muon: {lr: 0.02}}"))
     with pytest.raises(SpecError, match=r"of module 'top' it refuses 0\.bias \(3\)"):
-        worker_specs(parse_chain(chain(top="Muon")), INFO)
+        specs_of(chain(top="Muon"), INFO)
 
 
 @pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="this torch has no Muon")
 def test_an_early_head_may_need_an_optimizer_of_its_own() -> None:
     with pytest.raises(SpecError) as caught:
-        worker_specs(parse_chain(chain(words="Muon", interface="mixed")), INFO)
+        specs_of(chain(words="Muon", interface="mixed"), INFO)
     assert caught.value.path == "modules[0].interface.mixed.local.optimizer.Muon"
     assert "'optimizer' names one" in str(caught.value)
     own = "{mixed: {local: {optimizer: Adam}}}"
-    worker_specs(parse_chain(chain(words="Muon", interface=own)), INFO)
-    worker_specs(parse_chain(chain(words="LBFGS", interface="none")), INFO)  # it is not used
+    specs_of(chain(words="Muon", interface=own), INFO)
+    specs_of(chain(words="LBFGS", interface="none"), INFO)  # it is not used
 
 
 def test_dense_and_sparse_gradients() -> None:
     with pytest.raises(SpecError, match="SparseAdam does not support dense gradients"):
-        worker_specs(parse_chain(chain(words="SparseAdam")), INFO)
+        specs_of(chain(words="SparseAdam"), INFO)
     with pytest.raises(SpecError, match="Adam does not support sparse gradients"):
-        worker_specs(parse_chain(chain(sparse=True)), INFO)
+        specs_of(chain(sparse=True), INFO)
     with pytest.raises(SpecError, match="LAMB does not support sparse gradients"):
-        worker_specs(parse_chain(chain(words="LAMB", sparse=True)), INFO)
+        specs_of(chain(words="LAMB", sparse=True), INFO)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -141,7 +137,7 @@ def test_sparse_gradients_train(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("words", ["SparseAdam: {}", "SGD: {lr: 0.1, momentum: 0.9}"])
 def test_sparse_gradients_are_part_of_checkpoints(words: str) -> None:
-    spec = worker_specs(parse_chain(chain(words=f"{{{words}}}", sparse=True)), INFO)[0]
+    spec = specs_of(chain(words=f"{{{words}}}", sparse=True), INFO)[0]
     spec = spec.model_copy(update={"accumulate": 2})
 
     def batch(step: ModuleStep, id: int) -> None:
@@ -166,7 +162,7 @@ def test_sparse_gradients_are_part_of_checkpoints(words: str) -> None:
 def test_optimizers_of_interfaces_are_tried_too(part: str) -> None:
     interface = f"{{{part}: {{optimizer: LBFGS}}}}"
     with pytest.raises(SpecError, match="LBFGS needs a closure") as caught:
-        worker_specs(parse_chain(chain(interface=interface)), INFO)
+        specs_of(chain(interface=interface), INFO)
     assert caught.value.path == f"modules[0].interface.{part}.optimizer.LBFGS"
 
 
@@ -174,6 +170,6 @@ def test_a_module_without_parameters_has_its_optimizer_checked() -> None:
     text = chain().replace("Tanh]", "Tanh]\n    schedule: {StepLR: {step_size: 2}}")
     empty = text.replace("{Linear: {in_features: 24, out_features: 6, bias: false}}, Tanh", "Tanh")
     empty = empty.replace("in_features: 6, out_features: 3", "in_features: 24, out_features: 3")
-    worker_specs(parse_chain(empty), INFO)
+    specs_of(empty, INFO)
     with pytest.raises(SpecError, match="did you mean 'Adam'"):
-        worker_specs(parse_chain(empty.replace("optimizer: Adam", "optimizer: Adm")), INFO)
+        specs_of(empty.replace("optimizer: Adam", "optimizer: Adm"), INFO)

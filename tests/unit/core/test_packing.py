@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dni_runtime.packing import pack, unpack
-from dni_runtime.spec import TensorSpec
+from tests.specs import float32
 
-OUTPUTS = (TensorSpec(shape=(2, 3, 3), dtype="float32"), TensorSpec(shape=(4,), dtype="float32"))
+OUTPUTS = (float32(2, 3, 3), float32(4))
 
 
 def test_what_goes_in_comes_out() -> None:

@@ -19,7 +19,7 @@ from dni_runtime.core.section import Section
 from dni_runtime.core.source import NetworkSpec, Wrapped, build_network, read_tensor
 from dni_runtime.core.tracing import trace
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import TensorSpec
+from tests.specs import float32, int64
 
 SOURCE = '''\
 from collections import OrderedDict
@@ -409,7 +409,7 @@ def test_cuts_have_names() -> None:
     assert cuts["third.relu"].name == "third"  # one place
     assert "drop" in cuts
     first = cuts["first"]
-    assert first.values == (TensorSpec(shape=(4, 6), dtype="float32"),) * 2  # and the skip's
+    assert first.values == (float32(4, 6),) * 2  # and the skip's
 
 
 @pytest.mark.parametrize(
@@ -447,8 +447,8 @@ def test_a_constructor_that_fails() -> None:
 
 
 def test_samples_are_read() -> None:
-    assert read_tensor("float32[]") == TensorSpec(shape=(), dtype="float32")
-    assert read_tensor("int64[3,4]") == TensorSpec(shape=(3, 4), dtype="int64")
+    assert read_tensor("float32[]") == float32()
+    assert read_tensor("int64[3,4]") == int64(3, 4)
 
 
 def test_the_wrapped_network_takes_names() -> None:

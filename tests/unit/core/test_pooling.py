@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dni_runtime.core.pooling import Grid
-from dni_runtime.spec import TensorSpec
+from tests.specs import float32
 
 
 def grid(shape: tuple[int, ...], places: int) -> tuple[Grid, torch.Tensor]:
     """A grid in double precision, and two samples."""
     torch.manual_seed(0)
-    made = Grid(TensorSpec(shape=shape, dtype="float32"), places).double()
+    made = Grid(float32(*shape), places).double()
     return made, torch.randn(2, *shape, dtype=torch.double)
 
 

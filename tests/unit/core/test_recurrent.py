@@ -16,20 +16,17 @@ from dni_runtime.core.cost import estimated_costs
 from dni_runtime.core.export import assemble, export_model, load_model
 from dni_runtime.core.layers import build_layers, exported
 from dni_runtime.core.recurrent import CELLS, Recurrent
-from dni_runtime.core.resolve import parameter_counts, worker_specs
+from dni_runtime.core.resolve import parameter_counts
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.core.synthesizers import Synthesizer
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.spec.named import Frozen
 from dni_runtime.worker.checkpoint import restore, snapshot
+from tests.specs import float32, int64, specs_of
 
 C, H, B, T = 3, 4, 5, 6
-INFO = DataInfo(
-    sample=TensorSpec(shape=(T, C), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(T, C), label=int64(), classes=3)
 CHAIN = """\
 name: recurrent
 data: {batch_size: 5}
@@ -65,7 +62,7 @@ def gradients(recurrent: Recurrent) -> list[Tensor]:
 
 
 def workers(interface: str = "exact", synthetic: str = "true") -> tuple[WorkerSpec, ...]:
-    return worker_specs(parse_chain(CHAIN % (interface, synthetic)), INFO)
+    return specs_of(CHAIN % (interface, synthetic), INFO)
 
 
 def seen(state_BS: Tensor, cell: str = "LSTM") -> Tensor:
@@ -78,7 +75,7 @@ class Oracle(Synthesizer):
     """Predicts what it is told, and keeps what it is taught."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(TensorSpec(shape=(1, size), dtype="float32"), None, None, Frozen())
+        super().__init__(float32(1, size), None, None, Frozen())
         self.map = nn.Linear(1, 1)
         self.answers: list[Tensor] = []
         self.taught: list[tuple[Tensor, Tensor]] = []
@@ -443,7 +440,7 @@ def test_what_is_exported_is_a_plain_function(ending: str, tmp_path: Path) -> No
 def test_blocks_are_exported_too() -> None:
     text = CHAIN % ("mixed", "true")
     text = text.replace("[{Recurrent:", "[{Residual: [{Recurrent:").replace("true}}]", "true}}]}]")
-    specs = worker_specs(parse_chain(text), INFO)
+    specs = specs_of(text, INFO)
     plain = build_layers([exported(one) for one in specs[1].layers])
     plain.load_state_dict(build_layers(specs[1].layers).state_dict())
     assert not any(isinstance(m, Synthesizer) for m in plain.modules())
@@ -482,7 +479,7 @@ def test_mistakes_are_told_before_anything_starts(
 ) -> None:
     text = (CHAIN % ("mixed", "true")).replace(*change)
     with pytest.raises(SpecError) as caught:
-        worker_specs(parse_chain(text), INFO)
+        specs_of(text, INFO)
     for word in words:
         assert word in str(caught.value)
     assert caught.value.location[:3] == ("modules", 1, "layers")
@@ -492,5 +489,5 @@ def test_torchs_own_cell_is_pointed_to_the_layer() -> None:
     old = "Recurrent: {cell: LSTM, input_size: 4, hidden_size: 4, synthetic: true}"
     text = (CHAIN % ("mixed", "true")).replace(old, "LSTM: {input_size: 4, hidden_size: 4}")
     with pytest.raises(SpecError, match="returns tuple instead of one tensor") as caught:
-        worker_specs(parse_chain(text), INFO)
+        specs_of(text, INFO)
     assert "'Recurrent'" in str(caught.value)

@@ -12,13 +12,10 @@ from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.resolve import parameter_counts, resolved_chain, worker_specs
 from dni_runtime.core.schema import json_schema
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import Choice, DataInfo, LinksSpec, TensorSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, LinksSpec, parse_chain
+from tests.specs import float32, int64, specs_of
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(1, 8, 8), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=10,
-)
+INFO = DataInfo(sample=float32(1, 8, 8), label=int64(), classes=10)
 CHAIN = """\
 name: net
 loss: CrossEntropyLoss
@@ -40,7 +37,7 @@ modules:
 
 
 def test_contracts_of_neighbours_agree() -> None:
-    a, b, c = worker_specs(parse_chain(CHAIN), INFO)
+    a, b, c = specs_of(CHAIN, INFO)
     assert (a.inputs[0].shape, a.output.shape, b.output.shape) == ((1, 8, 8), (4, 8, 8), (16,))
     assert a.output == b.inputs[0]
     assert (a.sources, a.targets, b.targets, c.targets) == ((), b.sources, c.sources, ())
@@ -53,28 +50,22 @@ def test_contracts_of_neighbours_agree() -> None:
     assert parameter_counts((a, b, c)) == {"a": 60, "b": 4112, "c": 170}
 
 
-def test_local_interfaces_want_no_gradients() -> None:
-    chain = parse_chain(CHAIN.replace("interface: mixed", "interface: local"))
-    a, b, _ = worker_specs(chain, INFO)
-    assert (a.gradients_in, b.sources[0].gradients) == (0, 0)
-
-
 def test_no_gradients_go_where_nothing_is_trained() -> None:
     """A frozen head wants none; a frozen module after one that is trained passes them on."""
     text = CHAIN.replace("interface: mixed", "freeze: true").replace(
         "  - name: c", "    freeze: true\n  - name: c"
     )
-    a, b, c = worker_specs(parse_chain(text), INFO)
+    a, b, c = specs_of(text, INFO)
     assert [one.interface and one.interface.name for one in (a, b, c)] == ["none", "none", None]
     assert [one.gradients_in for one in (a, b, c)] == [0, 0, 0]
     assert [edge.gradients for edge in (*b.sources, *c.sources)] == [0, 0]
-    a, b, _ = worker_specs(parse_chain(text.replace("freeze: true", "interface: exact", 1)), INFO)
+    a, b, _ = specs_of(text.replace("freeze: true", "interface: exact", 1), INFO)
     assert [one.interface and one.interface.name for one in (a, b)] == ["exact", "mixed"]
     early = text.replace("freeze: true", "freeze: true\n    interface: local", 1)
-    a, b, _ = worker_specs(parse_chain(early), INFO)
+    a, b, _ = specs_of(early, INFO)
     assert [one.interface and one.interface.name for one in (a, b)] == ["local", "none"]
 
-    workers = worker_specs(parse_chain(text), INFO)
+    workers = specs_of(text, INFO)
     chain = LocalChain(workers)
     before = [{k: v.clone() for k, v in one.layers.state_dict().items()} for one in chain.steps]
     x = torch.randn(8, 1, 8, 8)
@@ -147,7 +138,7 @@ def test_micro_batches_are_the_whole_chains(first: str, second: str, message: st
         "- name: b\n", f"- name: b\n    interface: {{delayed: {{micro_batches: {second}}}}}\n"
     )
     with pytest.raises(SpecError, match=message) as caught:
-        worker_specs(parse_chain(text), INFO)
+        specs_of(text, INFO)
     assert caught.value.location[0] == "modules"
 
 
@@ -155,12 +146,7 @@ def test_gradients_of_all_parts_come_again() -> None:
     """Batches are cut for the whole chain, for modules that do not ask for it, too."""
     text = CHAIN.replace("interface: mixed", "interface: exact")
     text = text.replace("- name: b\n", "- name: b\n    interface: {exact: {micro_batches: 4}}\n")
-    assert [
-        one.resend for worker in worker_specs(parse_chain(text), INFO) for one in worker.sources
-    ] == [
-        4,
-        4,
-    ]
+    assert [one.resend for worker in specs_of(text, INFO) for one in worker.sources] == [4, 4]
 
 
 def test_no_module_with_a_state_gets_parts() -> None:
@@ -174,21 +160,21 @@ modules:
   - name: b
     layers: [{Recurrent: {cell: GRU, input_size: 6, hidden_size: 10}}, Flatten]
 """
-    info = INFO.model_copy(update={"sample": TensorSpec(shape=(1, 6), dtype="float32")})
-    worker_specs(parse_chain(text.replace("micro_batches: 2", "")), info)
+    info = INFO.model_copy(update={"sample": float32(1, 6)})
+    specs_of(text.replace("micro_batches: 2", ""), info)
     with pytest.raises(SpecError, match="module 'b' has a recurrent layer; remove 'micro_b"):
-        worker_specs(parse_chain(text), info)
+        specs_of(text, info)
 
 
 def test_one_changed_layer_changes_one_hash() -> None:
-    before = worker_specs(parse_chain(CHAIN), INFO)
-    after = worker_specs(parse_chain(CHAIN.replace("- Flatten", "- Flatten\n      - Tanh")), INFO)
+    before = specs_of(CHAIN, INFO)
+    after = specs_of(CHAIN.replace("- Flatten", "- Flatten\n      - Tanh"), INFO)
     assert [x.hash == y.hash for x, y in zip(before, after, strict=True)] == [True, False, True]
 
 
 def test_host_settings_change_no_hash() -> None:
     other = CHAIN + "data: {path: /elsewhere}\nlinks: {window: 3}\nstop_grace_s: 5\n"
-    before, after = worker_specs(parse_chain(CHAIN), INFO), worker_specs(parse_chain(other), INFO)
+    before, after = specs_of(CHAIN, INFO), specs_of(other, INFO)
     assert [w.hash for w in before] == [w.hash for w in after]
 
 
@@ -245,13 +231,23 @@ def test_resolved_chain_says_everything_and_resolves_to_itself() -> None:
         (("out_features: 16}", "bias: true}"), "modules[1].layers[1].Linear", ["'out_features'"]),
         (("- Flatten", "- import: nowhere:Layer"), "modules[1].layers[0]", ["'nowhere'"]),
         (("- Flatten", "- import: json:JSONDecoder"), "modules[1].layers[0]", ["not a Module"]),
+        (
+            ("{Linear: {in_features: 16, out_features: 10}}", f"{{import: '{__name__}:Argmax'}}"),
+            None,
+            ["the output is int64"],
+        ),
+        (
+            ("interface: mixed", "interface: {corrected: {local: {optimizer: LBFGS}}}"),
+            "modules[0].interface.corrected.local.optimizer.LBFGS",
+            [],
+        ),
     ],
 )
 def test_errors_say_where_and_what_is_allowed(
     change: tuple[str, str], path: str | None, words: list[str]
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        worker_specs(parse_chain(CHAIN.replace(*change, 1)), INFO)
+        specs_of(CHAIN.replace(*change, 1), INFO)
     assert path is None or caught.value.path == path
     for word in words:
         assert word in str(caught.value)
@@ -277,20 +273,13 @@ modules:
 """
     if not fits:
         with pytest.raises(SpecError, match="needs batches of more than one sample") as caught:
-            worker_specs(parse_chain(text % "mixed"), INFO)
+            specs_of(text % "mixed", INFO)
         assert caught.value.path == "modules[0].layers[1]"
         return
     for interface in ("mixed", "{local: {hidden: 4}}", "{local: {head: mlp-sr}}"):
-        chain = LocalChain(worker_specs(parse_chain(text % interface), INFO))
+        chain = LocalChain(specs_of(text % interface, INFO))
         for x in torch.randn(3, 1, 1, 8, 8):
             assert math.isfinite(chain.train_batch(x, torch.tensor([3])))
-
-
-def test_errors_of_a_part_name_it() -> None:
-    text = CHAIN.replace("interface: mixed", "interface: {corrected: {local: {optimizer: LBFGS}}}")
-    with pytest.raises(SpecError) as caught:
-        worker_specs(parse_chain(text), INFO)
-    assert caught.value.path == "modules[0].interface.corrected.local.optimizer.LBFGS"
 
 
 class Argmax(nn.Module):
@@ -298,14 +287,6 @@ class Argmax(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.argmax(-1)
-
-
-def test_predictions_need_a_gradient() -> None:
-    text = CHAIN.replace(
-        "[{Linear: {in_features: 16, out_features: 10}}]", f"[{{import: '{__name__}:Argmax'}}]"
-    )
-    with pytest.raises(SpecError, match="the output is int64"):
-        worker_specs(parse_chain(text), INFO)
 
 
 def test_sparse_gradients_are_not_clipped() -> None:
@@ -319,9 +300,9 @@ modules:
       - Flatten
       - Linear: {in_features: 6, out_features: 10}
 """
-    info = INFO.model_copy(update={"sample": TensorSpec(shape=(3,), dtype="int64")})
+    info = INFO.model_copy(update={"sample": int64(3)})
     with pytest.raises(SpecError, match="sparse gradients cannot be clipped") as caught:
-        worker_specs(parse_chain(text), info)
+        specs_of(text, info)
     assert caught.value.path == "defaults.clip"
 
 
@@ -341,7 +322,7 @@ modules:
 )
 def test_values_of_schedules_and_groups(settings: str, path: str, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
-        worker_specs(parse_chain(f"defaults: {{{settings}}}\n{CHAIN}"), INFO)
+        specs_of(f"defaults: {{{settings}}}\n{CHAIN}", INFO)
     assert caught.value.path == f"defaults.{path}"
 
 
@@ -355,12 +336,12 @@ def test_values_of_schedules_and_groups(settings: str, path: str, words: str) ->
 def test_values_of_losses_and_metrics(key: str, value: str, words: str) -> None:
     given = {"loss": "CrossEntropyLoss", "metrics": "[accuracy]"}[key]
     with pytest.raises(SpecError, match=words):
-        worker_specs(parse_chain(CHAIN.replace(f"{key}: {given}", f"{key}: {value}")), INFO)
+        specs_of(CHAIN.replace(f"{key}: {given}", f"{key}: {value}"), INFO)
 
 
 def test_lazy_layers_are_counted() -> None:
     text = CHAIN.replace("Linear: {in_features: 256, ", "LazyLinear: {")
-    assert parameter_counts(worker_specs(parse_chain(text), INFO)) == {"a": 60, "b": 4112, "c": 170}
+    assert parameter_counts(specs_of(text, INFO)) == {"a": 60, "b": 4112, "c": 170}
 
 
 @pytest.mark.parametrize("field", ["dtype", "gradient_dtype"])
@@ -375,14 +356,11 @@ modules:
   - {{name: a, layers: {layers}, interface: exact}}
   - {{name: b, layers: [Identity]}}
 """
-    info = DataInfo(
-        sample=TensorSpec(shape=(256,), dtype="float32"),
-        label=TensorSpec(shape=(), dtype="float32"),
-    )
+    info = DataInfo(sample=float32(256), label=float32())
     with pytest.raises(SpecError, match="module 'a' is float32\\[B\\]") as caught:
-        worker_specs(parse_chain(chain), info)
+        specs_of(chain, info)
     assert caught.value.path == f"links.{field}"
-    worker_specs(parse_chain(chain.replace("int8-channel", "int8")), info)
+    specs_of(chain.replace("int8-channel", "int8"), info)
 
 
 def test_integers_are_not_quantized() -> None:
@@ -394,13 +372,9 @@ modules:
   - name: b
     layers: [{Embedding: {num_embeddings: 4, embedding_dim: 10}}]
 """
-    info = DataInfo(
-        sample=TensorSpec(shape=(), dtype="int64"),
-        label=TensorSpec(shape=(), dtype="int64"),
-        classes=10,
-    )
+    info = DataInfo(sample=int64(), label=int64(), classes=10)
     with pytest.raises(SpecError, match=r"output is int64\[B\], which has no gradient") as caught:
-        worker_specs(parse_chain(chain), info)
+        specs_of(chain, info)
     assert caught.value.path == "modules[0].layers"
 
 
@@ -413,20 +387,20 @@ def test_schema_lists_the_names() -> None:
 
 def test_who_waits_for_gradients_cannot_continue_alone() -> None:
     text = CHAIN.replace("interface: mixed", "interface: exact")
-    exact = [worker.exact for worker in worker_specs(parse_chain(text), INFO)]
+    exact = [worker.exact for worker in specs_of(text, INFO)]
     assert exact == [True, False, False]
     with pytest.raises(SpecError, match="module 'a' is trained by true gradients alone") as caught:
-        worker_specs(parse_chain(text + "links: {on_loss: continue}\n"), INFO)
+        specs_of(text + "links: {on_loss: continue}\n", INFO)
     assert caught.value.location == ("links", "on_loss")
-    worker_specs(parse_chain(CHAIN + "links: {on_loss: continue}\n"), INFO)
+    specs_of(CHAIN + "links: {on_loss: continue}\n", INFO)
 
 
 @pytest.mark.parametrize("field", ["replay: 8", "synthetic_inputs: late"])
 def test_no_batch_comes_between_the_parts_of_another(field: str) -> None:
     text = CHAIN.replace("interface: mixed", "interface: {exact: {micro_batches: 2}}")
-    worker_specs(parse_chain(text), INFO)
+    specs_of(text, INFO)
     with pytest.raises(SpecError, match="between the micro-batches") as caught:
-        worker_specs(parse_chain(f"{text}links: {{{field}}}\n"), INFO)
+        specs_of(f"{text}links: {{{field}}}\n", INFO)
     assert caught.value.location == ("links", field.split(":")[0])
 
 

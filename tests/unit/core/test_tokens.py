@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from dni_runtime.core.chain import LocalChain
 from dni_runtime.core.evaluation import evaluate
 from dni_runtime.core.interfaces.heads import HeadOptions, build_head
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
+from tests.specs import float32, int64, specs_of
 
-TOKENS = TensorSpec(shape=(5, 8), dtype="float32")
+TOKENS = float32(5, 8)
 CHAIN = """\
 name: tags
 defaults: {interface: %s, optimizer: {Adam: {lr: 0.01}}}
@@ -36,11 +36,7 @@ modules:
   - name: c
     layers: [{Linear: {in_features: 16, out_features: 4}}%s]
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(6,), dtype="int64"),
-    label=TensorSpec(shape=(6,), dtype="int64"),
-    classes=4,
-)
+INFO = DataInfo(sample=int64(6), label=int64(6), classes=4)
 SWAP = f", {{import: '{__name__}:Swap'}}"
 
 
@@ -52,7 +48,7 @@ class Swap(nn.Module):
 
 
 def workers(interface: str, layout: str = "last") -> tuple[WorkerSpec, ...]:
-    return worker_specs(parse_chain(CHAIN % (interface, SWAP if layout == "torch" else "")), INFO)
+    return specs_of(CHAIN % (interface, SWAP if layout == "torch" else ""), INFO)
 
 
 def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -66,7 +62,7 @@ def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("layout", ["last", "torch"])
 def test_a_head_sees_each_token_alone(layout: str, hidden: int | None) -> None:
     shape = (5, 3) if layout == "last" else (3, 5)
-    prediction = TensorSpec(shape=shape, dtype="float32")
+    prediction = float32(*shape)
     head = build_head(TOKENS, prediction, HeadOptions(hidden=hidden), 2 - (layout == "torch"))
     kinds = [type(layer).__name__ for layer in head if not type(layer).__name__.startswith("_")]
     assert kinds == ["LayerNorm", *(["Linear", "GELU"] if hidden else []), "Linear"]
@@ -81,14 +77,14 @@ def test_a_head_sees_each_token_alone(layout: str, hidden: int | None) -> None:
 
 
 def test_numbers_per_token_have_tokens_first() -> None:
-    head = build_head(TOKENS, TensorSpec(shape=(5, 2), dtype="float32"), HeadOptions())
+    head = build_head(TOKENS, float32(5, 2), HeadOptions())
     assert head(torch.randn(3, 5, 8)).shape == (3, 5, 2)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((4, 3), 2), ((3, 4), 1), ((3, 5), None)])
 def test_each_prediction_needs_a_token(shape: tuple[int, ...], axis: int | None) -> None:
     with pytest.raises(SpecError, match="cannot build a local head from 5 tokens"):
-        build_head(TOKENS, TensorSpec(shape=shape, dtype="float32"), HeadOptions(), axis)
+        build_head(TOKENS, float32(*shape), HeadOptions(), axis)
 
 
 @pytest.mark.parametrize("layout", ["last", "torch"])

@@ -16,18 +16,15 @@ from dni_runtime.data import describe
 from dni_runtime.errors import SpecError
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.packing import no_labels
-from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, WorkerSpec, parse_chain
+from tests.specs import float32, int64, specs_of
 
 
 class Own(GradientInterface):
     """A user's interface."""
 
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(12,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(12), label=int64(), classes=3)
 CHAIN = """\
 name: small
 data: {batch_size: 16, labels: tail}
@@ -44,7 +41,7 @@ ALONE = "{synthetic: {conditioned: false}}"
 
 
 def specs(more: str = "") -> tuple[WorkerSpec, ...]:
-    return worker_specs(parse_chain(CHAIN % {"more": more}), INFO)
+    return specs_of(CHAIN % {"more": more}, INFO)
 
 
 def test_only_the_tail_has_labels() -> None:
@@ -58,7 +55,7 @@ def test_only_the_tail_has_labels() -> None:
         contract = LinkContract.of(end, edge)
         assert contract.label.shape == (0,)
         assert contract.label.buffer_bytes == 0
-    labelled = worker_specs(parse_chain(CHAIN.replace(", labels: tail", "") % {"more": ""}), INFO)
+    labelled = specs_of(CHAIN.replace(", labels: tail", "") % {"more": ""}, INFO)
     assert labelled[0].link_hash(*labelled[0].targets) != a.link_hash(*a.targets)
 
 
@@ -86,7 +83,7 @@ def test_interfaces_that_need_labels_are_refused(interface: str) -> None:
         if name == "b":
             text = text.replace("- name: b", f"- name: b\n    interface: {interface}")
         with pytest.raises(SpecError, match="needs labels, and they stay at the tail") as caught:
-            worker_specs(parse_chain(text), INFO)
+            specs_of(text, INFO)
         assert caught.value.location == at
         assert f"of module {name!r}" in caught.value.message
         assert caught.value.hint == "use 'exact', 'delayed' or 'synthetic: {conditioned: false}'"
@@ -115,13 +112,11 @@ def test_synthetic_inputs_are_refused() -> None:
 def test_a_single_module_is_refused() -> None:
     text = "name: one\ndata: {labels: tail}\nmodules: [{name: a, layers: [{Linear: {in_features: 12, out_features: 3}}]}]"  # noqa: E501
     with pytest.raises(SpecError, match="the chain's only module reads samples and labels"):
-        worker_specs(parse_chain(text), INFO)
+        specs_of(text, INFO)
 
 
 @pytest.mark.parametrize("interface", ["exact", "delayed", ALONE, "none"])
-def test_modules_learn_the_same_without_labels(
-    interface: str,
-) -> None:
+def test_modules_learn_the_same_without_labels(interface: str) -> None:
     """With an ignored class, too: with labels a synthesizer leaves those samples out."""
     loss = "loss: {CrossEntropyLoss: {ignore_index: 0}}"
     (a, *_) = specs(f"{loss}\ndefaults: {{interface: {interface}}}")

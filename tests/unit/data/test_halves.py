@@ -12,7 +12,8 @@ import torch
 
 from dni_runtime.data import describe, locate, open_data
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.spec import DataSpec, TensorSpec
+from dni_runtime.spec import DataSpec
+from tests.specs import float32, int64
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(30, 3)).astype(np.float32), RNG.integers(0, 4, 30)
@@ -109,8 +110,8 @@ def test_both_halves_of_a_text_are_the_same_windows(tmp_path: Path) -> None:
 def test_a_description_has_both(tmp_path: Path) -> None:
     write(tmp_path)
     info = describe(spec_of(path="x.npz", labels={"path": str(tmp_path / "y.npz")}), tmp_path)
-    assert info.sample == TensorSpec(shape=(3,), dtype="float32")
-    assert info.label == TensorSpec(shape=(), dtype="int64")
+    assert info.sample == float32(3)
+    assert info.label == int64()
     assert (info.train_samples, info.eval_samples) == (24, 6)
 
 

@@ -9,7 +9,8 @@ import torch
 
 from dni_runtime.data import describe, idx, locate, open_data
 from dni_runtime.errors import DataError
-from dni_runtime.spec import DataSpec, TensorSpec
+from dni_runtime.spec import DataSpec
+from tests.specs import float32, int64
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -23,8 +24,8 @@ def test_reads_what_is_published(idx_folder, tmp_path: Path, gz: bool) -> None:
     made = idx_folder(gz=gz)
     raw = spec(made, normalize=False, shuffle=False)
     info = describe(raw, tmp_path)
-    assert info.sample == TensorSpec(shape=(1, 28, 28), dtype="float32")
-    assert info.label == TensorSpec(shape=(), dtype="int64")
+    assert info.sample == float32(1, 28, 28)
+    assert info.label == int64()
     assert (info.classes, info.train_samples, info.eval_samples) == (10, 21, 9)
     source = open_data(raw, tmp_path, seed=0)
     assert source.info == info

@@ -8,7 +8,8 @@ import torch
 
 from dni_runtime.data import describe, locate, npz, open_data
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.spec import DataSpec, TensorSpec
+from dni_runtime.spec import DataSpec
+from tests.specs import float32, int64
 
 RNG = np.random.default_rng(0)
 
@@ -37,7 +38,7 @@ def test_images_are_normalised_by_channel(tmp_path) -> None:
     contents = arrays()
     spec = write(tmp_path, contents)
     info = describe(spec, tmp_path)
-    assert info.sample == TensorSpec(shape=(3, 4, 5), dtype="float32")
+    assert info.sample == float32(3, 4, 5)
     assert (info.label.dtype, info.train_samples, info.eval_samples) == ("int64", 8, 4)
     assert locate(spec, tmp_path) == tmp_path / "data.npz"
     x, y = first(spec, tmp_path)
@@ -85,7 +86,7 @@ def test_a_constant_channel_becomes_zero(tmp_path) -> None:
 def test_other_integers_are_indices(tmp_path) -> None:
     contents = arrays(RNG.integers(0, 50000, (12, 6), dtype=np.uint16))
     spec = write(tmp_path, contents)
-    assert describe(spec, tmp_path).sample == TensorSpec(shape=(6,), dtype="int64")
+    assert describe(spec, tmp_path).sample == int64(6)
     assert first(spec, tmp_path)[0].tolist() == contents["x_train"].tolist()
 
 
@@ -93,7 +94,7 @@ def test_float_labels_are_a_regression(tmp_path) -> None:
     contents = arrays(y_train=RNG.normal(size=(8, 2)), y_eval=RNG.normal(size=(4, 2)))
     spec = write(tmp_path, contents)
     info = describe(spec, tmp_path)
-    assert (info.label, info.classes) == (TensorSpec(shape=(2,), dtype="float32"), None)
+    assert (info.label, info.classes) == (float32(2), None)
     np.testing.assert_allclose(first(spec, tmp_path)[1], contents["y_train"], rtol=1e-6)
 
 

@@ -14,8 +14,9 @@ from dni_runtime.data.memory import MemorySplit
 from dni_runtime.data.registry import DataSet
 from dni_runtime.data.source import Found
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.spec import DataInfo, DataSpec
 from dni_runtime.spec.named import Frozen
+from tests.specs import float32, int64
 
 
 class Options(Frozen):
@@ -26,11 +27,7 @@ class Options(Frozen):
 def find_numbers(spec: DataSpec, base: Path, options: Options) -> Found:
     x_N1 = torch.arange(options.count, dtype=torch.float32).unsqueeze(1) * options.step
     split = MemorySplit(x_N1, torch.zeros(options.count, dtype=torch.int64))
-    info = DataInfo(
-        sample=TensorSpec(shape=(1,), dtype="float32"),
-        label=TensorSpec(shape=(), dtype="int64"),
-        train_samples=options.count,
-    )
+    info = DataInfo(sample=float32(1), label=int64(), train_samples=options.count)
     return Found(info, None, lambda: (split, split))
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from dni_runtime.data import DataSource, describe, open_data
 from dni_runtime.data.memory import MemorySplit
 from dni_runtime.errors import DataError
-from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.spec import DataInfo, DataSpec
+from tests.specs import float32, int64
 
 
 def source(
@@ -21,9 +22,7 @@ def source(
 ) -> DataSource:
     """Samples and labels that are their own numbers."""
     spec = DataSpec.model_validate({"batch_size": 4, **keywords})
-    info = DataInfo(
-        sample=TensorSpec(shape=(1,), dtype="float32"), label=TensorSpec(shape=(), dtype="int64")
-    )
+    info = DataInfo(sample=float32(1), label=int64())
     splits = [
         MemorySplit(torch.arange(n, dtype=torch.float32).unsqueeze(1), torch.arange(n))
         for n in (train, evaluation)

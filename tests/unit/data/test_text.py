@@ -13,7 +13,8 @@ from dni_runtime.data import describe, locate, open_data, with_defaults
 from dni_runtime.data.source import Batch, DataSource
 from dni_runtime.data.text import STDLIB_BYTES, TextSplit
 from dni_runtime.errors import DataError, SpecError
-from dni_runtime.spec import DataInfo, DataSpec, TensorSpec
+from dni_runtime.spec import DataInfo, DataSpec
+from tests.specs import int64
 
 
 def text(path: Path | str | None, *, args: dict[str, object] | None = None, **more) -> DataSpec:
@@ -24,7 +25,7 @@ def text(path: Path | str | None, *, args: dict[str, object] | None = None, **mo
 def numbered(size: int, context: int, seed: int = 0, **more) -> DataSource:
     """A text whose bytes count upwards, so that a window tells where it lies (size <= 256)."""
     train = TextSplit(torch.arange(size).to(torch.uint8), context, spare=context)
-    tokens = TensorSpec(shape=(context,), dtype="int64")
+    tokens = int64(context)
     info = DataInfo(sample=tokens, label=tokens, classes=256)
     return DataSource(info, train, train, text(None, **more), seed=seed)
 
@@ -36,7 +37,7 @@ def windows(batches: list[Batch]) -> list[list[int]]:
 def test_python_has_a_text() -> None:
     spec = text(None)
     info = describe(spec, Path())
-    assert info.sample == info.label == TensorSpec(shape=(64,), dtype="int64")
+    assert info.sample == info.label == int64(64)
     assert info.classes == 256
     assert info.train_samples == (STDLIB_BYTES * 9 // 10 - 1 - 64) // 64
     assert info.eval_samples == (STDLIB_BYTES // 10 - 1) // 64

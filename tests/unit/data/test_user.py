@@ -9,6 +9,7 @@ from dni_runtime.data import describe, locate, open_data
 from dni_runtime.data.ahead import in_thread
 from dni_runtime.errors import DataError, SpecError
 from dni_runtime.spec import DataSpec, TensorSpec
+from tests.specs import float32, int64
 
 SQUARES = """
 import torch
@@ -43,8 +44,8 @@ def make(user_module, source: str = SQUARES, cls: str = "Squares", **keywords) -
 def test_describes_and_reads(user_module, tmp_path) -> None:
     spec = make(user_module, shuffle=False)
     info = describe(spec, tmp_path)
-    assert info.sample == TensorSpec(shape=(2, 3), dtype="float32")
-    assert info.label == TensorSpec(shape=(), dtype="int64")
+    assert info.sample == float32(2, 3)
+    assert info.label == int64()
     assert (info.classes, info.train_samples, info.eval_samples) == (2, 10, 3)
     source = open_data(spec, tmp_path, seed=0)
     batches = list(source.train_batches(0))

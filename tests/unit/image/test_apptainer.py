@@ -147,11 +147,7 @@ def test_failed_program_shows_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(BuildError, match="testing failed with exit status 3") as caught:
         apptainer.stream(
-            [sys.executable, "-c", code],
-            what="testing",
-            on_line=seen.append,
-            log=log,
-            tail_lines=5,
+            [sys.executable, "-c", code], what="testing", on_line=seen.append, log=log, tail_lines=5
         )
     assert caught.value.tail == tuple(f"line {i}" for i in range(95, 100))
     assert len(seen) == 100

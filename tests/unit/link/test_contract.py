@@ -9,6 +9,7 @@ import pytest
 from dni_runtime.link.contract import LinkContract
 from dni_runtime.spec import LinksSpec, TensorSpec, WorkerSpec
 from dni_runtime.wire import HEADER_BYTES, TensorContract
+from tests.specs import float32
 
 MakeSpec = Callable[..., WorkerSpec]
 
@@ -50,7 +51,7 @@ def test_scales_of_quantized_tensors(
     make_spec: MakeSpec, shape: tuple[int, ...], channels: tuple[int, ...]
 ) -> None:
     links = LinksSpec(dtype="int8", gradient_dtype="int8-channel")
-    output = TensorSpec(shape=shape, dtype="float32")
+    output = float32(*shape)
     contract = LinkContract.of(one := make_spec(links=links, output=output), one.targets[0])
     assert contract.activation == TensorContract("h", "int8", shape, 8, scale=())
     assert contract.gradient == TensorContract("g", "int8", shape, 8, scale=channels)

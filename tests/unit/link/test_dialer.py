@@ -146,12 +146,7 @@ def test_a_module_without_keys_connects_to_no_encrypted_link(world: Zmq) -> None
     ],
 )
 def test_why_a_handshake_failed(
-    world: Zmq,
-    links: LinksSpec,
-    event: tuple[int, int],
-    reason: str,
-    message: str,
-    final: bool,
+    world: Zmq, links: LinksSpec, event: tuple[int, int], reason: str, message: str, final: bool
 ) -> None:
     made = world.dialer(links)
     made.dial(HERE, KEY)

@@ -41,13 +41,6 @@ def test_ids_grow() -> None:
         window.add(1, [b""])
 
 
-def test_transmits_each_message_once() -> None:
-    window = filled(4, 2)
-    assert transmit(window) == [1, 2]
-    window.add(3, [b""])
-    assert transmit(window) == [3]
-
-
 def test_acknowledgements_are_cumulative_and_may_repeat() -> None:
     window = filled(4, 4)
     transmit(window)
@@ -217,16 +210,6 @@ def test_acknowledged_messages_are_retained_for_a_restarted_neighbour() -> None:
     assert window.room
     assert window.acknowledge(6)  # once more: nothing changes
     assert (len(window), window.first) == (1, 5)
-
-
-def test_markers_go_into_a_full_window() -> None:
-    window = SendWindow(2)
-    for id in (1, 2):
-        window.add(id, [b""])
-    with pytest.raises(ValueError, match="does not fit"):
-        window.add(3, [b""])
-    window.add(3, [b""], force=True)
-    assert (len(window), window.room) == (3, False)
 
 
 def test_what_is_forced_in_is_sent_when_there_is_room() -> None:

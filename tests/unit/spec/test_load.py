@@ -55,12 +55,7 @@ def test_exponents_are_numbers_and_words_stay_words() -> None:
         (("name: mlp", "name: mlp\nname: x"), 2, "name", ["duplicate key 'name'"]),
         (("name: mlp", "name: mlp\nlinks: {window: 0}"), 2, "links.window", ["0", "greater"]),
         (("name: mlp", "name: mlp\nlinks: {transport: udp}"), 2, None, ["'udp'", "'ipc'"]),
-        (
-            ("name: mlp", "name: mlp\nlinks: {transport: ipc, port: 5000}"),
-            2,
-            "links",
-            ["'tcp'"],
-        ),
+        (("name: mlp", "name: mlp\nlinks: {transport: ipc, port: 5000}"), 2, "links", ["'tcp'"]),
         (
             ("name: mlp", "name: mlp\nrestart: {policy: never, on_stall: restart}"),
             2,

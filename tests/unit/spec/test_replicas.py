@@ -8,19 +8,15 @@ from itertools import product
 
 import pytest
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import ChainSpec, DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import ChainSpec, DataInfo, WorkerSpec, parse_chain
 from dni_runtime.spec.edge import replica_of
 from dni_runtime.spec.modules import ElasticSpec
 from dni_runtime.spec.named import module_of, number_of
 from dni_runtime.spec.replicas import modules_of, with_replicas, workers_of
+from tests.specs import float32, int64, specs_of
 
-INFO = DataInfo(
-    sample=TensorSpec(shape=(8,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=8,
-)
+INFO = DataInfo(sample=float32(8), label=int64(), classes=8)
 OWN = "data: {path: 'x-{replica}'}"
 GROUP = "replication: {backend: gloo}"
 ALL_REDUCE = "replication: {strategy: all-reduce"
@@ -33,7 +29,7 @@ def modules(counts: Sequence[str] = "1231", *, more: str = "") -> tuple[WorkerSp
         for name, count in zip("abcdefgh", counts, strict=False)
     )
     text = f"name: net\ndefaults: {{interface: mixed}}\n{more}\nmodules:\n{listed}"
-    return worker_specs(parse_chain(text), INFO)
+    return specs_of(text, INFO)
 
 
 def started(
@@ -312,9 +308,9 @@ def test_a_recurrent_layer_needs_all_batches() -> None:
         "[{Recurrent: {cell: GRU, input_size: 8, hidden_size: 8}}]}\n"
         "- {name: c, layers: [Flatten, {Linear: {in_features: 64, out_features: 8}}]}\n"
     )
-    tokens = TensorSpec(shape=(8,), dtype="int64")
+    tokens = int64(8)
     with pytest.raises(SpecError, match="a recurrent layer needs all batches"):
-        worker_specs(parse_chain(text), INFO.model_copy(update={"sample": tokens}))
+        specs_of(text, INFO.model_copy(update={"sample": tokens}))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +328,7 @@ def test_interfaces_that_wait_leave_nothing_for_replicas(interface: str, message
         f"- {{name: c, layers: [{LINEAR}]}}\n"
     )
     with pytest.raises(SpecError, match=message):
-        worker_specs(parse_chain(text), INFO)
+        specs_of(text, INFO)
 
 
 def placed(places: str) -> ChainSpec:

@@ -193,13 +193,7 @@ def test_batches_round_trip(
     h: tuple[TensorEntry, bytes], y: tuple[TensorEntry, bytes], id: int, mode: Mode
 ) -> None:
     message = Message(
-        Kind.BATCH,
-        "r",
-        "a",
-        id=id,
-        mode=mode,
-        tensors=(h[0], y[0]),
-        buffers=(h[1], y[1]),
+        Kind.BATCH, "r", "a", id=id, mode=mode, tensors=(h[0], y[0]), buffers=(h[1], y[1])
     )
     assert decode(encode(message), LIMITS) == message
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from dni_runtime.core.chain import LocalChain
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker.carry import Names, carry
 from dni_runtime.worker.checkpoint import State, restore, snapshot
+from tests.specs import float32, int64, specs_of
 
 LAYERS = [
     "{Recurrent: {cell: GRU, input_size: 4, hidden_size: 4, synthetic: true}}",
@@ -38,12 +38,8 @@ def cut(*ends: int, interface: str = "mixed", settings: str = SETTINGS) -> tuple
         for begin, end in zip([0, *ends], [*ends, len(LAYERS)], strict=True)
     )
     text = f"name: x\ndefaults: {{interface: {interface}, {settings}}}\nmodules:\n{modules}"
-    info = DataInfo(
-        sample=TensorSpec(shape=(5, 4), dtype="float32"),
-        label=TensorSpec(shape=(), dtype="int64"),
-        classes=3,
-    )
-    return worker_specs(parse_chain(text), info)
+    info = DataInfo(sample=float32(5, 4), label=int64(), classes=3)
+    return specs_of(text, info)
 
 
 def trained(workers: Sequence[WorkerSpec]) -> list[State]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from dni_runtime import __version__, files
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import complete_cuts, forget, tensors_file
 from dni_runtime.errors import CheckpointError, DamagedError
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import Choice, DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import Choice, DataInfo, WorkerSpec
 from dni_runtime.worker import checkpoint
+from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
 name: x
@@ -36,12 +36,8 @@ modules:
 
 @pytest.fixture
 def worker() -> WorkerSpec:
-    info = DataInfo(
-        sample=TensorSpec(shape=(4,), dtype="float32"),
-        label=TensorSpec(shape=(), dtype="int64"),
-        classes=3,
-    )
-    return worker_specs(parse_chain(CHAIN), info)[0]
+    info = DataInfo(sample=float32(4), label=int64(), classes=3)
+    return specs_of(CHAIN, info)[0]
 
 
 def train(step: ModuleStep, count: int) -> None:
@@ -95,9 +91,9 @@ def test_a_recurrent_layer_goes_on_exactly() -> None:
         "[{Recurrent: {cell: LSTM, input_size: 4, hidden_size: 3, synthetic: true}}]\n"
         "  - name: b\n    layers: [Flatten, {Linear: {in_features: 15, out_features: 3}}]\n"
     )
-    tokens = TensorSpec(shape=(5, 4), dtype="float32")
-    label = TensorSpec(shape=(), dtype="int64")
-    spec = worker_specs(parse_chain(text), DataInfo(sample=tokens, label=label, classes=3))[0]
+    tokens = float32(5, 4)
+    label = int64()
+    spec = specs_of(text, DataInfo(sample=tokens, label=label, classes=3))[0]
     data = list(torch.randn(10, 8, 5, 4, generator=torch.Generator().manual_seed(2)))
 
     def train_on(step: ModuleStep, batches: list[torch.Tensor]) -> None:

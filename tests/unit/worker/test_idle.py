@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import idle
 from dni_runtime.worker.idle import LABELS_KEPT, SILENT_S, Idle, ReplayBuffer, SyntheticInputs
+from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
 name: small
@@ -24,16 +24,12 @@ modules:
   - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}, ReLU]}
   - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(6,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 Y = torch.tensor([0, 1, 2, 0])
 
 
 def workers(links: str = "", interface: str = "mixed") -> tuple[WorkerSpec, ...]:
-    return worker_specs(parse_chain(CHAIN % (links, interface)), INFO)
+    return specs_of(CHAIN % (links, interface), INFO)
 
 
 def batch(number: int, features: int = 5) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -14,19 +14,18 @@ from dni_runtime.data import DataSource, open_data
 from dni_runtime.errors import DataError
 from dni_runtime.link import Batch
 from dni_runtime.packing import no_labels
-from dni_runtime.spec import CheckpointSpec, Choice, DataSpec, HeadRole, TensorSpec
+from dni_runtime.spec import CheckpointSpec, Choice, DataSpec, HeadRole
 from dni_runtime.wire import Part
 from dni_runtime.worker.labels import Labels
 from dni_runtime.worker.stream import items
+from tests.specs import float32, int64
 
 DATA = DataSpec.model_validate(
     {"labels": "tail", "batch_size": 64, "train_limit": 200, "validation": 100, "eval_limit": 50}
 )
 
 LOSS = ChainLoss(
-    Choice(name="CrossEntropyLoss", args={"weight": [1.0, 2.0] * 5}),
-    TensorSpec(shape=(10,), dtype="float32"),
-    TensorSpec(shape=(), dtype="int64"),
+    Choice(name="CrossEntropyLoss", args={"weight": [1.0, 2.0] * 5}), float32(10), int64()
 )
 
 
@@ -36,14 +35,11 @@ def source(half: Any = None, seed: int = 1, **settings: Any) -> DataSource:
 
 
 def sent(
-    data: DataSource,
-    micro_batches: int = 1,
-    spec: DataSpec = DATA,
-    loss: ChainLoss | None = None,
+    data: DataSource, micro_batches: int = 1, spec: DataSpec = DATA, loss: ChainLoss | None = None
 ) -> list[Batch]:
     """What the head sends."""
     role = HeadRole(
-        samples=(TensorSpec(shape=(1, 8, 8), dtype="float32"),),
+        samples=(float32(1, 8, 8),),
         data=spec,
         epochs=2,
         steps=None,

@@ -13,18 +13,18 @@ from torch import nn
 
 from dni_runtime.core.evaluation import Evaluation
 from dni_runtime.core.interfaces import LateSignal
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.documents.metrics import EpochLine, EvaluationLine, StartLine, TrainLine
 from dni_runtime.errors import StoppedError
 from dni_runtime.files import read_json, write_json
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import metrics
 from dni_runtime.worker.device import Copies
 from dni_runtime.worker.link_figures import LinkFigures
 from dni_runtime.worker.metrics import MetricsWriter
 from tests.lines import read_lines
+from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
 name: small
@@ -35,16 +35,12 @@ modules:
   - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}, ReLU]}
   - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(6,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 X, Y = torch.arange(24.0).reshape(4, 6) / 24, torch.tensor([0, 1, 2, 0])
 
 
 def workers(interface: str = "mixed") -> tuple[WorkerSpec, ...]:
-    return worker_specs(parse_chain(CHAIN % interface), INFO)
+    return specs_of(CHAIN % interface, INFO)
 
 
 class Clock:
@@ -253,13 +249,6 @@ def test_an_evaluation_is_told_and_shown(worker: Worker) -> None:
     shown = read_json(worker.run.worker("a"))
     assert shown is not None
     assert shown["evaluation"]["accuracy"] == 0.6
-
-
-def test_the_tail_is_evaluated_by_the_chains_metrics() -> None:
-    evaluation = Evaluation.of(ModuleStep(workers()[1]))
-    evaluation.add(torch.eye(3), torch.arange(3))
-    assert set(evaluation.result()) == {"loss", "accuracy"}
-    assert evaluation.result()["accuracy"] == 1
 
 
 def test_a_line_is_due_once_a_second(worker: Worker, clock: Clock) -> None:

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import document_file
 from dni_runtime.errors import CheckpointError
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.spec.replicas import with_replicas, workers_of
 from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.options import Options, load_spec
 from dni_runtime.worker.resume import Start, begin, document
 from dni_runtime.worker.stream import Position
+from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
 name: x
@@ -31,17 +31,13 @@ modules:
    layers: [{Linear: {in_features: 4, out_features: 3}}]}
 - {name: c, layers: [{Linear: {in_features: 3, out_features: 3}}]}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(4,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(4), label=int64(), classes=3)
 ALL = ["a.1", "a.2", "b.1", "b.2", "b.3", "c"]
 
 
 def replicas(module: str, count: int) -> list[WorkerSpec]:
     """Return the specs of a module's replicas in a start with so many of them."""
-    workers = workers_of(worker_specs(parse_chain(CHAIN), INFO))
+    workers = workers_of(specs_of(CHAIN, INFO))
     assert [one.module for one in workers] == ALL
     own = [one for one in workers if one.module.startswith(module)]
     return [with_replicas(one, {module: count}) for one in own[:count]]
@@ -296,7 +292,7 @@ def test_a_worker_is_told_how_many_replicas_there_are(
     run: RunDir, given: str | None, count: int
 ) -> None:
     """By default, as many as the chain begins with; its record has all that there may be."""
-    workers = workers_of(worker_specs(parse_chain(CHAIN), INFO))
+    workers = workers_of(specs_of(CHAIN, INFO))
     run.spec("b.1").write_text(workers[2].to_json())
     found = load_spec(Options(run=run.root, module="b.1", replicas=given))
     assert (workers[2].replicas, found.replicas) == (3, count)

@@ -31,10 +31,7 @@ class Above:
     """A link from upstream."""
 
     def __init__(
-        self,
-        *items: Batch | Marker,
-        awaited: bool = False,
-        route: tuple[int, int] | None = None,
+        self, *items: Batch | Marker, awaited: bool = False, route: tuple[int, int] | None = None
     ) -> None:
         self.items = deque(items)
         self.route = route

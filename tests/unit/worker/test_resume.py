@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.cuts import remove_temporaries
 from dni_runtime.errors import DamagedError
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+from dni_runtime.spec import DataInfo, WorkerSpec
 from dni_runtime.worker import checkpoint, resume
 from dni_runtime.worker.ledger import Counts, Ledger, Progress
 from dni_runtime.worker.resume import Start, begin, document, forget_later
 from dni_runtime.worker.stream import Position
 from tests.conftest import eventually
+from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
 name: x
@@ -39,12 +39,8 @@ modules:
 
 
 def workers(policy: str = "on-failure") -> tuple[WorkerSpec, ...]:
-    info = DataInfo(
-        sample=TensorSpec(shape=(4,), dtype="float32"),
-        label=TensorSpec(shape=(), dtype="int64"),
-        classes=3,
-    )
-    return worker_specs(parse_chain(CHAIN % policy), info)
+    info = DataInfo(sample=float32(4), label=int64(), classes=3)
+    return specs_of(CHAIN % policy, info)
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.cuts import best_cut
 from dni_runtime.documents.best import Best
 from dni_runtime.errors import SpecError
 from dni_runtime.rundir import RunDir
-from dni_runtime.spec import DataInfo, SelectionRole, TensorSpec, parse_chain
+from dni_runtime.spec import DataInfo, SelectionRole
 from dni_runtime.worker.selection import Selection
+from tests.specs import float32, int64, specs_of
 
 CHAIN = """\
 name: small
@@ -24,11 +24,7 @@ modules:
   - {name: a, layers: [{Linear: {in_features: 6, out_features: 5}}]}
   - {name: b, layers: [{Linear: {in_features: 5, out_features: 3}}]}
 """
-INFO = DataInfo(
-    sample=TensorSpec(shape=(6,), dtype="float32"),
-    label=TensorSpec(shape=(), dtype="int64"),
-    classes=3,
-)
+INFO = DataInfo(sample=float32(6), label=int64(), classes=3)
 
 
 @pytest.fixture
@@ -140,7 +136,7 @@ def test_a_record_without_a_finite_evaluation(run: RunDir) -> None:
 
 def test_what_is_selected_by() -> None:
     def role(text: str) -> SelectionRole | None:
-        tail = worker_specs(parse_chain(CHAIN % text), INFO)[-1].tail
+        tail = specs_of(CHAIN % text, INFO)[-1].tail
         assert tail is not None
         return tail.selection
 
@@ -163,5 +159,5 @@ def test_what_is_selected_by() -> None:
 )
 def test_selections_that_are_wrong(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        worker_specs(parse_chain(CHAIN % text), INFO)
+        specs_of(CHAIN % text, INFO)
     assert message in str(caught.value)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from dni_runtime.data import open_data
-from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole, TensorSpec
+from dni_runtime.spec import CheckpointSpec, DataSpec, HeadRole
 from dni_runtime.wire import Mark, Mode
 from dni_runtime.worker.stream import Item, Position, Stream, items
+from tests.specs import float32
 
 DATA = DataSpec(dataset="digits", flatten=True, batch_size=64, train_limit=200, eval_limit=100)
 
@@ -28,7 +29,7 @@ def role(
     data: DataSpec = DATA,
 ) -> HeadRole:
     return HeadRole(
-        samples=(TensorSpec(shape=(1, 8, 8), dtype="float32"),),
+        samples=(float32(1, 8, 8),),
         data=data,
         epochs=epochs,
         steps=steps,
@@ -63,14 +64,14 @@ def test_two_epochs() -> None:
 def test_steps_end_within_an_epoch() -> None:
     stream = run(role(epochs=9, steps=6, eval_every=0))
     assert shape(stream) == [
-        *("4 train", "1 EPOCH|CHECKPOINT", "2 train", "1 EPOCH", "1 CHECKPOINT|END"),
+        *("4 train", "1 EPOCH|CHECKPOINT", "2 train", "1 EPOCH", "1 CHECKPOINT|END")
     ]
     assert stream[-1].position.step == 6
 
 
 def test_checkpoints_between_batches() -> None:
     assert shape(run(role(epochs=1, eval_every=0, every_steps=3))) == [
-        *("3 train", "1 CHECKPOINT", "1 train", "1 EPOCH", "1 CHECKPOINT|END"),
+        *("3 train", "1 CHECKPOINT", "1 train", "1 EPOCH", "1 CHECKPOINT|END")
     ]
 
 

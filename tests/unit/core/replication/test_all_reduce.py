@@ -9,9 +9,10 @@ from torch import Tensor
 from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import TensorSpec, parse_chain
+from dni_runtime.spec import parse_chain
 from dni_runtime.worker.checkpoint import snapshot
 from tests.replicas import CHAIN, INFO, learn, replicas, share
+from tests.specs import int64, specs_of
 
 SPARSE = """\
 name: net
@@ -26,7 +27,7 @@ modules:
   layers: [{Embedding: {num_embeddings: 8, embedding_dim: 4, sparse: true}}, Flatten]
 - {name: c, inputs: [a, b], layers: [Add, {Linear: {in_features: 8, out_features: 4}}]}
 """
-TOKENS = INFO.model_copy(update={"further": (TensorSpec(shape=(2,), dtype="int64"),)})
+TOKENS = INFO.model_copy(update={"further": (int64(2),)})
 TRAINING = "optimizer: {Adam: {lr: 0.01}}, clip: {norm: 0.5}, ema: 0.9"
 
 
@@ -141,5 +142,5 @@ def test_a_step_is_one_batch_of_each() -> None:
 def test_sparse_gradients_are_refused() -> None:
     for strategy in ("all-reduce", "admm"):
         with pytest.raises(SpecError, match=f"'{strategy}' changes gradients of all rows"):
-            worker_specs(parse_chain(SPARSE % strategy), TOKENS)
-    assert worker_specs(parse_chain(SPARSE % "local-sgd"), TOKENS)
+            specs_of(SPARSE % strategy, TOKENS)
+    assert specs_of(SPARSE % "local-sgd", TOKENS)

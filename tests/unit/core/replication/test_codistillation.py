@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import SpecError
-from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.worker.checkpoint import restore, snapshot
 from tests.replicas import INFO, learn, replicas, share, shared
+from tests.specs import specs_of
 
 NORMED = """\
 name: net
@@ -28,7 +28,7 @@ modules:
 
 
 def normed(strategy: str) -> list[WorkerSpec]:
-    workers = workers_of(worker_specs(parse_chain(NORMED % strategy), INFO))
+    workers = workers_of(specs_of(NORMED % strategy, INFO))
     return [one for one in workers if one.replicas > 1]
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dni_runtime.core.replication import Strategy, Sync, mean_of
-from dni_runtime.core.resolve import worker_specs
 from dni_runtime.core.step import ModuleStep
 from dni_runtime.errors import CheckpointError, SpecError
-from dni_runtime.spec import WorkerSpec, parse_chain
+from dni_runtime.spec import WorkerSpec
 from dni_runtime.spec.replicas import workers_of
 from dni_runtime.worker.checkpoint import restore, snapshot
 from tests.replicas import CHAIN, INFO, learn, share, shared
 from tests.replicas import replicas as linear
+from tests.specs import specs_of
 
 
 class Half(Strategy):
@@ -190,7 +190,7 @@ def test_replicas_of_a_module_without_numbers() -> None:
     chain = CHAIN % ("local-sgd", "delayed", "optimizer: {SGD: {lr: 0.1}}", 2, "")
     layer = "{Linear: {in_features: 8, out_features: 6}}"
     chain = chain.replace(layer, "Flatten").replace("in_features: 6", "in_features: 8")
-    specs = [one for one in workers_of(worker_specs(parse_chain(chain), INFO)) if "b" in one.module]
+    specs = [one for one in workers_of(specs_of(chain, INFO)) if "b" in one.module]
     steps = [ModuleStep(spec) for spec in specs]
     share(steps)
     assert shared(steps[0]).row().shape == (0,)

@@ -1,0 +1,21 @@
+"""Short ways to say what most tests need: tensors' specs, and those of a chain's workers."""
+
+from __future__ import annotations
+
+from dni_runtime.core.resolve import worker_specs
+from dni_runtime.spec import DataInfo, TensorSpec, WorkerSpec, parse_chain
+
+
+def float32(*shape: int) -> TensorSpec:
+    """Return the spec of floats; without sizes, of one for each sample."""
+    return TensorSpec(shape=shape, dtype="float32")
+
+
+def int64(*shape: int) -> TensorSpec:
+    """Return the spec of integers; without sizes, of one for each sample."""
+    return TensorSpec(shape=shape, dtype="int64")
+
+
+def specs_of(text: str, info: DataInfo) -> tuple[WorkerSpec, ...]:
+    """Return the specs of the modules of a chain file's text."""
+    return worker_specs(parse_chain(text), info)
