@@ -6,10 +6,11 @@ version of it never rebuilds the base.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path, PurePosixPath
@@ -20,8 +21,11 @@ from dni_runtime.image import apptainer
 ROOT = "opt/dni"
 MODULE_JSON = f"{ROOT}/module.json"
 
-_NOT_IN_IMAGES = frozenset({"image", "split", "launch", "bench", "definitions", "__pycache__"})
-"""Packages above the worker (imports point only downward): changes there rebuild no image."""
+ENTRY_POINTS = ("dni_runtime.worker.__main__", "dni_runtime.core.export")
+"""What runs in an image: the worker, and ``dni_runtime.load``, which a user's class may call.
+
+These and what they import are in it, and a change elsewhere rebuilds no image.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,35 @@ class ModuleBuild:
 def runtime_files(package: Path | None = None) -> dict[str, Path]:
     """Return the worker's part of the runtime: path below ``/opt/dni/runtime`` -> file."""
     root = package or Path(str(resources.files("dni_runtime")))
-    found = {}
-    for path in sorted(root.rglob("*")):
-        inner = path.relative_to(root)
-        if path.is_file() and not _NOT_IN_IMAGES.intersection(inner.parts):
-            found[f"dni_runtime/{inner.as_posix()}"] = path
-    return found
+    # The package's own file imports what is above the worker, too, but only on use.
+    found, left = {root / "__init__.py"}, list(ENTRY_POINTS)
+    while left:
+        top, *inner = left.pop().split(".")
+        module = root.joinpath(*inner)
+        for path in (module.with_suffix(".py"), module / "__init__.py"):
+            if top == "dni_runtime" and path.is_file() and path not in found:
+                found.add(path)
+                left += _imports(path.read_text(encoding="utf-8"))
+                left.append(".".join((top, *inner[:-1])))  # the package that it is in
+    for folder in {path.parent for path in found}:  # with the files that its modules read
+        found |= {path for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    return {f"dni_runtime/{path.relative_to(root).as_posix()}": path for path in sorted(found)}
+
+
+def _imports(source: str) -> Iterator[str]:
+    """Yield the names of what a module imports, on use too, but not for type checkers only."""
+    left: list[ast.AST] = [ast.parse(source)]
+    while left:
+        match left.pop():
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pass
+            case ast.Import(names=aliases):
+                yield from (alias.name for alias in aliases)
+            case ast.ImportFrom(module=str(module), names=aliases):
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in aliases)
+            case node:
+                left += ast.iter_child_nodes(node)
 
 
 def layer_files(module: ModuleBuild, runtime: Mapping[str, Path]) -> dict[str, bytes]:

@@ -42,15 +42,48 @@ def test_files(module: ModuleBuild, tmp_path: Path) -> None:
     }
 
 
-def test_runtime_is_the_workers_part_of_this_package() -> None:
-    files = layers.runtime_files()
-    assert {"dni_runtime/__init__.py", "dni_runtime/errors.py"} <= set(files)
-    assert "dni_runtime/worker/__main__.py" in files
-    assert "dni_runtime/data/digits.npz" in files
-    for name in files:
-        assert "__pycache__" not in name
-        layer = name.removeprefix("dni_runtime/").partition("/")[0].removesuffix(".py")
-        assert layer in {"__init__", "py.typed"} | WORKER, f"{name} is above the worker"
+def test_an_image_holds_what_a_worker_imports_and_no_more() -> None:
+    files = {name.removeprefix("dni_runtime/") for name in layers.runtime_files()}
+    assert {"__init__.py", "worker/__main__.py", "core/export.py", "data/digits.npz"} <= files
+    assert "worker/collective.py" in files, "imported on use"
+    found = {name.partition("/")[0].removesuffix(".py") for name in files}
+    assert found == {"__init__", "py.typed"} | WORKER
+    # A better text of an error in a chain rebuilds no image.
+    resolver = [f"core/{name}.py" for name in ("resolve", "checks", "shapes", "cost", "schema")]
+    assert not files & {*resolver, "core/advice.py", "core/replication/checks.py"}
+
+
+def test_what_is_imported_on_use_or_for_types(tmp_path: Path) -> None:
+    for name, source in {
+        "__init__": "def load():\n    from dni_runtime import launch\n",
+        "launch": "",
+        "worker/__init__": "",
+        "worker/__main__": "def go():\n    import zmq\n    from dni_runtime import wire\n",
+        "wire/__init__": "if TYPE_CHECKING:\n    from dni_runtime.launch import up\n"
+        "from dni_runtime.wire.frames import split as cut\n",
+        "wire/frames": "def split(): pass\n",
+        "wire/other": "",
+        "core/__init__": "",
+        "core/export": "",
+    }.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+    (tmp_path / "wire" / "table.npz").touch()
+    files = layers.runtime_files(tmp_path)
+    assert list(files) == [
+        f"dni_runtime/{name}"
+        for name in (
+            "__init__.py",
+            "core/__init__.py",
+            "core/export.py",
+            "wire/__init__.py",
+            "wire/frames.py",
+            "wire/table.npz",
+            "worker/__init__.py",
+            "worker/__main__.py",
+        )
+    ]
 
 
 @pytest.mark.parametrize("path", ["../escape.py", "/etc/passwd", "a/../../b.py"])
